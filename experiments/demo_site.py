@@ -20,17 +20,13 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 import fedtorch as ft
 from fedtorch import sites as transport, vfl
-from fedtorch.data import cache, catalogue
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import generalised
-from fedtorch.protocol.halves import Half
+from fedtorch.protocol import Half
 from fedtorch.sites import SiteConfiguration, enrolment, join
-from fedtorch.sites.vertical.remote import over_link
+from fedtorch.sites.vertical import over_link
+from fedtorch.vfl import Holder, Iteration, PartyNode, ServerNode, following, leading, mlp, party_half, server_half
 from fedtorch.vfl.model import likelihoods
-from fedtorch.vfl.model.split_nn import mlp
-from fedtorch.vfl.nodes.iteration import party_half, server_half
-from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
-from fedtorch.vfl.rows.alignment import Holder, following, leading
 
 SITES = {"north": [0], "south": [1], "west": [2, 3]}  # each site's clients
 LACKING = 10  # every site lacks so many of the patients that all are about in the vertical run
@@ -59,8 +55,8 @@ def say(name: str, text: str) -> None:
 
 def table() -> Table:
     """Heart disease in four hospitals where its files are at hand, else breast cancer in four parts."""
-    hearts = catalogue.describe("heart_disease")
-    if all(cache.present(hearts, file) for file in hearts.files):
+    hearts = ft.data.data_sets()["heart_disease"]
+    if all(ft.data.present(hearts, file) for file in hearts.files):
         found = ft.data.heart_disease(standardise=True, dtype=torch.float64)
         pairs, names, name = [found[k] for k in range(len(found))], found.names, "heart disease, four hospitals"
     else:

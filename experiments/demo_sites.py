@@ -28,11 +28,10 @@ from experiments import common, demo_site
 from experiments.demo_site import ALGORITHMS, SITES, Table
 from fedtorch import tree, vfl
 from fedtorch.federation.algorithms.ep import posterior
-from fedtorch.sites import Hub, Roster, enrolment, serve
+from fedtorch.sites import Hub, Roster, enrolment, identity, serve
 from fedtorch.sites.enrolment import Desk
-from fedtorch.sites.identity import identity
-from fedtorch.sites.vertical.remote import over_hub
-from fedtorch.vfl.nodes.node import ServerNode
+from fedtorch.sites.vertical import over_hub
+from fedtorch.vfl import ServerNode
 
 TIMEOUT = 300.0  # seconds for processes to come up on a busy machine
 # Imported, for server and sites compare the names of what they run, and a module that is run itself has another name.

@@ -29,8 +29,7 @@ from experiments.gtv import fmi as gtv_fmi, trust as gtv_trust
 from experiments.sparse import common as sparse_common, directed as sparse_directed, network as sparse_network
 from fedtorch.data import FederatedData
 from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gibbs import directed
-from fedtorch.models.gibbs.kernels import LocalKernel
+from fedtorch.models.gibbs import LocalKernel, directed
 from fedtorch.models.hierarchical import Model, shrinkage
 
 Part = Literal["training", "validation"]

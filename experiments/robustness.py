@@ -13,6 +13,7 @@ that trims nothing: what equal weights cost by themselves.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -26,7 +27,6 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common, result_pages
 from experiments.side_by_side import Joined, server, side_by_side
-from fedtorch import functional
 from fedtorch.trust import attacks, robust
 
 FIXED = "mixed trimmed mean"
@@ -136,8 +136,14 @@ def trials(
     for _ in run.rounds(rounds):
         pass
     assert algorithm.module is not None
-    models = [functional.load(algorithm.module, server(run, r)).eval() for r in range(len(sets))]
-    return [score(model, data) for model, data in zip(models, sets)]
+    return [score(_module(algorithm.module, server(run, r)), data) for r, data in enumerate(sets)]
+
+
+def _module(module: nn.Module, parameters: dict[str, torch.Tensor]) -> nn.Module:
+    """A copy of `module` with these parameters, for evaluation."""
+    copied = copy.deepcopy(module)
+    copied.load_state_dict(parameters, strict=False)
+    return copied.eval()
 
 
 def score(model: nn.Module, data: Digits) -> dict[str, float]:

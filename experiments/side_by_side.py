@@ -10,16 +10,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch import tree
-from fedtorch.federation.exchanges.exchange import Exchange, RowsOf, indices
-from fedtorch.tree import Rows, Tree
+from fedtorch import Exchange, tree
+from fedtorch.tree import Tree
 
 _SMALL_BLOCK = 4096  # rows, padding included, that are not worth dividing by size
+
+
+class _Messages(NamedTuple):
+    """Messages `(M, ...)` as they came, and the clients that they are from `(M,)`."""
+
+    ids: Tensor
+    message: Tree
 
 
 class Joined(ft.InProcess):
@@ -86,10 +93,10 @@ def _server(server: Callable[[Tree, Tree, Tensor], Tree], state: Tree, aggregate
 def _apart(exchange: Exchange, clients: int, runs: int) -> Exchange:
     """`exchange` in every run by itself."""
 
-    def scatter(outbox: Tree, ids: Rows) -> Tree:
+    def scatter(outbox: Tree, ids: Tensor | slice) -> Tree:
         return tree.concatenate([exchange.scatter(_of(outbox, r), i) for r, _, i in _parts(ids, clients)])
 
-    def finish(found: RowsOf) -> Tree:
+    def finish(found: _Messages) -> Tree:
         found = tree.take(found, found.ids.argsort())
         parts = {
             r: exchange.finish(exchange.gather(tree.take(found.message, rows), ids))
@@ -101,7 +108,7 @@ def _apart(exchange: Exchange, clients: int, runs: int) -> Exchange:
 
     return Exchange(
         scatter=scatter,
-        gather=lambda messages, ids: RowsOf(indices(ids), messages),
+        gather=lambda messages, ids: _Messages(_indices(ids), messages),
         merge=tree.concatenate,
         finish=finish,
         traffic=lambda outbox, messages, ids: exchange.traffic(_of(outbox, 0), messages, ids),
@@ -109,9 +116,13 @@ def _apart(exchange: Exchange, clients: int, runs: int) -> Exchange:
     )
 
 
-def _parts(ids: Rows, clients: int) -> Iterator[tuple[int, Any, Tensor]]:
+def _indices(ids: Tensor | slice) -> Tensor:
+    return torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
+
+
+def _parts(ids: Tensor | slice, clients: int) -> Iterator[tuple[int, Any, Tensor]]:
     """(run, its rows among ascending `ids`, its clients by their own numbers)."""
-    everybody = indices(ids)
+    everybody = _indices(ids)
     run = everybody // clients
     for r in run.unique().tolist():
         rows = (run == r).nonzero()[:, 0]

@@ -4,8 +4,8 @@ A federation is an algorithm (what clients and server compute) on a population (
 `ft.Federation(ft.fedavg(local), ft.InProcess(data))` is a LightningModule, so a Lightning `Trainer` runs the rounds.
 """
 
-import lazy_loader
+from fedtorch._lazy import attach
 
-# The names stand in `__init__.pyi`, for type checkers as for this; each is imported when somebody asks for it.
-__getattr__, __dir__, _ = lazy_loader.attach_stub(__name__, __file__)
+# `__init__.pyi` lists the names, for type checkers and for `attach`, which imports each when it is first asked for.
+__getattr__, __dir__ = attach(__name__, __file__)
 __version__ = "0.1.0"

@@ -1,6 +1,5 @@
 from . import (
     data as data,
-    functional as functional,
     metrics as metrics,
     models as models,
     networks as networks,
@@ -8,15 +7,14 @@ from . import (
     progress as progress,
     random as random,
     report as report,
+    sites as sites,
     tree as tree,
     trust as trust,
     vfl as vfl,
-    wire as wire,
 )
 from .data import BadClients as BadClients
 from .federation.algorithm import (
     Algorithm as Algorithm,
-    Local as Local,
     LocalSolver as LocalSolver,
     Quadratic as Quadratic,
     Reply as Reply,
@@ -39,7 +37,6 @@ from .federation.algorithms.gibbs import gibbs as gibbs
 from .federation.algorithms.gtv import gtv as gtv
 from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
-from .federation.algorithms.normal_em import normal_em as normal_em
 from .federation.algorithms.personal import personal_layers as personal_layers
 from .federation.algorithms.pooled import pooled as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
@@ -67,25 +64,21 @@ from .federation.runs.faults import (
     Faults as Faults,
     dropouts as dropouts,
     duplicated as duplicated,
-    exponential_noise as exponential_noise,
-    lognormal_noise as lognormal_noise,
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
-from .federation.runs.tuning import Grid as Grid, grid as grid
+from .federation.runs.tuning import grid as grid
 from .federation.solvers.gradient_descent import gradient_descent as gradient_descent
 from .federation.solvers.lazy_loading import lazy_loading as lazy_loading
 from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
-from .federation.solvers.unlabelled import unlabelled as unlabelled
 from .federation.told import Averages as Averages, Told as Told
 from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import History as History, Round as Round
 from .metrics.scores import Score as Score
 from .models.linear import LinearHead as LinearHead
-from .module_randomness import KeyedRandomness as KeyedRandomness
 from .networks import Network as Network
 from .report.callback import Report as Report
 from .sites import Remote as Remote

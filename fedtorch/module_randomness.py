@@ -60,7 +60,7 @@ class KeyedRandomness(TorchDispatchMode):
     Example:
         >>> import torch, fedtorch as ft
         >>> def drawn(seed):
-        ...     with ft.KeyedRandomness(ft.random.key(seed)):
+        ...     with KeyedRandomness(ft.random.key(seed)):
         ...         return torch.rand(3)
         >>> torch.equal(drawn(0), drawn(0)), torch.equal(drawn(0), drawn(1))
         (True, False)

@@ -24,6 +24,8 @@ from importlib.util import find_spec
 from itertools import pairwise
 from typing import Any, TypeVar
 
+__all__ = ["quiet", "tracked"]
+
 T = TypeVar("T")
 Told = Mapping[str, Any]  # what is shown beside how far it is
 

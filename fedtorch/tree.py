@@ -11,6 +11,8 @@ names are paths, as in a state dict. Trees form a vector space: `add`, `subtract
 ['layer.bias', 'layer.weight']
 >>> tree.scale(tree.stack([parameters, parameters]), torch.tensor([1.0, 5.0]))["weight"][:, 0, 0]
 tensor([1., 5.])
+>>> [leaf.shape for leaf in tree.leaves(parameters)]
+[torch.Size([2, 3]), torch.Size([2])]
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor
+
+__all__ = ["Tree", "add", "concatenate", "leaves", "map", "scale", "stack", "subtract", "take"]
 
 Tree = Any
 Rows = Tensor | slice

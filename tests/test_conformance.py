@@ -37,6 +37,7 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.dispatch import choice
+from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.exchanges import graph, rows, star
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
 from fedtorch.federation.exchanges.robust.exchange import star as robust_star
@@ -104,7 +105,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
-    "normal_em": ft.normal_em,
+    "normal_em": normal_em,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
     "without_server": lambda: ft.without_server(

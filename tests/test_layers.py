@@ -20,6 +20,7 @@ import fedtorch as ft
 ROOT = Path(ft.__file__).parent
 LAYERS = (
     {
+        "_lazy",
         "tree",
         "optimisers",
         "progress",
@@ -55,7 +56,17 @@ def name_of(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-SOURCES = {name_of(path): ast.parse(path.read_text()) for path in sorted(ROOT.rglob("*.py"))}
+def source(path: Path) -> ast.Module:
+    """Return a module's program; of a package that has a stub also what the stub imports, whoever asks for it when."""
+    stub = path.with_suffix(".pyi")
+    program = ast.parse(path.read_text() + (stub.read_text() if stub.exists() else ""))
+    for node in ast.walk(program):
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and stub.exists():
+            node.module, node.level = ".".join([name_of(path), *([node.module] if node.module else [])]), 0
+    return program
+
+
+SOURCES = {name_of(path): source(path) for path in sorted(ROOT.rglob("*.py"))}
 MODULES = {name: source for name, source in SOURCES.items() if name != "fedtorch"}
 
 

@@ -1,13 +1,68 @@
-"""Every public name has an example that runs: of its own, or one that uses it, to which the reference links."""
+"""What the stubs of the packages declare is there, documented, annotated and shown by an example that runs; pages,
+experiments and their configurations use nothing else."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import public
+import pytest
 
-ROOT = Path(__file__).parent.parent
+from fedtorch import _lazy
+
+MOST = 370  # names; a new one takes the place of one that nobody needs
+MISSPELT = {"fedtorch.fedavgg"}  # on purpose, where a page shows what a wrong name is answered with
+CALLABLE = public.classes_and_functions()
+
+
+def test_no_more_names_are_declared_than_a_reader_can_look_through() -> None:
+    assert len(public.declared()) <= MOST
+
+
+@pytest.mark.parametrize("package", public.packages())
+def test_a_package_hands_out_what_its_stub_declares(package: str) -> None:
+    module = public._module(package)
+    for name, (home, attribute) in _lazy.declared(package, public.stubs()[package]).items():
+        defined = getattr(public._module(home), attribute)
+        assert getattr(module, name) is defined, f"{package}.{name} is not {home}.{attribute}"
+    with pytest.raises(AttributeError, match="no_such_name"):
+        module.no_such_name  # noqa: B018
+
+
+def test_a_module_that_is_handed_out_lists_its_public_names() -> None:
+    handed_out = public.handed_out()
+    assert [name for name, names in handed_out.items() if not names] == []
+    for name, names in handed_out.items():
+        assert [each for each in names if not hasattr(public._module(name), each)] == []
+
+
+def test_public_names_are_documented() -> None:
+    assert [name for name, value in CALLABLE.items() if not (inspect.getdoc(value) or "").strip()] == []
+
+
+def unannotated(value: Any) -> list[str]:
+    """Return the parameters of a function that have no annotation, and "return" where its result has none."""
+    function = inspect.unwrap(value.__init__ if inspect.isclass(value) else value)
+    code = getattr(function, "__code__", None)
+    if code is None or not str(getattr(function, "__module__", "")).startswith("fedtorch"):
+        return []  # of another library, or made by `dataclass` and `NamedTuple`
+    names = [*inspect.signature(function).parameters, *([] if inspect.isclass(value) else ["return"])]
+    return [name for name in names if name not in function.__annotations__ and name != "self"]
+
+
+def test_public_names_are_annotated() -> None:
+    assert {name: unannotated(value) for name, value in CALLABLE.items() if unannotated(value)} == {}
+
+
+def test_a_missing_annotation_is_found() -> None:
+    def half(a: int, b) -> int:  # type: ignore[no-untyped-def]
+        return a
+
+    half.__module__ = "fedtorch.example"
+    assert unannotated(half) == ["b"]
 
 
 def test_every_public_name_is_used_by_a_runnable_example() -> None:
@@ -21,13 +76,66 @@ def test_examples_are_found_where_they_are() -> None:
     assert "start" in found["fedtorch.federation.lightning.federation.Federation"]  # the page
 
 
-def test_private_modules_are_not_public() -> None:
-    assert not [name for name in public.examples() if "._" in name]
+@pytest.mark.parametrize("place", public.uses())
+def test_pages_experiments_and_configurations_use_declared_names_only(place: str) -> None:
+    found = {chain: public.undeclared(chain) for chain in public.uses()[place]}
+    assert {chain: part for chain, part in found.items() if part and part not in MISSPELT} == {}
 
 
-def test_pages_and_experiments_use_nothing_private() -> None:
-    """Benchmarks of what is inside may."""
-    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent.name not in public.MADE]
-    files = [ROOT / "README.md", *pages, *(ROOT / "experiments").glob("*.py"), *(ROOT / "experiments").rglob("*.yaml")]
-    private = re.compile(r"fedtorch[\w.]*\._[a-z]\w*|from fedtorch[\w.]* import [^#\n]*\b_[a-z]")
-    assert [(path.name, private.findall(path.read_text())) for path in files if private.search(path.read_text())] == []
+def test_undeclared_uses_are_found() -> None:
+    program = """
+import fedtorch as ft
+from fedtorch import models
+from fedtorch.federation.runs.run import Run
+from fedtorch.models.gibbs import kernels as k
+
+ft.History, ft.data.digits(), models.linear.LinearHead(2), models.linear.Spectral, k.check_start
+other.History
+"""
+    found = {public.undeclared(chain) for chain in public.chains(program)}
+    assert found == {
+        None,
+        "fedtorch.History",
+        "fedtorch.federation.runs.run",
+        "fedtorch.models.linear.Spectral",
+        "fedtorch.models.gibbs.kernels",
+    }
+
+
+def test_undeclared_uses_of_pages_are_found() -> None:
+    page = """
+Begin with `ft.History`, or `fedtorch.trust.record.spans` and `ft.data.digits`.
+
+```yaml
+algorithm: {class_path: fedtorch.federation.algorithms.ep.algorithm.Server}
+```
+
+```{code-cell} ipython3
+:tags: [hide-cell]
+import fedtorch as ft
+from fedtorch.trust import privacy
+```
+
+```{code-cell} ipython3
+privacy.epsilon, privacy.Entropy
+```
+"""
+    assert {public.undeclared(chain) for chain in public.used_by_page(page)} == {
+        None,
+        "fedtorch.History",
+        "fedtorch.trust.record.spans",
+        "fedtorch.federation.algorithms.ep.algorithm",
+        "fedtorch.trust.privacy.Entropy",
+    }
+
+
+def test_nothing_private_is_public() -> None:
+    names = [f"{module}.{name}" for module, names in public.handed_out().items() for name in names]
+    assert [name for name in names if re.search(r"\._", name)] == []
+
+
+def test_contents_are_what_the_package_hands_out() -> None:
+    contents = dict(public.contents())
+    assert contents["fedavg"] == "fedtorch.federation.algorithms.fedavg.fedavg"
+    assert contents["data"] == "fedtorch.data"
+    assert isinstance(public._module(contents["recipes"]), ModuleType)

@@ -14,9 +14,10 @@ import torch
 
 import fedtorch as ft
 from fedtorch import cli
-from fedtorch.sites import Roster, connect, join, read_configuration
+from fedtorch.sites import Roster, connect, join
 from fedtorch.sites.enrolment import Desk, enrol, read_token
 from fedtorch.sites.identity import identity
+from fedtorch.sites.rounds.configuration import read_configuration
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "from_laptop_to_sites.md"
 NAMES = ("ward 7", "ward 8", "ward 9")

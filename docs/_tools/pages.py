@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from public import contents, examples, modules, public
+from public import classes_and_functions, contents, examples, modules, public
 from sphinx.util import logging
 
 import fedtorch
@@ -52,7 +52,7 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "federation": (
         "Around a run",
         "History, evaluation, tuning, checkpoints, progress.",
-        ("fedtorch.federation", "fedtorch.progress"),
+        ("fedtorch.federation", "fedtorch.history", "fedtorch.progress"),
     ),
     "algorithms": (
         "Algorithms",
@@ -67,7 +67,11 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "models": ("Models", "Modules and samplers that know nothing of federation.", ("fedtorch.models",)),
     "networks": ("Networks", "Graphs of clients, their learning and their solvers.", ("fedtorch.networks",)),
     "vertical": ("Vertical federation", "Different features of the same rows.", ("fedtorch.vfl",)),
-    "trust": ("Trust", "Privacy, secure sums, robustness, attacks, fairness, records.", ("fedtorch.trust",)),
+    "trust": (
+        "Trust",
+        "Privacy, secure sums, robustness, attacks, fairness, records.",
+        ("fedtorch.trust", "fedtorch.federation.exchanges.robust"),
+    ),
     "data": ("Data", "Federated data, partitioners, real data sets.", ("fedtorch.data",)),
     "plots": (
         "Metrics, plots, reports and the command line",
@@ -96,16 +100,20 @@ def assigned() -> dict[str, list[str]]:
 
 
 def write(_: Any = None) -> None:
-    """Writes the pages, those that have not changed left as they are."""
+    """Write the pages, and leave those that have not changed as they are."""
     folder = HERE / "reference"
     folder.mkdir(exist_ok=True)
+    documented = classes_and_functions()
     index = ["# Reference", "", "Every public name, from its docstring.", "", "```{toctree}", ":maxdepth: 1", ""]
     for page, names in assigned().items():
         title, about, _ = AREAS[page]
         index.append(page)
         lines = [f"# {title}", "", about, ""]
         for name in names:
-            members = "   :members:\n   :show-inheritance:\n" if any(public(importlib.import_module(name))) else ""
+            shown = ", ".join(
+                each for each, _ in public(importlib.import_module(name)) if f"{name}.{each}" in documented
+            )
+            members = f"   :members: {shown}\n   :show-inheritance:\n" if shown else "   :no-members:\n"
             lines += [f"## {name.removeprefix('fedtorch.')}", "", "```{eval-rst}", f".. automodule:: {name}", members]
             lines += ["```", ""]
         _write(folder / f"{page}.md", lines)
@@ -146,8 +154,7 @@ def _is_package(name: str) -> bool:
 
 def missing(documented: set[str]) -> list[str]:
     """Public modules and names of the package that are not among the documented ones."""
-    names = [f"{module}.{name}" for module in modules() for name, _ in public(importlib.import_module(module))]
-    return [name for name in [*modules(), *names] if name not in documented]
+    return [name for name in [*modules(), *classes_and_functions()] if name not in documented]
 
 
 def check(app: Any, _: Any) -> None:

@@ -19,7 +19,9 @@ from experiments import common
 from experiments.benchmarks.parts import measure
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import solvers
+from fedtorch.networks.solvers.admm import admm
 from fedtorch.networks.solvers.fedgd import gradient_step
+from fedtorch.networks.solvers.primal_dual import primal_dual
 
 FEATURES = 8
 NEIGHBOURS = 10
@@ -163,8 +165,8 @@ def rounds_to(nodes: int, error: float, limit: int, seed: int) -> dict[str, tupl
     ways: dict[str, Callable[..., solvers.Solution]] = {
         "FedGD": solvers.fedgd,
         "FedRelax": solvers.fedrelax,
-        "ADMM": solvers.admm,
-        "primal-dual": lambda one, **settings: solvers.primal_dual(one, solvers.squared, **settings),
+        "ADMM": admm,
+        "primal-dual": lambda one, **settings: primal_dual(one, solvers.squared, **settings),
         "Chebyshev": solvers.chebyshev,
         "conjugate gradients": solvers.conjugate_gradient,
     }

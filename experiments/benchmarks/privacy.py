@@ -33,6 +33,8 @@ from experiments import common
 from experiments.benchmarks.parts import measure
 from experiments.benchmarks.peers import __main__ as peers
 from fedtorch.sites.secure.messages import MASKED
+from fedtorch.sites.secure.neighbours import neighbourhoods
+from fedtorch.sites.secure.simulation import SecureSum, secure_sum
 from fedtorch.trust import privacy, secure
 
 STEPS = 5
@@ -110,7 +112,7 @@ def opacus_round(clients: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[[
 def sums(smoke: bool, size: int) -> list[common.Row]:
     """Seconds of a client, and of all that is done for it."""
     clients, size = (20, 1000) if smoke else (100, size)
-    graph, gone = secure.neighbourhoods(clients, adversary="curious"), clients // 10
+    graph, gone = neighbourhoods(clients, adversary="curious"), clients // 10
     values, found, whole = summed(clients, size, "curious")
     setting = f"{clients} clients × {size} numbers, a tenth drop out, {graph.neighbours} neighbours"
     rows = [
@@ -132,14 +134,12 @@ def sums(smoke: bool, size: int) -> list[common.Row]:
     return rows
 
 
-def summed(
-    clients: int, size: int, adversary: secure.neighbours.Adversary
-) -> tuple[torch.Tensor, secure.SecureSum, float]:
+def summed(clients: int, size: int, adversary: secure.neighbours.Adversary) -> tuple[torch.Tensor, SecureSum, float]:
     """(numbers, their sum without a tenth of the clients, the processor's seconds that it took)."""
     gone = clients // 10
     values = torch.randn(clients, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     begun = time.process_time()
-    found = secure.secure_sum(values, gone=dict.fromkeys(range(gone), MASKED), adversary=adversary)
+    found = secure_sum(values, gone=dict.fromkeys(range(gone), MASKED), adversary=adversary)
     whole = time.process_time() - begun
     grid = secure.Grid()
     assert torch.equal(found.total, grid.decode(grid.encode(values[gone:]).sum(0)))
@@ -151,7 +151,7 @@ def adversaries(sizes: Sequence[int]) -> list[common.Row]:
     rows = []
     for clients in sizes:
         for adversary in secure.neighbours.ADVERSARIES:
-            near = secure.neighbourhoods(clients, adversary=adversary)
+            near = neighbourhoods(clients, adversary=adversary)
             _, found, whole = summed(clients, 100, adversary)
             setting = f"{clients} clients, {near.neighbours} neighbours, threshold {near.threshold}: {adversary} server"
             rows += [

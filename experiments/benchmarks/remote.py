@@ -37,9 +37,10 @@ from experiments.benchmarks.parts.forked import fork
 from experiments.benchmarks.parts.proxy import Proxy
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.protocol.halves import Half, Receive, Send, together
-from fedtorch.sites import Hub, Limits, Remote, Roster, SiteConfiguration, connect, join, serve
+from fedtorch.sites import Hub, Remote, Roster, SiteConfiguration, connect, join, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.vfl.model import likelihoods, split_nn
 from fedtorch.vfl.nodes.iteration import party_half, server_half

@@ -24,8 +24,9 @@ import torch
 
 from experiments import common
 from fedtorch import random, vfl
-from fedtorch.vfl.fit.guide import initial
+from fedtorch.vfl.fit.guide import count_parameters, initial
 from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.nodes.iteration import exchange
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
@@ -107,7 +108,7 @@ def measure(what: str) -> None:
     vfl.sfvi(model(1.0), guide, warm, key=random.key(0), steps=20)  # libraries' own buffers
     before = _peak(reset=True)
     fit = vfl.sfvi(model(1.0), guide, data, key=random.key(0), steps=20, batch_size=256)
-    result = {"added": (_peak() - before) / 2**20, "parameters": vfl.count_parameters(fit.parameters)}
+    result = {"added": (_peak() - before) / 2**20, "parameters": count_parameters(fit.parameters)}
     sys.stdout.write(json.dumps(result))
 
 
@@ -135,7 +136,7 @@ def traffic(smoke: bool) -> list[common.Row]:
                 if power and name == "amortised":
                     guide = dataclasses.replace(guide, auxiliary=vfl.amortised(sees_response=True))
                 m = model(1.0, power)
-                top, *holders = vfl.parts(m, guide, initial(m, guide, rows, 1, random.key(0)))
+                top, *holders = parts(m, guide, initial(m, guide, rows, 1, random.key(0)))
                 known = zip(holders, data.known_to_parties(response=shared))
                 parties = [PartyNode(part, own, response_shared=shared) for part, own in known]
                 server = ServerNode(top, data.known_to_server(), response_shared=shared)

@@ -15,8 +15,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import fedtorch as ft
-from fedtorch.models.gaussian_process import ConvolvedGP, fit
-from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
+from fedtorch.models.gaussian_process import ConvolutionProcess, ConvolvedGP, fit
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 DTYPE = torch.float64

@@ -24,7 +24,6 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.gtv import fmi as gtv_fmi
-from fedtorch.data.datasets import weather
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import clustering, discrepancy, learning, solvers
 
@@ -48,7 +47,7 @@ class Found(NamedTuple):
 
 def observations(seed: int) -> list[Tensor]:
     """x and y of 100 observations of all stations, each before that of the others: x, other x, y, other y."""
-    return gtv_fmi.halves(*weather.fmi_weather(torch.float64).rows, train_size=ROWS, random_state=seed)
+    return gtv_fmi.halves(*ft.data.fmi_weather(torch.float64).rows, train_size=ROWS, random_state=seed)
 
 
 def ridge(seed: int, steps: int) -> list[Found]:
@@ -130,7 +129,7 @@ def two_nodes(iterations: int) -> list[Found]:
 
 def clusters(seed: int) -> list[Found]:
     """Squared errors of the cluster's mean temperature, directly and from the sums of the clusters."""
-    data, places = weather.fmi_weather(torch.float64), weather.fmi_coordinates()
+    data, places = ft.data.fmi_weather(torch.float64), ft.data.fmi_coordinates()
     network = ft.Network.k_nearest(places, DEGREE)
     eigenvectors = torch.linalg.eigh(network.laplacian().to_dense()).eigenvectors
     representations = {

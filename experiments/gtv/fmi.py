@@ -21,7 +21,6 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.data.datasets import weather
 from fedtorch.networks import clustering, discrepancy, solvers
 
 BATCH, ACTIVE, DELAY = 10, 0.5, 3  # rows of a FedSGD step; probability to be active and longest delay of "async"
@@ -88,11 +87,11 @@ def halves(x: Tensor, y: Tensor, **settings: float) -> list[Tensor]:
 def load(seed: int, stations: int | None = None) -> Split:
     """A fifth of a station's rows to validate, drawn as the assignment does; of the first stations, or of all."""
     training, validation = [], []
-    for x, y in list(weather.fmi_weather(torch.float64))[:stations]:
+    for x, y in list(ft.data.fmi_weather(torch.float64))[:stations]:
         x_training, x_validation, y_training, y_validation = halves(x, y, test_size=0.2, random_state=seed)
         training.append((x_training, y_training))
         validation.append((x_validation, y_validation))
-    places = weather.fmi_coordinates()[:stations]
+    places = ft.data.fmi_coordinates()[:stations]
     return Split(ft.data.from_tensors(training), ft.data.from_tensors(validation), places)
 
 

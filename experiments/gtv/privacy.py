@@ -30,7 +30,6 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from fedtorch.data.datasets import weather
 from fedtorch.trust import attacks, privacy
 
 LATITUDE, LONGITUDE = 0, 1
@@ -53,7 +52,7 @@ class Recordings(NamedTuple):
 
 def load(seed: int, stations: int | None) -> tuple[ft.data.FederatedData, Recordings]:
     """The stations, and their recordings in two parts."""
-    data = weather.fmi_weather(torch.float64)
+    data = ft.data.fmi_weather(torch.float64)
     if stations is not None:
         data = ft.data.from_tensors(list(data)[:stations])
     x, y = data.rows

@@ -29,14 +29,12 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from experiments.gtv import trust as gtv_trust
-from fedtorch import functional, vfl
+from fedtorch import vfl
 from fedtorch.networks import solvers
-from fedtorch.protocol.halves import Half, together
+from fedtorch.protocol import Half, together
 from fedtorch.trust import attacks, privacy
+from fedtorch.vfl import Iteration, ServerNode, mlp, party_half, server_half
 from fedtorch.vfl.model import likelihoods
-from fedtorch.vfl.model.split_nn import mlp
-from fedtorch.vfl.nodes.iteration import party_half, server_half
-from fedtorch.vfl.nodes.node import Gradient, Iteration, ServerNode, Value
 
 DELTA = 1e-3
 RHOS = (0.0, 0.3, 1.0, 3.0, 10.0)
@@ -79,13 +77,13 @@ def heard(
 ) -> tuple[Tensor, Tensor]:
     """Trains by messages; what the first party sent and was sent, `(T, 1, 1, 1, n)` each."""
     server, parties = model.nodes(data, lambda parameters: torch.optim.Adam(parameters, lr=lr))
-    said: dict[type, list[Tensor]] = {Value: [], Gradient: []}
+    messages: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the party has sent them
     half = server_half(server, iterations)
     halves = {0: half if defence is None else defence(server, half)}
     halves |= {party.index: party_half(party, iterations) for party in parties}
-    halves[1] = attacks.tapped(halves[1], lambda node, message, sent: said[type(message)].append(message[0]))
+    halves[1] = attacks.tapped(halves[1], lambda node, message, sent: messages[sent].append(message[0]))
     together(halves)
-    return torch.stack(said[Value]), torch.stack(said[Gradient])
+    return torch.stack(messages[True]), torch.stack(messages[False])
 
 
 def accuracy(model: vfl.SplitNetwork, data: vfl.VerticalData) -> float:
@@ -171,7 +169,7 @@ def told_of(x: Tensor, y: Tensor, epsilon: float, seed: int) -> dict[str, Tensor
             entropy=privacy.from_seed(seed), ghost=True, **settings,
         )  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors([(x, y)])), rounds=1, seed=seed)
-    return {name: run.server[name] - start for name, start in functional.parameters(digits_network()).items()}
+    return {name: run.server[name] - start.detach() for name, start in digits_network().named_parameters()}
 
 
 def inversion_of_digits(count: int, seed: int) -> list[common.Row]:

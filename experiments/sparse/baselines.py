@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random
-from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs import LocalKernel, sparse
 from fedtorch.models.gibbs.global_priors import flip, slab_evidence
-from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
+from fedtorch.models.gibbs.kernels import GlobalKernel
 
 
 class LoneSite(NamedTuple):

@@ -29,6 +29,7 @@ import fedtorch as ft
 from experiments import common
 from experiments.sparse import baselines
 from experiments.sparse.common import Sampled, Sizes, interval, sample, share, shared
+from fedtorch.models import gibbs
 from fedtorch.models.device_posterior import discoveries
 from fedtorch.models.gibbs import logistic, sparse
 
@@ -76,7 +77,7 @@ def run(
     return sample(algorithm, data, start, sizes.rounds, sizes.rounds // 5, seed, watch)
 
 
-def federated(data: ft.data.FederatedData, local: sparse.LocalKernel, sizes: Sizes, seed: int) -> Found:
+def federated(data: ft.data.FederatedData, local: gibbs.LocalKernel, sizes: Sizes, seed: int) -> Found:
     """The hierarchy of sites."""
     algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=sizes.sweeps, chains=sizes.chains)
     done = run(algorithm, data, sizes, seed)

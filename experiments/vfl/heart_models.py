@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from experiments import common
 from fedtorch import data as ft_data, random, vfl
 from fedtorch.data import VerticalTable
+from fedtorch.vfl import mlp
 from fedtorch.vfl.model import likelihoods
-from fedtorch.vfl.model.split_nn import mlp
 
 FOLDS, NEIGHBOURS, WIDTH = 10, 2, 8
 NAMES = ("split network", "hierarchical Bayes, ρ = 1", "hierarchical Bayes, ρ = 5", "hierarchical Bayes, ρ = 10")

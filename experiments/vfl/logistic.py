@@ -40,8 +40,7 @@ from torch import Tensor
 from experiments import common
 from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl import log_score, noise_variance
-from fedtorch.vfl.fit import encoder
+from fedtorch.vfl import log_score, noise_variance, perceptron
 from fedtorch.vfl.model import likelihoods
 
 RHOS = (0.5, 1.0, 2.0)
@@ -89,7 +88,7 @@ def problem(size: Size, seed: int) -> Problem:
 
 def guides() -> dict[str, vfl.Guide]:
     """The two published families of z, and ours."""
-    small = encoder.perceptron(8)
+    small = perceptron(8)
     return {
         "mean field": vfl.Guide(vfl.mean_field()),
         "amortised": vfl.Guide(vfl.amortised(small)),

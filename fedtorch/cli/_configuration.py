@@ -22,7 +22,7 @@ from fedtorch import _files as files
 from fedtorch.cli._building import built, check
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.algorithms.ep import Factors
+from fedtorch.federation.algorithms.ep.algorithm import Factors
 from fedtorch.federation.algorithms.matrix_normal import Shrinkage
 from fedtorch.federation.exchanges.exchange import Exchange
 from fedtorch.federation.exchanges.robust import Rule

@@ -19,6 +19,6 @@ def add(commands: Any) -> None:
 
 
 def _render(options: argparse.Namespace) -> None:
-    from fedtorch.report import render
+    from fedtorch.report.folder import render
 
     print(render(options.folder, options.out))

@@ -203,8 +203,9 @@ def _states(options: argparse.Namespace) -> Path:
 
 def _take_part(options: argparse.Namespace) -> None:
     from fedtorch import sites as transport
-    from fedtorch.sites import AuditRecord, join, read_configuration
+    from fedtorch.sites import AuditRecord, join
     from fedtorch.sites.identity import identity
+    from fedtorch.sites.rounds.configuration import read_configuration
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me, configuration = identity.read(options.identity), read_configuration(options.data)

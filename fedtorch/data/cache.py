@@ -7,7 +7,8 @@ Checksums are verified in every case.
 
 >>> import tempfile
 >>> from unittest import mock
->>> from fedtorch.data import DataSet, File, cache
+>>> from fedtorch.data import cache
+>>> from fedtorch.data.catalogue import DataSet, File
 >>> from fedtorch.data.download import digest
 >>> with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, FEDTORCH_DATA_DIR=folder):
 ...     given = Path(folder, "wells", "depths.csv")  # a data set of one's own

@@ -19,6 +19,8 @@ from fedtorch.expected import loaded
 from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 from fedtorch.tree import Tree
 
+__all__ = ["accuracy", "calibration_error", "cross_entropy", "mean_of", "mean_squared_error"]
+
 if TYPE_CHECKING:
     import torchmetrics
 

@@ -6,3 +6,7 @@
 >>> head(torch.ones(3, 2)).shape
 torch.Size([3])
 """
+
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, MultivariateNormal, Normal
 
+__all__ = ["credible_interval", "discoveries", "selected"]
+
 _BISECTIONS = 60
 
 

@@ -33,6 +33,8 @@ from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields, regression_rows
 
+__all__ = ["LinearHead", "SufficientStatistics", "client_statistics", "polynomial", "ridge"]
+
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
 CLEAR = 1e-6  # eigenvalues above, relative to the largest, are as exact in any units

@@ -24,6 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+__all__ = ["LowRank", "from_factor"]
+
 
 class LowRank(NamedTuple):
     """Ω = aI + V diag(s) V'. An infinite multiple a means that nothing is known: Ω⁻¹ = 0.

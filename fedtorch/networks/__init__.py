@@ -8,14 +8,6 @@ minimisation with linear models. Nothing here needs a federation.
 tensor([1., 2.], dtype=torch.float64)
 """
 
-from fedtorch.networks import (
-    bounds as bounds,
-    clustering as clustering,
-    diagnostics as diagnostics,
-    discrepancy as discrepancy,
-    learning as learning,
-    solvers as solvers,
-)
-from fedtorch.networks.bounds import Diagnostics as Diagnostics
-from fedtorch.networks.diagnostics import diagnose as diagnose
-from fedtorch.networks.network import Components as Components, Network as Network
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -16,6 +16,8 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.networks.network import Network
 
+__all__ = ["k_means", "spectral"]
+
 _DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
 
 

@@ -36,6 +36,8 @@ from fedtorch.data import FederatedData
 from fedtorch.progress import Progress, tracked
 from fedtorch.tree import Tree
 
+__all__ = ["distances", "gaussian_mixture", "maximum_likelihood", "mean_label", "pooled_gradient"]
+
 _TITLE = "Representing the nodes"
 
 

@@ -36,6 +36,8 @@ from fedtorch.networks import _random_edges as random_edges
 from fedtorch.networks.network import Network
 from fedtorch.progress import Progress, tracked
 
+__all__ = ["edge_budget", "nearest", "regular", "regular_by_projection"]
+
 _BLOCK = 2**22  # candidates' coordinates that are compared at a time
 _TITLE = "Learning the network"
 _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this are rounding

@@ -10,13 +10,6 @@ show it. Where a function takes a run, that is a `Run`, a `Federation`, a `Histo
 'rows'
 """
 
-from fedtorch.plots.clients import client_distribution as client_distribution
-from fedtorch.plots.grids import heat_map as heat_map
-from fedtorch.plots.matrices import device_correlation as device_correlation, inclusion_map as inclusion_map
-from fedtorch.plots.networks import directed_network as directed_network, network as network
-from fedtorch.plots.runs import (
-    bytes_against as bytes_against,
-    curves as curves,
-    groups as groups,
-    worst_client as worst_client,
-)
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

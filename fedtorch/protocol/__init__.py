@@ -1,1 +1,5 @@
 """Conversations between two ends: halves that send and receive, and what drives them in one process or over ranks."""
+
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -10,19 +10,6 @@ and secrets of the operating system.
 torch.Size([2])
 """
 
-from fedtorch.random.draws import (
-    bernoulli as bernoulli,
-    beta as beta,
-    bits as bits,
-    choice as choice,
-    exponential as exponential,
-    fold_in as fold_in,
-    gamma as gamma,
-    inverse_gamma as inverse_gamma,
-    key as key,
-    normal as normal,
-    permutation as permutation,
-    randint as randint,
-    split as split,
-    uniform as uniform,
-)
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

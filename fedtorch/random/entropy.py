@@ -6,11 +6,11 @@ another. Every use has a key of its own, HKDF-SHA256 of the secret and of the ru
 is for, and expands it by AES-256 in counter mode; a round that is tried again is another attempt and has fresh numbers.
 
 >>> from fedtorch.trust import privacy
->>> purpose = privacy.Purpose(run=b"run", round=3, attempt=0, phase="noise", roster=b"")
+>>> purpose = Purpose(run=b"run", round=3, attempt=0, phase="noise", roster=b"")
 >>> one, two = privacy.from_seed(0), privacy.from_seed(0)
 >>> bool((one.uniforms(purpose, 4) == two.uniforms(purpose, 4)).all()), one.guarantees
 (True, False)
->>> fresh = privacy.from_system()
+>>> fresh = from_system()
 >>> bool((fresh.uniforms(purpose, 4) == one.uniforms(purpose, 4)).any()), fresh.guarantees
 (False, True)
 

@@ -8,5 +8,6 @@
 'report.html'
 """
 
-from fedtorch.report.comparison import baseline as baseline, compare as compare
-from fedtorch.report.folder import read as read, render as render, write as write
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

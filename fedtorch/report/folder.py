@@ -105,7 +105,7 @@ def render(folder: Path | str, out: Path | str | None = None) -> Path:
         >>> run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=2)
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     run.save(f"{folder}/run.safetensors")
-        ...     ft.report.render(folder).name, ft.report.read(folder).table["round"].tolist()
+        ...     render(folder).name, read(folder).table["round"].tolist()
         ('report.html', [1, 2])
     """
     path, story = Path(folder) / PAGE if out is None else Path(out), read(folder)

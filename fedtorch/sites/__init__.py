@@ -11,6 +11,6 @@ held of them. `serve` and `connect` go over gRPC with TLS on both sides; `flower
 that is there already; `streams.memory.link` is for sites in the same process.
 """
 
-import lazy_loader
+from fedtorch._lazy import attach
 
-__getattr__, __dir__, _ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -51,6 +51,8 @@ from fedtorch.sites.streams.grpc_settings import dial, library, listen, listenin
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.streams.idle import IdleConnections
 
+__all__ = ["Desk", "Token", "enrol", "invite", "read_token"]
+
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
 LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))

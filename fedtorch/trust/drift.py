@@ -23,6 +23,8 @@ from torch import Tensor
 
 from fedtorch.history import Round, means
 
+__all__ = ["DriftAlarm"]
+
 
 def training_loss(round: Round) -> float | None:
     """Return the mean training loss of the clients that answered; None where none is told.

@@ -39,11 +39,14 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data import BadClients, ClientData, FederatedData, described_rows
+from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
+
+__all__ = ["augmented", "explainable"]
 
 _ROWS, _TIMES = "augmented", "times"  # fields of augmented rows: rows, and how often each is there, 0 for signals
 

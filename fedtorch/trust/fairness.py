@@ -41,6 +41,8 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
+__all__ = ["agnostic", "group_scores", "q_ffl", "swapped"]
+
 _MOST = 60.0  # of the logarithm of a weight; e⁶⁰ leaves room in float32 for steps that are multiplied by it
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
 
@@ -156,6 +158,20 @@ def agnostic(
 
     Raises:
         ValueError: a setting out of range.
+
+    Example:
+        >>> import math, torch, fedtorch as ft
+        >>> from fedtorch.trust import fairness
+        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 2.0)])
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
+        >>> squared = lambda output, y: (output[..., 0] - y).square()
+        >>> algorithm = fairness.agnostic(local, squared, gamma=math.log(2) / 2)
+        >>> run = ft.run(algorithm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
+        >>> run.server.parameters["weight"].round(decimals=4)  # the mean of steps of 0.2 and 0.4
+        tensor([[0.3000]])
+        >>> _ = run.step()
+        >>> run.server.loss.round(decimals=4)  # of 0.49 and 2.89, the second with 2^((2.89 − 0.49) / 2) the weight
+        tensor(2.1622, dtype=torch.float64)
     """
     if not (gamma >= 0 and lr > 0):
         raise ValueError(f"Expected gamma of at least 0 and a positive lr, but got {gamma} and {lr}")

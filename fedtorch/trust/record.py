@@ -41,6 +41,8 @@ from fedtorch.data import FederatedData
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Round
 
+__all__ = ["RunRecord"]
+
 _FORMAT = 2
 _KINDS = ("asked", "lost_before", "late", "lost_after", "repeated", "refused")
 _PACKAGES = ("torch", "numpy", "scipy", "lightning", "safetensors")

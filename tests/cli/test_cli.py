@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from fedtorch.cli import main
-from fedtorch.data import DataSet, File, catalogue, data_sets
+from fedtorch.data import catalogue, data_sets
+from fedtorch.data.catalogue import DataSet, File
 
 SHA256 = "87428fc522803d31065e7bce3cf03fe475096631e5e07bbd7a0fde60c4cf25c7"  # of "a\n"
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedtorch.data import DataSet, File, cache, catalogue, data_sets, describe, heart_disease, locate
+from fedtorch.data import cache, catalogue, data_sets, heart_disease, locate
+from fedtorch.data.catalogue import DataSet, File, describe
 
 CONTENT = b"1,2\n3,4\n"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedtorch.data import (
     FederatedData,
-    Partitioner,
     by_column,
     dirichlet,
     iid,
@@ -20,6 +19,7 @@ from fedtorch.data import (
     quantity_skew,
     split_features,
 )
+from fedtorch.data.partition import Partitioner
 
 TOTAL, CLASSES = 600, 5
 

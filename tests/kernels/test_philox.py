@@ -9,12 +9,13 @@ import torch
 from support.programs import launches, reference
 
 from fedtorch import random
+from fedtorch.random.draws import bits
 
 KEYS = random.fold_in(random.key(-5), torch.arange(3))
 SHAPES = [(), (3, 5), (0,), (1030,)]
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 EXACT: dict[str, Callable[..., torch.Tensor]] = {
-    "bits": lambda key, shape: random.bits(key, torch.Size(shape).numel()),
+    "bits": lambda key, shape: bits(key, torch.Size(shape).numel()),
     "coins": lambda key, shape: random.bernoulli(key, 0.3, shape),
     "integers": lambda key, shape: random.randint(key, 10**12, shape),
     "permutation": lambda key, shape: random.permutation(key, torch.Size(shape).numel()),

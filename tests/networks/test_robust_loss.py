@@ -12,13 +12,14 @@ from support.oracles.gtv_problems import bare_linear_clients, dense_solution, we
 
 import fedtorch as ft
 from fedtorch.networks import solvers
+from fedtorch.networks.solvers.penalties import Penalty, huber
 
 SIZES = [7, 9, 5, 12, 8, 6]
 NETWORK = weighted_network(len(SIZES), seed=1)
 DATA = bare_linear_clients(SIZES, seed=2)
 
 
-def objective(w: torch.Tensor, loss: solvers.Penalty, penalty: solvers.Penalty, alpha: float) -> float:
+def objective(w: torch.Tensor, loss: Penalty, penalty: Penalty, alpha: float) -> float:
     """f, written out node by node and edge by edge."""
     total = sum(float(loss.value((y - x @ w[i])[:, None]).mean()) for i, (x, y) in enumerate(DATA))
     for (i, j), weight in zip(NETWORK.edges.tolist(), NETWORK.weights.tolist()):
@@ -31,7 +32,7 @@ def test_squared_errors_are_least_squares() -> None:
     found = solvers.robust_loss(DATA, NETWORK, 0.7, solvers.squared, tolerance=1e-10)
     assert found.converged
     assert distance(found.parameters, dense_solution(DATA, NETWORK, 0.7)) < 1e-7  # of the tolerance, conditioned
-    far = solvers.robust_loss(DATA, NETWORK, 0.7, solvers.huber(1e6), tolerance=1e-10)
+    far = solvers.robust_loss(DATA, NETWORK, 0.7, huber(1e6), tolerance=1e-10)
     assert distance(far.parameters, dense_solution(DATA, NETWORK, 1.4)) < 1e-7  # half the loss, half the strength
 
 
@@ -69,7 +70,7 @@ def test_absolute_errors_are_a_linear_program() -> None:
 
 @pytest.mark.parametrize("delta", [0.1, 0.5])
 def test_huber_s_loss_is_a_smooth_minimisation(delta: float) -> None:
-    loss = solvers.huber(delta)
+    loss = huber(delta)
 
     def value(w: np.ndarray) -> tuple[float, np.ndarray]:
         leaf = torch.tensor(w.reshape(len(SIZES), 3), requires_grad=True)
@@ -87,7 +88,7 @@ def test_huber_s_loss_is_a_smooth_minimisation(delta: float) -> None:
 
 @pytest.mark.parametrize("delta", [0.3, 2.0])
 def test_huber_s_proximal_step_minimises(delta: float) -> None:
-    loss, v = solvers.huber(delta), torch.linspace(-5, 5, 41, dtype=torch.float64)[:, None]
+    loss, v = huber(delta), torch.linspace(-5, 5, 41, dtype=torch.float64)[:, None]
     for t in (0.2, 1.0, 7.0):
         step = loss.prox(v, torch.full((41,), t).double())
         cost = lambda s, t=t: t * loss.value(s) + 0.5 * (s - v).square().sum(1)
@@ -105,7 +106,7 @@ def test_few_wrong_labels_move_the_absolute_error_little() -> None:
     data, network = ft.data.from_tensors(list(zip(x, wrong))), ft.Network.ring(4)
     moved = solvers.direct(solvers.linear_problem(data, network, 0.5)).parameters
     assert float((moved - truth).abs().max()) > 5
-    for loss in (solvers.norm1, solvers.huber(0.01)):
+    for loss in (solvers.norm1, huber(0.01)):
         found = solvers.robust_loss(data, network, 0.5, loss, rounds=4000)
         assert float((found.parameters - truth).abs().max()) < 0.05
 
@@ -121,6 +122,6 @@ def test_units_do_not_matter() -> None:
 
 def test_wrong_settings_are_refused() -> None:
     with pytest.raises(ValueError, match="positive delta, but got 0"):
-        solvers.huber(0.0)
+        huber(0.0)
     with pytest.raises(ValueError, match="as many nodes as there are clients"):
         solvers.robust_loss(DATA, ft.Network.ring(4), 1.0)

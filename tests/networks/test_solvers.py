@@ -14,17 +14,21 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.networks import solvers
 from fedtorch.networks.solvers import LinearProblem, Solution
+from fedtorch.networks.solvers.admm import admm
+from fedtorch.networks.solvers.penalties import equal, norm2
+from fedtorch.networks.solvers.primal_dual import primal_dual
+from fedtorch.networks.solvers.proximal_averaging import proximal_averaging
 
 SIZES = [7, 4, 9, 5, 12, 6, 8, 5]
 N = len(SIZES)
 SQUARED: dict[str, Callable[..., Solution]] = {
-    "admm": lambda problem, **arguments: solvers.admm(problem, solvers.squared, **arguments),
+    "admm": lambda problem, **arguments: admm(problem, solvers.squared, **arguments),
     "chebyshev": solvers.chebyshev,
     "conjugate_gradient": solvers.conjugate_gradient,
     "direct": solvers.direct,
     "fedgd": solvers.fedgd,
     "fedrelax": solvers.fedrelax,
-    "primal_dual": lambda problem, **arguments: solvers.primal_dual(problem, solvers.squared, **arguments),
+    "primal_dual": lambda problem, **arguments: primal_dual(problem, solvers.squared, **arguments),
 }
 TOLERANCE = 1e-12
 # Solutions are as near as the residual's tolerance times the condition number of these problems, below a thousand.
@@ -209,9 +213,9 @@ def test_float32_gets_as_far_as_float32_does() -> None:
         assert distance(found.parameters, expected) < 1e-4  # the tolerance times the condition number
 
 
-NON_SMOOTH = {"norm1": solvers.norm1, "norm2": solvers.norm2}
+NON_SMOOTH = {"norm1": solvers.norm1, "norm2": norm2}
 every_penalty = pytest.mark.parametrize("penalty", NON_SMOOTH.values(), ids=NON_SMOOTH)
-every_splitting = pytest.mark.parametrize("solve", [solvers.admm, solvers.primal_dual])
+every_splitting = pytest.mark.parametrize("solve", [admm, primal_dual])
 
 
 def two_groups(alpha: float) -> tuple[ft.data.FederatedData, ft.Network, LinearProblem]:
@@ -279,7 +283,7 @@ def test_clusters_are_read_off_exact_ties(solve: Any, penalty: Any) -> None:
 @every_penalty
 def test_both_splittings_minimise_the_same_objective(penalty: Any) -> None:
     _, _, one = problem(0.1)
-    first, second = (f(one, penalty, tolerance=1e-11) for f in (solvers.admm, solvers.primal_dual))
+    first, second = (f(one, penalty, tolerance=1e-11) for f in (admm, primal_dual))
     assert distance(first.parameters, second.parameters) < 1e-7
     least = one.objective(first.parameters, penalty)
     generator = torch.Generator().manual_seed(0)
@@ -291,7 +295,7 @@ def test_both_splittings_minimise_the_same_objective(penalty: Any) -> None:
 def test_the_proximal_operators_minimise() -> None:
     generator = torch.Generator().manual_seed(4)
     v, t = torch.randn(200, 3, generator=generator, dtype=torch.float64), torch.rand(200, generator=generator).double()
-    for penalty in (solvers.squared, solvers.norm1, solvers.norm2):
+    for penalty in (solvers.squared, solvers.norm1, norm2):
 
         def cost(s: Tensor, penalty: Any = penalty) -> Tensor:
             return t * penalty.value(s) + (s - v).square().sum(1) / 2
@@ -300,18 +304,18 @@ def test_the_proximal_operators_minimise() -> None:
         for _ in range(20):
             step = 0.1 * torch.randn(200, 3, generator=generator, dtype=torch.float64)
             assert bool((cost(best + step) > cost(best)).all())
-    assert bool((solvers.equal.prox(v, t) == 0).all())
-    assert solvers.equal.value(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).tolist() == [0.0, torch.inf]
+    assert bool((equal.prox(v, t) == 0).all())
+    assert equal.value(torch.tensor([[0.0, 0.0], [0.0, 1.0]])).tolist() == [0.0, torch.inf]
 
 
 def test_consensus_admm_is_pooled_and_proximal_averaging_is_biased_by_its_rate() -> None:
     _, _, one = problem()
     pooled = torch.linalg.solve(one.gram.sum(0), one.cross.sum(0))
-    found = solvers.admm(one, solvers.equal, tolerance=1e-11)
+    found = admm(one, equal, tolerance=1e-11)
     assert distance(found.parameters, pooled.expand(N, 3)) < 1e-8
 
     def bias(rate: float) -> float:
-        averaged = solvers.proximal_averaging(one, rate=rate, rounds=100_000)
+        averaged = proximal_averaging(one, rate=rate, rounds=100_000)
         assert averaged.converged
         return float((averaged.parameters[0] - pooled).norm() / pooled.norm())
 
@@ -322,7 +326,7 @@ def test_consensus_admm_is_pooled_and_proximal_averaging_is_biased_by_its_rate()
     fixed = torch.linalg.solve(
         eye - (inverse / eta).mean(0), (inverse @ one.cross[..., None]).mean(0)
     )  # w = mean of the minimisers around w
-    assert distance(solvers.proximal_averaging(one).parameters[0], fixed[:, 0]) < 1e-9
+    assert distance(proximal_averaging(one).parameters[0], fixed[:, 0]) < 1e-9
 
 
 def test_nodes_without_rows_follow_their_neighbours_when_asked_to() -> None:
@@ -351,9 +355,9 @@ def test_what_does_not_fit_is_refused() -> None:
         LinearProblem(network, 1.0, one.statistics._replace(cross=one.cross[:, :2]))
     for solve, setting in (
         (solvers.fedgd, "rate"),
-        (solvers.admm, "rho"),
-        (solvers.primal_dual, "theta"),
-        (solvers.proximal_averaging, "rate"),
+        (admm, "rho"),
+        (primal_dual, "theta"),
+        (proximal_averaging, "rate"),
     ):
         with pytest.raises(ValueError, match=f"Expected a positive {setting}, but got 0.0"):
             solve(one, **{setting: 0.0})
@@ -372,7 +376,7 @@ def test_costs_are_counted() -> None:
         assert seen == list(range(1, found.rounds + 1))
         assert found.bytes == found.rounds * per_round
         assert found.scope == ("reference" if name == "conjugate_gradient" else "local")
-    assert solvers.direct(one).scope == solvers.proximal_averaging(one).scope == "reference"
+    assert solvers.direct(one).scope == proximal_averaging(one).scope == "reference"
     stopped = solvers.fedgd(one, rounds=7)
     assert (stopped.rounds, stopped.converged, stopped.reason) == (7, False, "rounds")
     assert stopped.optimality == one.optimality(stopped.parameters)

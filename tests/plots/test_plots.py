@@ -15,8 +15,12 @@ from support.oracles.closed_forms import linear_clients, sgd
 from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
+from fedtorch.federation.runs.tuning import Grid
+from fedtorch.history import History
 from fedtorch.models import low_rank
 from fedtorch.plots import history_charts
+from fedtorch.plots.grids import heat_map
+from fedtorch.plots.runs import groups
 from fedtorch.report import _svg as svg
 from fedtorch.trust import fairness
 
@@ -81,7 +85,7 @@ def test_curves(runs: dict[str, Any], name: str) -> None:
 
 
 def test_curves_of_a_history_without_validation() -> None:
-    history = ft.History()
+    history = History()
     for round in ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))).rounds(4):
         history.record(round)
     figure = ft.plots.curves(history, ["train_loss"])
@@ -108,7 +112,7 @@ def test_groups() -> None:
     error, member = {"error": ft.metrics.mean_squared_error()}, lambda rows: (rows[0][:, 0] > 0).long()
     for _ in run.rounds(4):
         fairness.watch_groups(run, data, error, member, [0, 1], largest_is_best=False)
-    figure = ft.plots.groups(run, "error")
+    figure = groups(run, "error")
     assert drawn(figure)
     shown = lines(figure.axes[0])
     assert shown["group 0"] == known(run, "val_error_group_0")
@@ -118,7 +122,7 @@ def test_groups() -> None:
     assert (heights.min(), heights.max()) == (both.min(axis=None), both.max(axis=None))
     assert "mean over the worst tenth" in lines(ft.plots.curves(run, ["val_error"]).axes[0])
     with pytest.raises(ValueError, match="Expected groups of 'loss' in the history"):
-        ft.plots.groups(run, "loss")
+        groups(run, "loss")
 
 
 @pytest.mark.parametrize(("metric", "column"), [("accuracy", "val_accuracy"), ("train_loss", "train_loss")])
@@ -189,7 +193,7 @@ def test_refusals(runs: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="one label per row"):
         ft.plots.client_distribution(DATA, 0)
     with pytest.raises(ValueError, match="train first"):
-        ft.plots.curves(ft.History())
+        ft.plots.curves(History())
     with pytest.raises(TypeError, match="but got dict"):
         ft.plots.curves(runs)
 
@@ -226,7 +230,7 @@ def test_clusters_of_a_network_are_counted_in_the_legend() -> None:
         ft.plots.network(network, torch.zeros(13))
 
 
-def tuned(**settings: list[Any]) -> ft.Grid:
+def tuned(**settings: list[Any]) -> Grid:
     data = linear_clients([5, 6, 7])
     build = lambda lr=0.05, mu=0.0, size=None: ft.fedprox(sgd(lr, batch_size=size), mu)
     metric = ft.metrics.mean_squared_error()
@@ -244,7 +248,7 @@ def tuned(**settings: list[Any]) -> ft.Grid:
 
 def test_heat_map_shows_every_mean_and_frames_the_best() -> None:
     grid = tuned(mu=[0.0, 1.0], lr=[0.01, 0.1, 1e200])
-    figure = ft.plots.heat_map(grid, "squared error")
+    figure = heat_map(grid, "squared error")
     assert drawn(figure)
     axes, bar = figure.axes
     assert (axes.get_xlabel(), axes.get_ylabel(), bar.get_ylabel()) == ("lr", "mu", "squared error, mean over clients")
@@ -259,7 +263,7 @@ def test_heat_map_shows_every_mean_and_frames_the_best() -> None:
 
 def test_heat_map_of_one_hyperparameter_is_a_line() -> None:
     grid = tuned(lr=[0.1, 0.001, 0.01], mu=[0.5])
-    figure = ft.plots.heat_map(grid)
+    figure = heat_map(grid)
     assert drawn(figure)
     assert figure.axes[0].get_xscale() == "log"
     means = [grid.scores[i].mean() for i in (1, 2, 0)]
@@ -268,7 +272,7 @@ def test_heat_map_of_one_hyperparameter_is_a_line() -> None:
 
 def test_heat_map_of_three_hyperparameters_has_the_best_over_the_third() -> None:
     grid = tuned(lr=[0.01, 0.1], mu=[0.0, 1.0], size=[2, 4])
-    axes = ft.plots.heat_map(grid).axes[0]
+    axes = heat_map(grid).axes[0]
     assert axes.get_title() == "best over size"
     cells = {text.get_position(): float(text.get_text()) for text in axes.texts}
     scores = [score.mean() for score in grid.scores]
@@ -277,8 +281,8 @@ def test_heat_map_of_three_hyperparameters_has_the_best_over_the_third() -> None
 
 
 def test_heat_map_where_everything_diverges() -> None:
-    assert drawn(ft.plots.heat_map(tuned(mu=[0.0, 1.0], lr=[1e200, 1e250])))
-    assert drawn(ft.plots.heat_map(tuned(lr=[1e200, 1e250])))
+    assert drawn(heat_map(tuned(mu=[0.0, 1.0], lr=[1e200, 1e250])))
+    assert drawn(heat_map(tuned(lr=[1e200, 1e250])))
 
 
 def test_device_correlation_shows_the_learnt_matrix_with_related_devices_together() -> None:

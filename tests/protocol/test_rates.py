@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from fedtorch.protocol.rates import Bucket, Gate, Rate, address_of
-from fedtorch.sites import Limits, Roster, connect, enrolment, serve
+from fedtorch.sites import Roster, connect, enrolment, serve
 from fedtorch.sites.enrolment import Desk
 from fedtorch.sites.identity import identity
+from fedtorch.sites.streams.hub import Limits
 
 
 class Clock:

@@ -15,8 +15,9 @@ import torch
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from scipy import stats
 
+from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy import Purpose
+from fedtorch.trust.privacy.noise import Mechanism, gaussian
 
 PURPOSE = Purpose(b"run", 3, 7, "noise", b"roster")
 
@@ -28,7 +29,7 @@ def hkdf(secret: bytes, salt: bytes, info: bytes) -> bytes:
 
 
 def test_keys_are_those_of_rfc_5869_and_words_those_of_counter_mode() -> None:
-    entropy = privacy.Entropy(b"s" * 32, guarantees=False)
+    entropy = Entropy(b"s" * 32, guarantees=False)
     fields = [b"run", (3).to_bytes(8, "big"), (7).to_bytes(8, "big"), b"noise", b"roster"]
     info = b"".join(len(field).to_bytes(8, "big") + field for field in fields)
     key = hkdf(b"s" * 32, b"fedtorch privacy 1", info)
@@ -59,13 +60,13 @@ def test_every_part_of_the_purpose_counts(other: Purpose) -> None:
 
 def test_seeds_repeat_and_the_system_does_not() -> None:
     assert privacy.from_seed(1).key(PURPOSE) == privacy.from_seed(1).key(PURPOSE) != privacy.from_seed(2).key(PURPOSE)
-    one, two = privacy.from_system(), privacy.from_system()
+    one, two = from_system(), from_system()
     assert one.key(PURPOSE) == one.key(PURPOSE) != two.key(PURPOSE)
     assert (one.guarantees, privacy.from_seed(1).guarantees) == (True, False)
 
 
 def test_a_forked_process_has_a_secret_of_its_own() -> None:
-    entropy = privacy.from_system()
+    entropy = from_system()
     mine = entropy.key(PURPOSE)
     entropy._process = os.getpid() + 1  # as if this were the child
     assert entropy.key(PURPOSE) != mine
@@ -75,7 +76,7 @@ def test_a_forked_process_has_a_secret_of_its_own() -> None:
 
 
 def test_the_secret_is_neither_shown_nor_saved() -> None:
-    entropy = privacy.Entropy(b"a secret", guarantees=True)
+    entropy = Entropy(b"a secret", guarantees=True)
     assert "a secret" not in repr(entropy)
     for save in (pickle.dumps, copy.deepcopy):
         with pytest.raises(TypeError, match="stay in its process"):
@@ -91,8 +92,8 @@ def test_uniforms_are_uniform() -> None:
     assert privacy.from_seed(5).words(PURPOSE, 0).shape == (0,)
 
 
-@pytest.mark.parametrize(("mechanism", "law"), [(privacy.gaussian, "norm"), (privacy.laplace, "laplace")])
-def test_noise_has_its_distribution(mechanism: privacy.Mechanism, law: str) -> None:
+@pytest.mark.parametrize(("mechanism", "law"), [(gaussian, "norm"), (privacy.laplace, "laplace")])
+def test_noise_has_its_distribution(mechanism: Mechanism, law: str) -> None:
     draws = mechanism.draw(partial(privacy.from_seed(6).uniforms, PURPOSE), 100_001)
     assert (draws.dtype, len(draws)) == (torch.float64, 100_001)
     assert bool(draws.isfinite().all())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.random import philox as kernel
+from fedtorch.random.draws import bits
 
 MASK = 0xFFFFFFFF
 SAMPLES = 40_000
@@ -72,7 +73,7 @@ def test_known_answers(counter, words, answer):
 def test_bits_and_new_keys_equal_the_oracle(seed):
     key = random.key(seed)
     expected = [word for block in range(3) for word in oracle(seed, [block, 0, 0, 0])]
-    assert random.bits(key, 11).tolist() == expected[:11]
+    assert bits(key, 11).tolist() == expected[:11]
     for data in (0, 5, -1, 2**40 + 3):
         words = oracle(seed, [data & MASK, (data >> 32) & MASK, 0, 1])
         assert int(random.fold_in(key, data)) == signed(words[0] | words[1] << 32)
@@ -98,14 +99,14 @@ def test_new_keys_are_not_drawn():
     # A key's draws and the keys folded from it have different counters, so none of the words coincide
     # (two of 6 · 10⁴ 32-bit words by chance: whole 64-bit keys are compared instead).
     key = random.key(1)
-    words = random.bits(key, 20_000)
+    words = bits(key, 20_000)
     drawn = (words[0::2] | words[1::2] << 32).tolist() + (words[1:-1:2] | words[2::2] << 32).tolist()
     new = random.fold_in(key, torch.arange(10_000)).tolist()
     assert not set(drawn) & set(new)
 
 
 DRAWS = {
-    "bits": lambda key, n: random.bits(key, n),
+    "bits": lambda key, n: bits(key, n),
     "uniform32": lambda key, n: random.uniform(key, (n,)),
     "uniform64": lambda key, n: random.uniform(key, (n,), torch.float64),
     "uniform16": lambda key, n: random.uniform(key, (n,), torch.bfloat16),
@@ -350,7 +351,7 @@ def test_errors():
     with pytest.raises(TypeError, match=r"Expected a key.*float32"):
         random.uniform(torch.zeros(3))
     with pytest.raises(TypeError, match=r"Expected a key.*int"):
-        random.bits(0, 3)  # type: ignore[arg-type]
+        bits(0, 3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="Expected an integer to fold in"):
         random.fold_in(key, torch.tensor(0.5))
     with pytest.raises(TypeError, match="Expected a floating-point dtype"):

@@ -28,6 +28,7 @@ from fedtorch.report._about import about
 from fedtorch.report._drawing import drawing, reduced
 from fedtorch.report._page import visible
 from fedtorch.report._posteriors import found
+from fedtorch.report.folder import render
 from fedtorch.trust import privacy, record
 
 HOSTILE = (
@@ -142,7 +143,7 @@ def test_hostile_names_do_nothing(tmp_path: Path) -> None:
     known["privacy"] = {"epsilon": 1.0, "delta": 0.1, "budget": None, "claim": {HOSTILE[0]: HOSTILE[1]}}
     (tmp_path / "about.json").write_text(json.dumps(known))
     (tmp_path / f"{HOSTILE[2]}.safetensors.json").write_text(json.dumps(HOSTILE))
-    assert "✗ failed:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ failed:" in harmless(render(tmp_path).read_text()).texts
 
 
 def test_names_are_shown_as_they_read() -> None:
@@ -182,7 +183,7 @@ def test_ten_thousand_rounds_and_clients_fit_in_a_megabyte(tmp_path: Path) -> No
     found = {"title": "many", "warnings": [], "rows": rows, "components": 10**6, "traces": traces}
     known["posteriors"] = [found, found]
     (tmp_path / "about.json").write_text(json.dumps(known))
-    path = ft.report.render(tmp_path)
+    path = render(tmp_path)
     assert 100_000 < path.stat().st_size < 1_000_000
     harmless(path.read_text())
 
@@ -204,7 +205,7 @@ def test_a_trainers_checkpoint_is_enough(tmp_path: Path) -> None:
     outer = trainer(max_epochs=2)
     outer.fit(federation)
     outer.save_checkpoint(tmp_path / "deep.ckpt")
-    assert "Training loss" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "Training loss" in harmless(render(tmp_path).read_text()).texts
 
 
 def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -212,13 +213,13 @@ def test_folders_without_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert f"Expected a run in {tmp_path}" in capsys.readouterr().err
     (tmp_path / "x.safetensors").write_bytes(b"no such thing")
     with pytest.raises(ValueError, match="Expected a safetensors file"):
-        ft.report.render(tmp_path)
+        render(tmp_path)
     ft.report.write(fitted(), tmp_path)
     for odd in ({"scores": 3}, {"format": 2}, {"clients": 5}, {"network": {"places": "x"}}):
         text = (tmp_path / "about.json").read_text()
         (tmp_path / "about.json").write_text(json.dumps(json.loads(text) | odd))
         with pytest.raises(ValueError, match="Expected what ft"):
-            ft.report.render(tmp_path)
+            render(tmp_path)
         (tmp_path / "about.json").write_text(text)
 
 
@@ -236,7 +237,7 @@ def test_the_record_is_verified(tmp_path: Path) -> None:
     written = ledger.save(run, tmp_path / "run.safetensors")
     assert "the record is as it was written" in harmless(ft.report.write(run, tmp_path).read_text()).texts
     written.write_text(written.read_text().replace('"up": ', '"up": 1'))
-    assert "✗ failed:" in harmless(ft.report.render(tmp_path).read_text()).texts
+    assert "✗ failed:" in harmless(render(tmp_path).read_text()).texts
 
 
 def test_a_trainer_writes_it(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
-from fedtorch.sites import Identity, Roster
+from fedtorch.sites import Roster
 from fedtorch.sites.identity import identity, key_directory
+from fedtorch.sites.identity.identity import Identity
 
 
 class Certified(NamedTuple):

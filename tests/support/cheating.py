@@ -11,7 +11,7 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
 from fedtorch.random.entropy import expanded
-from fedtorch.sites.secure import Aborted, Client, Neighbourhoods, Server, Session, shamir
+from fedtorch.sites.secure import shamir
 from fedtorch.sites.secure._both_sides import commitment, exchanged, pair_mask
 from fedtorch.sites.secure.messages import (
     ADVERT,
@@ -22,12 +22,17 @@ from fedtorch.sites.secure.messages import (
     REVEAL,
     SHARE,
     SHARES,
+    Aborted,
+    Session,
     body_of,
     listed,
     records,
     split_words,
 )
-from fedtorch.trust import privacy, secure
+from fedtorch.sites.secure.neighbours import Neighbourhoods, neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.server import Server
+from fedtorch.trust import privacy
 
 SIZE = 2
 Agreed = tuple[Session, dict[int, Ed25519PrivateKey]]
@@ -41,7 +46,7 @@ def session(
     signing = {k: Ed25519PrivateKey.from_private_bytes(k.to_bytes(32, "big")) for k in range(1, n + 1)}
     public = {k: key.public_key().public_bytes_raw() for k, key in signing.items()}
     settings = {"run": b"run", "round": 0, "attempt": 0, "minimum": 3, **more}
-    near = secure.neighbourhoods(n) if graph is None else graph
+    near = neighbourhoods(n) if graph is None else graph
     return Session(keys=public, size=SIZE, graph=near, **settings), signing  # type: ignore[arg-type]
 
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedtorch.sites import Identity, SiteConfiguration
+from fedtorch.sites import SiteConfiguration
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import past_sums
 from fedtorch.sites.rounds.site import Site
 

@@ -23,7 +23,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
-from fedtorch import cli
+from fedtorch.cli._main import COMMANDS
 from support.repository import classes, file_names, files, members, modules, options_of_programs, words
 
 ROOT = Path(__file__).parents[2]
@@ -211,7 +211,7 @@ def parser() -> argparse.ArgumentParser:
     """That of `fedtorch`."""
     found = argparse.ArgumentParser(prog="fedtorch")
     commands = found.add_subparsers()
-    for each in cli.COMMANDS:
+    for each in COMMANDS:
         each.add(commands)
     return found
 
@@ -261,9 +261,10 @@ def of_python(line: list[str], page: Page) -> list[str]:
     name = line[1]
     shared = ["experiments.common", "experiments.benchmarks.parts.measure"]
     if not PLACEHOLDER.search(name):
-        if importlib.util.find_spec(name) is None:
+        spec = importlib.util.find_spec(name)
+        if spec is None:
             return [f"no module {name}"]
-        shared.append(name)
+        shared.append(f"{name}.__main__" if spec.submodule_search_locations else name)
     if not name.startswith("experiments"):
         return []
     text = "".join(Path(str(importlib.util.find_spec(each).origin)).read_text() for each in shared)

@@ -12,7 +12,9 @@ from typing import Any
 
 import fedtorch as ft
 from fedtorch.federation.exchanges.carry import Carry, plain
-from fedtorch.sites import AuditRecord, Hub, Identity, Policy, Remote, SiteConfiguration, SiteSession, join
+from fedtorch.sites import AuditRecord, Hub, Policy, Remote, SiteConfiguration, join
+from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.sites.streams import memory
 from fedtorch.tree import Tree
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.algorithm import Local
 
 F = nn.functional
 
@@ -73,7 +74,7 @@ def keys(count: int = len(COUNTS)) -> Tensor:
     return ft.random.fold_in(ft.random.key(3), torch.arange(count))
 
 
-def solve(local: ft.LocalSolver, quadratic: ft.Quadratic | None = None, data: object = None) -> ft.Local:
+def solve(local: ft.LocalSolver, quadratic: ft.Quadratic | None = None, data: object = None) -> Local:
     data = block(clients()) if data is None else data
     count = len(data.count)
     start, state = tree.expand((local.parameters, local.init(local.parameters)), count)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedtorch import random, vfl
 from fedtorch.vfl.fit import encoder
+from fedtorch.vfl.fit.guide import full_covariance
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
 
@@ -61,7 +62,7 @@ CASES: dict[str, Callable[[], vfl.SplitNetwork]] = {
     "amortised, y seen": lambda: network(
         bayes=bayes(auxiliary=vfl.amortised(SMALL, sees_response=True), sticking=False)
     ),
-    "full covariance, all weights": lambda: network(bayes=bayes(theta=vfl.full_covariance(), random="*")),
+    "full covariance, all weights": lambda: network(bayes=bayes(theta=full_covariance(), random="*")),
     "Bayes, concatenated": lambda: network(
         bottoms(2), combine=vfl.concatenated, top=mlp(6, [4], 3).double(), widths=[2, 2, 2], bayes=bayes()
     ),

@@ -12,10 +12,12 @@ from torch import Tensor
 from fedtorch import random, tree, vfl
 from fedtorch.protocol.halves import Half, decode, drive, encode
 from fedtorch.vfl.fit import encoder
-from fedtorch.vfl.fit.guide import initial
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.guide import initial, low_rank
+from fedtorch.vfl.fit.noise import Noise, draw_noise
+from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.checks import prepared
+from fedtorch.vfl.model.predictors import Predictor
 from fedtorch.vfl.nodes.node import PartyNode, ServerNode
 
 WIDTHS = [2, 3, 1]
@@ -50,7 +52,7 @@ def counts_data(widths: list[int], rows: int, seed: int = 0) -> vfl.VerticalData
     return vfl.VerticalData(x.split(widths, 1), y, offset)
 
 
-def predictors(widths: list[int] = WIDTHS) -> list[vfl.Predictor]:
+def predictors(widths: list[int] = WIDTHS) -> list[Predictor]:
     return [vfl.linear(width) for width in widths]
 
 
@@ -69,7 +71,7 @@ MODELS = {"augmented": vfl.augmented, "power": vfl.power}
 APART = {  # of which each node holds its own part
     "mean field": lambda: vfl.Guide(vfl.mean_field(), vfl.diagonal()),
     "amortised": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4))),
-    "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4), sees_response=True), vfl.low_rank(1)),
+    "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4), sees_response=True), low_rank(1)),
     "sums": lambda: vfl.Guide(vfl.sums(encoder.perceptron(4))),
     "noiseless": lambda: vfl.Guide(vfl.noiseless()),
 }
@@ -77,7 +79,7 @@ GUIDES = {
     **APART,
     "sums, joint": lambda: vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True),
     "amortised, joint": lambda: vfl.Guide(vfl.amortised(encoder.affine()), joint=True),
-    "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoder.affine()), vfl.low_rank(2), joint=True),
+    "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoder.affine()), low_rank(2), joint=True),
 }
 LIKELIHOODS = {
     "gaussian": (likelihoods.gaussian, gaussian_data),
@@ -104,7 +106,7 @@ def nodes(
     model: vfl.VerticalModel, guide: vfl.Guide, q: vfl.Parameters, data: vfl.VerticalData, shared: bool
 ) -> tuple[ServerNode, list[PartyNode]]:
     """All nodes, with the response at the parties too where it is `shared`."""
-    server, *holders = vfl.parts(model, guide, q)
+    server, *holders = parts(model, guide, q)
     known = zip(holders, data.known_to_parties(response=shared))
     parties = [PartyNode(part, own, response_shared=shared) for part, own in known]
     return ServerNode(server, prepared(model, data).known_to_server(), response_shared=shared), parties
@@ -115,7 +117,7 @@ def gathered(server: ServerNode, parties: list[PartyNode]) -> vfl.Parameters:
     return tree.map(torch.detach, vfl.Parameters(None, server.q, tuple(party.q for party in parties)))
 
 
-def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = STEPS) -> list[vfl.Noise]:
+def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = STEPS) -> list[Noise]:
     return [
         draw_noise(model, guide, random.fold_in(KEY, t).reshape(1), rows, DRAWS, torch.float64) for t in range(steps)
     ]

@@ -13,9 +13,12 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.solvers.unlabelled import unlabelled
 from fedtorch.models.linear import LinearHead
 from fedtorch.trust import attacks, robust
 from fedtorch.trust.attacks.collusion import usual_z
+from fedtorch.trust.attacks.lies import claimed_rows
+from fedtorch.trust.attacks.poison import zero_loss
 
 SIZES = [5, 2, 9, 4, 17, 6, 3]
 K = len(SIZES)
@@ -25,7 +28,7 @@ LIES: dict[str, attacks.Attack] = {
     "noise": attacks.noise(WRONG, 0.5),
     "free_rider": attacks.free_rider(WRONG),
     "denial_of_service": attacks.denial_of_service(WRONG, 7.0),
-    "claimed_rows": attacks.claimed_rows(WRONG, 100.0),
+    "claimed_rows": claimed_rows(WRONG, 100.0),
 }
 COLLUSIONS: dict[str, attacks.Attack] = {
     "a_little_is_enough": attacks.a_little_is_enough(WRONG, 1.5),
@@ -270,17 +273,17 @@ def test_a_node_without_loss_copies_its_cluster() -> None:
     """10.2: it gets the mean of its neighbours' models, here that of a cluster which agrees."""
     x = torch.randn(30, 3, generator=torch.Generator().manual_seed(0)).double()
     target = x @ torch.tensor([1.0, -2.0, 0.5]).double()
-    data = ft.data.from_tensors([(x, target)] * 4 + [(x, -target)]) | attacks.zero_loss([4])
+    data = ft.data.from_tensors([(x, target)] * 4 + [(x, -target)]) | zero_loss([4])
     assert data.counts.tolist() == [30] * 4 + [0]
     network = ft.Network.from_edges([(0, 1), (1, 2), (2, 3), (0, 3), (3, 4), (2, 4)])
-    algorithm = ft.gtv(ft.unlabelled(ft.least_squares(linear(bias=False))), network, 1.0)
+    algorithm = ft.gtv(unlabelled(ft.least_squares(linear(bias=False))), network, 1.0)
     found = ft.run(algorithm, ft.InProcess(data), rounds=150).tensors()["weight"]
     assert distance(found[4], found[0]) < 1e-6  # what is left of the start after 150 rounds
 
 
 def test_poisons_that_make_no_sense_are_refused() -> None:
     with pytest.raises(ValueError, match=r"clients between 0 and 2, but got \[3\]"):
-        images() | attacks.zero_loss([3])
+        images() | zero_loss([3])
     with pytest.raises(ValueError, match="fraction between 0 and 1, but got 2"):
         attacks.backdoor([0], stamp, 1, fraction=2)
     with pytest.raises(ValueError, match="at least two classes, but got 1"):

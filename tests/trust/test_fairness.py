@@ -16,6 +16,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.plots import runs
 from fedtorch.trust import explain, fairness
 
 SIZES = [12, 5, 9, 20]
@@ -205,7 +206,7 @@ def test_a_group_without_rows_is_left_out_of_the_gap_whatever_the_order() -> Non
             found = fairness.watch_groups(run, DATA, mse, member, order)
         assert math.isnan(found.pop("val_error_group_7"))
         assert found == plain
-    band = ft.plots.groups(run, "error").axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    band = runs.groups(run, "error").axes[0].collections[0].get_paths()[0].vertices[:, 1]
     assert band.max() - band.min() == pytest.approx(plain["val_error_gap"])
     for groups in ([0.0], [0.0, 7.0], [7.0, 8.0]):  # nothing to compare with
         with warnings.catch_warnings():

@@ -15,6 +15,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree, vfl
+from fedtorch.report.folder import read
+from fedtorch.vfl.fit.part import parts
+from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.nodes.node import Iteration
 
@@ -38,7 +41,7 @@ def networks() -> vfl.VariationalFit:
     return vfl.VariationalFit(network.model, network.server.guide, rows, key=random.key(0), steps=12, size=splits.B)
 
 
-FITS: dict[str, Callable[[], vfl.VerticalRun]] = {
+FITS: dict[str, Callable[[], VerticalRun]] = {
     "one graph": variational,
     "one graph, captured": lambda: variational("mean field", compile=True),
     "one graph, networks": networks,
@@ -46,7 +49,7 @@ FITS: dict[str, Callable[[], vfl.VerticalRun]] = {
 }
 
 
-def state(fit: vfl.VerticalRun) -> dict[str, Tensor]:
+def state(fit: VerticalRun) -> dict[str, Tensor]:
     return {name: leaf for name, leaf in fit.state_dict().items() if name != "history.seconds"}
 
 
@@ -143,7 +146,7 @@ def test_a_trainer_writes_the_report_of_a_split_network(tmp_path: Path) -> None:
     assert {"train_loss", "val_loss"} <= set(network.run.history)
     assert callback.page is not None
     assert "Two clinics" in callback.page.read_text()
-    assert ft.report.read(tmp_path).table["train_loss"].notna().all()
+    assert read(tmp_path).table["train_loss"].notna().all()
     trainer.save_checkpoint(tmp_path / "last.ckpt")
     again = splits.CASES["amortised"]()
     L.Trainer(max_epochs=4, accelerator="cpu", **QUIET).fit(again, loader, loader, ckpt_path=tmp_path / "last.ckpt")
@@ -160,7 +163,7 @@ def test_the_report_of_a_variational_fit_has_its_posterior(tmp_path: Path) -> No
     page = ft.report.write(fit, tmp_path).read_text()
     assert "q(γ, θ) of variational inference, element 1" in page
     assert "θ_2[0]" in page
-    assert ft.report.read(tmp_path).about["clients"] == ["party 0", "party 1", "party 2"]
+    assert read(tmp_path).about["clients"] == ["party 0", "party 1", "party 2"]
 
 
 def test_refusals(tmp_path: Path) -> None:
@@ -180,7 +183,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="Expected a Trainer to do the iterations"):
         splits.CASES["plain"]().run.step()
     model, data = fit.model, gaussian_data(rows=12)
-    holders = vfl.parts(model, vfl.Guide(vfl.sums()), variational("sums").parameters)
+    holders = parts(model, vfl.Guide(vfl.sums()), variational("sums").parameters)
     parties = [vfl.nodes.node.PartyNode(part, own) for part, own in zip(holders[1:], data.known_to_parties(False))]
     nodes = vfl.NodesRun(vfl.nodes.node.ServerNode(holders[0], data.known_to_server()), parties)
     with pytest.raises(ValueError, match=r"give vfl\.parts\(\.\.\., key=\)"):

@@ -18,7 +18,8 @@ from fedtorch import functional, random, vfl, wire
 from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
-from fedtorch.vfl.model.split_nn import Stacked, mlp
+from fedtorch.vfl.model.predictors import normal_prior
+from fedtorch.vfl.model.split_nn import NetworkPredictor, Stacked, mlp
 from fedtorch.vfl.nodes.iteration import exchange, server_half
 from fedtorch.vfl.nodes.node import Gradient, Iteration, Value
 
@@ -154,7 +155,7 @@ def test_a_linear_network_is_the_linear_predictor() -> None:
     rows = vfl.VerticalData(tuple(x), (x[0].sum(1) > 0).double())
     guide = vfl.Guide(vfl.sums(encoder.perceptron(4)), joint=True)
     layers = [Stacked(nn.Linear(width, 1, bias=False).double(), keys) for width in (3, 2)]
-    networks = [vfl.NetworkPredictor(layer, 1, random="weight", prior=vfl.normal_prior()) for layer in layers]
+    networks = [NetworkPredictor(layer, 1, random="weight", prior=normal_prior()) for layer in layers]
     found = []
     for predictors in (networks, [vfl.linear(3), vfl.linear(2)]):
         for predictor in networks:

@@ -20,6 +20,7 @@ from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.exchanges.exchange import indices
 from fedtorch.federation.populations.population import Clients, Pending
 from fedtorch.federation.runs.faults import Hit
+from fedtorch.random.draws import bits
 from fedtorch.tree import Rows, Tree
 
 _NETWORK = -1  # folded into a round's key; clients fold in their ids, which are not negative
@@ -122,7 +123,7 @@ class Network:
         """(messages that arrive with this block, second deliveries that arrive with the next)."""
         now: list[_Delivery] = []
         later: list[_Delivery] = []
-        arrivals = random.bits(random.fold_in(random.fold_in(self._key, 1), ids), 2).tolist()
+        arrivals = bits(random.fold_in(random.fold_in(self._key, 1), ids), 2).tolist()
         twice = self._repeats(ids).tolist()
         at_once = random.bernoulli(random.fold_in(random.fold_in(self._key, 2), ids), 0.5).tolist()
         for row, client in enumerate(ids.tolist()):

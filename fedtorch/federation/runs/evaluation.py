@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
-from fedtorch.data import ClientData, FederatedData, described_rows
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
 from fedtorch.federation.populations.population import Clients

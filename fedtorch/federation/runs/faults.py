@@ -139,7 +139,7 @@ def exponential_noise(keys: Tensor) -> Tensor:
     Example:
         >>> import torch, fedtorch as ft
         >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
-        >>> ft.exponential_noise(keys).shape
+        >>> exponential_noise(keys).shape
         torch.Size([3])
     """
     return random.exponential(keys, (), torch.float64)
@@ -154,7 +154,7 @@ def lognormal_noise(sigma: float) -> Noise:
     Example:
         >>> import torch, fedtorch as ft
         >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
-        >>> ft.lognormal_noise(0.0)(keys)  # without spread all take their mean
+        >>> lognormal_noise(0.0)(keys)  # without spread all take their mean
         tensor([1., 1., 1.], dtype=torch.float64)
     """
     if not (sigma >= 0 and math.isfinite(sigma)):
@@ -176,7 +176,7 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> slow = ft.stragglers(deadline=2.0, seconds=torch.tensor([1.0, 5.0]), noise=ft.lognormal_noise(0.0))
+        >>> slow = ft.stragglers(deadline=2.0, seconds=torch.tensor([1.0, 5.0]), noise=lognormal_noise(0.0))
         >>> slow.late(ft.random.key(0), torch.arange(2))
         tensor([False,  True])
     """

@@ -35,8 +35,13 @@ from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks import discrepancy
 from fedtorch.networks.clustering import k_means
 from fedtorch.networks.network import Network
-from fedtorch.networks.solvers import LinearProblem, Solution, admm, equal, linear_problem, norm2, primal_dual
+from fedtorch.networks.solvers import LinearProblem, Solution, linear_problem
+from fedtorch.networks.solvers.admm import admm
+from fedtorch.networks.solvers.penalties import equal, norm2
+from fedtorch.networks.solvers.primal_dual import primal_dual
 from fedtorch.tree import Tree
+
+__all__ = ["clustered", "clustered_by_gtv", "clusters_of_parameters"]
 
 
 def single_model(problem: LinearProblem) -> Solution:

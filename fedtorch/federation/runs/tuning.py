@@ -62,7 +62,7 @@ class Grid:
     Example:
         >>> import torch, fedtorch as ft
         >>> scores = tuple(ft.Score(s, torch.tensor([s], dtype=torch.float64)) for s in (0.5, 0.9))
-        >>> result = ft.Grid(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
+        >>> result = Grid(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
         >>> result.best
         {'lr': 1.0}
     """

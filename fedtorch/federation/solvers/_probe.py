@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
-from fedtorch.data import BadClients, described_rows
+from fedtorch.data import BadClients
+from fedtorch.data.federated import described_rows
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._state import refuse_changed_buffers
 from fedtorch.federation.solvers.batches import is_ragged

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import expected, functional, linalg, tree
-from fedtorch.data import described_rows
+from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.prediction import predictor

@@ -40,7 +40,7 @@ def unlabelled(local: LocalSolver) -> LocalSolver:
         >>> import torch, fedtorch as ft
         >>> rows = torch.ones(2, 1), torch.tensor([1.0, 3.0])
         >>> data = ft.data.FederatedData(rows, counts=torch.tensor([1, 0, 1]), allow_empty=True)
-        >>> local = ft.unlabelled(ft.gradient_descent(
+        >>> local = unlabelled(ft.gradient_descent(
         ...     torch.nn.Linear(1, 1, bias=False), steps=1, loss=lambda output, y: (output[:, 0] - y).square().mean(),
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1)))
         >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1), (1, 2)]), alpha=0.5)

@@ -28,10 +28,6 @@ Source: Chung and Al Kontar (2024), "Federated multi-output Gaussian processes",
 for the closed form.
 """
 
-from fedtorch.models.gaussian_process.algebra import (
-    GaussianSite as GaussianSite,
-    posterior as posterior,
-    stable_cholesky as stable_cholesky,
-)
-from fedtorch.models.gaussian_process.model import ConvolvedGP as ConvolvedGP
-from fedtorch.models.gaussian_process.training import fit as fit, join as join
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -6,6 +6,8 @@ import importlib
 import warnings
 from typing import Any
 
+__all__ = ["gpytorch"]
+
 with warnings.catch_warnings():
     for category in (DeprecationWarning, FutureWarning):  # of torch.jit.script, the latter from PyTorch 2.15 on
         warnings.simplefilter("ignore", category)

@@ -48,6 +48,8 @@ from fedtorch.models.gibbs.kernels import LocalKernel, Sums, check_start
 from fedtorch.models.gibbs.sparse import MOST_PRECISE, GlobalVariables
 from fedtorch.models.rows import client_by_client
 
+__all__ = ["regression"]
+
 
 class DirectedSite(NamedTuple):
     """A client's variables; `(K, C, ...)`, q = p · (p − 1) effects.

@@ -37,6 +37,8 @@ from fedtorch.models.linear import SufficientStatistics
 from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
+__all__ = ["arrows", "edges", "every_response", "intersection", "neighbourhoods", "square", "start", "union"]
+
 
 class _Fields(NamedTuple):
     """The statistics of each client's rows for the regressions of all variables; float64."""

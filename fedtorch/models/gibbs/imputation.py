@@ -22,6 +22,8 @@ from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.rows import refuse
 
+__all__ = ["imputing", "incomplete"]
+
 
 class Normal(NamedTuple):
     """A multivariate normal distribution of covariates and response, the response last."""

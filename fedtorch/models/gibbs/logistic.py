@@ -22,6 +22,8 @@ from fedtorch.models.gibbs.polya_gamma import polya_gamma
 from fedtorch.models.rows import refuse, regression_rows
 from fedtorch.tree import Tree
 
+__all__ = ["logistic_regression"]
+
 
 class LogisticSite(NamedTuple):
     """A client's variables; `(K, C, ...)`.

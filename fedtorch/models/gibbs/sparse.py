@@ -50,6 +50,8 @@ from fedtorch.models.linear import (
 from fedtorch.models.rows import client_by_client, regression_rows
 from fedtorch.tree import Tree
 
+__all__ = ["hierarchy", "regression"]
+
 MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
 INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
 

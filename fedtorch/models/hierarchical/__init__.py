@@ -4,15 +4,6 @@
 coefficients hang together; `of` joins any two.
 """
 
-from fedtorch.models.hierarchical.factor import (
-    Conditional as Conditional,
-    DeviceLikelihood as DeviceLikelihood,
-    Model as Model,
-    of as of,
-)
-from fedtorch.models.hierarchical.hierarchy import Hierarchy as Hierarchy, normal as normal
-from fedtorch.models.hierarchical.linear_devices import (
-    adapted as adapted,
-    expected_residual as expected_residual,
-    linear as linear,
-)
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 from fedtorch.models.rows import regression_rows
+
+__all__ = ["logistic", "poisson"]
 
 _NEWTON_STEPS = 30
 _HALVINGS = 8
@@ -55,6 +56,7 @@ def logistic(
     """Return the model of y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
     >>> model = logistic(hierarchical.normal(1, names=["slope"]))
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))])
     >>> phi = torch.tensor([[[1.0, -30.0]]]).double()  # mean, log variance
@@ -75,6 +77,7 @@ def poisson(
     """Count y with log mean x'θ_k; see `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
     >>> model = poisson(hierarchical.normal(1))
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([2.0]))])
     >>> phi = torch.tensor([[[0.0, -30.0]]]).double()  # mean, log variance
@@ -110,6 +113,7 @@ def generalised(
     Waiting times y > 0, exponential with log rate x'θ_k:
 
     >>> import torch, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
     >>> def terms(y, eta):
     ...     hazard = y * eta.exp()
     ...     return RowTerms(log=eta - hazard, score=1 - hazard, information=hazard)
@@ -152,7 +156,7 @@ def generalised(
     def size(data: _Rows) -> int:
         return data.x.shape[1] * (features + (1 if inner is None else len(inner.weights)))
 
-    return hierarchical.of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
+    return of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
 
 
 def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:

@@ -25,6 +25,8 @@ from torch.nn.functional import softplus
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
+__all__ = ["log_normal"]
+
 _GRID = 2001  # nodes of the integrals over a factor's coordinate
 _REACH = 12.0  # sds of the cavity on either side
 _SWEEPS = 20

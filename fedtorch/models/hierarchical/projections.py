@@ -39,7 +39,8 @@ class Start(NamedTuple):
     """The first estimate, from sums over the clients.
 
     >>> import torch, fedtorch as ft
-    >>> from fedtorch.federation.algorithms.ep import Factors, posterior, settled
+    >>> from fedtorch.federation.algorithms.ep import posterior, settled
+    >>> from fedtorch.federation.algorithms.ep._start import Factors
     >>> def summary(data, prior):  # the clients' means; zeros of one client before there are any data
     ...     return torch.zeros(1).double() if data is None else data.batch[0].mean(1)
     >>> def estimate(total, count, prior):  # around their mean with the precision of that many rows

@@ -29,6 +29,8 @@ from fedtorch import tree
 from fedtorch.models.hierarchical.projections import LogFactor, minimised
 from fedtorch.models.quadrature import QuadratureRule, default_rule
 
+__all__ = ["pyro_factor"]
+
 
 def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> LogFactor:
     """Return log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.

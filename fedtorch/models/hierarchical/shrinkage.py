@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical._sites import LOG_SCALES
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.hierarchical.linear_devices import expected_residual
 from fedtorch.models.hierarchical.penalties import (
     ShrinkagePrior as ShrinkagePrior,
     elastic_net as elastic_net,
@@ -39,6 +39,8 @@ from fedtorch.models.hierarchical.penalties import (
 )
 from fedtorch.models.linear import SufficientStatistics, block_statistics
 from fedtorch.models.quadrature import QuadratureRule
+
+__all__ = ["horseshoe", "lasso", "penalised", "ridge"]
 
 _SWEEPS = 60
 _STILL = 1e-7  # relative change of a contrast's sd, and of its mean in sd
@@ -92,12 +94,12 @@ def penalised(
     likelihood = DeviceLikelihood(
         lambda data: block_statistics(data, features),
         local,
-        hierarchical.expected_residual,
+        expected_residual,
         lambda data: data.count,
         lambda data: len(penalty.contrasts) * len(LOG_SCALES),
     )
     last = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
-    return hierarchical.of(hierarchy, likelihood, noise=last, rule=rule)
+    return of(hierarchy, likelihood, noise=last, rule=rule)
 
 
 def _sparse(penalty: ShrinkagePrior, data: SufficientStatistics, zeta: Tensor, log_noise: Tensor) -> Conditional:

@@ -3,7 +3,8 @@ r"""What the difference of two neighbours' parameters costs, and how to step tow
 The proximal operator of a penalty φ with strength t is :math:`\arg\min_s t\,\phi(s) + \tfrac12 \|s - v\|^2`.
 
 >>> import torch
->>> from fedtorch.networks.solvers import huber, norm1, norm2, squared
+>>> from fedtorch.networks.solvers import norm1, squared
+>>> from fedtorch.networks.solvers.penalties import huber, norm2
 >>> v, t = torch.tensor([[3.0, 4.0]]), torch.tensor([2.5])
 >>> norm2.prox(v, t), norm1.prox(v, t), squared.prox(v, t)
 (tensor([[1.5000, 2.0000]]), tensor([[0.5000, 1.5000]]), tensor([[0.5000, 0.6667]]))

@@ -268,7 +268,7 @@ class RemoteClients:
         least = 2 if carry.masks is None else carry.masks.sites
         if plan.roster is None or len(plan.sites.names) < least:
             raise ValueError(
-                f"Expected roster=key_directory.sign_roster(authority, roster) and at least {least} sites, which "
+                f"Expected roster=identity.sign_roster(authority, roster) and at least {least} sites, which "
                 f"believe each other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )

@@ -45,7 +45,7 @@ class Remote:
         withdrawals: whether what each site tells for good is kept here, once more for each site, for `withdraw`.
         carry: how messages are carried, `sites.masked(…)`, `sites.sealed(network)`, or readable for this process; the
             policies of all sites have to ask for the same.
-        roster: as the authority has signed it, `identity.key_directory.sign_roster(...)`, by which sites believe each
+        roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
             other's keys; for sums under masks and sealed envelopes.
         rotate: after so many rounds sites make other keys.
         checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started

@@ -60,7 +60,7 @@ class Masked:
 
     Example:
         >>> from fedtorch.trust import secure
-        >>> carry = secure.masked(minimum=4, corrupt=1, dropouts=1)
+        >>> carry = masked(minimum=4, corrupt=1, dropouts=1)
         >>> carry.check(clients=100, sites=5)
         >>> carry.check(clients=100, sites=4)
         Traceback (most recent call last):
@@ -234,7 +234,7 @@ def masked(
         >>> from fedtorch.trust import secure
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=5, seed=0)
         >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1)))
-        >>> ways = (secure.masked(dropouts=0.2), ft.sites.plain())
+        >>> ways = (masked(dropouts=0.2), ft.sites.plain())
         >>> one, two = (ft.run(algorithm, ft.InProcess(data, carry=carry), rounds=1).server for carry in ways)
         >>> torch.allclose(one["bias"], two["bias"], atol=1e-3)
         True

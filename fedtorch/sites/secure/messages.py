@@ -8,7 +8,9 @@ Of masked words the signature is over their hash and the list of whom their send
 be shown this head without the words.
 
 >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
->>> from fedtorch.sites.secure import Neighbourhoods, Session, messages
+>>> from fedtorch.sites.secure import messages
+>>> from fedtorch.sites.secure.messages import Session
+>>> from fedtorch.sites.secure.neighbours import Neighbourhoods
 >>> keys = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3)}
 >>> public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
 >>> session = Session(b"run", 0, 0, public, size=2, graph=Neighbourhoods(2, 2), minimum=3)
@@ -76,7 +78,8 @@ class Aborted(RuntimeError):
     Example:
         >>> import torch
         >>> from fedtorch.trust import privacy, secure
-        >>> secure.secure_sum(torch.ones(2, 1), entropy=privacy.from_seed(0))  # each of two would know the other's
+        >>> from fedtorch.sites.secure.simulation import secure_sum
+        >>> secure_sum(torch.ones(2, 1), entropy=privacy.from_seed(0))  # each of two would know the other's
         Traceback (most recent call last):
         ...
         fedtorch.sites.secure.messages.Aborted: Expected at least 3 clients for a sum, but got 2

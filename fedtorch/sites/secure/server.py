@@ -58,7 +58,9 @@ class Server:
         >>> import torch
         >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         >>> from fedtorch.trust import privacy
-        >>> from fedtorch.sites.secure import Client, Neighbourhoods, Session
+        >>> from fedtorch.sites.secure.messages import Session
+        >>> from fedtorch.sites.secure.neighbours import Neighbourhoods
+        >>> from fedtorch.sites.secure.parties import Client
         >>> keys = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3, 4)}
         >>> public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}
         >>> session = Session(b"run", 0, 0, public, size=2, graph=Neighbourhoods(3, 2), minimum=3)

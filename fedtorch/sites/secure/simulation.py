@@ -35,7 +35,7 @@ class SecureSum(NamedTuple):
         >>> import torch
         >>> from fedtorch.trust import privacy, secure
         >>> values = torch.tensor([[1.0, 10.0], [2.0, 20.0], [4.0, 40.0]])
-        >>> made = secure.secure_sum(values, secure.Grid(bits=8), dropouts=0, entropy=privacy.from_seed(0))
+        >>> made = secure_sum(values, secure.Grid(bits=8), dropouts=0, entropy=privacy.from_seed(0))
         >>> made.total
         tensor([ 7., 70.], dtype=torch.float64)
         >>> made.masked.shape, bool((made.masked == secure.Grid(bits=8).encode(values)).any())

@@ -24,11 +24,11 @@ Sources: as `parties`, without the parts that dropouts need.
 >>> def party(value):
 ...     yield Send(0, Value(value))
 >>> keys = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
->>> session = secure.vertical_session(b"run", {j: key.public_key().public_bytes_raw() for j, key in keys.items()})
+>>> session = vertical_session(b"run", {j: key.public_key().public_bytes_raw() for j, key in keys.items()})
 >>> values = {1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])}
->>> halves = {0: secure.masked_server(server(), session, secure.Grid())}
+>>> halves = {0: masked_server(server(), session, secure.Grid())}
 >>> for j, key in keys.items():
-...     halves[j] = secure.masked_party(party(values[j]), j, session, key, secure.Grid(), privacy.from_seed(j))
+...     halves[j] = masked_party(party(values[j]), j, session, key, secure.Grid(), privacy.from_seed(j))
 >>> together(halves)[0][0]  # what the server hears: nothing of the first, and the sum
 (tensor([0., 0.]), tensor([11., 22.]))
 """

@@ -4,3 +4,7 @@ What is in a frame is nobody's business here; `fedtorch.wire` says it. A host ha
 connected, a link is a site's end. A peer that does not read, or sends more than is taken, is made to wait by the flow
 control of the stream, and holds up nobody else.
 """
+
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 from fedtorch.sites.streams.hub import Hub, Line, Link
 
+__all__ = ["link"]
+
 
 def link(host: Hub, name: str, admitted: Callable[[], None] | None = None) -> Link:
     """A link of the site called `name` to a hub in this process; see `Hub.join`."""

@@ -63,6 +63,12 @@ def linear_inputs(weight: Tensor, bias: Tensor) -> Tensor:
     Returns:
         `(..., o, d)`: the mean of the rows, weighted by how each moved the neuron, and the row itself where only one
         did; NaN for a neuron that did not move.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import attacks
+        >>> attacks.linear_inputs(torch.tensor([[0.6, 0.8]]), torch.tensor([0.2]))  # of a step on the row (3, 4)
+        tensor([[3.0000, 4.0000]], dtype=torch.float64)
     """
     if weight.shape[:-1] != bias.shape:
         raise ValueError(f"Expected weight (..., o, d) and bias (..., o), but got {weight.shape} and {bias.shape}")
@@ -101,6 +107,17 @@ def gradient_inversion(
 
     Raises:
         ValueError: neither targets nor a number of classes, or both.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.trust import attacks
+        >>> module = torch.nn.Linear(2, 1)
+        >>> module.weight.data, module.bias.data = torch.zeros(1, 2), torch.zeros(1)
+        >>> change = {"weight": torch.tensor([[0.6, 0.8]]), "bias": torch.tensor([0.2])}  # −lr · 2(0 − y) (x, 1)
+        >>> found = attacks.gradient_inversion(
+        ...     module, change, torch.nn.functional.mse_loss, shape=(1, 2), targets=torch.ones(1, 1), lr=0.1)
+        >>> found.inputs.round(decimals=3), found.distance < 1e-9
+        (tensor([[3., 4.]]), True)
     """
     if (targets is None) == (classes is None):
         raise ValueError("Expected targets, or the number of classes of unknown ones, but got neither or both")

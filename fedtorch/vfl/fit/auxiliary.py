@@ -28,9 +28,10 @@ How many parameters they have besides those of q(θ), of 10 and of 1000 rows:
 >>> import torch, fedtorch as ft
 >>> from fedtorch.vfl.fit.encoder import affine
 >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
+>>> from fedtorch.vfl.fit.guide import count_parameters
 >>> def count(auxiliary, rows):
 ...     start = ft.vfl.fit.guide.initial(model, ft.vfl.Guide(auxiliary, ft.vfl.diagonal()), rows, 1, ft.random.key(0))
-...     return ft.vfl.count_parameters(start) - 2 * sum(model.sizes)
+...     return count_parameters(start) - 2 * sum(model.sizes)
 >>> families = [noiseless(), mean_field(), amortised(affine()), sums(affine(), skewed=False)]
 >>> [(count(family, 10), count(family, 1000)) for family in families]
 [(0, 0), (40, 4000), (8, 8), (6, 6)]

@@ -98,7 +98,7 @@ class CapturedBound:
         return value, tuple(None if gradient is None else gradient.contiguous() for gradient in gradients)
 
     def _step(self, data: VerticalData, noise: Noise, index: int, *flat: Tensor) -> tuple[Tensor, tuple[Any, ...]]:
-        """Return (bound, gradients) of a flat list of leaves, share, rows and numbers, in the structure of `data`, `noise`.
+        """Return (bound, gradients) of a flat list: leaves, share, rows and numbers, structured as `data` and `noise`.
 
         Args:
             data: of these rows' structure.

@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+__all__ = ["bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
+
 _LEAST = 1e-15  # probability that has a logit of its own
 _CHECKED = 2**16  # rows that are checked at a time, so that a check takes no memory that grows with the rows
 

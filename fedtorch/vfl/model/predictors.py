@@ -7,7 +7,7 @@ multilevel model gives every area slopes of its own with one draw each, which is
 group has slopes :math:`\beta^r \sim N(\mu, \sigma)`, and is parametrised by :math:`u^r = (\beta^r - \mu)/\sigma`.
 
 >>> import torch, fedtorch as ft
->>> ft.vfl.normal_prior(sd=1.0)(torch.zeros(1, 1, 2)).round(decimals=3)
+>>> normal_prior(sd=1.0)(torch.zeros(1, 1, 2)).round(decimals=3)
 tensor([[-1.8380]])
 """
 

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 from torch.func import vmap
 
-from fedtorch import functional, random
+from fedtorch import functional
 from fedtorch._untrained import refuse_untrained
 from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.random.draws import bits
 from fedtorch.vfl.model.predictors import Prior
 
 
@@ -262,7 +263,7 @@ def _initialised(module: nn.Module, key: Tensor) -> nn.Module:
     """Return a copy whose layers are initialised anew, without moving the global generator."""
     result = copy.deepcopy(module)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(random.bits(key, 1)))
+        torch.manual_seed(int(bits(key, 1)))
         for part in result.modules():
             reset = getattr(part, "reset_parameters", None)
             if callable(reset):

@@ -171,7 +171,8 @@ class PartyNode(_Node):
     >>> flat = ft.vfl.model.predictors.flat_prior()
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1, flat)], rho=1.0)
     >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point()), ft.random.key(0)
-    >>> part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[1]
+    >>> from fedtorch.vfl.fit.part import parts
+    >>> part = parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[1]
     >>> data = VerticalData((torch.tensor([[1.0], [0.0], [1.0]]),), torch.full((3,), torch.nan))
     >>> party = PartyNode(part, data, optimizer=lambda leaves: torch.optim.SGD(leaves, lr=0.1))
     >>> proposal = party.propose(Iteration())
@@ -265,7 +266,8 @@ class ServerNode(_Node):
     >>> import torch, fedtorch as ft
     >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1)], rho=1.0)
     >>> guide, key = ft.vfl.Guide(ft.vfl.noiseless(), ft.vfl.fit.guide.point()), ft.random.key(0)
-    >>> part = ft.vfl.parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[0]
+    >>> from fedtorch.vfl.fit.part import parts
+    >>> part = parts(model, guide, ft.vfl.fit.guide.initial(model, guide, 3, 1, key), key=key)[0]
     >>> server = ServerNode(part, VerticalData((), torch.tensor([1.0, 2.0, 3.0])))
     >>> server.expected(0, server.draw(Iteration())).value.shape  # what the party has to send
     torch.Size([1, 1, 1, 3])

@@ -13,6 +13,8 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.consensus import Averaging, at_node, consensus
+from fedtorch.federation.algorithms.ep import correction
+from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.federation.runs import run as running
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gibbs import graphical, sparse
@@ -115,7 +117,7 @@ def test_expectation_propagation_without_a_server_is_that_with_one(network: ft.N
     alone = ft.run(ft.without_server(ft.ep(model), network, tolerance), population, rounds=60, until=ep.settled())
     assert served.number < 60
     assert alone.number == served.number
-    assert ep.converged(alone)
+    assert converged(alone)
     for name in ("mean_change", "sd_change", "damping", "improper"):
         assert np.allclose(alone.log[name], served.log[name], rtol=1e-5, atol=1e-5)
     q = ep.posterior(served)
@@ -125,10 +127,10 @@ def test_expectation_propagation_without_a_server_is_that_with_one(network: ft.N
         assert distance(found.covariance_matrix, q.covariance_matrix) < close
     one, two = ep.devices(served), ep.devices(alone)
     assert distance(two, one) < close
-    corrected = [ep.corrected(run, points=512) for run in (served, alone)]
+    corrected = [correction.corrected(run, points=512) for run in (served, alone)]
     assert distance(corrected[1].posterior.mean, corrected[0].posterior.mean) < close
     assert corrected[1].effective == pytest.approx(corrected[0].effective, rel=1e-4)
-    own = ep.corrected(alone, points=512, node=2)
+    own = correction.corrected(alone, points=512, node=2)
     assert distance(own.posterior.stddev, corrected[0].posterior.stddev) < close
     one, two = ep.devices(served, given=corrected[0]).marginals(), ep.devices(alone, given=own).marginals()
     assert distance(two.mean, one.mean) < close

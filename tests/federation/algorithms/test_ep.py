@@ -17,7 +17,10 @@ from torch.distributions import MultivariateNormal
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.algorithms import ep
-from fedtorch.federation.algorithms.ep import Factors, converged, posterior, settled
+from fedtorch.federation.algorithms.ep import posterior, settled
+from fedtorch.federation.algorithms.ep._start import Factors
+from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import hyperpriors, projections
@@ -76,7 +79,9 @@ def exact(data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
     return mean, sd
 
 
-@pytest.mark.parametrize(("count", "tolerance", "rounds"), [(100, 0.02, 8), (1000, 0.005, 5)])
+@pytest.mark.parametrize(
+    ("count", "tolerance", "rounds"), [(100, 0.02, 8), pytest.param(1000, 0.005, 5, marks=pytest.mark.slow)]
+)
 def test_exact_quadrature_of_one_feature(count: int, tolerance: float, rounds: int) -> None:
     data = devices(count, 1)
     run = settle(algorithm(linear(1)), data)
@@ -270,7 +275,7 @@ def test_no_silent_non_convergence() -> None:
     with pytest.warns(RuntimeWarning, match="Not converged after 2 rounds"):
         ep.devices(short)
     with pytest.warns(RuntimeWarning, match="Not converged after 2 rounds"):
-        ep.corrected(short)
+        corrected(short)
     run = settle(one, data)
     assert converged(run)
     assert not converged(run, 1e-9)
@@ -452,7 +457,7 @@ def test_few_devices_far_from_the_prior(levels: list[float], means: float, sds: 
     """
     run = settle(algorithm(linear(1, noise=1e-4)), around(levels, 1e-4))
     assert converged(run)
-    (mean, sd), found, better = by_quadrature(levels, 1e-4), posterior(run), ep.corrected(run)
+    (mean, sd), found, better = by_quadrature(levels, 1e-4), posterior(run), corrected(run)
     assert ((found.mean - mean) / sd).abs().max() < means
     assert (found.stddev / sd - 1).abs().max() < sds
     error = 2 / better.effective**0.5  # two standard errors
@@ -482,7 +487,7 @@ def test_a_correction_has_tails_like_those_of_t(freedom: int) -> None:
 
     prior = MultivariateNormal(torch.zeros(2).double(), 1e4 * torch.eye(2).double())
     one = ft.ep(Factors(projections.quadrature(log_factor), prior, log_factor=log_factor))
-    better = ep.corrected(settle(one, ft.data.from_tensors([(torch.zeros(1, 1).double(),)])))
+    better = corrected(settle(one, ft.data.from_tensors([(torch.zeros(1, 1).double(),)])))
     radius = torch.linspace(0, 2000, 400_001, dtype=torch.float64)[1:]
     on_axis = torch.stack([radius, torch.zeros_like(radius)], 1)
     weights = (log_factor(on_axis, None) - 0.5e-4 * radius.square() + radius.log()).softmax(0)

@@ -14,10 +14,11 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP
 from fedtorch.models import gaussian
-from fedtorch.models.gaussian_process import ConvolvedGP, fit, join
+from fedtorch.models.gaussian_process import ConvolvedGP, fit
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+from fedtorch.models.gaussian_process.training import join
 from fedtorch.trust import robust
 
 DTYPE = torch.float64
@@ -125,9 +126,14 @@ def test_its_gradient_is_that_of_the_collapsed_bound(own: bool) -> None:
     assert float(outbox.units) == K
 
 
-def test_training_comes_near_the_optimum_of_a_central_optimiser() -> None:
+@pytest.fixture(scope="module")
+def rounds() -> list[ft.Round]:
+    """Training of the default model."""
+    return list(ft.Run(exact(), ft.InProcess(signals())).rounds(40))
+
+
+def test_training_comes_near_the_optimum_of_a_central_optimiser(rounds: list[ft.Round]) -> None:
     data, algorithm = signals(), exact()
-    rounds = list(ft.Run(algorithm, ft.InProcess(data)).rounds(40))
     bounds = [float(round.server.bound) for round in rounds]
     gp, (x, y, mask) = central(algorithm, rounds[-1]), block(data)
     best = fit(gp, x, y, mask, start=False)
@@ -166,9 +172,9 @@ def test_a_unit_that_drops_out_is_remembered_and_one_that_never_answers_is_not_m
     assert distance(after.server.mean, full.server.mean) < CLOSE
 
 
-def test_unstable_communication_ends_near_the_same_bound() -> None:
+def test_unstable_communication_ends_near_the_same_bound(rounds: list[ft.Round]) -> None:
     data = signals()
-    best = max(float(r.server.bound) for r in ft.Run(exact(), ft.InProcess(data)).rounds(25))
+    best = max(float(round.server.bound) for round in rounds[:25])
     faults = ft.dropouts(0.2) | ft.lost_messages(after=0.1)
     final = ft.run(exact(), ft.InProcess(data), faults=faults, rounds=30).last
     gp, (x, y, mask) = central(exact(), final), block(data)

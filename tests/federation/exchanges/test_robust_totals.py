@@ -13,7 +13,8 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import sparse
-from fedtorch.trust import robust, secure
+from fedtorch.sites.secure.masked import masked
+from fedtorch.trust import robust
 
 N = 14
 NETWORK = weighted_network(N, p=0.9)  # at least nine neighbours each
@@ -120,7 +121,7 @@ def test_matrices_stay_positive_definite_or_the_rule_is_refused() -> None:
 
 
 def test_secure_sums_are_refused() -> None:
-    clients = ft.InProcess(linear_clients([5] * N), carry=secure.masked())
+    clients = ft.InProcess(linear_clients([5] * N), carry=masked())
     with pytest.raises(ValueError, match=r"more than the sum of messages, or changes it \(a robust rule"):
         ft.Run(ft.scaffold(sgd(0.1)) | robust.rule(robust.median()), clients)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import checkpoint
+from fedtorch.history import History
 from fedtorch.models import hierarchical
 
 # Lightning says so whenever a run goes on in its own folder.
@@ -260,7 +261,7 @@ def test_files_appear_whole_and_damage_is_named(tmp_path: Path, monkeypatch: pyt
 def test_stopping_resumes_too(tmp_path: Path) -> None:
     """A rule on the history stops a resumed run where it would have stopped the uninterrupted one."""
 
-    def enough(history: ft.History) -> bool:
+    def enough(history: History) -> bool:
         losses = history["train_loss"]
         return len(losses) > 3 and abs(losses[-1] - losses[-2]) < 0.02 * losses[-1]
 

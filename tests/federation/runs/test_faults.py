@@ -28,6 +28,7 @@ from fedtorch import random, tree, wire
 from fedtorch.data import ClientData
 from fedtorch.federation.runs import faults
 from fedtorch.federation.runs.deliveries import Receiver
+from fedtorch.federation.runs.faults import lognormal_noise
 from fedtorch.tree import Tree
 
 SIZES = [5, 9, 4, 7, 6, 8]
@@ -39,7 +40,7 @@ FAULTS = {
     "stragglers": ft.stragglers(0.7, SECONDS),
     "lost before": ft.lost_messages(before=0.3),
     "lost after": ft.lost_messages(after=0.3),
-    "all": ft.dropouts(0.2) | ft.stragglers(1.0, SECONDS, ft.lognormal_noise(0.5)) | ft.lost_messages(0.1, 0.2),
+    "all": ft.dropouts(0.2) | ft.stragglers(1.0, SECONDS, lognormal_noise(0.5)) | ft.lost_messages(0.1, 0.2),
 }
 every_fault = pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
 
@@ -102,9 +103,9 @@ def test_stragglers_are_as_late_as_their_durations_say() -> None:
     assert_probability(hits(ft.stragglers(0.7, mean).late), (-0.7 / mean).exp())
     sigma = 0.5
     lognormal = torch.distributions.LogNormal(mean.log() - sigma**2 / 2, sigma)
-    late = ft.stragglers(0.7, mean, ft.lognormal_noise(sigma)).late
+    late = ft.stragglers(0.7, mean, lognormal_noise(sigma)).late
     assert_probability(hits(late), 1 - lognormal.cdf(torch.tensor(0.7, dtype=torch.float64)))
-    certain = ft.stragglers(0.65, mean, ft.lognormal_noise(0.0)).late
+    certain = ft.stragglers(0.65, mean, lognormal_noise(0.0)).late
     assert torch.equal(hits(certain, 3), (mean > 0.65).double())
     assert float(hits(ft.stragglers(math.inf, mean).late, 100).max()) == 0
 
@@ -265,7 +266,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match="positive finite seconds"):
             ft.stragglers(1.0, seconds)
     with pytest.raises(ValueError, match="sigma of at least 0"):
-        ft.lognormal_noise(-1.0)
+        lognormal_noise(-1.0)
     for probability in (-0.1, 1.1, math.nan):
         with pytest.raises(ValueError, match="probability between 0 and 1"):
             ft.dropouts(probability)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.federation.runs.evaluation import evaluate
+from fedtorch.history import History
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 
@@ -87,7 +88,7 @@ def test_clients_losses() -> None:
 
 
 def test_research_code_keeps_a_history_of_its_own() -> None:
-    model, own = quadratic(cohort=2), ft.History()
+    model, own = quadratic(cohort=2), History()
     trainer(max_epochs=5).fit(model)
     for round in ft.Run(model.run.algorithm, model.run.population, cohort=2).rounds(5):
         own.record(round)
@@ -156,7 +157,7 @@ def told(info: dict[str, Tensor], number: int = 1) -> ft.Round:
 
 
 def test_spreads_of_odd_losses() -> None:
-    history = ft.History()
+    history = History()
     history.record(told({"loss": torch.tensor([2.0, math.nan, 1.0, 4.0])}, 1))
     history.record(told({"loss": torch.tensor([math.nan])}, 2))
     history.record(told({"loss": torch.tensor([1.0, math.inf, math.inf])}, 3))
@@ -170,6 +171,6 @@ def test_spreads_of_odd_losses() -> None:
     assert table["train_loss_min"].tolist()[2] == 1.0
     assert table["logged_seconds"].tolist()[-1] == 7.0
     assert table["new"].isna().tolist() == [True] * 4 + [False]
-    again = ft.History()
+    again = History()
     again.load_state_dict(history.state_dict())
     assert_frame_equal(again.frame(), table)

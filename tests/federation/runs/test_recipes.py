@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch.federation.algorithms import regressors
 from fedtorch.federation.runs import recipes
+from fedtorch.federation.solvers import unlabelled as solvers_unlabelled
 from fedtorch.networks import clustering, solvers
 
 SOLVED = 1e-6  # relative distance of iterations that stop at a residual of 1e-8
@@ -98,7 +99,7 @@ def test_any_local_solver_takes_nodes_without_rows() -> None:
         loss=lambda output, y: (output[:, 0] - y).square().mean(),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.15),
     )
-    algorithm = ft.gtv(ft.unlabelled(local), network, 0.2)
+    algorithm = ft.gtv(solvers_unlabelled.unlabelled(local), network, 0.2)
 
     def parameters(rounds: int, cohort: int | None = None, chunk: int | None = None) -> Tensor:
         final = ft.run(algorithm, ft.InProcess(data, chunk), cohort=cohort, rounds=rounds).last
@@ -123,7 +124,7 @@ def test_personal_parameters_of_a_node_without_rows_stay_and_its_solver_state_to
         loss=lambda output, y: (output[:, 0] - y).square().mean(),
         optimizer=lambda parameters: torch.optim.Adam(parameters, lr=0.1),
     )
-    algorithm = ft.gtv(ft.unlabelled(local), ft.Network.ring(2), {"weight": 1.0})
+    algorithm = ft.gtv(solvers_unlabelled.unlabelled(local), ft.Network.ring(2), {"weight": 1.0})
     final = ft.run(algorithm, ft.InProcess(data), rounds=3).last
     states = final.clients.table.read(slice(0, 2))
     assert torch.equal(states.parameters["bias"][1], module.bias)

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fedtorch as ft
+from fedtorch.federation.solvers.unlabelled import unlabelled
 from fedtorch.vfl.model import likelihoods
 
 INF = float("inf")
@@ -60,7 +61,7 @@ ALGORITHMS: dict[str, Callable[[Any], ft.Algorithm]] = {
     "pooled": ft.pooled,
     "gtv": lambda local: ft.gtv(local, NETWORK, 0.1),
     "matrix_normal": ft.matrix_normal,
-    "unlabelled": ft.unlabelled,  # type: ignore[dict-item]
+    "unlabelled": unlabelled,  # type: ignore[dict-item]
 }
 
 

@@ -11,6 +11,7 @@ import torch
 from support.oracles.closed_forms import linear, linear_clients
 
 import fedtorch as ft
+from fedtorch.federation.algorithm import Local
 from fedtorch.tree import Tree
 
 SIZES = [4, 9, 6]
@@ -34,7 +35,7 @@ class Halving(L.LightningModule):
 def watched(local: ft.LocalSolver, rates: list[list[float]]) -> ft.LocalSolver:
     """The same solver, which takes down the clients' sums of learning rates."""
 
-    def solve(start: Tree, state: Tree, data: Any, quadratic: Any, turn: ft.Turn) -> ft.Local:
+    def solve(start: Tree, state: Tree, data: Any, quadratic: Any, turn: ft.Turn) -> Local:
         solved = local.solve(start, state, data, quadratic, turn)
         rates.append([round(rate, 6) for rate in solved.lr_sum.tolist()])
         return solved

@@ -123,8 +123,18 @@ def test_changed_buffers():
 CLOCKS = ("two_lists", "two_schedulers", "lists_of_dicts", "frequency", "step_frequency", "dict_dict", "warm_up")
 
 
-@pytest.mark.parametrize("options", [{"epochs": 1, "batch_size": 4}, {"epochs": 2, "batch_size": 4}, {"steps": 3}])
-@pytest.mark.parametrize("form", CLOCKS)
+EPOCHS = {"epochs": 1, "batch_size": 4}, {"epochs": 2, "batch_size": 4}
+TWINS = ("two_schedulers", "lists_of_dicts", "frequency", "dict_dict")  # by epoch, as the others are
+
+
+@pytest.mark.parametrize(
+    ("form", "options"),
+    [
+        pytest.param(form, options, marks=pytest.mark.slow if form in TWINS and options is EPOCHS[1] else ())
+        for form in CLOCKS
+        for options in (*EPOCHS, {"steps": 3})
+    ],
+)
 def test_schedules_run_on_the_federations_clock(form, options):
     over_rounds(lit(FORMS[form], kind=NoMetrics), None, None, reset="round", **options)
 

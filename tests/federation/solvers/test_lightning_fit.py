@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.federation.algorithm import Local
 
 
 class TestAgainstGradientDescent:
@@ -284,7 +285,7 @@ class TestAnyModule:
         start, state = tree.expand((local.parameters, local.init(local.parameters)), 0)
         data = tree.take(block(clients()), slice(0, 0))
         found = local.solve(start, state, data, None, ft.Turn(keys(0), 0))
-        assert_same(found, ft.Local(start, state, torch.zeros(0, dtype=torch.float64), {}))
+        assert_same(found, Local(start, state, torch.zeros(0, dtype=torch.float64), {}))
 
     def test_a_client_without_rows_stays(self) -> None:
         x, y = clients()[0]

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch.models.gaussian_process import ConvolvedGP, fit, join, stable_cholesky
+from fedtorch.models.gaussian_process import ConvolvedGP, fit
 from fedtorch.models.gaussian_process._rows import row_fit
+from fedtorch.models.gaussian_process.algebra import stable_cholesky
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+from fedtorch.models.gaussian_process.training import join
 
 DTYPE = torch.float64
 UNITS, ROWS = 4, 12
@@ -104,7 +106,7 @@ def test_q_does_not_depend_on_the_basis() -> None:
     before = gp.basis
     gp.basis = before + 0.1 * draw(*before.shape).tril()
     site = gp.site(x, y, MASK)
-    from fedtorch.models.gaussian_process import posterior
+    from fedtorch.models.gaussian_process.algebra import posterior
 
     gp.posterior_mean, gp.posterior_root, evidence = posterior(
         gp.change(), site.precision.sum(0), site.shift.sum(0), site.constant.sum()

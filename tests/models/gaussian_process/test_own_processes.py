@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch.models.gaussian_process import ConvolvedGP, fit, join
+from fedtorch.models.gaussian_process import ConvolvedGP, fit
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+from fedtorch.models.gaussian_process.training import join
 
 DTYPE = torch.float64
 UNITS, ROWS, NEW = 3, 9, 6

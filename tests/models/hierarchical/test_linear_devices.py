@@ -13,11 +13,14 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import Factors, converged, corrected, devices, posterior, settled
+from fedtorch.federation.algorithms.ep import devices, posterior, settled
+from fedtorch.federation.algorithms.ep._start import Factors
+from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.device_posterior import credible_interval
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical import generalised, hyperpriors
+from fedtorch.models.hierarchical import generalised, hyperpriors, linear_devices
 from fedtorch.models.quadrature import gauss_hermite
 
 NOISE = 0.25
@@ -145,7 +148,7 @@ def test_a_new_device_learns_from_few_rows() -> None:
     model = hierarchical.linear(hierarchical.normal(3), noise=NOISE)
     q = posterior(infer(model, data.select(range(50))))
     few = ft.data.from_tensors([(x[:2], y[:2]) for x, y in data.select(range(50, 60))])
-    adapted = hierarchical.adapted(model, q, few.stack(range(10))).distribution()
+    adapted = linear_devices.adapted(model, q, few.stack(range(10))).distribution()
     error = (adapted.mean - own[50:]).square().sum(1)
     prior = (q.mean[:3] - own[50:]).square().sum(1)
     alone = torch.stack([torch.linalg.lstsq(x, y[:, None]).solution[:, 0] for x, y in few]) - own[50:]
@@ -153,7 +156,7 @@ def test_a_new_device_learns_from_few_rows() -> None:
     assert float(error.mean()) < 0.8 * float(alone.square().sum(1).mean())
     nothing = ft.data.FederatedData((torch.zeros(0, 3).double(), torch.zeros(0).double()), torch.tensor([0]),
                                     ("new",), allow_empty=True)  # fmt: skip
-    told = hierarchical.adapted(model, q, nothing.stack([0])).distribution()
+    told = linear_devices.adapted(model, q, nothing.stack([0])).distribution()
     assert distance(told.mean[0], q.mean[:3]) < 1e-6  # eleven nodes and more of a normal density
 
 

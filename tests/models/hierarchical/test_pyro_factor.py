@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import Factors, posterior, settled
+from fedtorch.federation.algorithms.ep import posterior, settled
+from fedtorch.federation.algorithms.ep._start import Factors
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import projections
 from fedtorch.models.hierarchical.pyro_factor import pyro_factor

@@ -21,9 +21,11 @@ from support.sites import Carried, carry_of, joined, offers
 import fedtorch as ft
 from fedtorch import chained_log as log
 from fedtorch.cli import main
-from fedtorch.sites import AuditRecord, Identity, Policy, Remote, Roster
+from fedtorch.sites import AuditRecord, Policy, Remote, Roster
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import identity, key_directory
+from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.secure.masked import masked as secure_masked
 from fedtorch.trust import privacy, secure
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
@@ -44,7 +46,7 @@ def fedavg() -> ft.Algorithm:
     return ft.fedavg(sgd(0.1))
 
 
-masked = Carried(fedavg, secure.masked(secure.Grid(30), minimum=2, dropouts=0))
+masked = Carried(fedavg, secure_masked(secure.Grid(30), minimum=2, dropouts=0))
 
 
 class Place:

@@ -17,9 +17,11 @@ import fedtorch as ft
 from experiments.benchmarks import remote_flower
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, clients
 from fedtorch import checkpoint, tree
-from fedtorch.sites import Remote, SiteConfiguration, SiteSession, deliver
+from fedtorch.sites import Remote, SiteConfiguration
 from fedtorch.sites.flower import _post, site as site, transport as transport
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.session import SiteSession
+from fedtorch.sites.rounds.site import deliver
 
 
 class Brief:

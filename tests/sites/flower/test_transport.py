@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from support.scripts.flower_grid import LIBRARY, Grid
 
-from fedtorch.sites import Hub, Limits
+from fedtorch.sites import Hub
 from fedtorch.sites.flower import _post, transport as flower
+from fedtorch.sites.streams.hub import Limits
 
 
 class Place:

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from fedtorch.sites import Identity, Roster, connect, enrolment, serve
+from fedtorch.sites import Roster, connect, enrolment, serve
 from fedtorch.sites.enrolment import Desk, Token
 from fedtorch.sites.identity import identity
+from fedtorch.sites.identity.identity import Identity
 
 pytest.importorskip("grpc")
 

@@ -15,8 +15,9 @@ from support.sites import offers
 
 import fedtorch as ft
 from experiments.benchmarks.parts.proxy import Proxy
-from fedtorch.sites import Limits, Remote, Roster, connect, join, serve
+from fedtorch.sites import Remote, Roster, connect, join, serve
 from fedtorch.sites.identity import identity
+from fedtorch.sites.streams.hub import Limits
 
 pytest.importorskip("grpc")
 DATA = linear_clients([5, 2, 9, 4, 17, 6])

@@ -11,7 +11,9 @@ from filelock import FileLock
 from support.oracles.closed_forms import linear_clients, sgd
 
 import fedtorch as ft
-from fedtorch.sites import Link, Policy, SiteConfiguration, join, read_configuration
+from fedtorch.sites import Policy, SiteConfiguration, join
+from fedtorch.sites.rounds.configuration import read_configuration
+from fedtorch.sites.streams.hub import Link
 
 DATA = linear_clients([3, 4])
 

@@ -23,6 +23,7 @@ from fedtorch import tree, wire
 from fedtorch.sites import Remote, sealed
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.rounds.site import Site
+from fedtorch.sites.secure.masked import masked as secure_masked
 from fedtorch.trust import secure
 
 NETWORK = ft.Network.ring(4)
@@ -145,7 +146,7 @@ def test_a_server_goes_on_without_a_site_that_sends_no_frames() -> None:
     server_goes_on(2000)
 
 
-masked = Carried(scaffold, secure.masked(secure.Grid(30, 2.0**20), dropouts=0))
+masked = Carried(scaffold, secure_masked(secure.Grid(30, 2.0**20), dropouts=0))
 envelopes = Carried(lambda: ft.gtv(sgd(0.05), NETWORK, 0.1), sealed(NETWORK))
 
 

@@ -24,8 +24,9 @@ from fedtorch.sites import Policy, Remote, Roster
 from fedtorch.sites.identity import identity, key_directory
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.secure import ExactSums, Grid
-from fedtorch.sites.secure.masked import Parties
+from fedtorch.sites.secure.masked import Masked, Parties, masked as secure_masked
 from fedtorch.sites.secure.messages import ADVERT, MASKED, PHASES, SHARES
+from fedtorch.sites.secure.neighbours import neighbourhoods
 from fedtorch.trust import secure
 
 GRID = Grid(30, 2.0**20)
@@ -41,7 +42,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def masked(make: Callable[[], ft.Algorithm], grid: Any = GRID, **more: Any) -> Carried:
     """Of three sites that all have to stay, if nothing else is said."""
-    return Carried(make, secure.masked(grid, **{"dropouts": 0, **more}))
+    return Carried(make, secure_masked(grid, **{"dropouts": 0, **more}))
 
 
 def alone(make: Callable[[], ft.Algorithm], data: Any, chunk: int | None = None) -> ft.InProcess:
@@ -235,7 +236,7 @@ def test_a_site_that_was_killed_has_other_secrets(tmp_path: Path) -> None:
 def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither what a site or a client adds up, as numbers or as words, nor what it trains on; without masks it does."""
     told: list[bytes] = []
-    honest = secure.Masked.party
+    honest = Masked.party
 
     def party(self: Any, parties: Any, number: int, signing: bytes, found: Any) -> Any:
         made = honest(self, parties, number, signing, found)
@@ -244,7 +245,7 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
             told.extend(part.numpy().tobytes() for part in (leaf, leaf.sum(0), *leaf) if part.numel() > 1)
         return made
 
-    monkeypatch.setattr(secure.Masked, "party", party)
+    monkeypatch.setattr(Masked, "party", party)
     made = Federation(masked(scaffold), linear_clients([8] * 6))
     run = made.run()
     run.step(), run.step()
@@ -302,13 +303,13 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
 )
 def test_few_sites_mask_with_all_others(sites: int, minimum: int, graph: Any) -> None:
     """A minimum less one have to work together, at least; of many sites, as if 40 bits of the choice were lost."""
-    carry = secure.masked(GRID, minimum, dropouts=0.2 if sites > 3 else 0)
+    carry = secure_masked(GRID, minimum, dropouts=0.2 if sites > 3 else 0)
     near = lambda sites: carry.server(
         Parties(b"run", 1, {k + 1: bytes([k]) * 32 for k in range(sites)}), Sum(torch.zeros(0, 2))
     ).session.graph  # fmt: skip
     assert near(sites) == graph
     if sites == 65:
-        assert near(90) == secure.neighbourhoods(90, dropouts=0.2, secrecy=80)
+        assert near(90) == neighbourhoods(90, dropouts=0.2, secrecy=80)
 
 
 def test_the_server_that_is_meant_is_agreed_on_and_on_record() -> None:

@@ -23,7 +23,9 @@ from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.past_sums import PastSums, Step
 from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.secure.masked import Masked, masked
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, KEYS, MASKED, REVEAL
+from fedtorch.sites.secure.parties import Client
 from fedtorch.trust import secure
 
 GRID = secure.Grid(30, 2.0**20)
@@ -36,8 +38,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
 
 
-fedavg = Carried(lambda rate=0.1: ft.fedavg(sgd(rate)), secure.masked(GRID, dropouts=0))
-scaffold = Carried(lambda: ft.scaffold(sgd(0.05)), secure.masked(GRID, dropouts=0))
+fedavg = Carried(lambda rate=0.1: ft.fedavg(sgd(rate)), masked(GRID, dropouts=0))
+scaffold = Carried(lambda: ft.scaffold(sgd(0.05)), masked(GRID, dropouts=0))
 
 
 def sites_in(folder: Path | None, make: Callable[..., ft.Algorithm] = fedavg, sites: str = NAMES) -> Loopback:
@@ -117,7 +119,7 @@ def test_a_start_counts_whatever_the_masks_are(tmp_path: Path) -> None:
     host = sites_in(tmp_path, fedavg, "abcd")
 
     def step(names: str, bits: int, rate: float) -> Round:
-        make = Carried(fedavg.make, secure.masked(secure.Grid(bits), dropouts=0))
+        make = Carried(fedavg.make, masked(secure.Grid(bits), dropouts=0))
         for name, each in host.brought.items():  # whose processes begin anew, with other policy
             host.brought[name] = dataclasses.replace(each, policy=each.policy._replace(carry=make.carry))
             host.start(name)
@@ -169,13 +171,13 @@ def test_a_round_that_a_member_ends_is_of_the_same_sites_or_of_none(
     phase: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The member is named, asked again over the same start, and left out over others until it has done its part."""
-    session = secure.Masked._session
+    session = Masked._session
 
     def strict(self: Any, parties: Any, words: Any) -> Any:
         made = session(self, parties, words)
         return made._replace(graph=made.graph._replace(threshold=made.graph.neighbours))  # nobody may drop out
 
-    monkeypatch.setattr(secure.Masked, "_session", strict)
+    monkeypatch.setattr(Masked, "_session", strict)
     host = sites_in(tmp_path, sites="abcd")
     run = run_on(host, "abcd")
     withheld(host, "d", phase)
@@ -224,13 +226,13 @@ def test_a_site_with_wrong_keys_is_left_out_of_this_sum_and_of_later_ones(
 ) -> None:
     """It ends no round: with keys of low order masks could be known to all."""
     run = run_on(sites_in(tmp_path, sites="abcd"), "abcd")
-    honest = secure.Client.advertise
+    honest = Client.advertise
 
-    def advertise(self: secure.Client) -> bytes:
+    def advertise(self: Client) -> bytes:
         message = honest(self)
         return self._sign(ADVERT, KEYS.pack(bytes(32), bytes(32), bytes(32))) if self.number == 4 else message
 
-    monkeypatch.setattr(secure.Client, "advertise", advertise)
+    monkeypatch.setattr(Client, "advertise", advertise)
     for _ in range(2):
         assert run.step().ids.tolist() == [0, 1, 2]
     assert "in one of which it sent keys of low order" in run.population.troubles["d"]

@@ -20,6 +20,7 @@ from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites.secure.masked import masked
 from fedtorch.trust import privacy, secure
 
 D, DELTA = 300, 1e-3
@@ -60,7 +61,7 @@ def several(ledgers: Ledgers, noise: float = 2.0) -> ft.Algorithm:
     return plain | privacy.local_level(0.5, noise, delta=DELTA, quorum=3, ledger=ledgers.next())
 
 
-quorum = Carried(several, secure.masked(GRID, dropouts=0))
+quorum = Carried(several, masked(GRID, dropouts=0))
 
 
 def server(ledgers: Ledgers) -> ft.Algorithm:

@@ -13,8 +13,9 @@ from support.sites import offers
 
 import fedtorch as ft
 from fedtorch.federation.algorithm import Turn
-from fedtorch.sites import Identity, Policy, Remote
+from fedtorch.sites import Policy, Remote
 from fedtorch.sites.identity import identity
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds.policy import Refusal, Watch
 
 DATA = linear_clients([5, 3])

@@ -9,7 +9,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from support.cheating import Cheated, session, split
 
-from fedtorch.sites.secure import Aborted, Neighbourhoods
 from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
@@ -20,6 +19,7 @@ from fedtorch.sites.secure.messages import (
     PHASES,
     REVEAL,
     SHARES,
+    Aborted,
     body_of,
     bundle,
     records,
@@ -28,7 +28,9 @@ from fedtorch.sites.secure.messages import (
     unbundle,
     with_words,
 )
-from fedtorch.trust import secure
+from fedtorch.sites.secure.neighbours import Neighbourhoods, neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.server import Server
 
 SETTINGS = [
     (6, (), {"dropouts": 0.2}), (7, (), {}), (8, (), {}), (10, (), {}), (20, (), {}),
@@ -52,8 +54,8 @@ def two_stories(made: Cheated, victim: int, phase: int, part: float = 0.5) -> li
 def test_neighbours_that_are_told_two_lists_of_survivors(n: int, corrupt: tuple[int, ...], settings: Any) -> None:
     """The attack of two quorums: with the thresholds for a curious server it gets a client's very words."""
     graphs = {
-        "curious": secure.neighbourhoods(n, **{**settings, "corrupt": 0.1, "dropouts": 0.3}, adversary="curious"),
-        "active": secure.neighbourhoods(n, **settings),
+        "curious": neighbourhoods(n, **{**settings, "corrupt": 0.1, "dropouts": 0.3}, adversary="curious"),
+        "active": neighbourhoods(n, **settings),
     }
     alone = {}
     for adversary, graph in graphs.items():
@@ -209,7 +211,7 @@ def test_clients_that_are_invented_are_nobody_s_neighbours() -> None:
         adverts = unbundle(made.views[0].request(SHARES, 1))
         with pytest.raises(ValueError, match=said):
             made.honest[1].answer(SHARES, bundle([*adverts[1:], message]))
-        assert not secure.Server(made.session).take(ADVERT, message)
+        assert not Server(made.session).take(ADVERT, message)
 
 
 def test_what_is_learnt_where_all_are_neighbours_is_the_sum_of_those_that_were_confirmed(monkeypatch: Any) -> None:
@@ -227,7 +229,7 @@ def test_what_is_learnt_where_all_are_neighbours_is_the_sum_of_those_that_were_c
             monkeypatch.setattr(server, "_wrong", lambda *message: "")
         with monkeypatch.context() as patch:
             if not heads:
-                patch.setattr(secure.Client, "_check_mutual", lambda self, heads: None)
+                patch.setattr(Client, "_check_mutual", lambda self, heads: None)
             for phase in PHASES[:2]:
                 made.phase(phase)
             made.views[0]._sealed = {
@@ -246,7 +248,7 @@ def test_stories_that_change_at_random_from_phase_to_phase(count: int) -> None:
     for trial in range(count):
         n, bad = generator.choice([(7, 1), (8, 1), (10, 1)])
         adversary: Any = ("active", "curious")[trial % 2]
-        graph = secure.neighbourhoods(n, adversary=adversary)
+        graph = neighbourhoods(n, adversary=adversary)
         made = Cheated(session(n, graph, adversary=adversary), generator.sample(range(1, n + 1), bad), views=2)
         told = {k: generator.randrange(2) for k in made.session.keys}
         for phase in PHASES:

@@ -13,8 +13,12 @@ import fedtorch as ft
 from fedtorch import exact
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.models.gibbs import sparse
-from fedtorch.sites.secure import Aborted, ExactSums, Neighbourhoods, ring
-from fedtorch.trust import privacy, secure
+from fedtorch.sites.secure import ExactSums, ring
+from fedtorch.sites.secure.masked import masked
+from fedtorch.sites.secure.messages import Aborted
+from fedtorch.sites.secure.neighbours import Neighbourhoods
+from fedtorch.sites.secure.simulation import secure_sum
+from fedtorch.trust import privacy
 
 WORD = 2**64
 
@@ -51,7 +55,7 @@ def test_exact_sums_are_the_same_to_the_bit_under_masks() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(7, 5, generator=generator, dtype=torch.float64) * 10.0 ** torch.arange(-20, 15, 7)
     limbs = exact.limbs(values).reshape(7, -1)
-    found = secure.secure_sum(
+    found = secure_sum(
         limbs, ExactSums(), gone={2: 4, 5: 6}, graph=Neighbourhoods(6, 4), entropy=privacy.from_seed(0)
     )  # fmt: skip
     stay = [0, 1, 3, 4, 5, 6]
@@ -67,7 +71,7 @@ def test_a_carried_sum_does_not_say_how_often_limbs_carry() -> None:
     sums = [exact.limbs(each).sum(0) for each in (one, other)]
     assert not torch.equal(*sums)
     grid = ExactSums()
-    made = [secure.secure_sum(exact.limbs(each), grid, graph=Neighbourhoods(2, 2)).total for each in (one, other)]
+    made = [secure_sum(exact.limbs(each), grid, graph=Neighbourhoods(2, 2)).total for each in (one, other)]
     assert torch.equal(*made)
 
 
@@ -76,7 +80,7 @@ def test_low_bits_are_of_who_alone_has_such_small_numbers_and_are_cut_if_asked()
     values = torch.tensor([0.75, -1.25, 3.0, math.pi * 1e-30], dtype=torch.float64)
     limbs, graph = exact.limbs(values), Neighbourhoods(3, 2)
     for bits, told in ((160, float(values[3])), (64, 0.0)):
-        total = secure.secure_sum(limbs, ExactSums(bits), graph=graph).total.reshape(1, -1)
+        total = secure_sum(limbs, ExactSums(bits), graph=graph).total.reshape(1, -1)
         whole = sum(int(limb) << 32 * place for place, limb in enumerate(total[0].tolist()))
         rest = whole % 2 ** (160 - 50)  # below the last bit of the others
         assert rest / 2**160 == pytest.approx(told, rel=1e-12)
@@ -94,7 +98,7 @@ def test_low_bits_are_of_who_alone_has_such_small_numbers_and_are_cut_if_asked()
 )
 def test_what_is_no_exact_sum_is_refused(values: Tensor, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        secure.secure_sum(values.double(), ExactSums(), graph=Neighbourhoods(2, 2))
+        secure_sum(values.double(), ExactSums(), graph=Neighbourhoods(2, 2))
 
 
 def test_settings_out_of_range_are_refused() -> None:
@@ -109,7 +113,7 @@ def test_gibbs_under_masks_is_gibbs_to_the_bit_with_silent_sites(monkeypatch: py
     rows = [torch.randn(12, 3, generator=generator, dtype=torch.float64) for _ in range(6)]
     data = ft.data.from_tensors([(x[:, :2], x[:, 2]) for x in rows])
     plain = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
-    inside = [ft.InProcess(data), ft.InProcess(data, carry=secure.masked(ExactSums(), minimum=3, dropouts=0))]
+    inside = [ft.InProcess(data), ft.InProcess(data, carry=masked(ExactSums(), minimum=3, dropouts=0))]
     runs = [ft.run(plain, each, torch.zeros(2), rounds=4, cohort=4) for each in inside]
     theta, other = (run.server.variables.theta for run in runs)
     assert torch.equal(theta, other)
@@ -119,9 +123,7 @@ def test_gibbs_under_masks_is_gibbs_to_the_bit_with_silent_sites(monkeypatch: py
 
 
 def test_what_is_not_in_limbs_does_not_travel_as_exact_sums() -> None:
-    exchange = (
-        secure.masked(ExactSums(), dropouts=0).carried(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))).exchange
-    )
+    exchange = masked(ExactSums(), dropouts=0).carried(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))).exchange
     for message in (Mean({"a": torch.ones(4)}, torch.ones(4)), Sum(torch.rand(4, 10))):
         with pytest.raises(ValueError, match="in the limbs"):
             exchange.finish(exchange.gather(message, slice(0, 4)))

@@ -11,8 +11,9 @@ from support.oracles.closed_forms import linear, linear_clients
 import fedtorch as ft
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.graph import graph
-from fedtorch.sites.secure import Aborted, Grid
+from fedtorch.sites.secure import Grid
 from fedtorch.sites.secure.graphs import check_neighbourhoods
+from fedtorch.sites.secure.messages import Aborted
 from fedtorch.trust import privacy, secure
 
 NODES = 7

@@ -9,7 +9,6 @@ import pytest
 import torch
 from support.cheating import Cheated, session
 
-from fedtorch.sites.secure import Aborted, Client, Neighbourhoods
 from fedtorch.sites.secure._disputes import settled
 from fedtorch.sites.secure.messages import (
     ADVERT,
@@ -23,12 +22,16 @@ from fedtorch.sites.secure.messages import (
     REVEAL,
     SHARE,
     SHARES,
+    Aborted,
     body_of,
     bundle,
     sign,
     unbundle,
 )
-from fedtorch.trust import privacy, secure
+from fedtorch.sites.secure.neighbours import Neighbourhoods, neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.server import Server
+from fedtorch.trust import privacy
 
 Lie = Callable[[int, bytes], bytes]  # (phase, an honest body) -> the one that is signed
 LOW_ORDER = [
@@ -229,11 +232,11 @@ def test_sessions_whose_thresholds_let_the_server_cheat_are_refused() -> None:
     for graph, least in ((Neighbourhoods(6, 3), 4), (Neighbourhoods(6, 4, 2), 5), (Neighbourhoods(6, 7), 4)):
         agreed, signing = session(7, graph)
         with pytest.raises(ValueError, match=f"threshold from {least} to 6 for 6 neighbours"):
-            secure.Server(agreed)
+            Server(agreed)
         with pytest.raises(ValueError, match=f"threshold from {least} to 6 for 6 neighbours"):
             Client(agreed, 1, signing[1], privacy.from_seed(1))
-    secure.Server(session(7, Neighbourhoods(6, 3), adversary="curious")[0])
+    Server(session(7, Neighbourhoods(6, 3), adversary="curious")[0])
     with pytest.raises(ValueError, match="threshold from 9 to 8"):  # of ten honest at least, on a circle
-        secure.Server(session(20, Neighbourhoods(8, 5), minimum=10)[0])
+        Server(session(20, Neighbourhoods(8, 5), minimum=10)[0])
     with pytest.raises(ValueError, match="adversary='active' or 'curious'"):
-        secure.neighbourhoods(10, adversary="none")  # type: ignore[arg-type]
+        neighbourhoods(10, adversary="none")  # type: ignore[arg-type]

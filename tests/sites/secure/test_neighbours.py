@@ -7,9 +7,8 @@ import re
 
 import pytest
 
-from fedtorch.sites.secure import Neighbourhoods, neighbourhoods
-from fedtorch.sites.secure.neighbours import circle
-from fedtorch.trust import secure
+from fedtorch.sites.secure.messages import Session
+from fedtorch.sites.secure.neighbours import Neighbourhoods, circle, neighbourhoods
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,7 @@ def test_on_drawn_circles_no_client_has_more_corrupt_neighbours_than_are_allowed
     """So that what can be learnt is of `Session.honest` clients; of corrupt ones, fewer would not have been enough."""
     generator, near = random.Random(0), neighbourhoods(n)
     keys = {k: bytes([k]) * 32 for k in range(1, n + 1)}
-    session = secure.Session(b"run", 0, 0, keys, 2, near, 3)
+    session = Session(b"run", 0, 0, keys, 2, near, 3)
     session.check()
     worst = 0
     for trial in range(100):

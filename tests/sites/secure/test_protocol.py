@@ -9,7 +9,6 @@ import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from fedtorch.sites.secure import Aborted, Neighbourhoods
 from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
@@ -17,11 +16,20 @@ from fedtorch.sites.secure.messages import (
     MASKED,
     PHASES,
     SHARES,
+    Aborted,
+    Session,
     bundle,
+    most_down,
+    most_up,
+    session_of,
     split_words,
     unbundle,
     verified,
 )
+from fedtorch.sites.secure.neighbours import Neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.server import Server
+from fedtorch.sites.secure.simulation import secure_sum
 from fedtorch.trust import privacy, secure
 
 CLIENTS, GRAPH, SIZE = 8, Neighbourhoods(4, 3), 5
@@ -31,9 +39,9 @@ WORDS = torch.randint(-100, 100, (CLIENTS, SIZE), generator=torch.Generator().ma
 class Parties(NamedTuple):
     """A session and its clients."""
 
-    session: secure.Session
+    session: Session
     signing: dict[int, Ed25519PrivateKey]
-    clients: dict[int, secure.Client]
+    clients: dict[int, Client]
 
 
 class Step(NamedTuple):
@@ -48,17 +56,17 @@ class Step(NamedTuple):
 def parties(**settings) -> Parties:
     signing = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in range(1, CLIENTS + 1)}
     public = {k: key.public_key().public_bytes_raw() for k, key in signing.items()}
-    session = secure.Session(b"run", 3, 0, public, SIZE, GRAPH, 3)._replace(**settings)
+    session = Session(b"run", 3, 0, public, SIZE, GRAPH, 3)._replace(**settings)
     return Parties(session, signing, {k: client(session, k, signing[k]) for k in signing})
 
 
-def client(session: secure.Session, k: int, key: Ed25519PrivateKey, **more) -> secure.Client:
-    return secure.Client(session, k, key, privacy.from_seed(k), WORDS[k - 1], **more)
+def client(session: Session, k: int, key: Ed25519PrivateKey, **more) -> Client:
+    return Client(session, k, key, privacy.from_seed(k), WORDS[k - 1], **more)
 
 
-def said(made: Parties) -> tuple[secure.Server, list[Step]]:
+def said(made: Parties) -> tuple[Server, list[Step]]:
     """The whole protocol by bytes alone."""
-    server, steps = secure.Server(made.session), []
+    server, steps = Server(made.session), []
     for phase in PHASES:
         for k, one in made.clients.items():
             payload = server.request(phase, k)
@@ -72,10 +80,10 @@ def test_bytes_alone_carry_the_protocol_within_the_bounds_of_the_session() -> No
     server, steps = said(made)
     assert torch.equal(server.total(), WORDS.sum(0))
     for phase, _, payload, message in steps:
-        assert len(payload) <= secure.most_down(made.session, phase)
-        assert len(message) <= secure.most_up(made.session, phase)
-    assert max(len(s.message) for s in steps if s.phase == MASKED) == secure.most_up(made.session, MASKED)
-    again = secure.session_of(made.session.encoded())
+        assert len(payload) <= most_down(made.session, phase)
+        assert len(message) <= most_up(made.session, phase)
+    assert max(len(s.message) for s in steps if s.phase == MASKED) == most_up(made.session, MASKED)
+    again = session_of(made.session.encoded())
     assert again == made.session
     assert again.digest() == made.session.digest()
 
@@ -88,12 +96,12 @@ def test_what_is_no_session_is_refused(wrong) -> None:
     data = parties().session.encoded()
     broken = wrong(data) if callable(wrong) else wrong
     if broken[:8] == data[:8] and len(broken) == len(data) and broken[-40:] == data[-40:]:
-        assert secure.session_of(broken).digest() != parties().session.digest()  # another round
+        assert session_of(broken).digest() != parties().session.digest()  # another round
         return
     with pytest.raises(ValueError, match="Expected a session"):
-        secure.session_of(broken)
+        session_of(broken)
     with pytest.raises(ValueError, match="at most 4 clients"):
-        secure.session_of(data, most=4)
+        session_of(data, most=4)
 
 
 def mutated(generator: random.Random, message: bytes) -> bytes:
@@ -117,7 +125,7 @@ def test_forged_foreign_and_broken_messages_are_refused(count: int) -> None:
     """Mutations of right messages of every phase, to a server in every phase: none is taken, and the sum is right."""
     made = parties()
     _, steps = said(made)
-    server, generator = secure.Server(made.session), random.Random(0)
+    server, generator = Server(made.session), random.Random(0)
     for phase in PHASES:
         for _ in range(count // 5):
             step = generator.choice(steps)
@@ -165,7 +173,7 @@ def test_messages_that_are_out_of_place_are_refused() -> None:
     made = parties()
     _, steps = said(made)
     by_phase = {phase: [step.message for step in steps if step.phase == phase] for phase in PHASES}
-    server, advert = secure.Server(made.session), by_phase[ADVERT][0]
+    server, advert = Server(made.session), by_phase[ADVERT][0]
     with pytest.raises(ValueError, match="has signed in this session"):
         verified(made.session._replace(attempt=1), ADVERT, advert)
     assert server.take(ADVERT, advert)
@@ -174,9 +182,9 @@ def test_messages_that_are_out_of_place_are_refused() -> None:
     assert not server.take(SHARES, by_phase[SHARES][0])  # too few have begun
     assert all(server.take(ADVERT, message) for message in by_phase[ADVERT][1:-1])
     assert server.take(SHARES, by_phase[SHARES][0]) in (True, False)
-    late = secure.Server(made.session)
+    late = Server(made.session)
     assert not late.take(SHARES, by_phase[SHARES][0])  # of who has not begun
-    full = secure.Server(made.session)
+    full = Server(made.session)
     assert all(full.take(ADVERT, message) for message in by_phase[ADVERT][1:])
     other = client(made.session, 2, made.signing[2])
     other.advertise()
@@ -188,7 +196,7 @@ def test_signed_bodies_of_another_form_are_refused() -> None:
     """A client may sign what it likes: shares for some of its neighbours only, or of clients that are none."""
     made = parties()
     _, steps = said(made)
-    server = secure.Server(made.session)
+    server = Server(made.session)
     for phase in PHASES:
         for step in (step for step in steps if step.phase == phase):
             head, words = split_words(made.session, step.message) if phase == MASKED else (step.message, b"")
@@ -206,7 +214,7 @@ def test_clients_refuse_sums_that_less_an_earlier_one_say_too_much() -> None:
     for earlier, refused in ((everybody, True), (now, False), (frozenset((1, 2, 3, 4)), False)):
         made = parties(apart=3, graph=Neighbourhoods(7, 4))
         made.clients[1] = client(made.session, 1, made.signing[1], earlier=(earlier,))
-        server = secure.Server(made.session)
+        server = Server(made.session)
         for phase in (ADVERT, SHARES, COMPLAIN, MASKED):
             for k in everybody if phase < MASKED else now:
                 assert server.take(phase, made.clients[k].answer(phase, server.request(phase, k)))
@@ -222,12 +230,12 @@ def test_clients_refuse_sums_that_less_an_earlier_one_say_too_much() -> None:
 def test_rounds_of_a_run_are_compared() -> None:
     values = torch.ones(6, 2, dtype=torch.float64)
     settings = {"graph": Neighbourhoods(3, 2), "minimum": 3}
-    one = secure.secure_sum(values[:4], clients=[0, 1, 2, 3], **settings)
+    one = secure_sum(values[:4], clients=[0, 1, 2, 3], **settings)
     assert one.total.tolist() == [4.0, 4.0]
-    again = secure.secure_sum(values[:4], clients=[0, 1, 2, 3], apart=3, earlier=[[0, 1, 2, 3]], **settings)
+    again = secure_sum(values[:4], clients=[0, 1, 2, 3], apart=3, earlier=[[0, 1, 2, 3]], **settings)
     assert again.survivors == [0, 1, 2, 3]
     with pytest.raises(Aborted, match="of 2 clients, fewer than 3"):
-        secure.secure_sum(values[:4], clients=[0, 1, 2, 5], apart=3, earlier=[[0, 1, 2, 3]], **settings)
+        secure_sum(values[:4], clients=[0, 1, 2, 5], apart=3, earlier=[[0, 1, 2, 3]], **settings)
 
 
 def test_bundles_come_back_whole_or_not_at_all() -> None:

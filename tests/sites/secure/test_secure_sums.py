@@ -13,18 +13,22 @@ from support.oracles.closed_forms import linear_clients, sgd
 
 import fedtorch as ft
 from fedtorch.federation.exchanges.exchange import Mean, Sum
-from fedtorch.sites.secure import Aborted, Grid, Neighbourhoods, shamir
-from fedtorch.sites.secure.messages import MASKED, PHASES, REVEAL
-from fedtorch.sites.secure.neighbours import circle
-from fedtorch.trust import privacy, secure
+from fedtorch.random.entropy import from_system
+from fedtorch.sites.secure import Grid, shamir
+from fedtorch.sites.secure.masked import masked as secure_masked
+from fedtorch.sites.secure.messages import MASKED, PHASES, REVEAL, Aborted, Session
+from fedtorch.sites.secure.neighbours import Neighbourhoods, circle, neighbourhoods
+from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.secure.simulation import SecureSum, secure_sum
+from fedtorch.trust import privacy
 
 GRID = Grid(bits=20, bound=100.0)
 VALUES = torch.randn(12, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 FEW = Neighbourhoods(6, 4)
 
 
-def sums(values: torch.Tensor = VALUES, seed: int = 0, **settings) -> secure.SecureSum:
-    return secure.secure_sum(values, GRID, entropy=privacy.from_seed(seed), **settings)
+def sums(values: torch.Tensor = VALUES, seed: int = 0, **settings) -> SecureSum:
+    return secure_sum(values, GRID, entropy=privacy.from_seed(seed), **settings)
 
 
 def plain(rows: list[int], values: torch.Tensor = VALUES) -> torch.Tensor:
@@ -69,7 +73,7 @@ def test_a_random_part_of_a_hundred_clients_drops_out() -> None:
     generator = random.Random(1)
     values = torch.randn(60, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gone = {row: generator.choice([*PHASES][1:]) for row in generator.sample(range(60), 18)}
-    found = secure.secure_sum(values, GRID, gone=gone, entropy=privacy.from_seed(0))
+    found = secure_sum(values, GRID, gone=gone, entropy=privacy.from_seed(0))
     assert torch.equal(found.total, plain(found.survivors, values))
 
 
@@ -110,9 +114,9 @@ def test_a_client_that_lies_in_what_it_signs_is_found_out() -> None:
         self._own = bytes(32) if self.number == 3 else self._own
         return honest(self, *arguments)
 
-    honest = secure.Client.share
+    honest = Client.share
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(secure.Client, "share", lie)
+        patch.setattr(Client, "share", lie)
         with pytest.raises(Aborted, match="client 3 has sent shares that give no secret") as error:
             sums(graph=FEW)
     assert error.value.members == (3,)
@@ -120,13 +124,13 @@ def test_a_client_that_lies_in_what_it_signs_is_found_out() -> None:
 
 def test_clients_that_were_told_different_survivors_reveal_nothing() -> None:
     """One of seven that signs other survivors is not heard; where those that sign the same are too few, nothing is."""
-    honest = secure.Client.confirm
+    honest = Client.confirm
     for liars in (1, 4):
         split = lambda self, survivors, heads, liars=liars: honest(
             self, survivors[:-1] if self.number <= liars else survivors, heads
         )  # fmt: skip
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(secure.Client, "confirm", split)
+            patch.setattr(Client, "confirm", split)
             if liars == 1:
                 assert sums(VALUES[:7], graph=FEW).survivors == list(range(7))
             else:
@@ -154,10 +158,10 @@ def test_a_client_goes_through_each_phase_once() -> None:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     keys = {k: Ed25519PrivateKey.generate() for k in (1, 2, 3, 4)}
-    session = secure.Session(
+    session = Session(
         b"run", 0, 0, {k: key.public_key().public_bytes_raw() for k, key in keys.items()}, 2, Neighbourhoods(3, 2), 3
     )
-    client = secure.Client(session, 1, keys[1], privacy.from_system())
+    client = Client(session, 1, keys[1], from_system())
     with pytest.raises(Aborted, match="Expected phase 1"):
         client.mask(torch.zeros(2, dtype=torch.int64), [])
     client.advertise()
@@ -192,15 +196,15 @@ def test_any_threshold_of_shares_gives_the_secret_and_fewer_say_nothing() -> Non
 
 
 def test_neighbourhoods_are_as_small_as_their_tails_allow() -> None:
-    assert secure.neighbourhoods(100, adversary="curious")[:2] == (36, 11)
-    assert secure.neighbourhoods(1000, adversary="curious").neighbours == 100
-    assert secure.neighbourhoods(12).neighbours <= 11
-    few = secure.neighbourhoods(100, dropouts=0.05)
+    assert neighbourhoods(100, adversary="curious")[:2] == (36, 11)
+    assert neighbourhoods(1000, adversary="curious").neighbours == 100
+    assert neighbourhoods(12).neighbours <= 11
+    few = neighbourhoods(100, dropouts=0.05)
     assert few.neighbours < 36
     with pytest.raises(ValueError, match="no threshold keeps them; so many bear dropouts of at most 48"):
-        secure.neighbourhoods(100, corrupt=0.5, dropouts=0.5, adversary="curious")
+        neighbourhoods(100, corrupt=0.5, dropouts=0.5, adversary="curious")
     with pytest.raises(ValueError, match="at least 3"):
-        secure.neighbourhoods(2)
+        neighbourhoods(2)
     ring = circle(list(range(1, 21)), 4, b"seed")
     assert all(len(others) == 4 and client not in others for client, others in ring.items())
     assert all(client in ring[other] for client, others in ring.items() for other in others)
@@ -214,9 +218,9 @@ def test_numbers_off_the_grid_are_refused_with_the_reason() -> None:
         with pytest.raises(ValueError, match=r"at most 100\.0 in size"):
             sums(values)
     with pytest.raises(ValueError, match="below 2⁶³"):
-        secure.secure_sum(VALUES, Grid(52, 1000.0))
+        secure_sum(VALUES, Grid(52, 1000.0))
     with pytest.raises(ValueError, match="bits from 0 to 52"):
-        secure.secure_sum(VALUES, Grid(60, 1.0))
+        secure_sum(VALUES, Grid(60, 1.0))
     exact = torch.tensor([0.5, -0.25, 99.75], dtype=torch.float64)
     assert torch.equal(GRID.decode(GRID.encode(exact)), exact)
 
@@ -232,7 +236,7 @@ def test_a_federation_on_secure_sums_is_the_plain_one_up_to_the_grid(make, monke
     runs = []
     for chunk, small in ((None, 16_384), (1, 0), (2, 0)):
         monkeypatch.setattr("fedtorch.federation.populations.in_process.SMALL_BLOCK", small)
-        masked = secure.masked(Grid(30, 2.0**20), dropouts=0)
+        masked = secure_masked(Grid(30, 2.0**20), dropouts=0)
         runs.append(ft.run(make(), ft.InProcess(data, chunk, carry=masked), rounds=3).tensors())
     usual = ft.run(make(), ft.InProcess(data), rounds=3).tensors()
     for name, leaf in usual.items():
@@ -241,7 +245,7 @@ def test_a_federation_on_secure_sums_is_the_plain_one_up_to_the_grid(make, monke
 
 
 def test_messages_of_any_shape_travel_and_a_cohort_that_is_too_small_does_not() -> None:
-    exchange = secure.masked(minimum=4, dropouts=0).carried(ft.fedavg(sgd(0.1))).exchange
+    exchange = secure_masked(minimum=4, dropouts=0).carried(ft.fedavg(sgd(0.1))).exchange
     messages = (Mean({"a": torch.ones(5), "b": torch.ones(5, 2, 3)}, torch.arange(1.0, 6.0)), Sum(torch.arange(5.0)))
     mean, total = exchange.finish(exchange.merge([exchange.gather(messages, slice(0, 5))]))
     assert mean.value["a"].shape == ()
@@ -256,7 +260,7 @@ def test_rounds_whose_sums_could_be_subtracted_end_a_run_that_asks_for_it() -> N
     """Four of five clients after all five: what differs is one client's message, for fresh messages and for totals."""
     data = linear_clients([5, 3, 8, 4, 6])
     for make in (ft.fedavg, ft.scaffold):
-        masked = lambda apart: secure.masked(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
+        masked = lambda apart: secure_masked(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
         silent = ft.Faults(after=lambda key, ids: ids == 2)
         for apart in (1, 3):
             run = ft.Run(make(sgd(0.1)), ft.InProcess(data, carry=masked(apart)))

@@ -9,13 +9,16 @@ from support.oracles.closed_forms import distance
 from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
 from fedtorch.protocol.halves import Receive, Send, together
-from fedtorch.sites.secure import Aborted, Grid
-from fedtorch.trust import privacy, secure
+from fedtorch.sites import secure
+from fedtorch.sites.secure import Grid
+from fedtorch.sites.secure.messages import Aborted
+from fedtorch.sites.secure.vertical import masked_party, masked_server, vertical_session
+from fedtorch.trust import privacy
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
 
 GRID = Grid(40, 2.0**10)
 SIGNING = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3)}
-SESSION = secure.vertical_session(b"run", {k: key.public_key().public_bytes_raw() for k, key in SIGNING.items()})
+SESSION = vertical_session(b"run", {k: key.public_key().public_bytes_raw() for k, key in SIGNING.items()})
 
 
 def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
@@ -27,7 +30,7 @@ def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None
     iterations = [Iteration(noise, rate, active=here) for noise, here in zip(given, active)]
     made = {0: server_half(server, iterations), **{p.index: party_half(p, iterations, 1) for p in parties}}
     if masks:
-        made[0] = secure.masked_server(made[0], SESSION, grid)
+        made[0] = masked_server(made[0], SESSION, grid)
         for k in SIGNING:
             made[k] = secure.masked_party(made[k], k, SESSION, SIGNING[k], grid, privacy.from_seed(k))
     return made, lambda: gathered(server, parties)
@@ -100,11 +103,11 @@ def test_keys_of_others_are_refused() -> None:
     """Party 2 signs with a key of its own making, or says party 3's advert again."""
     made, _ = halves("noiseless", True, 1)
     model_party = halves("noiseless", False, 1)[0][2]
-    made[2] = secure.masked_party(model_party, 2, SESSION, Ed25519PrivateKey.generate(), GRID, privacy.from_seed(9))
+    made[2] = masked_party(model_party, 2, SESSION, Ed25519PrivateKey.generate(), GRID, privacy.from_seed(9))
     with pytest.raises(ValueError, match="client 2 has signed in this session"):
         together(made)
     with pytest.raises(ValueError, match="at least 2 parties"):
-        secure.vertical_session(b"run", {1: bytes(32)})
+        vertical_session(b"run", {1: bytes(32)})
 
 
 def test_numbers_off_the_grid_are_refused() -> None:

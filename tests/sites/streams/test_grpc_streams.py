@@ -12,11 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from fedtorch.sites import Identity, Limits, Link, Roster, connect, serve
+from fedtorch.sites import Roster, connect, serve
 from fedtorch.sites.identity import identity
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.identity.roster import Site
 from fedtorch.sites.streams import grpc_streams
-from fedtorch.sites.streams.hub import LIMITS
+from fedtorch.sites.streams.hub import LIMITS, Limits, Link
 
 pytest.importorskip("grpc")
 QUICK = Limits(seconds=1.5)

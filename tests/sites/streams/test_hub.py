@@ -7,8 +7,9 @@ import time
 
 import pytest
 
-from fedtorch.sites import Hub, Limits
+from fedtorch.sites import Hub
 from fedtorch.sites.streams import memory
+from fedtorch.sites.streams.hub import Limits
 
 
 def hub(**limits: float) -> Hub:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fedtorch.sites import Hub, Limits, Link, Roster, connect, serve
+from fedtorch.sites import Hub, Roster, connect, serve
 from fedtorch.sites.enrolment import LIMITS, Desk, enrol, invite
 from fedtorch.sites.identity import identity
+from fedtorch.sites.streams.hub import Limits, Link
 from fedtorch.sites.streams.idle import connections_to
 
 pytest.importorskip("grpc")

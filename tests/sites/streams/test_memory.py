@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from fedtorch.sites import Hub, Identity, Limits, Link, Roster, connect, serve
+from fedtorch.sites import Hub, Roster, connect, serve
 from fedtorch.sites.identity import identity
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.streams import memory
 from fedtorch.sites.streams._chunks import CHUNK, HEAD, join, split
 from fedtorch.sites.streams._pipe import Pipe
+from fedtorch.sites.streams.hub import Limits, Link
 
 MIB = 2**20
 SMALL = Limits(seconds=5.0, frame=16 * MIB, unasked=2 * MIB, member=16 * MIB, total=24 * MIB)

@@ -20,9 +20,10 @@ from support.verticals import GUIDES, nodes, noises, some_model, some_parameters
 from fedtorch import wire
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
 from fedtorch.protocol.journal import Journal
-from fedtorch.sites import Hub, Limits, Roster, serve
+from fedtorch.sites import Hub, Roster, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
+from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link, read_half
 from fedtorch.sites.vertical.resuming import resuming_over_hub
 from fedtorch.vfl.nodes.iteration import party_half, server_half

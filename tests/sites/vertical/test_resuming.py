@@ -27,7 +27,7 @@ from fedtorch.protocol import versions
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.rollback import Entered
-from fedtorch.sites import Hub, Limits, Link, Roster, connect, serve
+from fedtorch.sites import Hub, Roster, connect, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
 from fedtorch.sites.vertical._peers import PeerLost

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import functional
 from fedtorch.trust import attacks, privacy
+from fedtorch.trust.attacks.inversion import representative
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(3, 6, generator=GENERATOR, dtype=torch.float64)
@@ -99,7 +100,7 @@ def test_model_inversion_is_bayes_rule() -> None:
 def test_what_is_typical_of_a_class_is_what_was_trained_on() -> None:
     """Of a linear classifier it lies from the start along the difference of the weights, where the slopes balance."""
     model = nn.Linear(4, 2).double()
-    found = attacks.representative(model, 1, torch.zeros(4, dtype=torch.float64), ridge=0.1)
+    found = representative(model, 1, torch.zeros(4, dtype=torch.float64), ridge=0.1)
     difference = (model.weight[1] - model.weight[0]).detach()
     odds = model(found).detach()
     slope = (1 - odds.softmax(0)[1]) * difference

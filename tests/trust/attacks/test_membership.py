@@ -11,6 +11,7 @@ from torch import nn
 import fedtorch as ft
 from fedtorch.trust import attacks, privacy
 from fedtorch.trust.attacks.membership import confidence, likelihood_ratios
+from fedtorch.trust.privacy.accounting.auditing import most_detections
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(80, 10, generator=GENERATOR)
@@ -43,7 +44,7 @@ def test_a_private_model_tells_no_more_than_its_epsilon() -> None:
     found = attacks.membership(local, X, Y, shadows=32)
     alarms, detections = found.roc()
     error = 1 / math.sqrt(32 * 40)
-    assert bool((detections <= privacy.most_detections(alarms, 0.5, delta) + 4 * error).all())
+    assert bool((detections <= most_detections(alarms, 0.5, delta) + 4 * error).all())
     assert found.area() < 0.6
     assert local.budget.ledger.epsilon <= 0.501
 

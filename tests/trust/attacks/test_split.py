@@ -14,6 +14,7 @@ from torch.func import functional_call
 from fedtorch import functional, random, vfl
 from fedtorch.protocol.halves import Half, together
 from fedtorch.trust import attacks, privacy
+from fedtorch.trust.attacks.split import gram_matrix, label_scores, split_inversion, values_error
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
 from fedtorch.vfl.nodes.iteration import party_half, server_half
@@ -70,7 +71,7 @@ def test_the_largest_entry_is_the_class() -> None:
     labels = (torch.arange(N) % 3).double()
     _, gradients = heard(model, DATA._replace(response=labels), steps=3)
     assert right(gradients, labels) == 1.0
-    assert attacks.label_scores(gradients).shape == (1, 1, 3, N)
+    assert label_scores(gradients).shape == (1, 1, 3, N)
 
 
 @pytest.mark.parametrize("noise", [0.5, 4.0])
@@ -103,10 +104,10 @@ def test_the_mean_of_many_values_has_little_of_the_noise() -> None:
     sd = within.std(0).square().mean().sqrt()  # of q(z | w), below ρ
     hidden = model.parties[0].propose(DATA.features[0], random.key(0), noise=False)[0, 0, 0]
     off = (within.mean(0) - hidden).square().mean().sqrt()
-    assert float(off) == pytest.approx(attacks.values_error(float(sd), steps), rel=4 * math.sqrt(2 / N))
+    assert float(off) == pytest.approx(values_error(float(sd), steps), rel=4 * math.sqrt(2 / N))
     assert float(sd) < rho
     with pytest.raises(ValueError, match="rho of at least 0"):
-        attacks.values_error(-1.0, 1)
+        values_error(-1.0, 1)
 
 
 def test_a_linear_party_shows_its_features_up_to_a_rotation() -> None:
@@ -114,11 +115,11 @@ def test_a_linear_party_shows_its_features_up_to_a_rotation() -> None:
     model = network(hidden=())
     values, gradients = heard(model, rows, steps=40, lr=0.5)
     design = torch.cat([rows.features[0], torch.ones(8, 1, dtype=torch.float64)], 1)  # with the bias
-    found = attacks.gram_matrix(values[:, 0, 0, 0], gradients[:-1, 0, 0, 0], 0.5)
+    found = gram_matrix(values[:, 0, 0, 0], gradients[:-1, 0, 0, 0], 0.5)
     # gradients of all steps span the rows only up to the small part in which they changed
     assert torch.allclose(found, design @ design.T, atol=1e-4)
     with pytest.raises(ValueError, match="Expected values"):
-        attacks.gram_matrix(values[:, 0, 0, 0], gradients[:, 0, 0, 0], 0.5)
+        gram_matrix(values[:, 0, 0, 0], gradients[:, 0, 0, 0], 0.5)
 
 
 @pytest.mark.parametrize(("outputs", "steps"), [(8, 0), pytest.param(1, 12, marks=pytest.mark.slow)])
@@ -137,7 +138,7 @@ def test_known_starting_weights_show_the_rows(outputs: int, steps: int) -> None:
             moved = [(w + 0.1 * slope).detach().requires_grad_() for w, slope in zip(weights.values(), slopes)]
             weights = dict(zip(weights, moved))
     told = torch.stack(gradients) if steps else torch.zeros(0, outputs, 4)
-    found = attacks.split_inversion(bottom, torch.stack(values), told, shape=(4, 3), lr=0.1, restarts=12)
+    found = split_inversion(bottom, torch.stack(values), told, shape=(4, 3), lr=0.1, restarts=12)
     assert found.distance < 1e-12
     assert torch.allclose(found.inputs, rows, atol=1e-4)
 

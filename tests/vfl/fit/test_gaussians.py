@@ -8,9 +8,9 @@ from support.oracles.closed_forms import ROUNDING
 from support.verticals import draw
 
 from fedtorch import tree, vfl
-from fedtorch.vfl.fit.guide import GaussianFamily
+from fedtorch.vfl.fit.guide import GaussianFamily, full_covariance, low_rank
 
-FAMILIES = {"diagonal": vfl.diagonal(), "full": vfl.full_covariance(), "low rank": vfl.low_rank(2)}
+FAMILIES = {"diagonal": vfl.diagonal(), "full": full_covariance(), "low rank": low_rank(2)}
 B, D = 3, 5
 
 
@@ -49,4 +49,4 @@ def test_start_and_size(name: str) -> None:
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="rank of at least 1, but got 0"):
-        vfl.low_rank(0)
+        low_rank(0)

@@ -11,7 +11,7 @@ from support.verticals import KEY, MODELS, draw, logistic_data, predictors
 
 from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl.fit.prediction import log_score, lost_score
+from fedtorch.vfl.fit.prediction import log_score, lost_score, spread
 from fedtorch.vfl.model import likelihoods
 
 
@@ -72,7 +72,7 @@ def test_parties_are_ranked(name: str) -> None:
         gap = lost[more] - lost[less]
         assert gap.mean() > 3 * gap.std() / gap.numel() ** 0.5
     assert lost[1].mean().abs() < 3 * lost[1].std() / 300**0.5 + 0.01  # a party of noise is worth nothing
-    assert vfl.spread(fit, test, KEY)[0].argsort().tolist() == [1, 0, 2]
+    assert spread(fit, test, KEY)[0].argsort().tolist() == [1, 0, 2]
 
 
 def test_a_score_is_lost_as_if_the_party_were_left_out() -> None:

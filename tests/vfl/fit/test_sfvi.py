@@ -31,8 +31,8 @@ from fedtorch import random, tree, vfl
 from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, bound
-from fedtorch.vfl.fit.guide import initial
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.guide import count_parameters, initial
+from fedtorch.vfl.fit.noise import Noise, draw_noise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.checks import prepared
 
@@ -137,7 +137,7 @@ def test_parties_may_change_places(name: str, guide: str) -> None:
     moved_q = q._replace(parties=tuple(q.parties[j] for j in order))
     nodes = [0, *(j + 1 for j in order)]
     z = [noise.z[j] for j in nodes]
-    moved_noise = vfl.Noise(tuple(noise.theta[j] for j in nodes), tuple(z))
+    moved_noise = Noise(tuple(noise.theta[j] for j in nodes), tuple(z))
     one = bound(model, family, q, prepared(model, data), noise)
     two = bound(moved, family, moved_q, prepared(moved, moved_data), moved_noise)
     torch.testing.assert_close(one, two, rtol=ROUNDING, atol=ROUNDING)
@@ -231,7 +231,7 @@ def test_amortised_parameters_do_not_grow_with_the_rows() -> None:
     for rows in (10, 1000):
         model = some_model("augmented", "bernoulli")[0]
         for name, family in GUIDES.items():
-            counts[name].append(vfl.count_parameters(initial(model, family(), rows, 2, KEY)))
+            counts[name].append(count_parameters(initial(model, family(), rows, 2, KEY)))
     assert all((few == many) == (name != "mean field") for name, (few, many) in counts.items())
 
 

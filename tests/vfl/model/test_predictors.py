@@ -9,6 +9,7 @@ from support.verticals import draw
 from torch import distributions as D
 
 from fedtorch import vfl
+from fedtorch.vfl.model.predictors import laplace_prior, normal_prior, slopes
 
 
 def test_linear_on_shared_and_on_batched_features() -> None:
@@ -23,9 +24,9 @@ def test_linear_on_shared_and_on_batched_features() -> None:
 def test_priors_are_densities() -> None:
     theta = draw(0, 2, 3, 4)
     normal, laplace = D.Normal(0, 0.7), D.Laplace(0, 0.7)
-    torch.testing.assert_close(vfl.normal_prior(0.7)(theta), normal.log_prob(theta).sum(-1).double())
-    torch.testing.assert_close(vfl.laplace_prior(0.7)(theta), laplace.log_prob(theta).sum(-1).double())
-    for prior in (vfl.normal_prior, vfl.laplace_prior):
+    torch.testing.assert_close(normal_prior(0.7)(theta), normal.log_prob(theta).sum(-1).double())
+    torch.testing.assert_close(laplace_prior(0.7)(theta), laplace.log_prob(theta).sum(-1).double())
+    for prior in (normal_prior, laplace_prior):
         with pytest.raises(ValueError, match="Expected a positive"):
             prior(0.0)
 
@@ -37,7 +38,7 @@ def test_slopes_by_level() -> None:
     theta = draw(1, 1, 1, predictor.size)
     mean, spread, u = theta[0, 0, :2], theta[0, 0, 2:4].exp(), theta[0, 0, 4:].reshape(levels, p)
     beta = mean + spread * u
-    torch.testing.assert_close(vfl.slopes(theta, p, levels)[0, 0], beta, rtol=ROUNDING, atol=ROUNDING)
+    torch.testing.assert_close(slopes(theta, p, levels)[0, 0], beta, rtol=ROUNDING, atol=ROUNDING)
     eta = predictor.forward(theta, vfl.by_level(x, groups, levels))[0, 0, 0]
     torch.testing.assert_close(eta, (x * beta[groups]).sum(1), rtol=ROUNDING, atol=ROUNDING)
     # The density of (μ, log σ, u): that of σ is half-normal, times the Jacobian σ.

@@ -29,7 +29,8 @@ from support.verticals import (
 from fedtorch import random, tree, vfl, wire
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
 from fedtorch.vfl.fit.bound import bound
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.noise import Noise, draw_noise
+from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model.checks import prepared
 from fedtorch.vfl.nodes.iteration import bounded_delay, exchange, server_half
 from fedtorch.vfl.nodes.node import Gradient, Iteration, Share, Value
@@ -40,7 +41,7 @@ def in_one_graph(
     guide: vfl.Guide,
     q: vfl.Parameters,
     data: vfl.VerticalData,
-    given: list[vfl.Noise],
+    given: list[Noise],
     minibatches: list[torch.Tensor] | None = None,
 ) -> vfl.Parameters:
     """What `sfvi` does, with the noise given."""
@@ -223,7 +224,7 @@ def test_refusals() -> None:
 def test_each_node_saves_and_loads_its_own_part(guide: str, tmp_path: Path) -> None:
     model, data = some_model("power", "negative binomial")
     family = GUIDES[guide]()
-    ours, others = (vfl.parts(model, family, some_parameters(model, family, data)) for _ in range(2))
+    ours, others = (parts(model, family, some_parameters(model, family, data)) for _ in range(2))
     for part in others:
         for value in part.parameters():
             value.data.zero_()
@@ -241,7 +242,7 @@ def test_a_part_keeps_its_old_file_until_the_new_one_is_whole(
 ) -> None:
     model, data = some_model("power", "negative binomial")
     family = GUIDES["mean field"]()
-    server, file = vfl.parts(model, family, some_parameters(model, family, data))[0], tmp_path / "server.safetensors"
+    server, file = parts(model, family, some_parameters(model, family, data))[0], tmp_path / "server.safetensors"
     server.save(file)
     good = file.read_bytes()
 

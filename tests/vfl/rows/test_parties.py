@@ -12,8 +12,8 @@ from fedtorch import random, vfl
 from fedtorch.data import VerticalTable
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.rows.data import VerticalData
-from fedtorch.vfl.rows.leakage import determines
-from fedtorch.vfl.rows.parties import from_table, party_named
+from fedtorch.vfl.rows.leakage import LabelLeakageWarning, determines
+from fedtorch.vfl.rows.parties import from_table, joined, party_named
 
 ROWS = [f"patient {i}" for i in range(12)]
 X = random.normal(random.key(0), (12, 5))
@@ -61,7 +61,7 @@ def test_the_party_with_labels_may_have_features() -> None:
     clinic = parties()[0]
     both = vfl.Party("registry", ROWS, X[:, 2:], response=Y)
     assert len(vfl.align([clinic, both]).data.features) == 2
-    assert torch.equal(vfl.joined([clinic, both]).features[1], X[:, 2:])
+    assert torch.equal(joined([clinic, both]).features[1], X[:, 2:])
 
 
 def test_duplicates_are_refused_and_can_be_dropped() -> None:
@@ -97,9 +97,9 @@ def test_bad_input() -> None:
     with pytest.raises(ValueError, match="but got 'bank'"):
         party_named(parties(), "bank")
     with pytest.raises(ValueError, match="row 0 has another"):
-        vfl.joined([shuffled(clinic, 3), laboratory, registry])
+        joined([shuffled(clinic, 3), laboratory, registry])
     with pytest.raises(ValueError, match="Expected 12 rows at 'clinic' as at 'registry', but got 5"):
-        vfl.joined([clinic.take(torch.arange(5)), laboratory, registry])
+        joined([clinic.take(torch.arange(5)), laboratory, registry])
 
 
 N = 60
@@ -130,12 +130,12 @@ def test_alignment_warns_of_leakage_by_name() -> None:
     rows = [str(i) for i in range(N)]
     features = torch.stack([random.normal(random.key(4), (N,), torch.float64), 1 - LABEL], 1)
     held = [vfl.Party("clinic", rows, features, ["age", "discharge code"]), vfl.Party("y", rows, response=LABEL)]
-    for check in (vfl.align, vfl.joined):
-        with pytest.warns(vfl.LabelLeakageWarning, match="Feature 'discharge code' of party 'clinic' determines"):
+    for check in (vfl.align, joined):
+        with pytest.warns(LabelLeakageWarning, match="Feature 'discharge code' of party 'clinic' determines"):
             check(held)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        vfl.joined([vfl.Party("images", rows, torch.zeros(N, 1, 4, 4)), held[1]])
+        joined([vfl.Party("images", rows, torch.zeros(N, 1, 4, 4)), held[1]])
 
 
 @pytest.mark.parametrize(("change", "message"), [

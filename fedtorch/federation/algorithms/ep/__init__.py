@@ -26,10 +26,6 @@ Source: Yue, Kontar, Estrada Gómez (2022), "Federated data analytics: a study o
 Vehtari et al. (2020), "Expectation propagation as a way of life".
 """
 
-from fedtorch.federation.algorithms.ep._damping import Moved as Moved, Pace as Pace
-from fedtorch.federation.algorithms.ep._start import Factors as Factors
-from fedtorch.federation.algorithms.ep.algorithm import Server as Server, ep as ep
-from fedtorch.federation.algorithms.ep.correction import Corrected as Corrected, corrected as corrected
-from fedtorch.federation.algorithms.ep.devices import devices as devices
-from fedtorch.federation.algorithms.ep.fitting import converged as converged, settled as settled
-from fedtorch.federation.algorithms.ep.posterior import posterior as posterior
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -16,7 +16,8 @@ from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.models.gaussian_process import ConvolvedGP, GaussianSite
+    from fedtorch.models.gaussian_process import ConvolvedGP
+    from fedtorch.models.gaussian_process.algebra import GaussianSite
 
 POSTERIOR = ("posterior_mean", "posterior_root")
 
@@ -141,7 +142,7 @@ class StackedGP:
 
     def combine(self, heard: Contribution) -> tuple[Tensor, Tensor, Tensor]:
         """Return (mean, root, bound) of q(t) from the prior and the sum of the sites."""
-        from fedtorch.models.gaussian_process import posterior
+        from fedtorch.models.gaussian_process.algebra import posterior
 
         precision = unpack(heard.precision)
         return posterior(torch.eye(self.module.points).to(precision), precision, heard.shift, heard.constant)

@@ -9,16 +9,6 @@
 3
 """
 
-from fedtorch.federation.exchanges.robust.bulyan import bulyan as bulyan
-from fedtorch.federation.exchanges.robust.clipping import (
-    centred_clipping as centred_clipping,
-    norm_bounding as norm_bounding,
-)
-from fedtorch.federation.exchanges.robust.fltrust import fltrust as fltrust
-from fedtorch.federation.exchanges.robust.geometric_median import geometric_median as geometric_median
-from fedtorch.federation.exchanges.robust.krum import krum as krum
-from fedtorch.federation.exchanges.robust.median import median as median
-from fedtorch.federation.exchanges.robust.mixing import nearest_neighbour_mixing as nearest_neighbour_mixing
-from fedtorch.federation.exchanges.robust.rules import Rule as Rule
-from fedtorch.federation.exchanges.robust.trimmed_mean import trimmed_mean as trimmed_mean
-from fedtorch.federation.exchanges.robust.wrapper import rule as rule
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)

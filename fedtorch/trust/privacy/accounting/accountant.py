@@ -76,8 +76,9 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
 
     Example:
         >>> from fedtorch.trust import privacy
-        >>> two = {privacy.Release(noise=3.0): 1, privacy.Release(noise=4.0): 1}
-        >>> round(spent(two, delta=1e-5), 4) == round(privacy.gaussian_epsilon(12 / 5, delta=1e-5), 4)
+        >>> two = {Release(noise=3.0): 1, Release(noise=4.0): 1}
+        >>> from fedtorch.trust.privacy.accounting.analytic import gaussian_epsilon
+        >>> round(spent(two, delta=1e-5), 4) == round(gaussian_epsilon(12 / 5, delta=1e-5), 4)
         True
     """
     check_delta(delta)

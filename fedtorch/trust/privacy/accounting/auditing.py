@@ -124,7 +124,8 @@ def audit(
         ...     privacy.example_level, clip=1.0, noise=1.0, sampling_rate=1.0, steps=1, delta=1e-5,
         ...     entropy=privacy.from_seed(0))
         >>> found = audit(solver, runs=200, choosing=200, block=800)
-        >>> 0 < found.epsilon < privacy.gaussian_epsilon(1.0, delta=1e-5)
+        >>> from fedtorch.trust.privacy.accounting.analytic import gaussian_epsilon
+        >>> 0 < found.epsilon < gaussian_epsilon(1.0, delta=1e-5)
         True
     """
     score = (lambda released: -released[:, 0]) if score is None else score

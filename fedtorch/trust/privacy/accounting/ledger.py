@@ -11,7 +11,8 @@ What a ledger claims is said when it is begun. Secret sampling amplifies privacy
 who was asked (`UNSEEN`). A ledger whose claim excludes such a person counts rounds with everybody and sampled rounds as
 they are, together; in one whose claim does not, a sampled round counts like one in which everybody takes part.
 
->>> from fedtorch.trust.privacy import Claim, Ledger, Release
+>>> from fedtorch.trust.privacy.accounting.accountant import Release
+>>> from fedtorch.trust.privacy.accounting.ledger import Claim, Ledger
 >>> claim = Claim("client", "one client's message against a message of zeros", "all but the server", "of the system")
 >>> ledger = Ledger(None, claim, delta=1e-5, budget=5.0)
 >>> ledger.spend(0, Release(1.0))

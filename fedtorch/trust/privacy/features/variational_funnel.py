@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import random
+from fedtorch.random.draws import bits
 from fedtorch.vfl.model.split_nn import mlp
 
 _STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and for good
@@ -127,6 +128,14 @@ def variational_funnel(
 
     Raises:
         ValueError: rows that do not belong together, a constant s or y, or a negative R.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> x = ft.random.normal(ft.random.key(0), (100, 2))
+        >>> s, y = (x > 0).long().T
+        >>> found = variational_funnel(x, s, y, information=0.3, width=1, hidden=(), steps=5, inner=1, lr=0.5)
+        >>> found.encoder(x).shape, found.leak < 0.1 < found.information  # it has found the second feature
+        (torch.Size([100, 1]), True)
     """
     if features.ndim != 2 or not (private.shape == label.shape == features.shape[:1]) or len(features) < 4:
         raise ValueError(
@@ -140,7 +149,7 @@ def variational_funnel(
     x, s, y = features.to(torch.float64), _in_units(private), _in_units(label)
     key = random.key(seed)
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int(random.bits(key, 1)))
+        torch.manual_seed(int(bits(key, 1)))
         network = mlp(x.shape[1], hidden, width, activation=nn.Tanh).double()
         scale = x.std(0, correction=0)
         encoder = FunnelEncoder(network, x.mean(0), torch.where(scale > 0, scale, 1.0))

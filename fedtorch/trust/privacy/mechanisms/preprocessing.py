@@ -77,7 +77,7 @@ def randomised_response(labels: Tensor, classes: int, epsilon: float, entropy: E
     >>> from fedtorch.trust import privacy
     >>> labels = torch.zeros(1000, dtype=torch.int64)
     >>> told = privacy.randomised_response(labels, classes=2, epsilon=1.0, entropy=privacy.from_seed(0))
-    >>> shares = told.bincount() / 1000, privacy.label_frequencies(told, 2, epsilon=1.0)
+    >>> shares = told.bincount() / 1000, label_frequencies(told, 2, epsilon=1.0)
     >>> [share.round(decimals=2).tolist() for share in shares]  # what was told, and what it says of the true labels
     [[0.75, 0.25], [1.04, -0.04]]
     """
@@ -121,9 +121,9 @@ def replaced_rows(
     >>> import torch
     >>> from fedtorch.trust import privacy
     >>> public, kinds = torch.tensor([[1.0], [3.0], [-1.0], [-3.0]]), torch.tensor([0, 0, 1, 1])
-    >>> made_up = privacy.normal_rows(public, kinds, classes=2)  # with means of 2 and −2
+    >>> made_up = normal_rows(public, kinds, classes=2)  # with means of 2 and −2
     >>> features, labels = torch.full((1000, 1), 2.0), torch.zeros(1000, dtype=torch.int64)
-    >>> rows, told = privacy.replaced_rows(features, labels, 2, 1.0, made_up, entropy=privacy.from_seed(0))
+    >>> rows, told = replaced_rows(features, labels, 2, 1.0, made_up, entropy=privacy.from_seed(0))
     >>> round(float((rows == features).float().mean()), 1)  # p = (e − 1) / (e + 1) of them are as they were
     0.5
     >>> [round(float(rows[told == label].mean())) for label in (0, 1)]

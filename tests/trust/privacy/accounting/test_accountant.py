@@ -10,7 +10,10 @@ from scipy.stats import norm
 
 from fedtorch.trust import privacy
 from fedtorch.trust.privacy.accounting import accountant, renyi
-from fedtorch.trust.privacy.accounting.accountant import Release, pld_epsilon
+from fedtorch.trust.privacy.accounting.accountant import Release, pld_epsilon, spent
+from fedtorch.trust.privacy.accounting.analytic import gaussian_delta, gaussian_epsilon
+from fedtorch.trust.privacy.accounting.renyi import renyi_epsilon
+from fedtorch.trust.privacy.noise import gaussian
 
 DELTA = 1e-5
 
@@ -27,24 +30,24 @@ def test_a_thousand_sampled_rounds_cost_what_others_say() -> None:
     found = privacy.epsilon(noise=1.0, sampling_rate=0.01, rounds=1000, delta=DELTA)
     assert found == pytest.approx(1.8282, abs=1e-4)
     assert 1.8182 < found < 1.8383
-    assert privacy.renyi_epsilon(1.0, DELTA, rounds=1000, sampling_rate=0.01) == pytest.approx(2.1014, abs=1e-4)
+    assert renyi_epsilon(1.0, DELTA, rounds=1000, sampling_rate=0.01) == pytest.approx(2.1014, abs=1e-4)
 
 
 @pytest.mark.parametrize(("noise", "rounds"), [(1.0, 1), (5.0, 10), (50.0, 3), (3.0, 200)])
 def test_without_sampling_distributions_agree_with_the_closed_form(noise: float, rounds: int) -> None:
     """Losses are rounded up to a grid of 1e-4, which a round costs at most once."""
-    exact = privacy.gaussian_epsilon(noise, DELTA, rounds)
+    exact = gaussian_epsilon(noise, DELTA, rounds)
     assert privacy.epsilon(noise=noise, rounds=rounds, delta=DELTA) == pytest.approx(exact, rel=1e-12)
     assert -1e-9 < pld_epsilon({Release(noise): rounds}, DELTA) - exact < 1e-4
-    assert privacy.renyi_epsilon(noise, DELTA, rounds) > exact
+    assert renyi_epsilon(noise, DELTA, rounds) > exact
 
 
 @pytest.mark.parametrize("epsilon", [0.01, 0.5, 1.0, 8.0, 60.0])
 @pytest.mark.parametrize("delta", [1e-10, 1e-5, 0.1, 0.6])
 def test_the_least_gaussian_noise_is_the_inverse_of_its_epsilon(epsilon: float, delta: float) -> None:
     noise = privacy.gaussian_noise(epsilon, delta)
-    assert privacy.gaussian_delta(noise, epsilon) == pytest.approx(delta, rel=1e-8)
-    assert privacy.gaussian_epsilon(noise, delta) == pytest.approx(epsilon, rel=1e-8)
+    assert gaussian_delta(noise, epsilon) == pytest.approx(delta, rel=1e-8)
+    assert gaussian_epsilon(noise, delta) == pytest.approx(epsilon, rel=1e-8)
     assert privacy.gaussian_noise(epsilon, delta, rounds=9) == pytest.approx(3 * noise)
 
 
@@ -53,7 +56,7 @@ def test_the_analytic_delta_is_the_integral_of_the_excess() -> None:
     noise, epsilon = 1.3, 0.7
     excess = lambda x: max(0.0, norm.pdf(x, 1, noise) - math.exp(epsilon) * norm.pdf(x, 0, noise))
     exact = quad(excess, -20, 20, points=[0.5 + epsilon * noise**2], epsabs=1e-13)[0]
-    assert privacy.gaussian_delta(noise, epsilon) == pytest.approx(exact, abs=1e-10)
+    assert gaussian_delta(noise, epsilon) == pytest.approx(exact, abs=1e-10)
 
 
 def test_the_analytic_mechanism_needs_less_noise_than_the_textbook() -> None:
@@ -61,7 +64,7 @@ def test_the_analytic_mechanism_needs_less_noise_than_the_textbook() -> None:
     for epsilon in (0.1, 0.5, 0.99):
         assert privacy.gaussian_noise(epsilon, DELTA) < math.sqrt(2 * math.log(1.25 / DELTA)) / epsilon
     printed = math.sqrt(2 * math.log(1.25 / 0.1)) / 10
-    assert privacy.gaussian_delta(printed, 10.0) > 0.1
+    assert gaussian_delta(printed, 10.0) > 0.1
 
 
 @pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (5.0, 0.3), (0.5, 0.3)])
@@ -81,11 +84,11 @@ def test_laplace_noise_is_private_without_a_delta() -> None:
 
 def test_releases_of_different_kinds_compose() -> None:
     gaussians = {Release(2.0): 3, Release(1.0): 1}
-    assert privacy.spent(gaussians, DELTA) == pytest.approx(privacy.gaussian_epsilon((3 / 4 + 1) ** -0.5, DELTA))
+    assert spent(gaussians, DELTA) == pytest.approx(gaussian_epsilon((3 / 4 + 1) ** -0.5, DELTA))
     mixed = {Release(2.0): 3, Release(1.0, 0.1): 5, Release(3.0, mechanism=privacy.laplace): 1}
-    parts = [privacy.spent({release: count}, DELTA / 3) for release, count in mixed.items()]
-    assert max(privacy.spent({r: c}, DELTA) for r, c in mixed.items()) < privacy.spent(mixed, DELTA) < sum(parts)
-    assert privacy.spent({}, DELTA) == privacy.spent({Release(1.0): 0}, DELTA) == 0
+    parts = [spent({release: count}, DELTA / 3) for release, count in mixed.items()]
+    assert max(spent({r: c}, DELTA) for r, c in mixed.items()) < spent(mixed, DELTA) < sum(parts)
+    assert spent({}, DELTA) == spent({Release(1.0): 0}, DELTA) == 0
 
 
 @pytest.mark.parametrize(("rate", "rounds"), [pytest.param(0.2, 5, marks=pytest.mark.slow), (1.0, 7)])
@@ -134,7 +137,7 @@ def test_no_epsilon_is_no_budget(function) -> None:
 
 
 @pytest.mark.parametrize(
-    ("mechanism", "rate"), [(privacy.laplace, 1.0), pytest.param(privacy.gaussian, 0.5, marks=pytest.mark.slow)]
+    ("mechanism", "rate"), [(privacy.laplace, 1.0), pytest.param(gaussian, 0.5, marks=pytest.mark.slow)]
 )
 def test_noise_next_to_none_has_no_account(mechanism, rate: float) -> None:
     assert privacy.epsilon(noise=1e-9, delta=DELTA, sampling_rate=rate, mechanism=mechanism) == math.inf
@@ -152,13 +155,13 @@ def test_a_library_without_distributions_is_named(monkeypatch: pytest.MonkeyPatc
 def test_cut_batches_have_the_least_epsilon_whose_delta_is_the_one_asked_for(rate: float) -> None:
     """δ(ε) + (1 + e^ε) η = δ, with δ(ε) of whole batches."""
     whole, cut = Release(8.0, rate), Release(8.0, rate, excess=1e-10)
-    found = privacy.spent({cut: 40}, 1e-5)
+    found = spent({cut: 40}, 1e-5)
     eta = 40 * 1e-10
-    assert found > privacy.spent({whole: 40}, 1e-5)
-    assert found == pytest.approx(privacy.spent({whole: 40}, 1e-5 - (1 + math.exp(found)) * eta), rel=1e-4)
-    assert privacy.spent({cut: 20, whole: 20}, 1e-5) < found
-    assert privacy.spent({whole._replace(excess=1e-4): 40}, 1e-5) == math.inf
-    assert privacy.spent({whole._replace(excess=1e-300): 40}, 1e-5) == pytest.approx(
-        privacy.spent({whole: 40}, 1e-5),
+    assert found > spent({whole: 40}, 1e-5)
+    assert found == pytest.approx(spent({whole: 40}, 1e-5 - (1 + math.exp(found)) * eta), rel=1e-4)
+    assert spent({cut: 20, whole: 20}, 1e-5) < found
+    assert spent({whole._replace(excess=1e-4): 40}, 1e-5) == math.inf
+    assert spent({whole._replace(excess=1e-300): 40}, 1e-5) == pytest.approx(
+        spent({whole: 40}, 1e-5),
         rel=1e-5,  # ε is rounded up by 1e-6, twice
     )

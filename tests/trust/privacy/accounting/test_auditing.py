@@ -13,7 +13,14 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.accounting.auditing import clopper_pearson
+from fedtorch.trust.privacy.accounting.analytic import gaussian_delta
+from fedtorch.trust.privacy.accounting.auditing import (
+    clopper_pearson,
+    gaussian_detections,
+    learnt_attack,
+    most_detections,
+    roc,
+)
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
 from fedtorch.trust.privacy.mechanisms import _totals as totals, clients, nodes
 
@@ -67,7 +74,7 @@ def test_a_learnt_attack_needs_no_knowledge_of_the_mechanism() -> None:
     inside, outside = (draw() + canary) @ mixing, draw() @ mixing
     found = privacy.audit_outputs(inside, outside, delta=DELTA, choosing=20_000)
     assert found.epsilon > 1.0
-    direction = privacy.learnt_attack(inside, outside)(mixing)  # how it scores each direction before the mixing
+    direction = learnt_attack(inside, outside)(mixing)  # how it scores each direction before the mixing
     assert float(direction[0] / direction.norm()) > 0.99
 
 
@@ -76,7 +83,7 @@ def test_an_attack_on_squares_finds_what_only_changes_the_spread() -> None:
     generator = torch.Generator().manual_seed(4)
     inside, outside = (sd * torch.randn(40_000, 2, generator=generator, dtype=torch.float64) for sd in (1.5, 1.0))
     squares = lambda rows: torch.cat([rows, rows.square()], 1)
-    learnt = privacy.learnt_attack(inside[:10_000], outside[:10_000], features=squares)
+    learnt = learnt_attack(inside[:10_000], outside[:10_000], features=squares)
     linear, better = (
         privacy.audit_outputs(inside, outside, delta=DELTA, choosing=10_000, score=score).epsilon
         for score in (None, learnt)
@@ -197,16 +204,16 @@ def test_the_neighbour_test_of_gaussian_noise_is_the_best_there_is() -> None:
     noise = 1.5
     generator = torch.Generator().manual_seed(1)
     draws = torch.randn(2, 200_000, generator=generator, dtype=torch.float64)
-    alarms, detections = privacy.roc(draws[0] + 1 / noise, draws[1])
+    alarms, detections = roc(draws[0] + 1 / noise, draws[1])
     assert bool((alarms.diff() >= 0).all() and (detections.diff() >= 0).all())
     assert (float(alarms[0]), float(alarms[-1]), float(detections[-1])) == (0.0, 1.0, 1.0)
     # Kolmogorov–Smirnov distances of two samples of 200 000.
-    assert float((detections - privacy.gaussian_detections(alarms, noise)).abs().max()) < 4 * math.sqrt(2 / 200_000)
+    assert float((detections - gaussian_detections(alarms, noise)).abs().max()) < 4 * math.sqrt(2 / 200_000)
     for epsilon in (0.1, 1.0, 3.0):
-        most = privacy.most_detections(alarms, epsilon, privacy.gaussian_delta(noise, epsilon))
-        assert bool((privacy.gaussian_detections(alarms, noise) <= most + 1e-12).all())
-    touching = privacy.most_detections(alarms, 1.0, privacy.gaussian_delta(noise, 1.0))
-    assert float((touching - privacy.gaussian_detections(alarms, noise)).min()) == pytest.approx(0.0, abs=1e-6)
+        most = most_detections(alarms, epsilon, gaussian_delta(noise, epsilon))
+        assert bool((gaussian_detections(alarms, noise) <= most + 1e-12).all())
+    touching = most_detections(alarms, 1.0, gaussian_delta(noise, 1.0))
+    assert float((touching - gaussian_detections(alarms, noise)).min()) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_audits_that_cannot_be_made_are_refused() -> None:

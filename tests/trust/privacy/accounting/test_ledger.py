@@ -11,8 +11,9 @@ from support.oracles.closed_forms import linear_clients, sgd
 
 import fedtorch as ft
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy import Claim, Ledger, Release
-from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE
+from fedtorch.trust.privacy.accounting import accountant, ledger as accounting_ledger
+from fedtorch.trust.privacy.accounting.accountant import Release, spent
+from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, Claim, Ledger
 
 CLAIM = Claim("client", "zero-out", "everybody", "of the operating system")
 DELTA = 1e-3
@@ -42,12 +43,12 @@ def test_every_round_is_a_line_with_its_epsilon(tmp_path: Path) -> None:
 
 
 def test_a_ledger_knows_how_likely_batches_were_cut(tmp_path: Path) -> None:
-    claim = privacy.Claim("example", "one row", "all", "of the system")
-    release = privacy.Release(2.0, 0.1, excess=1e-9)
-    privacy.Ledger(tmp_path / "ledger", claim, 1e-5).spend(0, release, 7)
-    again = privacy.Ledger(tmp_path / "ledger", claim, 1e-5)
+    claim = accounting_ledger.Claim("example", "one row", "all", "of the system")
+    release = accountant.Release(2.0, 0.1, excess=1e-9)
+    accounting_ledger.Ledger(tmp_path / "ledger", claim, 1e-5).spend(0, release, 7)
+    again = accounting_ledger.Ledger(tmp_path / "ledger", claim, 1e-5)
     assert again.releases == {release: 7}
-    assert again.epsilon > privacy.spent({release._replace(excess=0.0): 7}, 1e-5, 20_000)
+    assert again.epsilon > spent({release._replace(excess=0.0): 7}, 1e-5, 20_000)
 
 
 def test_a_seed_guarantees_nothing_and_the_ledger_says_so(tmp_path: Path) -> None:
@@ -63,10 +64,10 @@ def test_runs_on_one_ledger_add_up_also_in_turns(tmp_path: Path) -> None:
     one.step()
     two.step()
     last = one.step()
-    together = privacy.spent({Release(3.0): 2, Release(5.0): 1}, DELTA)
+    together = spent({Release(3.0): 2, Release(5.0): 1}, DELTA)
     assert last.report["epsilon"] == pytest.approx(together)
     third = ft.Run(private(path), ft.InProcess(DATA))
-    assert third.step().report["epsilon"] == pytest.approx(privacy.spent({Release(3.0): 3, Release(5.0): 1}, DELTA))
+    assert third.step().report["epsilon"] == pytest.approx(spent({Release(3.0): 3, Release(5.0): 1}, DELTA))
 
 
 def by_hand(everybody: list[float], sampled: list[tuple[float, float]]) -> float:
@@ -98,7 +99,7 @@ def test_where_the_sample_may_be_known_sampled_rounds_count_like_those_of_everyb
     """Begun with everybody, the claim holds against who knows the sample, and no round weakens it."""
     path = tmp_path / "ledger"
     ft.run(private(path, noise=5.0), ft.InProcess(DATA), rounds=1)
-    wanted = privacy.spent({Release(5.0): 1, Release(3.0): 2}, DELTA)
+    wanted = spent({Release(5.0): 1, Release(3.0): 2}, DELTA)
     assert wanted == pytest.approx(by_hand([5.0, 3.0, 3.0], []), rel=1e-3)
     sampled = private(path, sampling_rate=0.4, budget=1.01 * wanted)
     run = ft.run(sampled, ft.InProcess(DATA), rounds=5)

@@ -18,6 +18,7 @@ from fedtorch.tree import Tree
 from fedtorch.trust import privacy
 from fedtorch.trust.privacy.examples._layers import ghost_squares, linear_layers
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss, poisson_batch
+from fedtorch.trust.privacy.examples.examples import Cut
 
 SIZES = [7, 3, 12, 5]
 DATA = linear_clients(SIZES, outputs=2)
@@ -240,7 +241,7 @@ def test_batches_are_poisson() -> None:
 
 def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row that was drawn stays as likely as any other: of the 12 rows of the third client here 2 at most."""
-    local = private(sampling_rate=0.5, steps=200, noise=3.0, cut=privacy.Cut(batch=2, rows=12))
+    local = private(sampling_rate=0.5, steps=200, noise=3.0, cut=Cut(batch=2, rows=12))
     drawn = watch(local, monkeypatch)
     trained(local)
     counts = torch.stack(drawn).sum(2)
@@ -250,7 +251,7 @@ def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch
     assert float((each - chance).abs().max()) < 5 * math.sqrt(chance * (1 - chance) / 200)
     assert local.budget.release.excess == pytest.approx(1 - sum(math.comb(12, i) for i in range(3)) / 2**12)
     for batch, same in ((12, True), (11, False)):
-        cuts = (None, privacy.Cut(batch, 12))
+        cuts = (None, Cut(batch, 12))
         solvers = [private(sampling_rate=0.5, steps=3, noise=3.0, cut=each) for each in cuts]
         one, two = (ft.run(ft.fedavg(local), ft.InProcess(DATA), rounds=1) for local in solvers)
         assert distance(one.server, two.server) == 0  # nobody drew so many
@@ -259,9 +260,9 @@ def test_batches_that_are_cut_keep_some_of_their_rows_and_cost_delta(monkeypatch
 
 def test_cuts_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="batch of at least 1"):
-        private(cut=privacy.Cut(0, 10))
+        private(cut=Cut(0, 10))
     with pytest.raises(ValueError, match=r"'client 2'.* at most the rows of Cut"):
-        ft.Run(ft.fedavg(private(cut=privacy.Cut(4, 11))), ft.InProcess(DATA))
+        ft.Run(ft.fedavg(private(cut=Cut(4, 11))), ft.InProcess(DATA))
 
 
 def test_the_history_has_the_epsilon_of_all_steps(tmp_path: Path) -> None:

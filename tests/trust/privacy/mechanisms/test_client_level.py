@@ -21,6 +21,7 @@ from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.tree import Tree
 from fedtorch.trust import privacy, robust
 from fedtorch.trust.privacy import AdaptiveClip, clipping
+from fedtorch.trust.privacy.noise import gaussian
 
 SIZES = [5, 2, 9, 4, 17, 6]
 DATA = linear_clients(SIZES)
@@ -342,13 +343,13 @@ def test_half_precision_stays_within_the_bound() -> None:
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
         rows = {"a": torch.randn(50, 300, generator=generator).to(dtype), "b": torch.randn(50, generator=generator)}
-        cut, _ = clipping.clip_rows(rows, 0.1, privacy.gaussian)
+        cut, _ = clipping.clip_rows(rows, 0.1, gaussian)
         sizes = torch.cat([leaf.double().flatten(1) if leaf.ndim > 1 else leaf.double()[:, None]
                            for leaf in tree.leaves(cut)], 1).norm(dim=1)  # fmt: skip
         assert bool((sizes <= 0.1).all())
         assert float(sizes.min()) > 0.0999
     with pytest.raises(TypeError, match="real numbers"):
-        clipping.clip_rows({"count": torch.ones(3, dtype=torch.int64)}, 1.0, privacy.gaussian)
+        clipping.clip_rows({"count": torch.ones(3, dtype=torch.int64)}, 1.0, gaussian)
 
 
 def test_sums_are_in_float64_whatever_is_sent() -> None:

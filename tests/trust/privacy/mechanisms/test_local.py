@@ -12,6 +12,7 @@ from support.oracles.closed_forms import distance, linear, linear_clients, sgd
 import fedtorch as ft
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.sites import plain, sealed
+from fedtorch.sites.secure.masked import Masked, masked as secure_masked
 from fedtorch.trust import privacy, secure
 
 N, D, DELTA = 5, 400, 1e-3
@@ -31,8 +32,8 @@ def private(
     return (local() if algorithm is None else algorithm) | privacy.local_level(noise=noise, **settings)
 
 
-def masked(minimum: int = 3, bits: int = 30) -> secure.Masked:
-    return secure.masked(secure.Grid(bits, 2.0**20), minimum, dropouts=0)
+def masked(minimum: int = 3, bits: int = 30) -> Masked:
+    return secure_masked(secure.Grid(bits, 2.0**20), minimum, dropouts=0)
 
 
 def released(algorithm: ft.Algorithm, carry: Carry = plain()) -> torch.Tensor:  # noqa: B008

@@ -9,8 +9,16 @@ import torch
 from torch import nn
 
 import fedtorch as ft
+from fedtorch.random.entropy import from_system
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.mechanisms.preprocessing import keeping
+from fedtorch.trust.privacy.mechanisms.preprocessing import (
+    keeping,
+    label_frequencies,
+    normal_rows,
+    replaced_rows,
+    subsampling_delta,
+)
+from fedtorch.trust.privacy.noise import gaussian
 
 
 @pytest.mark.parametrize(("classes", "epsilon"), [(2, 0.5), (5, 1.0), (10, 4.0)])
@@ -31,7 +39,7 @@ def test_frequencies_are_estimated_without_bias() -> None:
     """400 data sets of 500 labels; their mean is known to four standard errors."""
     truth = torch.tensor([0] * 250 + [1] * 200 + [2] * 50)
     estimates = torch.stack([
-        privacy.label_frequencies(privacy.randomised_response(truth, 3, 1.0, privacy.from_seed(seed)), 3, 1.0)
+        label_frequencies(privacy.randomised_response(truth, 3, 1.0, privacy.from_seed(seed)), 3, 1.0)
         for seed in range(400)
     ])  # fmt: skip
     error = estimates.std(0) / math.sqrt(400)
@@ -88,7 +96,7 @@ def test_replaced_rows_tell_a_label_and_its_features_by_no_more_than_epsilon() -
             labels = torch.full((rows,), label)
             uniforms = torch.rand(rows, generator=torch.Generator().manual_seed(label), dtype=torch.float64)
             features = drawn(labels, lambda count, given=uniforms: given, shares)
-            told, kind = privacy.replaced_rows(
+            told, kind = replaced_rows(
                 features, labels, 2, epsilon, made_up, ratio=ratio, entropy=privacy.from_seed(label)
             )
             counts.append(torch.bincount(5 * kind + told[:, 0].long(), minlength=10).double())
@@ -106,9 +114,9 @@ def test_made_up_rows_have_the_moments_of_public_ones() -> None:
     )
     labels = torch.arange(4000) % 2
     public[labels == 1] += 7
-    features, told = privacy.replaced_rows(
+    features, told = replaced_rows(
         torch.zeros(40_000, 2), torch.zeros(40_000, dtype=torch.int64), 2, 1e-6,
-        privacy.normal_rows(public, labels, 2, widen=1.5), entropy=privacy.from_seed(4),
+        normal_rows(public, labels, 2, widen=1.5), entropy=privacy.from_seed(4),
     )  # fmt: skip
     for label in (0, 1):
         own, true = features[told == label].double(), public[labels == label]
@@ -117,12 +125,12 @@ def test_made_up_rows_have_the_moments_of_public_ones() -> None:
         assert bool(((own.mean(0) - true.mean(0)).abs() < error).all())
         assert torch.allclose(torch.cov(own.T), 2.25 * torch.cov(true.T), rtol=4 * math.sqrt(2 / len(own)) + 0.02)
     with pytest.raises(ValueError, match="more rows than features"):
-        privacy.normal_rows(public[:2], labels[:2], 2)
+        normal_rows(public[:2], labels[:2], 2)
 
 
 def test_noised_rows_are_private_against_any_other_row() -> None:
     rows = torch.randn(40_000, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 5
-    for mechanism, order, spread in ((privacy.gaussian, 2, 1.0), (privacy.laplace, 1, math.sqrt(2))):
+    for mechanism, order, spread in ((gaussian, 2, 1.0), (privacy.laplace, 1, math.sqrt(2))):
         noised = privacy.noised_features(rows, 0.5, 3.0, mechanism, privacy.from_seed(0))
         clipped = rows * (0.5 / rows.norm(p=order, dim=1, keepdim=True)).clamp(max=1)
         deviations = (noised - clipped).flatten() / (2 * 0.5 * 3.0 * spread)
@@ -137,7 +145,7 @@ def test_draws_are_fresh_unless_they_are_seeded() -> None:
     rows, labels = torch.zeros(5, 3), torch.zeros(200, dtype=torch.int64)
     features = lambda entropy: privacy.noised_features(rows, 1.0, 1.0, entropy=entropy)
     response = lambda entropy: privacy.randomised_response(labels, 3, 1.0, entropy)
-    system = privacy.from_system()
+    system = from_system()
     for make in (features, response):
         assert not torch.equal(make(None), make(None))
         assert not torch.equal(make(system), make(system))
@@ -146,9 +154,9 @@ def test_draws_are_fresh_unless_they_are_seeded() -> None:
 
 def test_rows_published_by_chance_are_hardly_protected() -> None:
     """Whoever sees a row in the sample knows that it was there: δ is the rate, at any ε."""
-    assert privacy.subsampling_delta(0.1) == 0.1
+    assert subsampling_delta(0.1) == 0.1
     with pytest.raises(ValueError, match="rate above 0"):
-        privacy.subsampling_delta(0.0)
+        subsampling_delta(0.0)
 
 
 @pytest.mark.parametrize(
@@ -158,13 +166,13 @@ def test_rows_published_by_chance_are_hardly_protected() -> None:
         (lambda: privacy.randomised_response(torch.tensor([0.5]), 3, 1.0), "whole labels"),
         (lambda: privacy.randomised_response(torch.tensor([0]), 1, 1.0), "at least two classes"),
         (lambda: privacy.randomised_response(torch.tensor([0]), 2, 0.0), "positive finite epsilon"),
-        (lambda: privacy.replaced_rows(torch.zeros(1, 2), torch.tensor([2]), 2, 1.0, torch.zeros), "whole labels"),
+        (lambda: replaced_rows(torch.zeros(1, 2), torch.tensor([2]), 2, 1.0, torch.zeros), "whole labels"),
         (
-            lambda: privacy.replaced_rows(torch.zeros(1, 2), torch.tensor([0]), 2, 1.0, torch.zeros, ratio=0.5),
+            lambda: replaced_rows(torch.zeros(1, 2), torch.tensor([0]), 2, 1.0, torch.zeros, ratio=0.5),
             "ratio of at least 1",
         ),
         (
-            lambda: privacy.replaced_rows(
+            lambda: replaced_rows(
                 torch.zeros(1, 2), torch.tensor([0]), 2, 1.0, lambda labels, uniforms: torch.zeros(1)
             ),
             "made-up features",

@@ -1,0 +1,4 @@
+from .algorithm import ep as ep
+from .devices import devices as devices
+from .fitting import settled as settled
+from .posterior import posterior as posterior

@@ -1,0 +1,1 @@
+from .halves import Half as Half, together as together

@@ -1,0 +1,15 @@
+from .draws import (
+    bernoulli as bernoulli,
+    beta as beta,
+    choice as choice,
+    exponential as exponential,
+    fold_in as fold_in,
+    gamma as gamma,
+    inverse_gamma as inverse_gamma,
+    key as key,
+    normal as normal,
+    permutation as permutation,
+    randint as randint,
+    split as split,
+    uniform as uniform,
+)

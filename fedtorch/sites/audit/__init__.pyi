@@ -1,0 +1,1 @@
+from .audit import entries as entries

@@ -1,0 +1,2 @@
+from .site import app as app
+from .transport import serve as serve
