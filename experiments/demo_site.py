@@ -23,7 +23,7 @@ from fedtorch import sites as transport, vfl
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import generalised
 from fedtorch.protocol import Half
-from fedtorch.sites import Offer, enrolment, join
+from fedtorch.sites import SiteConfiguration, enrolment, join
 from fedtorch.sites.vertical import over_link
 from fedtorch.vfl import Holder, Iteration, PartyNode, ServerNode, following, leading, mlp, party_half, server_half
 from fedtorch.vfl.model import likelihoods
@@ -154,10 +154,10 @@ def take_part(name: str, folder: str, address: str, iterations: str) -> None:
     me = enrolment.enrol(token, Path(folder) / name)
     say(name, f"enrolled; its key has never left {name}'s folder")
     dial, data = partial(transport.connect, address, me), table()
-    offer = Offer(data.clients.select(SITES[name]), ALGORITHMS)
-    say(name, f"joins with {', '.join(offer.data.names)}: {int(offer.data.counts.sum())} rows")
+    configuration = SiteConfiguration(data.clients.select(SITES[name]), ALGORITHMS)
+    say(name, f"joins with {', '.join(configuration.data.names)}: {int(configuration.data.counts.sum())} rows")
     for _ in ALGORITHMS:
-        join(dial, offer)
+        join(dial, configuration)
     link = dial()
     moved: Mapping[str, int] = over_link(party(name, data, int(iterations)), link)[1]._asdict()
     link.close()

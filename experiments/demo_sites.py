@@ -33,7 +33,7 @@ from fedtorch.sites.enrolment import Desk
 from fedtorch.sites.vertical import over_hub
 from fedtorch.vfl import ServerNode
 
-PATIENCE = 300.0  # seconds for processes to come up on a busy machine
+TIMEOUT = 300.0  # seconds for processes to come up on a busy machine
 # Imported, for server and sites compare the names of what they run, and a module that is run itself has another name.
 _SITE = "import sys; from experiments import demo_site; demo_site.take_part(*sys.argv[1:])"
 
@@ -75,7 +75,7 @@ def serving(iterations: int) -> Iterator[Hub]:
         with_sites = [started(temporary, hub.port, iterations, enrolment.invite(authority, name, at)) for name in SITES]
         try:
             yield hub
-            codes = dict(zip(SITES, [site.wait(PATIENCE) for site in with_sites]))
+            codes = dict(zip(SITES, [site.wait(TIMEOUT) for site in with_sites]))
             if any(codes.values()):
                 raise RuntimeError(f"Expected all sites to end well, but got exit codes {codes}; see what they say")
         finally:
@@ -114,7 +114,7 @@ def horizontal(hub: Hub, data: Table, name: str, rounds: int) -> Found:
     """Rounds over the sites, and in this process."""
     settings = {"features": data.features + 1}
     begun = time.perf_counter()
-    sites = ft.Remote(hub, list(SITES), name, settings, quorum=1.0, patience=PATIENCE, seconds=PATIENCE)
+    sites = ft.Remote(hub, list(SITES), name, settings, quorum=1.0, timeout=TIMEOUT, seconds=TIMEOUT)
     say(f"{name}: {len(sites.names)} clients of {len(SITES)} sites are here after {time.perf_counter() - begun:.0f} s")
     run, begun = ft.Run(ALGORITHMS[name](**settings), sites, seed=0), time.perf_counter()
     for _ in run.rounds(rounds):
@@ -140,7 +140,7 @@ def vertical(hub: Hub, data: Table, iterations: int) -> Found:
     """Alignment and training among the parties, and in this process."""
     say(f"split network: aligning the patients of {len(SITES)} parties, then {iterations} iterations")
     half = demo_site.registry(data, iterations)
-    (network, node, seconds), traffic = over_hub(half, hub, list(SITES), seconds=PATIENCE, patience=PATIENCE)
+    (network, node, seconds), traffic = over_hub(half, hub, list(SITES), seconds=TIMEOUT, timeout=TIMEOUT)
     say(f"split network: trained in {seconds:.1f} s; the same in one process")
     aligned, alone = vfl.align(list(demo_site.parties(data).values())), demo_site.network(data.features)
     fit = vfl.NodesRun(*alone.nodes(aligned.data, demo_site.adam))

@@ -17,7 +17,7 @@ from fedtorch import cli
 from fedtorch.sites import Roster, connect, join
 from fedtorch.sites.enrolment import Desk, enrol, read_token
 from fedtorch.sites.identity import identity
-from fedtorch.sites.rounds.offer import read_offer
+from fedtorch.sites.rounds.configuration import read_configuration
 
 PAGE = Path(__file__).parent.parent / "docs" / "tutorials" / "from_laptop_to_sites.md"
 NAMES = ("ward 7", "ward 8", "ward 9")
@@ -62,11 +62,16 @@ def test_the_pages_lines_run_as_printed(
         assert cli.main([part.replace("server.example:8443", f"127.0.0.1:{desk.port}") for part in invite]) == 0
         me = enrol(read_token(capsys.readouterr().out), tmp_path / name)
         patients(tmp_path / name / "patients.csv", site)
-        text = block(page, "terms = Terms").replace('"patients.csv"', f'"{tmp_path / name / "patients.csv"}"')
+        text = block(page, "policy = Policy(smallest").replace(
+            '"patients.csv"', f'"{tmp_path / name / "patients.csv"}"'
+        )
         (tmp_path / name / "my_data.py").write_text(text)
-        offer, dial = read_offer(tmp_path / name / "my_data.py"), partial(connect, f"127.0.0.1:{port}", me)
-        take_part = lambda name=name, offer=offer, dial=dial, me=me: ended.setdefault(
-            name, join(dial, offer, tmp_path / name / "states", identity=me, patience=30.0)
+        configuration, dial = (
+            read_configuration(tmp_path / name / "my_data.py"),
+            partial(connect, f"127.0.0.1:{port}", me),
+        )
+        take_part = lambda name=name, configuration=configuration, dial=dial, me=me: ended.setdefault(
+            name, join(dial, configuration, tmp_path / name / "states", identity=me, timeout=30.0)
         )
         threads.append(threading.Thread(target=take_part, daemon=True))
     desk.close()
@@ -83,7 +88,7 @@ def test_the_pages_lines_run_as_printed(
     assert isinstance(run, ft.Run)
     assert run.number == 50
     assert torch.isfinite(run.global_module().weight).all()
-    assert all(visit.over for visit in ended.values())
+    assert all(session.over for session in ended.values())
     assert identity.read("server").name == identity.SERVER
 
 

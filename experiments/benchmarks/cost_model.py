@@ -22,7 +22,7 @@ from experiments.benchmarks import remote
 from experiments.benchmarks.parts import cost_formulas as formulas, measure, scaling_ranks
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 from experiments.benchmarks.parts.remote_problem import averaged
-from fedtorch.sites import Offer, Remote
+from fedtorch.sites import Remote, SiteConfiguration
 from fedtorch.sites.rounds.site import Site
 
 FIT = (100, 10_000)  # clients of the rounds that give a and b
@@ -62,8 +62,8 @@ class Sites(NamedTuple):
 class Direct:
     """A hub whose sites answer at once and in this thread, so that a server's own work can be told from theirs."""
 
-    def __init__(self, offers: dict[str, Offer]) -> None:
-        self.sites = {name: Site(offer) for name, offer in offers.items()}
+    def __init__(self, offers: dict[str, SiteConfiguration]) -> None:
+        self.sites = {name: Site(configuration) for name, configuration in offers.items()}
         self.connected = frozenset(self.sites)
         self.came = deque((name, site.hello()) for name, site in self.sites.items())
         self.spent = 0.0  # seconds of the sites
@@ -93,7 +93,7 @@ def server_work(parameters: int, sites: int, rounds: int = 7) -> float:
     torch.nn.init.zeros_(module.weight)
     names, rows = [str(k) for k in range(sites)], (torch.ones(1, parameters), torch.ones(1))
     make = lambda: ft.fedavg(ft.gradient_descent(module, steps=1, loss=_loss, optimizer=_sgd))
-    offers = {name: Offer(ft.data.from_tensors([rows], [name]), {"it": make}) for name in names}
+    offers = {name: SiteConfiguration(ft.data.from_tensors([rows], [name]), {"it": make}) for name in names}
     host = Direct(offers)
     run = ft.Run(make(), Remote(host, names, "it", quorum=1.0), seed=0)  # type: ignore[arg-type]
     found = []

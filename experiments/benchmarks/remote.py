@@ -37,7 +37,7 @@ from experiments.benchmarks.parts.forked import fork
 from experiments.benchmarks.parts.proxy import Proxy
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.protocol.halves import Half, Receive, Send, together
-from fedtorch.sites import Hub, Offer, Remote, Roster, connect, join, serve
+from fedtorch.sites import Hub, Remote, Roster, SiteConfiguration, connect, join, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.streams.hub import Limits
@@ -60,7 +60,7 @@ def sites(folder: Path, address: str, names: Sequence[str]) -> None:
 
     def one(name: str) -> None:
         dial = partial(connect, address, identity.read(folder / name), LIMITS)
-        join(dial, Offer(clients([name]), ALGORITHMS), folder / name, patience=600.0)
+        join(dial, SiteConfiguration(clients([name]), ALGORITHMS), folder / name, timeout=600.0)
 
     threads = [threading.Thread(target=one, args=(name,)) for name in names]
     for thread in threads:
@@ -149,7 +149,7 @@ def serving(
 
 def population(host: Hub, names: Sequence[str], algorithm: str) -> Remote:
     """The sites, once all are there."""
-    return Remote(host, names, algorithm, patience=600.0, seconds=120.0, quorum=1.0)
+    return Remote(host, names, algorithm, timeout=600.0, seconds=120.0, quorum=1.0)
 
 
 def in_turns(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
@@ -218,7 +218,7 @@ def vertical() -> list[common.Row]:
     """Messages of a vertical iteration among three parties, over the transport and in one process."""
     names = ["1", "2", "3"]
     with serving([[name] for name in names], "--parties") as (host, _, _):
-        there, traffic = over_hub(answers(len(names)), host, names, patience=600.0)
+        there, traffic = over_hub(answers(len(names)), host, names, timeout=600.0)
     halves = {0: answers(len(names)), **{rank: sends() for rank in range(1, len(names) + 1)}}
     here = together(halves)[0][0]
     setting = f"messages of a vertical iteration, three parties, {len(VALUE)} rows each way"
@@ -237,7 +237,7 @@ def latency(iterations: int) -> list[common.Row]:
             made = network()
             node = ServerNode(made.server, ft.vfl.VerticalData((), y), optimizer=split_adam, per_row=True)
             half = clocked(node, [Iteration(step=step) for step in range(WARM + iterations)])
-            seconds.append(over_hub(half, host, names, patience=600.0)[0])
+            seconds.append(over_hub(half, host, names, timeout=600.0)[0])
     setting = f"a split network's iteration, three parties, {1000 * FAR:.0f} ms a message, {iterations} iterations"
     each = [common.Row(setting, f"ms, {ahead} ahead", 1000 * s / iterations) for ahead, s in zip(AHEAD, seconds)]
     times = [common.Row(setting, f"times as fast, {a} ahead", seconds[0] / s) for a, s in zip(AHEAD[1:], seconds[1:])]

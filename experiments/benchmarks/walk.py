@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import fedtorch as ft
-from fedtorch.sites import Hub, Offer, join
+from fedtorch.sites import Hub, SiteConfiguration, join
 from fedtorch.sites.streams import memory
 from fedtorch.vfl.nodes.iteration import exchange
 from fedtorch.vfl.nodes.node import Iteration
@@ -92,9 +92,9 @@ def over_sites() -> Walk:
             sites = []
             for name in ("north", "south"):
                 data = ft.data.from_tensors([(torch.randn(20, 3), torch.randn(20))], names=[name])
-                offer = Offer(data, {"fedavg": lambda: ft.fedavg(make())})
-                sites.append(pool.submit(join, partial(memory.link, hub, name), offer, patience=30.0))
-            remote = ft.Remote(hub, ["north", "south"], "fedavg", patience=30.0)
+                configuration = SiteConfiguration(data, {"fedavg": lambda: ft.fedavg(make())})
+                sites.append(pool.submit(join, partial(memory.link, hub, name), configuration, timeout=30.0))
+            remote = ft.Remote(hub, ["north", "south"], "fedavg", timeout=30.0)
             run = ft.Run(ft.fedavg(make()), remote)
             run.step()
             walk.of(run.step)

@@ -65,7 +65,7 @@ def _add_site(commands: Any) -> None:
     join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
     own = join.add_mutually_exclusive_group(required=True)
-    own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, terms")
+    own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, policy")
     own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
@@ -187,7 +187,7 @@ def _run_half(options: argparse.Namespace) -> None:
     me = identity.read(options.identity)
     _say_where(options, me)
     dial = partial(transport.connect, options.address, me)
-    waits = {"seconds": options.timeout, "patience": options.timeout}
+    waits = {"seconds": options.timeout, "timeout": options.timeout}
     traffic = resuming_over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
 
@@ -205,17 +205,17 @@ def _take_part(options: argparse.Namespace) -> None:
     from fedtorch import sites as transport
     from fedtorch.sites import AuditRecord, join
     from fedtorch.sites.identity import identity
-    from fedtorch.sites.rounds.offer import read_offer
+    from fedtorch.sites.rounds.configuration import read_configuration
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-    me, offer = identity.read(options.identity), read_offer(options.data)
+    me, configuration = identity.read(options.identity), read_configuration(options.data)
     _say_where(options, me)
     dial = partial(transport.connect, options.address, me)
     record = AuditRecord(options.record or _states(options) / "record.jsonl", me)
-    visit = join(dial, offer, _states(options), identity=me, patience=options.timeout, record=record)
-    print(f"run {visit.run} is over")
+    session = join(dial, configuration, _states(options), identity=me, timeout=options.timeout, record=record)
+    print(f"run {session.run} is over")
     if options.save is not None:
-        visit.save(options.save)
+        session.save(options.save)
 
 
 def _show_states(options: argparse.Namespace) -> None:

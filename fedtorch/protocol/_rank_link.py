@@ -1,4 +1,4 @@
-"""What one rank sends to the others and receives from them; of `ranks`."""
+"""Send to other ranks and receive from them; of `ranks`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LONGEST = 2**30  # bytes of a payload whose rows only its sender knows
 
 
 class RankLink:
-    """What one rank sends and receives.
+    """Send and receive messages of one rank.
 
     Args:
         rank: that this process has to be.

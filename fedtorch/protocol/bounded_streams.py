@@ -149,5 +149,5 @@ class Streams:
 
 
 def _host() -> bytes:
-    """Where others reach rank 0: as they reached it for the process group."""
+    """Return the address of rank 0, as they reached it for the process group."""
     return os.environ.get("MASTER_ADDR", "127.0.0.1").encode()

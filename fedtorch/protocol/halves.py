@@ -44,12 +44,35 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
-    """Wanted by a half: the next message of another node, which it is given as the value of the `yield`."""
+    """Wanted by a half: the next message of another node, which it is given as the value of the `yield`.
 
-    sender: Name
+    With a tuple of senders it is given `Heard`, the next messages of all that say something.
+
+    >>> def server():
+    ...     heard: Heard = yield Receive((1, 2, 3), torch.zeros(1), least=2)
+    ...     return sum(heard.messages.values()), heard.missing
+    >>> def party(value):
+    ...     yield Send(0, torch.tensor([value]))
+    >>> def gone():
+    ...     return None
+    ...     yield
+    >>> together({0: server(), 1: party(1.0), 2: gone(), 3: party(2.0)})[0][0]
+    (tensor([3.]), {2: 'it has said nothing'})
+    """
+
+    sender: Any  # a name, or a tuple of names
     like: Tree  # its structure, shapes and dtypes; anything else is refused
     rows: bool = False  # whether the payload says how many rows there are in place of those of `like`
     most: int = 10_000_000  # so many rows at most, where the payload says it
+    least: int = 0  # of several senders, so many are waited for also where they are not connected
+    seconds: float | None = None  # the longest wait; None leaves it to the driver
+
+
+class Heard(NamedTuple):
+    """The messages of several nodes; see `Receive`."""
+
+    messages: dict[Any, Tree]  # by sender
+    missing: dict[Any, str]  # why the others said nothing
 
 
 class Traffic(NamedTuple):
@@ -69,6 +92,21 @@ class Traffic(NamedTuple):
 
 
 Half = Generator[Send | Receive, Any, Any]
+BYTES = torch.zeros(0, dtype=torch.uint8)  # `Receive.like` of bytes, whose number the payload says
+
+
+def packed(data: bytes) -> Tensor:
+    """Return bytes as a message."""
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else BYTES
+
+
+def unpacked(message: Tensor) -> bytes:
+    """Return the bytes of a message.
+
+    >>> unpacked(packed(b"public key"))
+    b'public key'
+    """
+    return message.numpy().tobytes()
 
 
 def encode(step: Send) -> bytes:
@@ -99,17 +137,23 @@ def decode(payload: bytes, step: Receive, sender: str) -> Tree:
 
 
 def _with_rows(rows: int, leaf: Tensor) -> Tensor:
-    """What is expected of so many rows, without their memory: what the sender claims has not been checked yet."""
+    """Return a leaf of so many rows, without their memory: what the sender claims has not been checked yet."""
     return torch.empty(rows, *leaf.shape[1:], dtype=leaf.dtype, device="meta")
 
 
-def drive(half: Half, send: Callable[[Send], None], receive: Callable[[Receive], Tree]) -> Any:
+def drive(
+    half: Half,
+    send: Callable[[Send], None],
+    receive: Callable[[Receive], Tree],
+    several: Callable[[Receive], Heard] | None = None,
+) -> Any:
     """Runs one half; returns its result.
 
     Args:
         half: of this node.
         send: carries a message, usually by `encode`.
         receive: waits for one, usually by `decode`.
+        several: waits for those of several senders; default: for all of them, one after the other.
 
     >>> def half():
     ...     yield Send(1, torch.arange(3))
@@ -118,9 +162,14 @@ def drive(half: Half, send: Callable[[Send], None], receive: Callable[[Receive],
     >>> drive(half(), lambda step: line.append(encode(step)), lambda step: decode(line.popleft(), step, "echo"))
     tensor([0, 1, 2])
     """
+
+    def everybody(wanted: Receive) -> Heard:
+        return Heard({name: receive(wanted._replace(sender=name)) for name in wanted.sender}, {})
+
     wanted, result = _advance(half, None, send)
     while wanted is not None:
-        wanted, result = _advance(half, receive(wanted), send)
+        came = (several or everybody)(wanted) if isinstance(wanted.sender, tuple) else receive(wanted)
+        wanted, result = _advance(half, came, send)
     return result
 
 
@@ -149,11 +198,14 @@ def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
         answer = yield from around(step)
 
 
-def together(halves: Mapping[Any, Half]) -> tuple[dict[Any, Any], Traffic]:
+def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dict[Any, Any], Traffic]:
     """Runs all halves in this process, each until it waits for a message that is still to come.
+
+    Who waits for several senders goes on without those that have nothing more to say once nobody else can go on.
 
     Args:
         halves: by the nodes' names; the first is that of the server (or leader).
+        dropouts: whether the server may end while others wait for it, as those do that it has left out.
 
     Returns:
         The halves' results by name, and the bytes that their messages would take.
@@ -168,16 +220,27 @@ def together(halves: Mapping[Any, Half]) -> tuple[dict[Any, Any], Traffic]:
         boxes[sender, step.to].append(step.message)
         counted[sender == hub] += len(encode(step)) if step.rows else wire.size(step.message)
 
+    def comes(name: Any, wanted: Receive | None) -> bool:
+        senders = () if wanted is None else wanted.sender if isinstance(wanted.sender, tuple) else (wanted.sender,)
+        return all(boxes[sender, name] for sender in senders)
+
+    def take(name: Any, wanted: Receive | None) -> Tree:
+        if wanted is None or not isinstance(wanted.sender, tuple):
+            return None if wanted is None else boxes[wanted.sender, name].popleft()
+        there = {sender: boxes[sender, name].popleft() for sender in wanted.sender if boxes[sender, name]}
+        return Heard(there, {sender: "it has said nothing" for sender in wanted.sender if sender not in there})
+
     results: dict[Any, Any] = {}
     waiting: dict[Any, Receive | None] = dict.fromkeys(halves)
-    while waiting:
-        able = [name for name, wanted in waiting.items() if wanted is None or boxes[wanted.sender, name]]
+    while waiting and not (dropouts and hub not in waiting):
+        able = [name for name, wanted in waiting.items() if comes(name, wanted)]
+        if not able:
+            able = [name for name, wanted in waiting.items() if wanted and isinstance(wanted.sender, tuple)]
         if not able:
             raise RuntimeError(f"Expected messages for {list(waiting)}, but got none; the halves do not fit each other")
         for name in able:
             wanted = waiting.pop(name)
-            message = None if wanted is None else boxes[wanted.sender, name].popleft()
-            wanted, results[name] = _advance(halves[name], message, partial(post, name))
+            wanted, results[name] = _advance(halves[name], take(name, wanted), partial(post, name))
             if wanted is not None:
                 waiting[name] = wanted
     return results, Traffic(*counted)

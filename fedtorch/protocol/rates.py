@@ -1,4 +1,4 @@
-"""How often somebody may do something: token buckets, of each address and of all together, in bounded memory.
+"""Limit how often somebody may do something: token buckets, of each address and of all together, in bounded memory.
 
 >>> bucket = Bucket(Rate(2, per_second=0.5))
 >>> [bucket.take(1, now=seconds) for seconds in (0.0, 0.0, 0.0, 2.0)]
@@ -26,7 +26,7 @@ class Rate(NamedTuple):
 
 
 class Bucket:
-    """What is left of a rate; full at first.
+    """Keep count of a rate, full at first.
 
     Args:
         rate: of it.

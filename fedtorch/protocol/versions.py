@@ -105,7 +105,7 @@ class Versions:
 
 
 class Kept(NamedTuple):
-    """What a node keeps of a run."""
+    """Describe the versions that a node keeps of a run."""
 
     run: str  # its identity
     over: bool  # whether it has ended; else its states are pending
@@ -114,7 +114,7 @@ class Kept(NamedTuple):
 
 
 def runs(folder: Path | str) -> list[Kept]:
-    """What is kept of each run in a folder of states, the one that has changed last at the end."""
+    """Return the versions of each run in a folder of states, the run that has changed last at the end."""
     found = []
     for each in Path(folder).iterdir() if Path(folder).is_dir() else ():
         if _RUN.fullmatch(each.name) and each.is_dir():

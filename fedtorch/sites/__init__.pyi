@@ -10,9 +10,9 @@ from . import (
 from .audit.audit import AuditRecord as AuditRecord
 from .carry import masked as masked, plain as plain, sealed as sealed
 from .identity.roster import Roster as Roster
-from .rounds.offer import Offer as Offer
+from .rounds.configuration import SiteConfiguration as SiteConfiguration
+from .rounds.policy import Policy as Policy
 from .rounds.population import Remote as Remote
 from .rounds.site import join as join
-from .rounds.terms import Terms as Terms
 from .streams.grpc_streams import connect as connect, serve as serve
 from .streams.hub import Hub as Hub

@@ -61,7 +61,7 @@ _MARK = "fedtorch1."  # what a token begins with, and its version
 
 
 class Token(NamedTuple):
-    """What a site needs in order to enrol."""
+    """Holds all that a site needs in order to enrol."""
 
     address: str  # where
     name: str  # as whom
@@ -161,7 +161,7 @@ def enrol(token: Token, folder: Path | str, renew: bool = False) -> Identity:
 
 
 class Desk:
-    """Where sites enrol, until it is closed.
+    """Enrols sites until it is closed.
 
     Args:
         authority: its folder, see `identity.make_authority`; needed while sites enrol, and not by a run.

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fedtorch.sites import Roster
-from fedtorch.sites.identity import book, identity
+from fedtorch.sites.identity import identity, key_directory
 from fedtorch.sites.identity.identity import Identity
 
 
@@ -32,4 +32,4 @@ def certified(names: str = "abcdef") -> Certified:
     for name in names:
         made[name] = identity.make_site(folder, name)
         roster.add(name, identity.fingerprint(made[name].certificate))
-    return Certified(folder, made, book.sign_roster(folder, roster))
+    return Certified(folder, made, key_directory.sign_roster(folder, roster))

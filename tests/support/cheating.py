@@ -15,8 +15,8 @@ from fedtorch.sites.secure import shamir
 from fedtorch.sites.secure._both_sides import commitment, exchanged, pair_mask
 from fedtorch.sites.secure.messages import (
     ADVERT,
+    ENVELOPE,
     KEYS,
-    LETTER,
     MASKED,
     PHASES,
     REVEAL,
@@ -136,7 +136,7 @@ class Adversary:
             for owner, own, share in records(body_of(message), SHARE):
                 self._hold(int(owner), bool(own), holder, bytes(share))
         for dealer, message in made.said[SHARES].items():
-            for to, sealed, *commitments in records(body_of(message), LETTER):
+            for to, sealed, *commitments in records(body_of(message), ENVELOPE):
                 for copy in (copies[int(to)] for copies in made.copies if to in copies):
                     self._open(copy, dealer, bytes(sealed), [bytes(each) for each in commitments])
         self.keys = {k: one._mask_key for copies in made.copies for k, one in copies.items()}
@@ -153,7 +153,7 @@ class Adversary:
         self.shares.setdefault((owner, own), {})[holder] = int.from_bytes(share, "big")
 
     def _open(self, copy: Client, dealer: int, sealed: bytes, commitments: list[bytes]) -> None:
-        shared = exchanged(copy._letter_key, self.adverts[dealer][1])
+        shared = exchanged(copy._envelope_key, self.adverts[dealer][1])
         copy._shared.setdefault(dealer, (shared or b"", b""))
         both = copy._open(dealer, sealed, commitments)
         for own, share in zip((True, False), both or ()):

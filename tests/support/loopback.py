@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from fedtorch.sites import Offer
+from fedtorch.sites import SiteConfiguration
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import past_sums
 from fedtorch.sites.rounds.site import Site
@@ -39,12 +39,15 @@ class Loopback:
     """
 
     def __init__(
-        self, brought: Mapping[str, Offer], folder: Path | None, identities: Mapping[str, Identity] | None = None
+        self,
+        brought: Mapping[str, SiteConfiguration],
+        folder: Path | None,
+        identities: Mapping[str, Identity] | None = None,
     ) -> None:
         self.brought, self.folder, self.identities = dict(brought), folder, identities or {}
-        for name, offer in brought.items():
+        for name, configuration in brought.items():
             if folder is None:
-                self.brought[name] = replace(offer, terms=offer.terms._replace(remember_sums=False))
+                self.brought[name] = replace(configuration, policy=configuration.policy._replace(remember_sums=False))
             else:
                 past_sums.begin(folder / name)
         self.sites: dict[str, Site] = {}

@@ -12,9 +12,9 @@ from typing import Any
 
 import fedtorch as ft
 from fedtorch.federation.exchanges.carry import Carry, plain
-from fedtorch.sites import AuditRecord, Hub, Offer, Remote, Terms, join
+from fedtorch.sites import AuditRecord, Hub, Policy, Remote, SiteConfiguration, join
 from fedtorch.sites.identity.identity import Identity
-from fedtorch.sites.rounds.visit import Visit
+from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.sites.streams import memory
 from fedtorch.tree import Tree
 
@@ -43,15 +43,17 @@ def carry_of(make: Callable[..., ft.Algorithm]) -> Carry:
 
 def offers(
     data: ft.data.FederatedData, make: Callable[..., ft.Algorithm], start: Tree = None, sites: int = 3, **more: Any
-) -> dict[str, Offer]:
+) -> dict[str, SiteConfiguration]:
     """What sites "a", "b", … bring: their part of the clients, and one algorithm."""
 
     def made(**settings: Any) -> ft.Algorithm:
         algorithm = make(**settings)
         return algorithm if algorithm.start is not None else replace(algorithm, start=start)
 
-    more["terms"] = more.pop("terms", Terms())._replace(carry=carry_of(make))
-    return {chr(ord("a") + i): Offer(part, {"it": made}, **more) for i, part in enumerate(parts(data, sites))}
+    more["policy"] = more.pop("policy", Policy())._replace(carry=carry_of(make))
+    return {
+        chr(ord("a") + i): SiteConfiguration(part, {"it": made}, **more) for i, part in enumerate(parts(data, sites))
+    }
 
 
 class Thread(threading.Thread):
@@ -61,30 +63,36 @@ class Thread(threading.Thread):
         self,
         host: Hub,
         name: str,
-        offer: Offer,
+        configuration: SiteConfiguration,
         folder: Path | None = None,
         identity: Identity | None = None,
         record: AuditRecord | None = None,
-        patience: float = 20.0,
+        timeout: float = 20.0,
     ) -> None:
         super().__init__(daemon=True, name=f"site {name}")
-        self.host, self.site, self.offer, self.folder, self.identity = host, name, offer, folder, identity
-        self.record, self.patience = record, patience
-        self.visit: Visit | None = None
+        self.host, self.site, self.configuration, self.folder, self.identity = (
+            host,
+            name,
+            configuration,
+            folder,
+            identity,
+        )
+        self.record, self.timeout = record, timeout
+        self.session: SiteSession | None = None
         self.error: Exception | None = None
 
     def run(self) -> None:
         try:
             dial = lambda: memory.link(self.host, self.site)
             own = {"identity": self.identity, "record": self.record}
-            self.visit = join(dial, self.offer, self.folder, patience=self.patience, **own)
+            self.session = join(dial, self.configuration, self.folder, timeout=self.timeout, **own)
         except Exception as error:
             self.error = error
 
 
 @contextmanager
 def joined(
-    brought: Mapping[str, Offer],
+    brought: Mapping[str, SiteConfiguration],
     *,
     rows: Tree = None,
     settings: Mapping[str, Any] | None = None,
@@ -97,8 +105,8 @@ def joined(
     host = Hub()
     known, recorded = identities or {}, records or {}
     threads = {
-        name: Thread(host, name, offer, folder and folder / name, known.get(name), recorded.get(name))
-        for name, offer in brought.items()
+        name: Thread(host, name, configuration, folder and folder / name, known.get(name), recorded.get(name))
+        for name, configuration in brought.items()
     }
     for thread in threads.values():
         thread.start()

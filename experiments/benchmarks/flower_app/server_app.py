@@ -22,7 +22,7 @@ def main(grid: Grid, context: Context) -> None:
     config = context.run_config
     began = time.perf_counter()
     host = flower.serve(grid)
-    sites = Remote(host, config["sites"].split(","), config["algorithm"], patience=300.0, seconds=300.0, quorum=1.0)
+    sites = Remote(host, config["sites"].split(","), config["algorithm"], timeout=300.0, seconds=300.0, quorum=1.0)
     run = ft.Run(ALGORITHMS[config["algorithm"]](), sites, seed=0)
     met, seconds = time.perf_counter() - began, []
     for _ in range(config["rounds"]):

@@ -1,4 +1,4 @@
-"""How messages are carried to whoever adds them up: readable, in sums under masks, or sealed for neighbours.
+"""Carry messages to whoever adds them up: readable, in sums under masks, or sealed for neighbours.
 
 An exchange says who hears whom; how much of it those in between can read is the population's argument `carry=`. `plain`
 hides nothing. `fedtorch.sites.secure` has sums under masks, `fedtorch.sites.envelopes` sealed envelopes. What rests on

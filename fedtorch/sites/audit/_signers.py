@@ -1,4 +1,4 @@
-"""Whose key has signed a record, and who vouches for it."""
+"""Find the key that has signed a record, and the certificate that vouches for it."""
 
 from __future__ import annotations
 

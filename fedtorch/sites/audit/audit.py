@@ -9,7 +9,7 @@ Whoever holds the key can write another record from its first entry on. What the
 record of the other side, or with a last entry (`AuditRecord.head`) that was noted elsewhere.
 
 >>> import tempfile, threading, torch, fedtorch as ft
->>> from fedtorch.sites import AuditRecord, Offer, join
+>>> from fedtorch.sites import AuditRecord, SiteConfiguration, join
 >>> from fedtorch.sites.audit import audit
 >>> from fedtorch.sites import Hub
 >>> from fedtorch.sites.identity import identity
@@ -18,9 +18,10 @@ record of the other side, or with a last entry (`AuditRecord.head`) that was not
 >>> server, ward = identity.make_server(folder.name), identity.make_site(folder.name, "ward 7")
 >>> records = [f"{folder.name}/{name}.jsonl" for name in ("server", "ward")]
 >>> averaging = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
->>> host, offer = Hub(), Offer(ft.data.from_tensors([(torch.eye(2), torch.ones(2))]), {"averaging": averaging})
+>>> rows = ft.data.from_tensors([(torch.eye(2), torch.ones(2))])
+>>> host, configuration = Hub(), SiteConfiguration(rows, {"averaging": averaging})
 >>> settings = {"identity": ward, "record": AuditRecord(records[1], ward)}
->>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), offer), kwargs=settings)
+>>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), configuration), kwargs=settings)
 >>> site.start()
 >>> sites = ft.Remote(host, ["ward 7"], "averaging", record=AuditRecord(records[0], server))
 >>> sites.finish(ft.run(averaging(), sites, rounds=2))
@@ -144,7 +145,7 @@ class AuditRecord:
 
 
 class Verdict(NamedTuple):
-    """What `verify` and `compare` have to say."""
+    """Holds the result of `verify` and `compare`."""
 
     message: str  # begins with OK or FAILED
     problems: tuple[str, ...]  # none where all is well

@@ -1,4 +1,4 @@
-"""What a site and a server write into their audit records; without a record they write nothing."""
+"""Write the audit records of a site and of a server; without a record they write nothing."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.budget import Budget
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
-from fedtorch.sites.rounds.offer import Offer
 from fedtorch.sites.rounds.plan import Plan
-from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.rounds.policy import Refusal
 
 _LOG = logging.getLogger(__name__)
 _ASKS = ("run", "round", "sequence", "clients", "lost", "metrics")  # of a request's metadata
@@ -35,15 +35,21 @@ class SiteRecording:
 
     Args:
         record: None for none.
-        offer: what the site brings.
+        configuration: what the site brings.
     """
 
-    def __init__(self, record: AuditRecord | None, offer: Offer) -> None:
+    def __init__(self, record: AuditRecord | None, configuration: SiteConfiguration) -> None:
         self._record = record
         if record is not None:
-            rows = int(offer.data.counts.sum())
-            about: dict[str, Any] = {"algorithms": sorted(offer.algorithms), "clients": len(offer.data), "rows": rows}
-            record.note("joined", policy=offer.terms.described(), metrics=sorted(offer.metrics), **about)
+            rows = int(configuration.data.counts.sum())
+            about: dict[str, Any] = {
+                "algorithms": sorted(configuration.algorithms),
+                "clients": len(configuration.data),
+                "rows": rows,
+            }
+            record.note(
+                "joined", policy=configuration.policy.described(), metrics=sorted(configuration.metrics), **about
+            )
 
     def connected(self) -> None:
         """Write that the site has reached a server with a certificate of its authority."""

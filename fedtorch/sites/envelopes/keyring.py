@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from fedtorch.sites.identity import book
-from fedtorch.sites.identity.book import Book, Speaker
+from fedtorch.sites.identity import key_directory
 from fedtorch.sites.identity.identity import Identity
+from fedtorch.sites.identity.key_directory import KeyDirectory, Speaker
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.rounds.sites import Heard
-from fedtorch.sites.rounds.terms import Refusal
 from fedtorch.wire import PayloadError
 
-BOOK = "book"  # its name beside other bytes of a frame
+DIRECTORY = "directory"  # its name beside other bytes of a frame
 Ask = Callable[[Mapping[str, bytes], int, Callable[[str, Frame], object]], Heard]
 
 
@@ -44,10 +44,10 @@ class Keyring:
         return heard.missing
 
     def _read(self, sites: Mapping[str, range], run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
-        """An announcement that others will believe, so that one site does not spoil the book for all."""
+        """An announcement that others will believe, so that one site does not spoil the directory for all."""
         word = frame.blob("keys")
         try:
-            said = book.speaker(word, self._roster, run)
+            said = key_directory.speaker(word, self._roster, run)
         except ValueError as error:
             raise PayloadError(str(error)) from None
         if said.name != site or range(said.first, said.first + said.clients) != sites[site]:
@@ -58,9 +58,9 @@ class Keyring:
         """Sites are asked again, for the keys of another run."""
         self._said.clear()
 
-    def book(self, sites: Iterable[str]) -> bytes:
-        """The book of sites in the order of their clients, as far as they have announced keys."""
-        return book.write(self._roster, [self._said[name][0] for name in sites if name in self._said])
+    def directory(self, sites: Iterable[str]) -> bytes:
+        """The directory of sites in the order of their clients, as far as they have announced keys."""
+        return key_directory.write(self._roster, [self._said[name][0] for name in sites if name in self._said])
 
     def signing(self, sites: Iterable[str]) -> list[bytes]:
         """With which keys sites sign."""
@@ -84,7 +84,7 @@ class SiteKeys:
         if identity is None:
             raise Refusal("the site has no identity to sign keys with; it was not given to join(identity=...)")
         self._authority, self.run, self._issued = identity.authority, run, 0.0
-        self.name, self.own = identity.name, book.Keys(identity, run, first, clients)
+        self.name, self.own = identity.name, key_directory.Keys(identity, run, first, clients)
 
     def announce(self, frame: Frame) -> bytes:
         """The answer to a request for keys."""
@@ -97,23 +97,23 @@ class SiteKeys:
         return self.own.signing.private_bytes_raw()
 
     def read(self, data: bytes) -> tuple[tuple[Speaker, ...], int]:
-        """(the sites of a book, the place of this one).
+        """(the sites of a directory, the place of this one).
 
         Raises:
             Refusal: it cannot be believed, lacks this site, or is of an older roster than another.
         """
         try:
-            found = book.read(data, self._authority, self.run)
+            found = key_directory.read(data, self._authority, self.run)
         except ValueError as error:
             raise Refusal(str(error)) from None
         self._check(found)
         place = [speaker.name for speaker in found.speakers].index(self.name)
         return found.speakers, place
 
-    def _check(self, found: Book) -> None:
+    def _check(self, found: KeyDirectory) -> None:
         if found.issued < self._issued:
             raise Refusal("the roster is older than one that the site has seen; a revoked site may be in it")
         self._issued = found.issued
         mine = [each for each in found.speakers if each.name == self.name]
         if self.own.epoch is None or not mine or mine[0].signing != self.own.signing.public_key().public_bytes_raw():
-            raise Refusal("the book of keys does not have those that this site has now; ask it for them again")
+            raise Refusal("the signed key directory does not have those that this site has now; ask it for them again")

@@ -1,12 +1,13 @@
-"""Graphs between sites: neighbours' messages go through the server in sealed letters, and it holds none of them.
+"""Graphs between sites: neighbours' messages go through the server in sealed envelopes, and it holds none of them.
 
 A site keeps what its own nodes have told, and tells each site that has neighbours of theirs all that these told last,
-in one letter. The server passes a site's last letters on until it has committed newer ones. So a letter that is lost
-gets nothing out of step, nor does a site that goes back to an earlier round, and what a node hears is the exchange's
-sum over its neighbours, as in one process. Between two clients of one site nothing travels.
+in one envelope. The server passes a site's last envelopes on until it has committed newer ones. So an envelope that is
+lost gets nothing out of step, nor does a site that goes back to an earlier round, and what a node hears is the
+exchange's sum over its neighbours, as in one process. Between two clients of one site nothing travels.
 
-The server learns who answers, who is whose neighbour, and how long letters are. It can withhold letters, and which site
-plays which node is what it says and each site signs. Its `run.server.total` stays what it was before the first round.
+The server learns who answers, who is whose neighbour, and how long envelopes are. It can withhold envelopes, and which
+site plays which node is what it says and each site signs. Its `run.server.total` stays what it was before the first
+round.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class Sealed:
     masks: None = None
 
     def __str__(self) -> str:
-        return "sealed letters"
+        return "sealed envelopes"
 
     def __repr__(self) -> str:
         return f"sealed({self.network!r})"
@@ -70,6 +71,6 @@ def sealed(network: Network) -> Sealed:
         >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
         >>> run = ft.run(algorithm, ft.InProcess(data, carry=sealed(network)), rounds=1)  # as for ft.Remote
         >>> run.fingerprint()["messages"]
-        'sealed letters'
+        'sealed envelopes'
     """
     return Sealed(network)

@@ -20,7 +20,7 @@ Deliver = Callable[[Mapping[str, Any], bool, Sequence[bytes]], tuple[str, Sequen
 
 
 class Letter(NamedTuple):
-    """What a message or a reply holds."""
+    """Return the content of a message or a reply."""
 
     opens: bool  # a stream begins with it
     name: str  # what the site is called, in replies
@@ -33,7 +33,7 @@ class Node:
 
     name: str = ""  # of its site, once it has said so
     line: Line | None = None  # to its site, once it has said who it is
-    letter: str = ""  # the message that it has not answered yet
+    envelope: str = ""  # the message that it has not answered yet
     until: float = 0.0  # the time until which the answer is waited for
     came: deque[bytes] = field(default_factory=deque)  # its frames for which there was no room yet
     shut: bool = False  # it is not asked any more
@@ -48,11 +48,11 @@ class Post:
         hub: whose lines they are.
         grid: of a `ServerApp`.
         nodes: the number of each site's node, if they are known.
-        patience: seconds after which a reply is not waited for any more.
+        timeout: seconds after which a reply is not waited for any more.
     """
 
-    def __init__(self, hub: Hub, grid: Any, nodes: Mapping[str, int] | None, patience: float) -> None:
-        self.hub, self._grid, self.patience = hub, grid, patience
+    def __init__(self, hub: Hub, grid: Any, nodes: Mapping[str, int] | None, timeout: float) -> None:
+        self.hub, self._grid, self.timeout = hub, grid, timeout
         self._known = None if nodes is None else dict(nodes)
         self._nodes: dict[int, Node] = {}
         self._online: frozenset[int] = frozenset()
@@ -61,14 +61,14 @@ class Post:
 
     @property
     def waiting(self) -> bool:
-        """Whether a node has a message that it has not answered."""
-        return any(node.letter for node in self._nodes.values())
+        """Return whether a node has a message that it has not answered."""
+        return any(node.envelope for node in self._nodes.values())
 
     def turn(self) -> None:
         """Takes what has come, and sends what waits, to nodes that have answered."""
-        letters = {node.letter: number for number, node in self._nodes.items() if node.letter}
-        for reply in self._grid.pull_messages(list(letters)) if letters else ():
-            number = letters.get(reply.metadata.reply_to_message_id)
+        envelopes = {node.envelope: number for number, node in self._nodes.items() if node.envelope}
+        for reply in self._grid.pull_messages(list(envelopes)) if envelopes else ():
+            number = envelopes.get(reply.metadata.reply_to_message_id)
             if number is not None:
                 self._take(number, self._nodes[number], reply)
         now = time.monotonic()
@@ -78,11 +78,11 @@ class Post:
             self._nodes[number] = Node()
         for number, node in self._nodes.items():
             self._give(node)
-            if node.letter and now > node.until:
-                self._fail(node, f"its node did not reply within {self.patience:g} s")
-            elif not node.letter and number not in self._online:
+            if node.envelope and now > node.until:
+                self._fail(node, f"its node did not reply within {self.timeout:g} s")
+            elif not node.envelope and number not in self._online:
                 self._leave(node, ConnectionResetError("its node is not online"))
-            elif not node.letter and not node.came and not node.shut:
+            elif not node.envelope and not node.came and not node.shut:
                 self._write(number, node)
 
     def _write(self, number: int, node: Node) -> None:
@@ -91,14 +91,14 @@ class Post:
         if not frames and (not opens or self.hub.closed or time.monotonic() < node.rests):
             return
         content = self._app.RecordDict({_RECORD: self._app.ConfigRecord({"opens": opens, "frames": frames})})
-        message = self._app.Message(content, number, _KIND, ttl=self.patience)
+        message = self._app.Message(content, number, _KIND, ttl=self.timeout)
         try:
-            (letter,) = self._grid.push_messages([message])
+            (envelope,) = self._grid.push_messages([message])
         except Exception as error:  # flwr's errors are those of its HTTP library, and it gives [] for a long message
             _LOG.warning("the SuperLink did not take a message: %s: %s", type(error).__name__, error)
-            letter = None
-        if letter:
-            node.letter, node.until = letter, time.monotonic() + self.patience
+            envelope = None
+        if envelope:
+            node.envelope, node.until = envelope, time.monotonic() + self.timeout
         else:
             self._fail(node, "the SuperLink did not take a message for it")
 
@@ -120,21 +120,21 @@ class Post:
 
     def _take(self, number: int, node: Node, reply: Any) -> None:
         """Takes in a reply, and opens a line to a site that says who it is."""
-        node.letter = ""
+        node.envelope = ""
         try:
             if reply.has_error():
                 raise ValueError(f"its app failed: {reply.error.reason}")
-            letter = read(reply.content, self.hub.limits)
+            envelope = read(reply.content, self.hub.limits)
             if node.line is None:
-                self._check(number, letter.name)
-                node.name, node.line = letter.name, self.hub.join(letter.name)
-            elif letter.name != node.name:
-                raise ValueError(f"expected the name {node.name!r}, but got {letter.name!r}")
+                self._check(number, envelope.name)
+                node.name, node.line = envelope.name, self.hub.join(envelope.name)
+            elif envelope.name != node.name:
+                raise ValueError(f"expected the name {node.name!r}, but got {envelope.name!r}")
         except (ValueError, OSError) as error:
             self._fail(node, str(error))
         else:
             node.failures = 0
-            node.came.extend(letter.frames)
+            node.came.extend(envelope.frames)
 
     def _check(self, number: int, name: str) -> None:
         """Refuses a name that belongs to another node."""
@@ -162,7 +162,7 @@ class Post:
     def _fail(self, node: Node, why: str) -> None:
         """Ends a node's stream; it is asked again who it is, after a while."""
         _LOG.warning("site %r: %s", node.name, why)
-        node.letter, node.failures = "", node.failures + 1
+        node.envelope, node.failures = "", node.failures + 1
         node.rests = time.monotonic() + min(2.0**node.failures, _LONGEST_PAUSE)
         self._leave(node, ConnectionResetError(why))
 
@@ -175,8 +175,8 @@ class Post:
 
 def answer(deliver: Deliver, limits: Limits, message: Any, context: Any) -> Any:
     """The reply to a message; see `client_app`."""
-    flwr, letter = library(), read(message.content, limits)
-    name, frames = deliver(context.node_config, letter.opens, letter.frames)
+    flwr, envelope = library(), read(message.content, limits)
+    name, frames = deliver(context.node_config, envelope.opens, envelope.frames)
     record = flwr.ConfigRecord({"name": name, "frames": list(frames)})
     return flwr.Message(flwr.RecordDict({_RECORD: record}), reply_to=message)
 
@@ -197,7 +197,7 @@ def library() -> Any:
 
 
 def read(content: Any, limits: Limits) -> Letter:
-    """What a message holds.
+    """Return the content of a message.
 
     Raises:
         ValueError: it is something else.

@@ -4,8 +4,8 @@ The site's own settings come from its SuperNode's command, not from the app::
 
     flower-supernode … --node-config 'name="ward 7" data="/srv/my_data.py" states="/srv/states"'
 
-`data` is the site's file, see `offer`; `states` a folder of the site, in which it finds itself in the next process;
-`save`, which need not be there, the file for the clients' tensors once a run is over.
+`data` is the site's file, see `rounds.configuration`; `states` a folder of the site, in which it finds itself in the
+next process; `save`, which need not be there, the file for the clients' tensors once a run is over.
 
 What a site says when a stream opens:
 
@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedtorch.sites.flower import transport as flower
-from fedtorch.sites.rounds.offer import read_offer
+from fedtorch.sites.rounds.configuration import read_configuration
 from fedtorch.sites.rounds.site import deliver
 
 
@@ -53,7 +53,7 @@ def take_part(settings: Mapping[str, Any], opens: bool, payloads: Sequence[bytes
     missing = [name for name in ("name", "data", "states") if not isinstance(settings.get(name), str)]
     if missing:
         raise ValueError(f"Expected {' and '.join(missing)} in the SuperNode's --node-config, each a text in quotes")
-    said, ended = deliver(read_offer(settings["data"]), settings["states"], opens, payloads)
+    said, ended = deliver(read_configuration(settings["data"]), settings["states"], opens, payloads)
     if ended is not None and "save" in settings:
         ended.save(settings["save"])
     return settings["name"], said

@@ -47,7 +47,7 @@ def serve(
     nodes: Mapping[str, int] | None = None,
     limits: Limits = LIMITS,
     *,
-    patience: float = 600.0,
+    timeout: float = 600.0,
     pause: float = 0.1,
 ) -> Hub:
     """A hub of the nodes that are online, in the main function of a `ServerApp`; `close` waits for the last replies.
@@ -57,11 +57,11 @@ def serve(
         nodes: the number of each site's node, as `flwr supernode list` shows it. A site of another node is refused;
             without, a node goes by the name that it gives itself, and no other may have that name.
         limits: of every stream.
-        patience: seconds after which a node's reply is not waited for any more, also when the hub closes.
+        timeout: seconds after which a node's reply is not waited for any more, also when the hub closes.
         pause: seconds between looks at what has come.
     """
     hub = Hub(limits)
-    post = Post(hub, grid, nodes, patience)
+    post = Post(hub, grid, nodes, timeout)
     thread = threading.Thread(target=_carry, args=(post, pause), name="fedtorch-flower", daemon=True)
     hub.on_close(thread.join)
     thread.start()
@@ -87,7 +87,7 @@ def _carry(post: Post, pause: float) -> None:
     """Turns until the hub has closed; then until all nodes have what was said to them last, or time is up."""
     while not post.hub.closed:
         _turn(post, pause)
-    ends = time.monotonic() + post.patience
+    ends = time.monotonic() + post.timeout
     _turn(post, pause)
     while post.waiting and time.monotonic() < ends:
         _turn(post, pause)

@@ -1,4 +1,4 @@
-"""What a certificate says, what a site may be called, and files that only their owner may read."""
+"""Read certificates, check names of sites, and write files that only their owner may read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def digest_of(public: bytes) -> str:
 
 
 def common_name(certificate: x509.Certificate) -> str:
-    """What a certificate calls its holder."""
+    """Return the name of a certificate's holder."""
     return str(certificate.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
 
 
@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
             f"Expected the name of a site, but got {name!r}, which is that of every server; choose another"
         )
     if not _NAME.fullmatch(name):
-        raise ValueError(f"Expected a name of 1 to 63 letters, digits, '.', '_', '-' and spaces, but got {name!r}")
+        raise ValueError(f"Expected a name of 1 to 63 envelopes, digits, '.', '_', '-' and spaces, but got {name!r}")
 
 
 def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:

@@ -1,4 +1,4 @@
-"""Who a process is: a key of its own, a certificate that an authority has made for it, and that authority.
+"""Identify a process: by a key of its own, a certificate that an authority has made for it, and that authority.
 
 An authority has a folder of its own, with its key, which nobody needs who serves or joins: keep it elsewhere. It makes
 certificates for serving and for sites; which one, does not depend on the name. Sites take no server with a certificate

@@ -66,7 +66,7 @@ class Roster:
 
     @property
     def rows(self) -> dict[str, int | None]:
-        """How many rows each site may say that it has, None where nothing was agreed."""
+        """Return the number of rows each site may say that it has, None where nothing was agreed."""
         return {name: site.rows for name, site in self.sites.items()}
 
     def name_of(self, certificate: bytes) -> str:

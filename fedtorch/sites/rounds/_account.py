@@ -1,4 +1,4 @@
-"""What each site has told for good, as the server has heard it, so that a site that leaves can have it withdrawn."""
+"""Keep the totals that each site has told for good, so that a site that leaves can have it withdrawn."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Account:
             tree.map(lambda total, new: total[site].add_(new), self._told, change)
 
     def withdraw(self, site: int) -> Tree:
-        """What a site has told; from now on it has left.
+        """Return a site's totals; from now on it has left.
 
         Raises:
             ValueError: it has left before, or no account was kept.

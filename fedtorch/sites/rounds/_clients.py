@@ -77,7 +77,8 @@ class RemoteClients:
         self._up = self._down = 0
         self.over = False
         asked = [(index, site) for index, site in self._members() if len(self._own(index, cohort))]
-        start = start_for_all(self.algorithm, self.plan.carry, outbox)
+        masked = self.plan.carry.masks is not None
+        start = start_for_all(self.algorithm, self.plan.carry, outbox) if masked else b""
         missing = self._prepare(asked, start)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         requests: dict[str, bytes] = {}
@@ -89,7 +90,7 @@ class RemoteClients:
         heard = self._ask(requests, number, self._read.round)
         missing = {**missing, **heard.missing}
         self._check_quorum(heard.answers, missing, len(asked))
-        wanted = Asked(number, self._least(len(asked)), start, name_of_sum(start, turn), missing)
+        wanted = Asked(number, self._least(len(asked)), start, name_of_sum(start, turn) if masked else b"", missing)
         aggregate, answers = self._meet(heard.answers, wanted)
         fell = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in heard.answers}
         self._recording.left_out(self.run, {site: why for site, why in fell.items() if site not in answers})
@@ -112,7 +113,7 @@ class RemoteClients:
         )
 
     def total(self) -> Tree | None:
-        """What all clients tell for good, if all sites answer; see `Clients.total`."""
+        """Return the total of what all clients tell for good, if all sites answer; see `Clients.total`."""
         exchange, members = self.algorithm.exchange, self._members()
         if self.plan.carry.network is not None:
             return None  # nodes have it, a row each
@@ -160,7 +161,7 @@ class RemoteClients:
         return tree.concatenate([heard.answers.get(site, none) for site, none in zip(self.plan.sites.names, nothing)])
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """What clients predict with, where that does not depend on their own states; see `Clients.tensors`.
+        """Return what clients predict with, where that does not depend on their own states; see `Clients.tensors`.
 
         Raises:
             ValueError: it does, and their states are at the sites.
@@ -189,7 +190,7 @@ class RemoteClients:
         return [index for index, site in here.items() if sites.tell(site, self.run, self._begin, requests[site])]
 
     def withdraw(self, site: str) -> Tree:
-        """What a site's clients have told beyond their initial states; the site is not asked any more.
+        """Return the totals of a site's clients beyond their initial states; the site is not asked any more.
 
         Raises:
             ValueError: no such site, or one that has left, or no account was kept.
@@ -267,21 +268,21 @@ class RemoteClients:
         least = 2 if carry.masks is None else carry.masks.sites
         if plan.roster is None or len(plan.sites.names) < least:
             raise ValueError(
-                f"Expected roster=book.sign_roster(authority, roster) and at least {least} sites, which believe each "
-                f"other's keys by it, but got {len(plan.sites.names)} sites and "
+                f"Expected roster=identity.sign_roster(authority, roster) and at least {least} sites, which "
+                f"believe each other's keys by it, but got {len(plan.sites.names)} sites and "
                 f"{'no roster' if plan.roster is None else 'a roster'}"
             )
         carry.check(len(plan.names), len(plan.sites.names))
         own = {name: range(f, f + n) for name, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         ask, number = self._ask, plan.sites.next_sequence
         keyring = Keyring(plan.roster, ask, number)
-        return Hidden(carry, keyring, own, plan.rotate, ask, number, self._letters, plan.lost)
+        return Hidden(carry, keyring, own, plan.rotate, ask, number, self._envelopes, plan.lost)
 
-    def _letters(self, site: str, number: int) -> bytes:
-        return self._request("letters", self.plan.sites.names.index(site), None, None, number)
+    def _envelopes(self, site: str, number: int) -> bytes:
+        return self._request("envelopes", self.plan.sites.names.index(site), None, None, number)
 
     def _prepare(self, asked: list[tuple[int, str]], start: bytes = b"") -> dict[str, str]:
-        """Sees to keys and letters, neighbours' letters of all; returns why sites are not to be asked."""
+        """Sees to keys and envelopes, neighbours' envelopes of all; returns why sites are not to be asked."""
         if self._hidden is None:
             return {}
         members = asked if self.plan.carry.network is None else self._members()

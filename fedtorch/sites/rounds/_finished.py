@@ -1,4 +1,4 @@
-"""What a checkpoint says of a run that is over: a server that is started again with it waits for no site."""
+"""Read from a checkpoint that a run is over: a server that is started again with it waits for no site."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ LAST_WORD = 10.0  # seconds in which a site that may have missed that the run is
 
 
 def state_of(over: bool, bring: Mapping[str, Brings]) -> dict[str, Tensor]:
-    """Whether sites are told that the run is over, and what they have brought, as tensors."""
+    """Return as tensors whether sites are told that the run is over, and what they have brought."""
     text = json.dumps({name: each._asdict() for name, each in bring.items()}).encode()
     return {"over": torch.tensor(over), "bring": torch.tensor(list(text), dtype=torch.uint8)}
 
 
 def brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Brings] | None:
-    """What these sites have brought to the run of a checkpoint, if that run is over; None if they are waited for.
+    """Return what these sites have brought to a checkpoint's run, if that is over; None if they are waited for.
 
     Raises:
         ValueError: the file is no checkpoint.

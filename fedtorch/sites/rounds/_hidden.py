@@ -1,22 +1,25 @@
-"""The server's part in what it may not read: keys that it passes on, sums under masks, and sealed letters."""
+"""The server's part in what it may not read: keys that it passes on, sums under masks, and sealed envelopes."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from fedtorch.federation.exchanges.carry import Carry
-from fedtorch.sites.envelopes.keyring import BOOK, Ask, Keyring
-from fedtorch.sites.envelopes.letters import Letters
-from fedtorch.sites.rounds._masked import Asked, SumLost, SumOfSites, parties_of
+from fedtorch.sites.envelopes.envelopes import Envelopes
+from fedtorch.sites.envelopes.keyring import DIRECTORY, Ask, Keyring
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._masked import Asked, SumLost, add_up, parties_of
 from fedtorch.sites.rounds.plan import Lost
+from fedtorch.sites.rounds.sites import Heard
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
 
 
 class Hidden:
-    """What sites send each other in a run.
+    """Passes on what sites send each other in a run.
 
     Args:
         carry: with masks, or sealed.
@@ -25,7 +28,7 @@ class Hidden:
         rotate: so many rounds keys are used.
         ask: how sites are asked.
         next_sequence: a number for requests.
-        letters: (site, number of the request) -> a request for letters.
+        envelopes: (site, number of the request) -> a request for envelopes.
         lost: what has become of sums, to which this one adds.
     """
 
@@ -37,17 +40,17 @@ class Hidden:
         rotate: int,
         ask: Ask,
         next_sequence: Callable[[], int],
-        letters: Callable[[str, int], bytes],
+        envelopes: Callable[[str, int], bytes],
         lost: Lost,
     ) -> None:
         self._masks, self._keyring, self._clients, self._rotate = carry.masks, keyring, clients, rotate
         self._ask, self._next, self._rounds, self._lost = ask, next_sequence, 0, lost
-        self._letters = None if carry.network is None else Letters(letters, ask, next_sequence)
-        self._parties: list[str] = []  # the sites of the book, in its order
-        self._book = b""
+        self._envelopes = None if carry.network is None else Envelopes(envelopes, ask, next_sequence)
+        self._parties: list[str] = []  # the sites of the directory, in its order
+        self._directory = b""
 
     def begin(self, sites: Sequence[str], run: str, start: bytes = b"") -> dict[str, str]:
-        """Sees to keys, and to letters, before sites are asked for something over a start.
+        """Sees to keys, and to envelopes, before sites are asked for something over a start.
 
         Returns:
             Why some are not to be asked: they have no keys, or are left out of sums.
@@ -71,28 +74,28 @@ class Hidden:
         self._rounds += 1
         there = [site for site in sites if site not in missing]
         self._parties = [name for name in self._clients if name in there]
-        self._book = self._keyring.book(list(self._clients) if self._letters is not None else self._parties)
-        if self._letters is not None:
-            self._letters.begin(there, self._book)
+        self._directory = self._keyring.directory(list(self._clients) if self._envelopes is not None else self._parties)
+        if self._envelopes is not None:
+            self._envelopes.begin(there, self._directory)
         return missing
 
     def to(self, site: str) -> dict[str, bytes]:
-        """The book, and letters for a site, by name."""
-        return {BOOK: self._book, **({} if self._letters is None else self._letters.to(site))}
+        """The directory, and envelopes for a site, by name."""
+        return {DIRECTORY: self._directory, **({} if self._envelopes is None else self._envelopes.to(site))}
 
-    def keep(self, letters: Mapping[str, dict[str, bytes]]) -> None:
-        """Takes letters that go with a round that is kept."""
-        if self._letters is not None:
-            self._letters.keep(letters)
+    def keep(self, envelopes: Mapping[str, dict[str, bytes]]) -> None:
+        """Takes envelopes that go with a round that is kept."""
+        if self._envelopes is not None:
+            self._envelopes.keep(envelopes)
 
     def forget(self) -> None:
-        """Goes back to another round, maybe of another run; sites have to announce keys and write letters anew."""
+        """Goes back to another round, maybe of another run; sites have to announce keys and write envelopes anew."""
         self._keyring.forget()
-        if self._letters is not None:
-            self._letters.forget()
+        if self._envelopes is not None:
+            self._envelopes.forget()
 
     def add_up(self, first: Mapping[str, bytes], run: str, message: Tree, wanted: Asked) -> tuple[Tree, list[str]]:
-        """(the aggregate of what sites have under masks, the sites in it); see `SumOfSites.finish`.
+        """(the aggregate of what sites have under masks, the sites in it); see `_masked.add_up`.
 
         Args:
             first: what sites have said in the first phase.
@@ -106,9 +109,15 @@ class Hidden:
         firsts = {name: self._clients[name].start for name in self._parties}
         signing = dict(zip(firsts.values(), self._keyring.signing(self._parties)))
         parties = parties_of(run, wanted.number, wanted.about, signing)
-        made = SumOfSites(self._masks, parties, firsts, message, self._ask, self._next, wanted)
+
+        def ask(phase: int, sent: Mapping[str, bytes]) -> Heard:
+            number = self._next()
+            encode = partial(frames.encode_blobs, "phase", run=run, sequence=number, sum=wanted.number, phase=phase)
+            requests = {site: encode(blobs={"payload": payload}) for site, payload in sent.items()}
+            return self._ask(requests, number, lambda site, frame: frame.blob("said"))
+
         try:
-            total, there = made.finish(first, run)
+            made = add_up(self._masks, parties, firsts, message, first, wanted, ask)
         except SumLost as lost:
             if wanted.start:
                 self._leave_out(lost.failed)
@@ -116,10 +125,10 @@ class Hidden:
                     self._lost.bound[wanted.start] = lost.bound
             raise
         self._lost.bound.pop(wanted.start, None)
-        for site in there:
+        for site in made.sites:
             self._lost.failed.pop(site, None)
         self._leave_out({site: f"it sent {why}" for site, why in made.guilty.items()})
-        return total, there
+        return made.aggregate, made.sites
 
     def _leave_out(self, sites: Mapping[str, str]) -> None:
         """Leave sites out of later sums, but for one that others have confirmed with them."""

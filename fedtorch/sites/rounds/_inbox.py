@@ -1,4 +1,4 @@
-"""What the clients of a site hear, as it travels: rows for each, and what is the same for all of them once."""
+"""Encode the inboxes of a site's clients: rows for each, and what is the same for all of them once."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PREFIX = f"{_INBOX}."
 
 
 class Inboxes(NamedTuple):
-    """What some clients of a site hear; it takes the place of the server's outbox there."""
+    """Holds the inboxes of some clients of a site; it takes the place of the server's outbox there."""
 
     ids: Tensor  # (K,) ascending
     inbox: Tree  # (K, ...)
 
     def of(self, ids: Rows) -> Tree:
-        """What some of them hear."""
+        """Return the inboxes of some of them."""
         wanted = indices(ids)
         if len(wanted) == len(self.ids):
             return self.inbox

@@ -8,7 +8,7 @@ in is decided by `past_sums`, when it hears who is asked and again before it con
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
@@ -18,15 +18,19 @@ from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.exchanges.exchange import RowsOf
-from fedtorch.sites.envelopes.keyring import Ask, SiteKeys
+from fedtorch.protocol import halves as halves
+from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked
+from fedtorch.sites.envelopes.keyring import SiteKeys
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.past_sums import digest_of_start
-from fedtorch.sites.rounds.terms import Refusal
-from fedtorch.sites.secure.masked import Masked, Parties, SiteSums
-from fedtorch.sites.secure.messages import PHASES
-from fedtorch.sites.secure.parties import Client
+from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.sites import Heard
+from fedtorch.sites.secure.halves import client_half, server_half
+from fedtorch.sites.secure.masked import Masked, Parties
+from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
+from fedtorch.sites.secure.server import Server
 from fedtorch.tree import Tree
 
 
@@ -76,157 +80,148 @@ class SumLost(RuntimeError):
         self.failed, self.bound = failed, bound
 
 
-class SumOfSites:
-    """The server's half of one sum.
+class Added(NamedTuple):
+    """A sum of sites."""
+
+    aggregate: Tree
+    sites: list[str]  # that are in it
+    guilty: dict[str, str]  # how sites have broken the protocol
+
+
+def add_up(
+    masks: Masked,
+    parties: Parties,
+    firsts: Mapping[str, int],
+    message: Tree,
+    first: Mapping[str, bytes],
+    wanted: Asked,
+    ask: Callable[[int, Mapping[str, bytes]], Heard],
+) -> Added:
+    """Return the sum of what sites have under masks: the server's half, driven over requests.
 
     Args:
         masks: of the population.
         parties: who adds up.
         firsts: the number of each site's first client, by name.
         message: what clients send, `(0, ...)`.
-        ask: how sites are asked.
-        next_sequence: a number for requests.
+        first: what sites have said in the first phase.
         wanted: what the server asks for.
+        ask: (phase, what sites are sent) -> what they say.
+
+    Raises:
+        SumLost: there is no sum.
     """
+    server, names = masks.server(parties, message), {number + 1: name for name, number in firsts.items()}
+    requests: dict[str, bytes] = {}
+    phases = iter(PHASES)
 
-    def __init__(
-        self,
-        masks: Masked,
-        parties: Parties,
-        firsts: Mapping[str, int],
-        message: Tree,
-        ask: Ask,
-        next_sequence: Callable[[], int],
-        wanted: Asked,
-    ) -> None:
-        self._masks, self._firsts, self._ask, self._next = masks, firsts, ask, next_sequence
-        self._number, self._least = parties.attempt, wanted.least
-        self._sum: SiteSums = masks.server(parties, message)
-        self._reasons = dict(wanted.missing)  # why sites have not answered
-        self._confirmed: list[frozenset[str]] = []  # who has answered, by phase, once it is clear whose sum it is
+    def send(step: Send) -> None:
+        requests[names[int(step.to)]] = unpacked(step.message)
 
-    def finish(self, first: Mapping[str, bytes], run: str) -> tuple[Tree, list[str]]:
-        """(the aggregate, the sites that are in it), from what sites have said in the first phase.
+    def hear(step: Receive) -> halves.Heard:
+        phase = next(phases)
+        heard = Heard(dict(first), {}, 0) if phase == ADVERT else ask(phase, requests)
+        requests.clear()
+        numbers = {name: number + 1 for name, number in firsts.items()}
+        said = {numbers[name]: packed(answer) for name, answer in heard.answers.items()}
+        return halves.Heard(said, {numbers[name]: why for name, why in heard.missing.items()})
 
-        Raises:
-            SumLost: there is no sum.
-        """
-        said = first
-        try:
-            for phase in PHASES:
-                if phase != PHASES[0]:
-                    said = self._answers(phase, said, run)
-                taken = {site: message for site, message in said.items() if self._sum.take(phase, message)}
-                self._reasons.update(dict.fromkeys(said.keys() - taken.keys(), "it sent what the protocol refuses"))
-                said = taken
-            aggregate = self._sum.aggregate()
-        except RuntimeError as error:
-            raise self._lost(error) from error
-        return aggregate, self._survivors
-
-    @property
-    def guilty(self) -> dict[str, str]:
-        """The sites that have broken the protocol, and how."""
-        return {
-            name: self._sum.guilty[first + 1] for name, first in self._firsts.items() if first + 1 in self._sum.guilty
-        }
-
-    @property
-    def _survivors(self) -> list[str]:
-        survivors = set(self._sum.survivors)
-        return [name for name, first in self._firsts.items() if first + 1 in survivors]
-
-    def _answers(self, phase: int, sites: Iterable[str], run: str) -> Mapping[str, bytes]:
-        """Ask sites for their messages of a phase; raise RuntimeError rather than for the sum of too few."""
-        survivors, number = self._survivors, self._next()
-        if self._masks.sites <= len(survivors) < self._least and not self._confirmed:
-            raise RuntimeError(f"Expected a sum of at least {self._least} sites, but only {survivors} are left")
-        requests = {
-            site: frames.encode_blobs(
-                "phase", {"payload": self._sum.request(phase, self._firsts[site] + 1)},
-                run=run, sequence=number, sum=self._number, phase=phase,
-            )
-            for site in sites
-        }  # fmt: skip
-        heard = self._ask(requests, number, lambda site, frame: frame.blob("said"))
-        self._reasons.update(heard.missing)
-        if survivors:
-            self._confirmed.append(frozenset(heard.answers))
-        return heard.answers
-
-    def _lost(self, error: RuntimeError) -> SumLost:
-        """Say why there is no sum, whose fault it is, and who can still add up."""
-        bound = frozenset(self._survivors) if any(self._confirmed) else frozenset()
-        withheld = next((bound - answered for answered in self._confirmed if bound - answered), frozenset())
-        failed = {
-            **{site: "it sent nothing" for site in withheld},
-            **{site: f"it sent {why}" for site, why in self.guilty.items()},
-        }
-        told = [str(error), *(f"{site!r}: {why}" for site, why in self._reasons.items())]
-        if bound:
-            told.append(
-                f"the round is lost, for {sorted(failed)} failed it after others had confirmed the sum of "
-                f"{sorted(bound)}: as a server may have come to it, these add up over the same start all together or "
-                "not at all; do the round again by run.step() when all of them answer, or begin a run from other "
-                "parameters, which leaves those out that failed"
-            )
-        else:
-            told.append("nothing of the round was kept: do it again by run.step()")
-        return SumLost("; ".join(told), failed, bound)
+    try:
+        total = halves.drive(server_half(server, wanted.least, names), send, _nobody, hear)
+        aggregate = masks.aggregate(total, message)
+    except RuntimeError as error:
+        raise _lost(error, server, names, wanted.missing) from error
+    guilty = {names[number]: why for number, why in server.guilty.items()}
+    return Added(aggregate, [names[number] for number in server.survivors], guilty)
 
 
-class PartOfSite:
-    """A site's half of one sum.
+def _nobody(step: Receive) -> Tree:
+    raise AssertionError(f"Expected to hear all sites at once, but got {step}")
+
+
+def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing: Mapping[str, str]) -> SumLost:
+    """Say why there is no sum, whose fault it is, and who can still add up."""
+    bound, withheld = (frozenset(names[number] for number in some) for some in server.withheld())
+    failed = {
+        **dict.fromkeys(withheld, "it sent nothing"),
+        **{names[number]: f"it sent {why}" for number, why in server.guilty.items()},
+    }
+    reasons = {**missing, **{names[number]: why for number, why in server.missing.items()}}
+    told = [str(error), *(f"{site!r}: {why}" for site, why in reasons.items())]
+    if bound:
+        told.append(
+            f"the round is lost, for {sorted(failed)} failed it after others had confirmed the sum of "
+            f"{sorted(bound)}: as a server may have come to it, these add up over the same start all together or "
+            "not at all; do the round again by run.step() when all of them answer, or begin a run from other "
+            "parameters, which leaves those out that failed"
+        )
+    else:
+        told.append("nothing of the round was kept: do it again by run.step()")
+    return SumLost("; ".join(told), failed, bound)
+
+
+def site_half(
+    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, found: RowsOf, guard: Guard
+) -> Half:
+    """Return a site's half of one sum.
 
     Args:
-        masks: of the population.
+        masks: of the site's policy.
         keys: of the site.
-        data: the book of keys.
+        data: the signed key directory.
         number: of the request that it answers.
         about: a digest of what its clients were sent.
         found: their messages.
         guard: decides with whom the site takes part, and remembers what it has confirmed.
 
+    Raises:
+        Refusal: the directory is not to be believed, or the site takes part in no sum of its sites.
+    """
+    speakers, place = keys.read(data)
+    if len(speakers) < masks.sites:
+        raise Refusal(f"the site adds up under masks with {masks.sites} sites at least, not {len(speakers)}")
+    try:
+        masks.check(sum(each.clients for each in speakers), len(speakers))
+    except ValueError as error:
+        raise Refusal(str(error)) from None
+    names = {each.first + 1: each.name for each in speakers}
+    guard(frozenset(names.values()), confirmed=False)
+    parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
+    client = masks.party(parties, speakers[place].first + 1, keys.signing, found)
+
+    def answer(phase: int, payload: bytes) -> bytes:
+        said = client.answer(phase, payload)
+        if phase == CONFIRM:  # whose sum it is is remembered before the site says so
+            guard(frozenset(names[party] for party in client.survivors), confirmed=True)
+        return said
+
+    return client_half(answer)
+
+
+class Part:
+    """Drives a site's half of one sum, whose messages answer requests; one that is repeated gets the same bytes.
+
+    Args:
+        half: of the site.
+        number: of the request that it answers first.
+
     Attributes:
         begun: the answer to that request.
-
-    Raises:
-        Refusal: the book is not to be believed, or the site takes part in no sum of its sites.
     """
 
     begun = b""
 
-    def __init__(
-        self,
-        masks: Masked,
-        keys: SiteKeys,
-        data: bytes,
-        number: int,
-        about: bytes,
-        found: RowsOf,
-        guard: Guard,
-    ) -> None:
-        speakers, place = keys.read(data)
-        if len(speakers) < masks.sites:
-            raise Refusal(f"the site adds up under masks with {masks.sites} sites at least, not {len(speakers)}")
-        try:
-            masks.check(sum(each.clients for each in speakers), len(speakers))
-        except ValueError as error:
-            raise Refusal(str(error)) from None
-        self._names = {each.first + 1: each.name for each in speakers}
-        guard(frozenset(self._names.values()), confirmed=False)
-        parties = parties_of(keys.run, number, about, {each.first: each.signing for each in speakers})
-        self.number, self._said = number, dict[int, bytes]()
-        self._guard, self._confirmed, self._ended = guard, False, ""
-        me = speakers[place].first + 1
-        self._part: Client = masks.party(parties, me, keys.signing, found)
+    def __init__(self, half: Half, number: int) -> None:
+        self._half, self.number = half, number
+        self._said: list[bytes] = []
+        self._ended = ""  # why it goes no further
 
     def first(self) -> bytes:
-        """What it says in the first phase."""
+        """Return what it says in the first phase."""
         return self._answer(PHASES[0], b"")
 
     def answer(self, frame: Frame) -> bytes:
-        """The answer to a request of a later phase; one that is repeated is answered with the same bytes.
+        """Return the answer to a request of a later phase.
 
         Raises:
             Refusal: it goes no further.
@@ -238,34 +233,32 @@ class PartOfSite:
         return frames.encode_blobs("answer", {"said": said}, sequence=frame.integer("sequence", 1))
 
     def _answer(self, phase: int, payload: bytes) -> bytes:
-        if phase in self._said:
-            return self._said[phase]
+        if phase <= len(self._said):
+            return self._said[phase - 1]
         if self._ended:
             raise Refusal(self._ended)
         self._ended = "the site could not go on with this sum under masks"  # unless it answers now
         try:
-            said = self._part.answer(phase, payload)
-            self._confirm(self._part.survivors)
+            if phase != len(self._said) + 1:
+                raise ValueError(f"Expected phase {len(self._said) + 1} next, but got phase {phase}")
+            step = self._half.send(packed(payload) if self._said else None)
         except (RuntimeError, ValueError) as error:
             self._ended = f"the site ends its part of a sum under masks: {error}"
             raise Refusal(self._ended) from error
-        self._ended, self._said[phase] = "", said
-        return said
-
-    def _confirm(self, survivors: frozenset[int]) -> None:
-        """Remember whose sum it is, once that stands, before the site says anything more."""
-        if survivors and not self._confirmed:
-            self._guard(frozenset(self._names[party] for party in survivors), confirmed=True)
-            self._confirmed = True
+        assert isinstance(step, Send)
+        self._said.append(unpacked(step.message))
+        next(self._half, None)  # to where it waits for the next request
+        self._ended = ""
+        return self._said[-1]
 
 
 def parties_of(run: str, number: int, about: bytes, signing: Mapping[int, bytes]) -> Parties:
-    """Who adds up: sites with the numbers of their first clients, and one more, which they have in every sum."""
+    """Return who adds up: sites with the numbers of their first clients, and one more, which they have in every sum."""
     return Parties(bytes.fromhex(run) + about, number, {first + 1: key for first, key in signing.items()})
 
 
 def one_of(inbox: Tree) -> Tree:
-    """What one client hears `(...)`, where all hear the same `(K, ...)`.
+    """Return one client's inbox `(...)`, where all hear the same `(K, ...)`.
 
     Raises:
         Refusal: they do not.

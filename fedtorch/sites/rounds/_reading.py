@@ -1,4 +1,4 @@
-"""What sites answer, read into what was expected of them, or refused."""
+"""Read answers of sites into what was expected of them, or refuse them."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Reader:
         return self._algorithm.exchange.gather(self.told_messages(clients), torch.arange(clients))
 
     def told_messages(self, clients: int) -> Sum:
-        """What so many clients tell in their initial state."""
+        """Return what so many clients tell in their initial state."""
         assert self._algorithm.told is not None
         told = self._algorithm.told.of(tree.expand(self._initial, 1))
         return Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))

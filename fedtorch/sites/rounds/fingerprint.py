@@ -1,4 +1,4 @@
-"""What a server and its sites compare, before they run the same algorithm."""
+"""Compare the algorithms of a server and its sites, before they run the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What server and sites say to each other: payloads of `fedtorch.wire`, whose metadata say what they are.
+"""Encode what server and sites say to each other: payloads of `fedtorch.wire`, whose metadata say what they are.
 
 A site says `hello` once connected, and when the server asks `who` it is; one that is not in the run hears that it may
 `wait` for another. The server's `begin` names what to run;
@@ -20,7 +20,7 @@ from fedtorch import wire
 from fedtorch.tree import Tree
 from fedtorch.wire import PayloadError
 
-PROTOCOL = 1  # what is said may not be understood by another
+PROTOCOL = 2  # what is said may not be understood by another
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -94,7 +94,7 @@ class Frame(NamedTuple):
         return wire.decode(self.payload, like, client=self.sender, limit=max(len(self.payload), 1), finite=finite)
 
     def room(self) -> dict[str, Tensor]:
-        """What bytes by name look like, see `coded`; raises `PayloadError` if their sizes are none."""
+        """Return a structure for bytes by name, see `coded`; raises `PayloadError` if their sizes are none."""
         sizes = self.names("sizes")
         if not all(type(size) is int and 0 <= size <= len(self.payload) for size in sizes.values()):
             raise self.refused("sizes of what is in it", sizes)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 from fedtorch import _files as files, tree, wire
 from fedtorch.protocol.versions import FIRST
-from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 
 FILE = "sums.jsonl"
@@ -69,7 +69,7 @@ def begin(folder: Path | str) -> None:
 
 
 class _Sum(NamedTuple):
-    """What is known of the sums over one start."""
+    """Holds what is known of the sums over one start."""
 
     clients: str  # a digest of the names of the site's own clients in them
     sites: int  # which of the sets
@@ -77,7 +77,7 @@ class _Sum(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Where a sum stands in a run whose clients tell something for good."""
+    """Locates a sum in a run whose clients tell something for good."""
 
     run: str
     base: int  # the version of the site's states from which the round began
@@ -85,7 +85,7 @@ class Step(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What is known of what clients have told for good in a run."""
+    """Holds what is known of what clients have told for good in a run."""
 
     sites: frozenset[str]  # of all sums
     version: int  # of the site's states with the last of them
@@ -138,7 +138,7 @@ class PastSums:
         if self._lasting and self._path is None:
             raise Refusal(
                 "the site has no folder in which it remembers the sums under masks that it takes part in; start it "
-                "with a folder of states, or with Terms(remember_sums=False) if it is to forget them"
+                "with a folder of states, or with Policy(remember_sums=False) if it is to forget them"
             )
         if self._path is not None:
             if not self._path.exists():
@@ -210,7 +210,7 @@ class PastSums:
             self.advance(step, sites)
 
     def _difference(self, known: _Sum, own: str) -> str:
-        """Why a site takes part in no sum over a start."""
+        """Return why a site takes part in no sum over a start."""
         when, same = datetime.fromtimestamp(known.at, UTC), own == known.clients
         return (
             f"the site has taken part in a sum over the same start on {when:%Y-%m-%d at %H:%M} UTC with "

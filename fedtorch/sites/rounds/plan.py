@@ -1,4 +1,4 @@
-"""What a population of sites asks them for, and how it waits."""
+"""Collect the settings of a population of sites."""
 
 from __future__ import annotations
 

@@ -40,13 +40,13 @@ class Remote:
         seconds: the longest that a round waits for sites.
         quorum: the part of the sites asked that must answer, or the round fails. With 1.0 no site is ever left out,
             and numbers are those of a run in one process up to rounding.
-        patience: the longest wait for all sites to connect at first.
+        timeout: the longest wait for all sites to connect at first.
         checkpoints: sites can go back to so many of the run's last checkpoints.
         withdrawals: whether what each site tells for good is kept here, once more for each site, for `withdraw`.
         carry: how messages are carried, `sites.masked(…)`, `sites.sealed(network)`, or readable for this process; the
             policies of all sites have to ask for the same.
-        roster: as the authority has signed it, `transport.book.sign_roster(...)`, by which sites believe each other's
-            keys; for sums under masks and sealed letters.
+        roster: as the authority has signed it, `sites.identity.sign_roster(...)`, by which sites believe each
+            other's keys; for sums under masks and sealed envelopes.
         rotate: after so many rounds sites make other keys.
         checkpoint: the run's file. `finish` saves it before sites hear that the run is over; a server that is started
             again with it then waits for none of them.
@@ -59,14 +59,14 @@ class Remote:
 
     Example:
         >>> import threading, torch, fedtorch as ft
-        >>> from fedtorch.sites import Offer, join
+        >>> from fedtorch.sites import SiteConfiguration, join
         >>> from fedtorch.sites import Hub
         >>> from fedtorch.sites.streams import memory
         >>> def fedavg(mu: float) -> ft.Algorithm:
         ...     return ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)), mu=mu)
         >>> host, rows = Hub(), (torch.eye(2), torch.tensor([1.0, 2.0]))
-        >>> offer = Offer(ft.data.from_tensors([rows]), {"fedavg": fedavg})
-        >>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), offer))
+        >>> configuration = SiteConfiguration(ft.data.from_tensors([rows]), {"fedavg": fedavg})
+        >>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), configuration))
         >>> site.start()
         >>> sites = ft.Remote(host, ["ward 7"], "fedavg", {"mu": 0.0})
         >>> run = ft.run(fedavg(0.0), sites, rounds=2)
@@ -92,7 +92,7 @@ class Remote:
         agreed: Mapping[str, int | None] | None = None,
         seconds: float = 60.0,
         quorum: float = 0.5,
-        patience: float = 60.0,
+        timeout: float = 60.0,
         checkpoints: int = 2,
         withdrawals: bool = False,
         carry: Carry = plain(),  # noqa: B008
@@ -101,7 +101,7 @@ class Remote:
         checkpoint: Path | str | None = None,
         record: AuditRecord | None = None,
     ) -> None:
-        expected.positive(seconds=seconds, patience=patience, checkpoints=checkpoints, rotate=rotate)
+        expected.positive(seconds=seconds, timeout=timeout, checkpoints=checkpoints, rotate=rotate)
         if not sites or len(set(sites)) != len(sites):
             raise ValueError(f"Expected the names of different sites, at least one, but got {list(sites)}")
         if not 0 < quorum <= 1:
@@ -115,10 +115,10 @@ class Remote:
         if record is not None:
             asked.on_drop = lambda site, reason: record.note("dropped", site=site, reason=reason[:1000])
         if bring is None:
-            asked.meet(patience)
+            asked.meet(timeout)
         else:
             asked.bring = bring
-        self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(patience, LAST_WORD)
+        self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(timeout, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):

@@ -1,4 +1,4 @@
-"""What a site runs: it connects, says what it brings, and answers until the server says that the run is over.
+"""Run a site: connect, say what it brings, and answer until the server says that the run is over.
 
 A site whose connection breaks connects again; one that is killed and started anew goes on from its own files.
 """
@@ -16,57 +16,59 @@ from fedtorch.sites.audit.recording import SiteRecording
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._site_log import SiteLog
+from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
-from fedtorch.sites.rounds.offer import Offer
 from fedtorch.sites.rounds.past_sums import PastSums
-from fedtorch.sites.rounds.terms import Refusal, Watch
-from fedtorch.sites.rounds.visit import Visit
+from fedtorch.sites.rounds.policy import Refusal, Watch
+from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.sites.streams.hub import Link
-from fedtorch.sites.streams.patience import Patience
+from fedtorch.sites.streams.timeout import Timeout
 from fedtorch.wire import PayloadError
 
-PATIENCE = 600.0  # seconds without a word from the server
+TIMEOUT = 600.0  # seconds without a word from the server
 _LOG = logging.getLogger(__name__)
 
 
 def join(
     dial: Callable[[], Link],
-    offer: Offer,
+    configuration: SiteConfiguration,
     folder: Path | str | None = None,
     *,
     identity: Identity | None = None,
-    patience: float = PATIENCE,
+    timeout: float = TIMEOUT,
     record: AuditRecord | None = None,
-) -> Visit:
+) -> SiteSession:
     """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
 
     Args:
         dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
-        offer: what the site brings.
+        configuration: what the site brings.
         folder: where the site keeps its clients' states, and which sums under masks it has taken part in, see
-            `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its terms say
+            `past_sums`; without one it cannot go on after it was killed, and refuses such sums unless its policy says
             otherwise.
-        identity: of the site, with which it signs the keys of sums under masks and of sealed letters; without one it
+        identity: of the site, with which it signs the keys of sums under masks and of sealed envelopes; without one it
             refuses them.
-        patience: the longest time without a word from the server, in seconds.
+        timeout: the longest time without a word from the server, in seconds.
         record: what the site is asked and what it answers is appended to it; what cannot be recorded is not answered.
 
     Raises:
         PermissionError: the server does not let the site take part, and says why.
-        TimeoutError: the server was silent, or not there, for longer than the patience.
+        TimeoutError: the server was silent, or not there, for longer than the timeout.
         FileExistsError: another process works in the folder.
     """
     with alone_in(folder):
-        return _join(dial, Site(offer, None if folder is None else Path(folder), identity, record), Patience(patience))
+        return _join(
+            dial, Site(configuration, None if folder is None else Path(folder), identity, record), Timeout(timeout)
+        )
 
 
 def deliver(
-    offer: Offer, folder: Path | str, opens: bool, payloads: Sequence[bytes]
-) -> tuple[list[bytes], Visit | None]:
-    """What a site says whose process ends after every delivery of frames: all that it is lies in its folder.
+    configuration: SiteConfiguration, folder: Path | str, opens: bool, payloads: Sequence[bytes]
+) -> tuple[list[bytes], SiteSession | None]:
+    """Answer for a site whose process ends after every delivery of frames: all that it is lies in its folder.
 
     Args:
-        offer: what the site brings.
+        configuration: what the site brings.
         folder: where the site keeps its clients' states, and the frame that began the run.
         opens: whether these are the first frames of a stream.
         payloads: frames of the server, in their order.
@@ -81,15 +83,16 @@ def deliver(
         >>> import tempfile, torch, fedtorch as ft
         >>> from fedtorch import wire
         >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["ward 7"])
-        >>> offer = Offer(data, {"averaging": lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))})
+        >>> averaging = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> configuration = SiteConfiguration(data, {"averaging": averaging})
         >>> folder = tempfile.TemporaryDirectory()
-        >>> (hello,), ended = deliver(offer, folder.name, opens=True, payloads=[])
+        >>> (hello,), ended = deliver(configuration, folder.name, opens=True, payloads=[])
         >>> wire.metadata(hello)["rows"], ended
         ([2], None)
         >>> folder.cleanup()
     """
     with alone_in(folder):
-        site, began = Site(offer, Path(folder)), Path(folder) / "began"
+        site, began = Site(configuration, Path(folder)), Path(folder) / "began"
         said = [site.hello()] if opens else []
         if began.exists():
             site.answer(began.read_bytes())
@@ -105,7 +108,7 @@ def deliver(
         return said, site.ended
 
 
-def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
+def _join(dial: Callable[[], Link], site: Site, timeout: Timeout) -> SiteSession:
     """Connects, again and again, until the site's part is over."""
     while True:
         try:
@@ -113,24 +116,24 @@ def _join(dial: Callable[[], Link], site: Site, patience: Patience) -> Visit:
             try:
                 site.recording.connected()
                 _say(link, site.hello())
-                site.log.connected(len(site.offer.data), int(site.offer.data.counts.sum()))
+                site.log.connected(len(site.configuration.data), int(site.configuration.data.counts.sum()))
                 while site.ended is None:
-                    payload = _next(link, site, patience)
-                    patience.heard()
+                    payload = _next(link, site, timeout)
+                    timeout.heard()
                     _say(link, site.answer(payload))
                 return site.ended
             finally:
                 link.close()
         except (ConnectionError, TimeoutError) as error:
             _LOG.warning("no server, connecting again: %s", error)
-            patience.again(error)
+            timeout.again(error)
 
 
-def _next(link: Link, site: Site, patience: Patience) -> bytes:
+def _next(link: Link, site: Site, timeout: Timeout) -> bytes:
     """The server's next frame; where it has said that its run is without this site, however late that comes."""
     while True:
         try:
-            return link.receive(patience.seconds)
+            return link.receive(timeout.seconds)
         except TimeoutError:
             if not site.unlisted:
                 raise
@@ -149,7 +152,7 @@ class Site:
     """A site's side of the conversation, whatever carries it.
 
     Args:
-        offer: what the site brings.
+        configuration: what the site brings.
         folder: where its states are kept, None for nowhere.
         identity: of the site, None where it signs nothing.
         record: what it is asked and answers, None for nowhere.
@@ -164,37 +167,38 @@ class Site:
         >>> import torch, fedtorch as ft
         >>> from fedtorch import wire
         >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["ward 7"])
-        >>> site = Site(Offer(data, {"averaging": lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}))
+        >>> averaging = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
+        >>> site = Site(SiteConfiguration(data, {"averaging": averaging}))
         >>> wire.metadata(site.answer(wire.encode(None, {"kind": "who"})))["clients"]
         ['ward 7']
     """
 
     def __init__(
         self,
-        offer: Offer,
+        configuration: SiteConfiguration,
         folder: Path | None = None,
         identity: Identity | None = None,
         record: AuditRecord | None = None,
     ) -> None:
-        self.offer, self.folder, self._identity = offer, folder, identity
-        self._watch = Watch(offer.terms, folder, None if identity is None else identity.folder)
-        self.recording, self.log = SiteRecording(record, offer), SiteLog()
-        self.ended: Visit | None = None
+        self.configuration, self.folder, self._identity = configuration, folder, identity
+        self._watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
+        self.recording, self.log = SiteRecording(record, configuration), SiteLog()
+        self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
-        self._past = PastSums(folder, offer.terms.remember_sums)
-        self._visit: Visit | None = None
+        self._past = PastSums(folder, configuration.policy.remember_sums)
+        self._session: SiteSession | None = None
         self._why: str | None = None  # the last run was refused, None if none was begun
 
     def hello(self) -> bytes:
-        """Who is here: the first frame on every stream."""
-        data = self.offer.data
+        """Return the first frame on every stream, which says who is here."""
+        data = self.configuration.data
         schema = frames.described(data.rows)
         about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema}
         return frames.encode("hello", protocol=PROTOCOL, **about)
 
     def answer(self, payload: bytes) -> bytes | None:
-        """What the site has to say to a frame of the server; None for nothing."""
+        """Answer a frame of the server; None for nothing."""
         sequence = 0
         try:
             frame = frames.read(payload, "the server")
@@ -210,7 +214,7 @@ class Site:
             sequence = frame.integer("sequence", 1)
             self.recording.request(frame)
             answer = self._do(frame)
-            self.recording.answer(frame, answer, None if self._visit is None else self._visit.algorithm)
+            self.recording.answer(frame, answer, None if self._session is None else self._session.algorithm)
             return answer
         except Refusal as error:
             return self._refuse(payload, sequence, str(error))
@@ -223,49 +227,54 @@ class Site:
             )
 
     def _begin(self, frame: Frame) -> None:
-        if self._visit is None or self._visit.run != run_of(frame):
-            self._visit, self._why, self.begun = None, "the site could not begin", frame.payload
+        if self._session is None or self._session.run != run_of(frame):
+            self._session, self._why, self.begun = None, "the site could not begin", frame.payload
             server: str | None = None
             try:
                 server = self.recording.check_server(frame)
-                visit = Visit(self.offer, self._watch, frame, self.folder, self._identity, self._past)
+                session = SiteSession(self.configuration, self._watch, frame, self.folder, self._identity, self._past)
                 self.recording.begin(frame, server, None)
-                self._visit = visit
-                self.log.begun(frame, visit.first, len(self.offer.data))
+                self._session = session
+                self.log.begun(frame, session.first, len(self.configuration.data))
             except (Refusal, PayloadError) as error:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
             except Exception as error:
                 self._why = f"the site could not begin: {type(error).__name__}; see what it says itself"
                 _LOG.exception("could not begin a run")
-            if self._visit is None:
+            if self._session is None:
                 self.recording.begin(frame, server, self._why)
 
     def _do(self, frame: Frame) -> bytes | None:
-        if self._visit is None and self._why is None:
+        if self._session is None and self._why is None:
             return None  # the server has not heard this process's hello yet, and will ask again
-        if self._visit is None or self._visit.run != run_of(frame):
-            raise Refusal(self._why if self._visit is None and self._why else "the site has begun another run")
-        visit = self._visit
-        within = {"keys": visit.keys, "phase": visit.phase}  # a round, of which the server does not know yet
+        if self._session is None or self._session.run != run_of(frame):
+            raise Refusal(self._why if self._session is None and self._why else "the site has begun another run")
+        session = self._session
+        within = {"keys": session.keys, "phase": session.phase}  # a round, of which the server does not know yet
         if frame.kind in within:
             return within[frame.kind](frame)
-        answers = {"round": visit.round, "total": visit.total, "evaluate": visit.evaluate, "letters": visit.letters}
+        answers = {
+            "round": session.round,
+            "total": session.total,
+            "evaluate": session.evaluate,
+            "envelopes": session.envelopes,
+        }
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
         self.log.working()
-        visit.settle(frame)
+        session.settle(frame)
         answer = answers[frame.kind](frame)
         self.log.answered(frame)
         return answer
 
     def _end(self, frame: Frame) -> None:
-        if self._visit is not None and self._visit.run == run_of(frame):
-            self._visit.settle(frame)
-            self._visit.end(frame)
+        if self._session is not None and self._session.run == run_of(frame):
+            self._session.settle(frame)
+            self._session.end(frame)
             self.recording.over(frame)
             self.log.over(frame)
-            self.ended = self._visit
+            self.ended = self._session
 
     def _refuse(self, payload: bytes, sequence: int, reason: str) -> bytes:
         _LOG.warning("refused: %s", reason)

@@ -23,7 +23,7 @@ _LOOK = 0.25  # seconds after which it is seen that a site has gone
 
 
 class Brings(NamedTuple):
-    """What a site has said that it brings."""
+    """Holds what a site has said that it brings."""
 
     clients: tuple[str, ...]
     rows: tuple[int, ...]
@@ -31,7 +31,7 @@ class Brings(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What came back."""
+    """Holds the answers of sites."""
 
     answers: dict[str, Any]  # by site, as they were read, in the order of the sites
     missing: dict[str, str]  # why the others did not answer
@@ -39,7 +39,7 @@ class Heard(NamedTuple):
 
 
 class Question:
-    """What some sites are asked, and what they have answered so far.
+    """Asks some sites, and keeps what they have answered so far.
 
     Args:
         run: the identity of the run.
@@ -173,7 +173,7 @@ class Sites:
         return question.heard(gone)
 
     def is_here(self, name: str) -> bool:
-        """Whether a site is connected and has said what it brings."""
+        """Return whether a site is connected and has said what it brings."""
         return name in self._here and name in self.host.connected
 
     def look(self, ends: float) -> None:
@@ -272,5 +272,5 @@ class Sites:
 
 
 def reasons(missing: Mapping[str, str]) -> str:
-    """Why sites did not answer, by name, in a line."""
+    """Return why sites did not answer, by name, in a line."""
     return "; ".join(f"{site!r}: {why}" for site, why in missing.items())

@@ -1,4 +1,4 @@
-"""What clients and server of a secure sum find alike: who is whose neighbour, and which masks are between them."""
+"""Compute what clients and server of a secure sum find alike: neighbours, and the masks between them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedtorch.sites.secure import ring
 from fedtorch.sites.secure.messages import ADVERT, KEYS, NUMBER, Aborted, Session, verified
 from fedtorch.sites.secure.neighbours import circle
 
-Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, letter key, commitment to its own mask
+Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, envelope key, commitment to its own mask
 
 
 def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
-    """(mask key, letter key, commitment) of every client that has advertised.
+    """(mask key, envelope key, commitment) of every client that has advertised.
 
     Raises:
         Aborted: too few, or one twice.
@@ -47,7 +47,7 @@ def graph(session: Session, adverts: Adverts, of: Collection[int]) -> dict[int, 
 
 
 def exchanged(secret: X25519PrivateKey, public: bytes) -> bytes | None:
-    """What the owner of the other half of a public key finds too; None for a key of low order, with which all do."""
+    """Return a secret that the owner of the other key finds too; None for a key of low order, with which all do."""
     try:
         return secret.exchange(X25519PublicKey.from_public_bytes(public))
     except ValueError:
@@ -55,7 +55,7 @@ def exchanged(secret: X25519PrivateKey, public: bytes) -> bytes | None:
 
 
 def pair_mask(session: Session, digest: bytes, shared: bytes, client: int, other: int) -> Tensor:
-    """What `client` adds for `other`; the other adds the negative."""
+    """Return what `client` adds for `other`; the other adds the negative."""
     low, high = sorted((client, other))
     purpose = Purpose(session.run, session.round, session.attempt, f"mask of {low} and {high}", digest)
     mask = expanded(derived(shared, purpose), session.size)
@@ -63,11 +63,11 @@ def pair_mask(session: Session, digest: bytes, shared: bytes, client: int, other
 
 
 def commitment(secret: bytes) -> bytes:
-    """What is told of a secret before it."""
+    """Return the commitment to a secret."""
     return hashlib.sha256(b"commitment " + secret).digest()
 
 
 def agreed(survivors: Sequence[int], adverts: Mapping[int, tuple[bytes, bytes, bytes]]) -> bytes:
-    """What survivors sign: who has stayed, and of whom and with which keys they know that they began."""
+    """Return what survivors sign: who has stayed, and of whom and with which keys they know that they began."""
     begun = [NUMBER.pack(client) + b"".join(adverts[client]) for client in sorted(adverts)]
     return hashlib.sha256(b"".join([*(NUMBER.pack(k) for k in sorted(survivors)), b"of", *begun])).digest()

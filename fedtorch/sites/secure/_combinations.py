@@ -1,4 +1,4 @@
-r"""Which parts of several sums of the same values can be worked out of the sums.
+r"""Find the parts of several sums of the same values that can be worked out of the sums.
 
 A sum over a set of parties is a row of zeros and ones, and what can be computed from several sums are the combinations
 of their rows. The rows' span has a vector with all its support in T if and only if the columns in T of a matrix H are

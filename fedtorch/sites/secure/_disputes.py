@@ -1,4 +1,4 @@
-"""Who is left out where clients say that others' shares are wrong: the liar, and at most one honest client for each.
+"""Settle who is left out where clients dispute shares: the liar, and at most one honest client for each.
 
 Of two in a dispute, one who says that it cannot open the other's shares and the other who has sent them, one lies, and
 nobody else can tell which. An honest client is in no more disputes than it has corrupt neighbours, so whoever is in

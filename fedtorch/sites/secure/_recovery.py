@@ -1,4 +1,4 @@
-"""What revealed shares give: secrets, who has revealed others than it was given, and who has dealt wrong ones."""
+"""Recover secrets from revealed shares, and find who has revealed or dealt wrong ones."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Recovery:
         return self._right(client, secret, made == public)
 
     def why(self, client: int, own: bool) -> str:
-        """Why a secret is None."""
+        """Return why a secret is None."""
         count = len(self._shares.get((client, own), ()))
         if count >= self._threshold:
             return f"The shares of client {client}'s secret do not give what it has committed to"

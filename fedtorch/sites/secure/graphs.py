@@ -184,7 +184,7 @@ def _fewest(one: dict[int, float], other: dict[int, float], known: set[int]) -> 
 def _finish(
     parts: list[dict[int, float]], grid: Grid, entropy: Entropy, attempts: Iterator[int], found: RowsOf
 ) -> Tree:
-    """What every node hears, `(n, ...)`."""
+    """Return the sums that every node hears, `(n, ...)`."""
     if len(found.ids) != len(parts):
         raise Aborted(
             f"Expected messages of all {len(parts)} nodes, but got {len(found.ids)}: sums of a round in which nodes "
@@ -197,7 +197,7 @@ def _finish(
 
 
 def _hear(values: Tensor, part: dict[int, float], grid: Grid, entropy: Entropy, node: int, attempt: int) -> Tensor:
-    """What one node hears of rows `(n, D)`, `(D,)`."""
+    """Return the sum that one node hears of rows `(n, D)`, `(D,)`."""
     near = sorted(part)
     if not near:
         return torch.zeros_like(values[0])

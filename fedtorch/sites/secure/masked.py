@@ -126,10 +126,37 @@ class Masked:
                 f"{self.apart}; ask all clients in every round instead"
             )
 
-    def server(self, parties: Parties, message: Tree) -> SiteSums:
-        """Return the server's side of a sum of messages like `message` `(0, ...)`."""
+    def server(self, parties: Parties, message: Tree) -> Server:
+        """Return the server's side of a sum of messages like `message` `(0, ...)`.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+            >>> from fedtorch.federation.exchanges.exchange import RowsOf
+            >>> from fedtorch.protocol.halves import together
+            >>> from fedtorch.sites.secure.halves import client_half, server_half
+            >>> from fedtorch.sites.secure.masked import Parties
+            >>> from fedtorch.trust import secure
+            >>> masks = secure.masked(dropouts=0)
+            >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
+            >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
+            >>> public = {site: key.public_key().public_bytes_raw() for site, key in signing.items()}
+            >>> parties = Parties(b"run", 0, public)
+            >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
+            >>> sites = {k: masks.party(parties, k, secrets[k], RowsOf(torch.arange(2), message)) for k in secrets}
+            >>> nobody = ft.Mean(torch.zeros(0, 1), torch.zeros(0))
+            >>> halves = {0: server_half(masks.server(parties, nobody))}
+            >>> halves.update({k: client_half(site.answer) for k, site in sites.items()})
+            >>> masks.aggregate(together(halves)[0][0], nobody)
+            Mean(value=tensor([4.], dtype=torch.float64), weight=tensor(6., dtype=torch.float64))
+        """
+        return Server(self._session(parties, self.grid.encode(rows(tree.map(as_sums, message, is_leaf=(Mean, Sum))))))
+
+    def aggregate(self, words: Tensor, message: Tree) -> Tree:
+        """Return what the exchange makes of the sum of words of messages like `message` `(0, ...)`."""
         summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
-        return SiteSums(self._session(parties, self.grid.encode(rows(summed))), self.grid, summed)
+        one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), summed)
+        return tree.map(as_aggregate, like(self.grid.decode(words), one), is_leaf=(Mean, Sum))
 
     def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
         """Return a site's part, whose secrets are of the operating system and of this sum alone."""
@@ -214,41 +241,3 @@ def masked(
     """
     entropy = from_system() if entropy is None else entropy
     return Masked(grid, minimum, entropy, apart, adversary, dropouts, corrupt)
-
-
-class SiteSums(Server):
-    """The server's side of a sum of sites, which `Masked.server` makes.
-
-    Args:
-        session: what was agreed.
-        grid: of the numbers.
-        summed: what is added up, of no clients.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        >>> from fedtorch.federation.exchanges.exchange import RowsOf
-        >>> from fedtorch.sites.secure.masked import Parties
-        >>> from fedtorch.trust import secure
-        >>> masks = masked(dropouts=0)
-        >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
-        >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
-        >>> agreed = Parties(b"run", 0, {site: key.public_key().public_bytes_raw() for site, key in signing.items()})
-        >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
-        >>> sites = {k: masks.party(agreed, k, secrets[k], RowsOf(torch.arange(2), message)) for k in secrets}
-        >>> server = masks.server(agreed, ft.Mean(torch.zeros(0, 1), torch.zeros(0)))
-        >>> for phase in secure.messages.PHASES:
-        ...     for site, part in sites.items():
-        ...         assert server.take(phase, part.answer(phase, server.request(phase, site)))
-        >>> server.aggregate()
-        Mean(value=tensor([4.], dtype=torch.float64), weight=tensor(6., dtype=torch.float64))
-    """
-
-    def __init__(self, session: Session, grid: Grid | ExactSums, summed: Tree) -> None:
-        super().__init__(session)
-        self._grid, self._summed = grid, summed
-
-    def aggregate(self) -> Tree:
-        """The aggregate of the survivors' clients; raises `Aborted` where there is none."""
-        one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), self._summed)
-        return tree.map(as_aggregate, like(self._grid.decode(self.total()), one), is_leaf=(Mean, Sum))

@@ -52,8 +52,8 @@ from fedtorch.sites.secure import shamir
 from fedtorch.sites.secure.neighbours import ADVERSARIES, Adversary, Neighbourhoods
 
 ADVERT, SHARES, COMPLAIN, MASKED, CONFIRM, REVEAL = PHASES = range(1, 7)  # in their order
-KEYS = struct.Struct(">32s32s32s")  # mask key, letter key, commitment
-LETTER = struct.Struct(f">Q{2 * shamir.WIDTH + 16}s32s32s")  # to or from whom, sealed shares, their commitments
+KEYS = struct.Struct(">32s32s32s")  # mask key, envelope key, commitment
+ENVELOPE = struct.Struct(f">Q{2 * shamir.WIDTH + 16}s32s32s")  # to or from whom, sealed shares, their commitments
 SHARE = struct.Struct(f">QB{shamir.WIDTH}s")  # whose, of the own mask (1) or of the mask key (0), the share
 NUMBER = struct.Struct(">Q")  # a client
 DIGEST = 32
@@ -91,7 +91,7 @@ class Aborted(RuntimeError):
 
 
 class Session(NamedTuple):
-    """What all parties of one sum agree on beforehand; messages of one session are refused in every other."""
+    """Holds what all parties of one sum agree on beforehand; messages of one session are refused in every other."""
 
     run: bytes  # a name of the run that no other has
     round: int
@@ -106,12 +106,12 @@ class Session(NamedTuple):
 
     @property
     def everybody(self) -> bool:
-        """Whether all others are a client's neighbours."""
+        """Return whether all others are a client's neighbours."""
         return self.graph.neighbours >= len(self.keys) - 1
 
     @property
     def honest(self) -> int:
-        """How many honest clients at least are in anything that the server can learn; see `Client` for the proof."""
+        """Return the least number of honest clients in anything that the server can learn; `Client` has the proof."""
         near = self.graph.threshold - self.graph.colluding + 1
         return max(near, self.minimum - self.graph.colluding) if self.everybody else near
 
@@ -170,7 +170,7 @@ def most_up(session: Session, phase: int) -> int:
 def _signed_size(session: Session, phase: int) -> int:
     """Bytes of what is signed of a message, at most."""
     near = session.graph.neighbours
-    bodies = (KEYS.size, near * LETTER.size, near * NUMBER.size, _bits(session) + DIGEST, DIGEST, near * SHARE.size)
+    bodies = (KEYS.size, near * ENVELOPE.size, near * NUMBER.size, _bits(session) + DIGEST, DIGEST, near * SHARE.size)
     return _HEAD.size + bodies[phase - 1] + _SIGNATURE
 
 
@@ -180,7 +180,7 @@ def most_down(session: Session, phase: int) -> int:
     if phase == ADVERT:
         return 0
     if phase in (COMPLAIN, MASKED):
-        return near * (LETTER if phase == COMPLAIN else NUMBER).size
+        return near * (ENVELOPE if phase == COMPLAIN else NUMBER).size
     if phase == CONFIRM:
         return _LENGTH.size + clients * NUMBER.size + near * (_LENGTH.size + _signed_size(session, MASKED))
     return (clients if phase == SHARES else near) * (_LENGTH.size + most_up(session, phase - 1))
@@ -229,7 +229,7 @@ def _bits(session: Session) -> int:
 
 
 def _signed(digest: bytes, message: bytes) -> bytes:
-    """What stands for a message under its signature, which would hash it twice."""
+    """Return the digest that stands for a message under its signature, which would hash it twice."""
     return _MAGIC + digest + hashlib.sha256(message).digest()
 
 

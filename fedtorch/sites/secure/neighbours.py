@@ -1,4 +1,4 @@
-r"""Who masks with whom: as few neighbours as the tails of dropouts and of corrupt clients allow.
+r"""Choose who masks with whom: as few neighbours as the tails of dropouts and of corrupt clients allow.
 
 Every client shares masks and secrets with k others, on a circle in an order that nobody could choose. Of n clients γn
 are corrupt and δn drop out; among k neighbours their numbers are hypergeometric. With the threshold t and at most c
@@ -35,7 +35,7 @@ ADVERSARIES: tuple[Adversary, ...] = ("curious", "active")
 
 
 class Neighbourhoods(NamedTuple):
-    """How many neighbours a client has, and how many of them recover its secrets; see `neighbourhoods`."""
+    """Counts the neighbours of a client, and how many of them recover its secrets; see `neighbourhoods`."""
 
     neighbours: int
     threshold: int
@@ -111,7 +111,7 @@ def neighbourhoods(
 
 
 class _Tails(NamedTuple):
-    """What a choice of neighbours and threshold has to keep."""
+    """Bounds a choice of neighbours and threshold."""
 
     secrecy: int
     failure: int
@@ -140,7 +140,7 @@ class _Tails(NamedTuple):
 
 
 def _refusal(tails: _Tails, clients: int, corrupt: tuple[float, int], dropouts: tuple[float, int]) -> str:
-    """Why there is no choice, and which there would be."""
+    """Return why there is no choice, and which there would be."""
     bearable = [number for number in range(dropouts[1]) if tails.found(clients, corrupt[1], number)]
     colluding = [number for number in range(corrupt[1]) if tails.found(clients, number, dropouts[1])]
     ways = [

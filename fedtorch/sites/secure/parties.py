@@ -1,6 +1,6 @@
 r"""A client's side of a secure sum: what it says in six phases, so that the server (`server.py`) comes to the sum.
 
-1. *Advert*: two X25519 keys, for masks and for letters, and a commitment to a mask of its own.
+1. *Advert*: two X25519 keys, for masks and for envelopes, and a commitment to a mask of its own.
 2. *Shares*: neighbours on a circle that depends on all adverts get Shamir shares of the client's mask key and of its
    own mask, sealed by AES-256-GCM, with a commitment to each share.
 3. *Complain*: of which neighbours it cannot open the shares, or they are not those committed to. The server leaves out
@@ -61,8 +61,8 @@ from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
     CONFIRM,
+    ENVELOPE,
     KEYS,
-    LETTER,
     MASKED,
     NUMBER,
     REVEAL,
@@ -79,7 +79,7 @@ from fedtorch.sites.secure.messages import (
     with_words,
 )
 
-_NONCE = bytes(12)  # every letter has a key of its own
+_NONCE = bytes(12)  # every envelope has a key of its own
 
 
 class Client:
@@ -109,11 +109,11 @@ class Client:
         self.session, self.number, self._signing, self._entropy = session, number, signing, entropy
         self._digest, self._done = session.digest(), 0
         self._mask_key = X25519PrivateKey.from_private_bytes(self._secret("mask key"))
-        self._letter_key = X25519PrivateKey.from_private_bytes(self._secret("letter key"))
+        self._envelope_key = X25519PrivateKey.from_private_bytes(self._secret("letter key"))
         self._own = self._secret("own mask")
         self._adverts: Adverts = {}
         self._neighbours: list[int] = []
-        self._shared: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: for letters and for masks
+        self._shared: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: for envelopes and for masks
         self._held: dict[int, tuple[bytes, bytes]] = {}  # by neighbour: shares of own mask and of mask key
         self._listed: frozenset[int] = frozenset()  # neighbours that it has masked with
         self._survivors: frozenset[int] = frozenset()
@@ -145,13 +145,13 @@ class Client:
 
     @property
     def survivors(self) -> frozenset[int]:
-        """Whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
+        """Return whose sum this one is, as far as this client has confirmed; to be kept for later ones as `earlier`."""
         return self._survivors
 
     def advertise(self) -> bytes:
         """Phase 1."""
         self._enter(ADVERT)
-        public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._letter_key)]
+        public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._envelope_key)]
         return self._sign(ADVERT, KEYS.pack(*public, commitment(self._own)))
 
     def share(self, adverts: Sequence[bytes]) -> bytes:
@@ -167,10 +167,10 @@ class Client:
             raise Aborted(f"Expected client {self.number}'s own advert among those of all, but it is missing")
         self._neighbours = graph(self.session, self._adverts, [self.number])[self.number]
         for other in self._neighbours:
-            mask_key, letter_key, _ = self._adverts[other]
-            letters, masks = exchanged(self._letter_key, letter_key), exchanged(self._mask_key, mask_key)
-            if letters is not None and masks is not None:
-                self._shared[other] = letters, masks
+            mask_key, envelope_key, _ = self._adverts[other]
+            envelopes, masks = exchanged(self._envelope_key, envelope_key), exchanged(self._mask_key, mask_key)
+            if envelopes is not None and masks is not None:
+                self._shared[other] = envelopes, masks
         self._check_enough(len(self._shared), "with keys")
         return self._sign(SHARES, b"".join(self._sealed(other, *both) for other, both in self._split().items()))
 
@@ -185,12 +185,14 @@ class Client:
         return {k: (own[k], key[k]) for k in holders}
 
     def _sealed(self, other: int, own: bytes, key: bytes) -> bytes:
-        """What only one neighbour can open, with commitments for it and the server."""
+        """Seal shares that only one neighbour can open, with commitments for it and the server."""
         commitments = commitment(own), commitment(key)
-        cipher = AESGCM(self._letter(self.number, other))
-        return LETTER.pack(other, cipher.encrypt(_NONCE, own + key, self._digest + b"".join(commitments)), *commitments)
+        cipher = AESGCM(self._envelope(self.number, other))
+        return ENVELOPE.pack(
+            other, cipher.encrypt(_NONCE, own + key, self._digest + b"".join(commitments)), *commitments
+        )
 
-    def complain(self, letters: bytes) -> bytes:
+    def complain(self, envelopes: bytes) -> bytes:
         """Phase 3: whose shares it cannot open or are not those committed to, of those that have sent some.
 
         Raises:
@@ -198,7 +200,7 @@ class Client:
         """
         self._enter(COMPLAIN)
         wrong = []
-        came = records(letters, LETTER)
+        came = records(envelopes, ENVELOPE)
         senders = [int(sender) for sender, *_ in came]
         if len({*senders}) < len(senders) or not {*senders} <= self._shared.keys():
             raise ValueError(f"Expected shares of neighbours of client {self.number}, once each, but got others")
@@ -289,16 +291,16 @@ class Client:
     def _open(self, sender: int, sealed: bytes, commitments: list[bytes]) -> tuple[bytes, bytes] | None:
         """A neighbour's shares, if they are what it has committed to."""
         try:
-            cipher = AESGCM(self._letter(sender, self.number))
+            cipher = AESGCM(self._envelope(sender, self.number))
             both = cipher.decrypt(_NONCE, sealed, self._digest + b"".join(commitments))
         except InvalidTag:
             return None
         own, key = both[: shamir.WIDTH], both[shamir.WIDTH :]
         return (own, key) if [commitment(own), commitment(key)] == commitments else None
 
-    def _letter(self, sender: int, receiver: int) -> bytes:
+    def _envelope(self, sender: int, receiver: int) -> bytes:
         shared = self._shared[receiver if sender == self.number else sender][0]
-        return derived(shared, self._purpose(f"letter from {sender} to {receiver}"))
+        return derived(shared, self._purpose(f"envelope from {sender} to {receiver}"))
 
     def _check_enough(self, neighbours: int, which: str) -> None:
         if neighbours < self.session.graph.threshold:

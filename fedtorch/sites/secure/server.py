@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 
 import torch
@@ -18,8 +18,8 @@ from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
     CONFIRM,
+    ENVELOPE,
     KEYS,
-    LETTER,
     MASKED,
     NUMBER,
     PHASES,
@@ -48,6 +48,8 @@ class Server:
     Attributes:
         refused: how many messages were refused.
         guilty: why clients, by number, are known to have broken the protocol, as their signed messages show.
+        missing: why clients, by number, have said nothing more, or nothing that was taken.
+        confirmed: who has answered, phase by phase, once it was clear whose sum it is.
 
     Raises:
         ValueError: a session whose threshold does not keep its clients' secrets; see `Session.check`.
@@ -75,10 +77,26 @@ class Server:
         session.check()
         self.session, self._digest, self.refused = session, session.digest(), 0
         self.guilty: dict[int, str] = {}
+        self.missing: dict[int, str] = {}
+        self.confirmed: list[frozenset[int]] = []
         self.messages: dict[int, dict[int, bytes]] = {phase: {} for phase in PHASES}
         self._sealed: dict[int, dict[int, tuple[bytes, ...]]] = {}  # by dealer and receiver
         self._heads: dict[int, bytes] = {}  # of masked words
         self._open = ADVERT  # the phase whose messages are taken; requests and messages of the next one end it
+
+    def hear(self, phase: int, said: Mapping[int, bytes], missing: Mapping[int, str]) -> None:
+        """Take in all messages of a phase, by client, and why others have sent none."""
+        self.missing.update(missing)
+        if self.survivors:
+            self.confirmed.append(frozenset(said))
+        for client, message in said.items():
+            if not self.take(phase, message):
+                self.missing[client] = "it sent what the protocol refuses"
+
+    def withheld(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Return whom a lost sum binds to each other, and who of them said nothing once others had confirmed."""
+        bound = frozenset(self.survivors) if any(self.confirmed) else frozenset()
+        return bound, next((bound - answered for answered in self.confirmed if bound - answered), frozenset())
 
     def take(self, phase: int, message: bytes) -> bool:
         """Takes a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
@@ -104,14 +122,14 @@ class Server:
         return True
 
     def _wrong(self, phase: int, sender: int, body: bytes) -> str:
-        """What is wrong with a signed body of the phase, if something is; ValueError where it has no form at all."""
+        """Return what is wrong with a signed body of the phase, or ""; raise ValueError where it has no form at all."""
         if phase == ADVERT:
             low = len(body) == KEYS.size and None in [exchanged(_PROBE, key) for key in KEYS.unpack(body)[:2]]
             return "keys of low order" if low else _unless(len(body) == KEYS.size, "no keys")
         near = self.neighbours[sender]
         if phase == SHARES:
-            sealed = {int(to): tuple(map(bytes, rest)) for to, *rest in records(body, LETTER)}
-            if sorted(sealed) != near or len(body) != len(near) * LETTER.size:
+            sealed = {int(to): tuple(map(bytes, rest)) for to, *rest in records(body, ENVELOPE)}
+            if sorted(sealed) != near or len(body) != len(near) * ENVELOPE.size:
                 return "shares for others than its neighbours"
             self._sealed[sender] = sealed
             return ""
@@ -127,20 +145,20 @@ class Server:
         return _unless(told == wanted, "other shares than those that are due")
 
     def present(self, phase: int) -> Iterable[int]:
-        """Who may still say something in a phase: who has in the one before, and has not been left out."""
+        """Return who may still say something in a phase: who has in the one before, and has not been left out."""
         if phase == ADVERT:
             return self.session.keys
         return self._remaining if phase == MASKED else self.messages[phase - 1]
 
     def request(self, phase: int, client: int) -> bytes:
-        """What a client has to be sent before it can say its message of a phase."""
+        """Return the request to a client for its message of a phase."""
         self._open = max(self._open, phase)
         if phase == ADVERT:
             return b""
         if phase == SHARES:
             return bundle(list(self.messages[ADVERT].values()))
         if phase == COMPLAIN:
-            return b"".join(LETTER.pack(other, *self._sealed[other][client]) for other in self._senders(client))
+            return b"".join(ENVELOPE.pack(other, *self._sealed[other][client]) for other in self._senders(client))
         if phase == MASKED:
             return b"".join(map(NUMBER.pack, self._masking(client)))
         near = self.neighbours[client]
@@ -170,7 +188,7 @@ class Server:
 
     @cached_property
     def _remaining(self) -> frozenset[int]:
-        """Who may mask, once everybody has said whose shares are wrong."""
+        """Return who may mask, once everybody has said whose shares are wrong."""
         self._open = max(self._open, MASKED)
         complaints = self.messages[COMPLAIN]
         disputes = [(k, other) for k, message in complaints.items() for other in _numbers(body_of(message))]
@@ -184,7 +202,7 @@ class Server:
 
     @property
     def survivors(self) -> list[int]:
-        """Who has sent masked words."""
+        """Return who has sent masked words."""
         return sorted(self.messages[MASKED])
 
     @cached_property

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
+from fedtorch.protocol.halves import together
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure.grid import ExactSums, Grid
-from fedtorch.sites.secure.messages import MASKED, PHASES, Aborted, Session, split_words
+from fedtorch.sites.secure.halves import client_half, server_half
+from fedtorch.sites.secure.messages import MASKED, Aborted, Session, split_words
 from fedtorch.sites.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
 from fedtorch.sites.secure.parties import Client
 from fedtorch.sites.secure.server import Server
@@ -25,7 +29,7 @@ Tamper = Callable[[int, int, bytes], bytes | None]  # (phase, client's number fr
 
 
 class SecureSum(NamedTuple):
-    """What came out of a sum.
+    """Holds the result of a secure sum.
 
     Example:
         >>> import torch
@@ -118,35 +122,33 @@ def secure_sum(
     parties = {k: Client(session, k, keys[k], entropy, own, before) for k, own in zip(numbers, words)}
     row = {k: place for place, k in enumerate(numbers)}
     gone = {} if gone is None else {numbers[place]: phase for place, phase in gone.items()}
-    server = Server(session)
-    wire = _Wire(server, gone, tamper)
-    for phase in PHASES:
-        wire.phase(phase, sorted(server.present(phase)), parties)
-    total, survivors = grid.decode(server.total()), server.survivors
+    server, cost = Server(session), _Cost()
+    halves = {k: client_half(partial(_answer, party, gone.get(k), tamper, cost)) for k, party in parties.items()}
+    results, _ = together({0: server_half(server), **halves}, dropouts=True)
+    total, survivors = grid.decode(results[0]), server.survivors
     seen = [bytearray(split_words(session, server.messages[MASKED][k])[1]) for k in survivors]
     masked = torch.stack([torch.frombuffer(each, dtype=torch.int64) for each in seen])
-    return SecureSum(total, [row[k] for k in survivors], masked, wire.sent, wire.received, wire.seconds)
+    return SecureSum(total, [row[k] for k in survivors], masked, cost.sent, cost.received, cost.seconds)
 
 
-class _Wire:
-    """Carries messages to the server, as far as their clients are there."""
+@dataclass
+class _Cost:
+    """Counts bytes and seconds."""
 
-    def __init__(self, server: Server, gone: Mapping[int, int], tamper: Tamper | None) -> None:
-        self.server, self._gone, self._tamper = server, gone, tamper
-        self.sent, self.received, self.seconds = 0, 0, 0.0
+    sent: int = 0
+    received: int = 0
+    seconds: float = 0.0
 
-    def phase(self, phase: int, clients: Sequence[int], parties: Mapping[int, Client]) -> None:
-        """Lets clients say what they have to, but for those that drop out before it."""
-        for client in clients:
-            if phase >= self._gone.get(client, phase + 1):
-                continue
-            payload = self.server.request(phase, client)
-            self.received += len(payload)
-            began = time.process_time()
-            message: bytes | None = parties[client].answer(phase, payload)
-            self.seconds += time.process_time() - began
-            self.sent += len(message or b"")
-            if self._tamper is not None and message is not None:
-                message = self._tamper(phase, client, message)
-            if message is not None:
-                self.server.take(phase, message)
+
+def _answer(
+    party: Client, gone: int | None, tamper: Tamper | None, cost: _Cost, phase: int, payload: bytes
+) -> bytes | None:
+    """Return what arrives of a client's message of a phase; None if it has dropped out, or the message is lost."""
+    if gone is not None and phase >= gone:
+        return None
+    cost.received += len(payload)
+    began = time.process_time()
+    message = party.answer(phase, payload)
+    cost.seconds += time.process_time() - began
+    cost.sent += len(message)
+    return message if tamper is None else tamper(phase, party.number, message)

@@ -42,7 +42,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
-from fedtorch.protocol.halves import Half, Receive, Send, wrapped
+from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
 from fedtorch.random.entropy import Entropy, Purpose
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
 from fedtorch.sites.secure.grid import Grid
@@ -53,7 +53,7 @@ from fedtorch.vfl.nodes.node import Value
 
 
 def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Session:
-    """What server and parties agree on beforehand.
+    """Return what server and parties agree on beforehand.
 
     Args:
         run: a name of the run that no other has.
@@ -92,8 +92,8 @@ def masked_party(
     secret = X25519PrivateKey.from_private_bytes(entropy.key(purpose))
     public = secret.public_key().public_bytes_raw()
     advert = sign(session, ADVERT, party, KEYS.pack(public, public, commitment(public)), signing)
-    yield Send(0, _bytes(advert))
-    adverts = opened_adverts(session, unbundle(_text((yield Receive(0, _room(session))))))
+    yield Send(0, packed(advert))
+    adverts = opened_adverts(session, unbundle(unpacked((yield Receive(0, _room(session))))))
     if adverts.get(party, (b"",))[0] != public:
         raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
     shared: dict[int, bytes] = {}
@@ -134,9 +134,9 @@ def masked_server(half: Half, session: Session, grid: Grid) -> Half:
     empty = torch.zeros(most_up(session, ADVERT), dtype=torch.uint8)
     adverts = []
     for party in parties:
-        adverts.append(_text((yield Receive(party, empty))))
+        adverts.append(unpacked((yield Receive(party, empty))))
     for party in parties:
-        yield Send(party, _bytes(bundle(adverts)))
+        yield Send(party, packed(bundle(adverts)))
     total: Tensor | None = None
     waiting = list(parties)
 
@@ -171,14 +171,6 @@ def _value(message: Tree) -> Tensor:
     return message.value
 
 
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _text(data: Tensor) -> bytes:
-    return data.numpy().tobytes()
-
-
 def _room(session: Session) -> Tensor:
-    """What the bundle of all adverts looks like."""
-    return _bytes(bundle([bytes(most_up(session, ADVERT))] * len(session.keys)))
+    """Return a bundle as large as that of all adverts."""
+    return packed(bundle([bytes(most_up(session, ADVERT))] * len(session.keys)))

@@ -52,7 +52,7 @@ class Pipe:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a frame to take."""
+        """Return whether there is a frame to take."""
         return bool(self._frames)
 
     @property
@@ -109,7 +109,7 @@ class Pipe:
         self._moved = time.monotonic()
 
     def stalled(self, seconds: float) -> bool:
-        """Whether a frame is arriving of which nothing has come for so long."""
+        """Return whether a frame is arriving of which nothing has come for so long."""
         return bool(self._arriving) and time.monotonic() - self._moved > seconds
 
     def get(self, seconds: float | None = None) -> bytes:
@@ -166,7 +166,7 @@ class Pipe:
                 return
 
     def _may_decide(self, size: int) -> bool:
-        """Whether a frame of this size may come now, or is refused."""
+        """Return whether a frame of this size may come now, or is refused."""
         if size > self._unasked and not self._asked:
             return self._asked is not None
         waiting = len(self._frames) + len(self._arriving)

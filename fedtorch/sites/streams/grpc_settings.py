@@ -55,7 +55,7 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
 
 
 def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:
-    """Why a server cannot be spoken to: a handshake without a certificate of our own tells whose fault it is."""
+    """Return why a server cannot be spoken to: a handshake without a certificate of our own tells whose fault it is."""
     context, (host, _, port) = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), address.rpartition(":")
     context.load_verify_locations(cadata=authority.decode())
     context.set_alpn_protocols(["h2"])
@@ -78,7 +78,7 @@ def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:
 
 
 def listening(limits: Limits, streams: int) -> list[tuple[str, int]]:
-    """What a server is told of the limits, besides those of both sides, where so many streams are open at most."""
+    """Return a server's options for the limits, besides those of both sides, with so many streams at most."""
     milliseconds = int(1000 * limits.idle_seconds)
     return [
         *options(limits),
@@ -89,7 +89,7 @@ def listening(limits: Limits, streams: int) -> list[tuple[str, int]]:
 
 
 def options(limits: Limits) -> list[tuple[str, int]]:
-    """What a server and a channel are told of the limits."""
+    """Return the options of a server and of a channel for the limits."""
     milliseconds, longest = int(1000 * limits.keepalive), min(limits.frame, CHUNK) + HEAD.size
     return [
         ("grpc.max_send_message_length", longest),

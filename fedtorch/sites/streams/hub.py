@@ -15,7 +15,7 @@ from fedtorch.sites.streams._pipe import Pipe, Room
 
 
 class Limits(NamedTuple):
-    """What is waited for and held at most.
+    """Limits what is waited for and held.
 
     >>> from fedtorch.sites.streams import memory
     >>> site = memory.link(Hub(Limits(frame=8)), "ward 7")

@@ -61,9 +61,9 @@ def check_names(parties: Sequence[str]) -> None:
         raise ValueError(f"Expected parties of different names, but got {list(parties)}")
 
 
-def meet(hub: Hub, parties: Sequence[str], seconds: float, patience: float) -> dict[str, Peer]:
+def meet(hub: Hub, parties: Sequence[str], seconds: float, timeout: float) -> dict[str, Peer]:
     """Return all parties by name, once they are connected; raise `PeerLost` where one does not come."""
-    ends, peers = time.monotonic() + patience, {}
+    ends, peers = time.monotonic() + timeout, {}
     for name in parties:
         with naming(name):
             peers[name] = Peer(name, hub.meet(name, max(ends - time.monotonic(), 0.0)), seconds)

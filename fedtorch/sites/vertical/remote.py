@@ -35,7 +35,7 @@ SECONDS = 600.0
 
 
 def over_hub(
-    half: Half, hub: Hub, parties: Sequence[str], *, seconds: float = SECONDS, patience: float = SECONDS
+    half: Half, hub: Hub, parties: Sequence[str], *, seconds: float = SECONDS, timeout: float = SECONDS
 ) -> tuple[Any, Traffic]:
     """Run the server's half; return its result, and the bytes of payloads.
 
@@ -44,7 +44,7 @@ def over_hub(
         hub: where the parties connect; meanwhile it is used for nothing else with them.
         parties: the names under which they connect; in the protocol party j from 1 on, or by its name.
         seconds: the longest wait for a message.
-        patience: the longest wait for all parties to connect at first.
+        timeout: the longest wait for all parties to connect at first.
 
     Raises:
         ConnectionError: a party did not come, was lost or late, or may not be here any more.
@@ -64,10 +64,10 @@ def over_hub(
     >>> traffic == own.result()[1]  # both count the same
     True
     """
-    expected.positive(seconds=seconds, patience=patience)
+    expected.positive(seconds=seconds, timeout=timeout)
     check_names(parties)
     try:
-        peers = meet(hub, parties, seconds, patience)
+        peers = meet(hub, parties, seconds, timeout)
         result = drive_with(half, peers)
         for peer in peers.values():
             peer.hear_end()

@@ -31,7 +31,7 @@ from fedtorch.protocol.halves import Half, Traffic
 from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST, alone_in, runs
 from fedtorch.sites.streams.hub import Hub, Link
-from fedtorch.sites.streams.patience import Patience
+from fedtorch.sites.streams.timeout import Timeout
 from fedtorch.sites.vertical._peers import Peer, PeerLost, check_names, drive_with, give_up, meet
 from fedtorch.sites.vertical.remote import SECONDS, over_link
 from fedtorch.wire import PayloadError
@@ -49,7 +49,7 @@ def resuming_over_hub(
     folder: Path | str | None = None,
     *,
     seconds: float = SECONDS,
-    patience: float = SECONDS,
+    timeout: float = SECONDS,
 ) -> tuple[Any, Traffic]:
     """Run the server's half to its end; return its result, and the bytes of payloads.
 
@@ -59,7 +59,7 @@ def resuming_over_hub(
         parties: the names under which they connect; in the protocol party j from 1 on, or by its name.
         folder: of this run alone, from which a server that was killed goes on; None for a server that is not killed.
         seconds: the longest wait for a message.
-        patience: the longest wait for parties to connect, at first and after they were lost.
+        timeout: the longest wait for parties to connect, at first and after they were lost.
 
     Raises:
         ConnectionError: a party did not come in time, or may not be here any more.
@@ -79,13 +79,13 @@ def resuming_over_hub(
     >>> rows, own.result()[0]
     (tensor([0]), tensor([1]))
     """
-    expected.positive(seconds=seconds, patience=patience)
+    expected.positive(seconds=seconds, timeout=timeout)
     check_names(parties)
     with alone_in(folder):
         server = _Server(begin, hub, Journal(None if folder is None else Path(folder)), seconds)
         server.journal.enter(_run_in(folder))
-        result = server.until_done(parties, patience)
-        server.close_late_parties(parties, min(patience, CLOSING))
+        result = server.until_done(parties, timeout)
+        server.close_late_parties(parties, min(timeout, CLOSING))
     return result, server.traffic
 
 
@@ -95,7 +95,7 @@ def resuming_over_link(
     folder: Path | str | None = None,
     *,
     seconds: float = SECONDS,
-    patience: float = SECONDS,
+    timeout: float = SECONDS,
 ) -> tuple[Any, Traffic]:
     """Run a party's half to its end; return its result, and the bytes of payloads since this process began.
 
@@ -104,17 +104,17 @@ def resuming_over_link(
         dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
         folder: where states are kept, of all runs that this party takes part in; None keeps them in memory.
         seconds: the longest wait for a message, which may be one for all other parties to come back.
-        patience: the longest time without a server.
+        timeout: the longest time without a server.
 
     Raises:
-        TimeoutError: there was no server for longer than the patience.
+        TimeoutError: there was no server for longer than the timeout.
         ConnectionError: the server has given up; why.
         fedtorch.wire.PayloadError: a message that is not what was expected.
         FileExistsError: another process works in the folder.
     """
-    expected.positive(seconds=seconds, patience=patience)
+    expected.positive(seconds=seconds, timeout=timeout)
     with alone_in(folder):
-        party, waits = _Party(begin, Journal(None if folder is None else Path(folder))), Patience(patience)
+        party, waits = _Party(begin, Journal(None if folder is None else Path(folder))), Timeout(timeout)
         moved = [0, 0]
         while not party.done:
             try:
@@ -188,12 +188,12 @@ class _Server:
         self.peers: dict[str, Peer] = {}
         self.traffic = Traffic(0, 0)
 
-    def until_done(self, parties: Sequence[str], patience: float) -> Any:
+    def until_done(self, parties: Sequence[str], timeout: float) -> Any:
         """Go through the protocol with all parties, again and again, until all are done."""
         tries, newest = 0, FIRST
         while not self.journal.versions.over:
             try:
-                return self.attempt(parties, patience)
+                return self.attempt(parties, timeout)
             except PeerLost as error:
                 now = max(self.journal.versions.numbers)
                 tries, newest = 1 if now > newest else tries + 1, now
@@ -211,11 +211,11 @@ class _Server:
                 raise
             finally:
                 self._hang_up()
-        return self.attempt([], patience)
+        return self.attempt([], timeout)
 
-    def attempt(self, parties: Sequence[str], patience: float) -> Any:
+    def attempt(self, parties: Sequence[str], timeout: float) -> Any:
         """Go through the protocol with these parties once; raise `PeerLost` where that ends too early."""
-        self.peers = meet(self.hub, parties, self.seconds, patience)
+        self.peers = meet(self.hub, parties, self.seconds, timeout)
         result = drive_with(self.half(parties), self.peers)
         for name, peer in self.peers.items():
             with suppress(PeerLost):

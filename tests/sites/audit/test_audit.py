@@ -21,9 +21,9 @@ from support.sites import Carried, carry_of, joined, offers
 import fedtorch as ft
 from fedtorch import chained_log as log
 from fedtorch.cli import main
-from fedtorch.sites import AuditRecord, Remote, Roster, Terms
+from fedtorch.sites import AuditRecord, Policy, Remote, Roster
 from fedtorch.sites.audit import audit
-from fedtorch.sites.identity import book, identity
+from fedtorch.sites.identity import identity, key_directory
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.secure.masked import masked as secure_masked
 from fedtorch.trust import privacy, secure
@@ -67,10 +67,10 @@ class Place:
 
     def run(self, make: Callable[[], ft.Algorithm] = fedavg, rounds: int = 2, **more: Any) -> Remote:
         """A run on record, which ends."""
-        terms, wait = more.pop("terms", {}), more.pop("wait", 10.0)
+        policy, wait = more.pop("policy", {}), more.pop("wait", 10.0)
         brought = offers(DATA, make)
-        own = {name: terms.get(name, Terms())._replace(carry=carry_of(make)) for name in brought}
-        brought = {name: replace(each, terms=own[name]) for name, each in brought.items()}
+        own = {name: policy.get(name, Policy())._replace(carry=carry_of(make)) for name in brought}
+        brought = {name: replace(each, policy=own[name]) for name, each in brought.items()}
         recorded = {"records": {name: self.record(name) for name in NAMES}, "record": self.record("server")}
         with joined(brought, identities=self.sites, carry=carry_of(make), **recorded, **more) as (sites, threads):
             sites.finish(ft.run(make(), sites, rounds=rounds))
@@ -94,7 +94,7 @@ def place(tmp_path: Path) -> Place:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """After a run of two rounds; tests leave its records as they are."""
     made = Place(tmp_path_factory.mktemp("ran"))
-    made.run(terms={"c": Terms(rounds=1)}, quorum=0.5)
+    made.run(policy={"c": Policy(rounds=1)}, quorum=0.5)
     return made
 
 
@@ -116,7 +116,7 @@ def test_records_say_who_asked_what_of_whom(ran: Place) -> None:
         if name != "server":
             assert audit.compare(ran.path("server"), ran.path(name)).holds
     site, server = ran.events("a"), ran.events("server")
-    assert site[1]["policy"] == Terms().described()
+    assert site[1]["policy"] == Policy().described()
     (begin,) = [entry for entry in site if entry["event"] == "begin"]
     assert begin["server"] == identity.fingerprint(ran.server.certificate)
     assert begin["fingerprint"]["algorithm"] == "fedavg"
@@ -405,14 +405,14 @@ def test_masked_rounds_are_on_record_with_one_sync_a_round(place: Place, monkeyp
 
     for name in ("server", *NAMES):
         place.record(name)
-    roster = book.sign_roster(place.folder, place.roster)
-    terms = {name: Terms(remember_sums=False) for name in NAMES}
+    roster = key_directory.sign_roster(place.folder, place.roster)
+    policy = {name: Policy(remember_sums=False) for name in NAMES}
     counts = []
     for rounds in (1, 4):
         syncs.clear()
         with monkeypatch.context() as patch:
             patch.setattr(log.ChainedLog, "sync", counted)
-            place.run(masked, rounds=rounds, roster=roster, terms=terms)
+            place.run(masked, rounds=rounds, roster=roster, policy=policy)
         counts.append([syncs.count(place.path(name)) for name in ("server", "a")])
     assert [four - one for one, four in zip(*counts)] == [3, 3]
     (run, _) = [entry for entry in place.events("server") if entry["event"] == "run"]

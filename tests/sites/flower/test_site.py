@@ -17,23 +17,23 @@ import fedtorch as ft
 from experiments.benchmarks import remote_flower
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, clients
 from fedtorch import checkpoint, tree
-from fedtorch.sites import Offer, Remote
+from fedtorch.sites import Remote, SiteConfiguration
 from fedtorch.sites.flower import _post, site as site, transport as transport
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.sites.rounds.site import deliver
-from fedtorch.sites.rounds.visit import Visit
 
 
 class Brief:
     """A site of which every message finds a new one."""
 
-    def __init__(self, name: str, offer: Offer, folder: Path) -> None:
-        self.name, self.offer, self.folder = name, offer, folder
-        self.ended: Visit | None = None
+    def __init__(self, name: str, configuration: SiteConfiguration, folder: Path) -> None:
+        self.name, self.configuration, self.folder = name, configuration, folder
+        self.ended: SiteSession | None = None
         self.fails = 0
 
     def __call__(self, settings: Any, opens: bool, payloads: Sequence[bytes]) -> tuple[str, list[bytes]]:
-        said, ended = deliver(self.offer, self.folder, opens, payloads)
+        said, ended = deliver(self.configuration, self.folder, opens, payloads)
         self.ended = self.ended or ended
         if self.fails:
             self.fails -= 1
@@ -47,7 +47,7 @@ def test_states_outlive_the_process_of_a_message(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(_post, "_LONGEST_PAUSE", 0.01)
     data, controlled = clients(["1", "2", "3"]), ALGORITHMS["controlled"]
     brought = offers(data, controlled)
-    sites = {name: Brief(name, offer, tmp_path / name) for name, offer in brought.items()}
+    sites = {name: Brief(name, configuration, tmp_path / name) for name, configuration in brought.items()}
     host = transport.serve(Grid(dict(enumerate(sites.values()))), pause=0.001)
     population = Remote(host, list(sites), "it", quorum=1.0, seconds=20.0)
     run = ft.Run(controlled(), population, seed=3)
@@ -61,15 +61,15 @@ def test_states_outlive_the_process_of_a_message(tmp_path: Path, monkeypatch: py
     wanted = ft.run(controlled(), ft.InProcess(data), rounds=4, seed=3)
     assert distance(run.server, wanted.server) < ROUNDING
     visits = [each.ended for each in sites.values() if each.ended is not None]
-    assert distance(tree.concatenate([visit.tensors() for visit in visits]), wanted.tensors()) < ROUNDING
+    assert distance(tree.concatenate([session.tensors() for session in visits]), wanted.tensors()) < ROUNDING
 
 
 def test_a_site_that_has_begun_nothing_is_silent(tmp_path: Path) -> None:
-    offer = Offer(clients(["1"]), ALGORITHMS)
-    said, ended = deliver(offer, tmp_path, True, [])
+    configuration = SiteConfiguration(clients(["1"]), ALGORITHMS)
+    said, ended = deliver(configuration, tmp_path, True, [])
     assert (len(said), ended) == (1, None)
-    assert deliver(offer, tmp_path, False, []) == ([], None)
-    (refusal,), _ = deliver(offer, tmp_path, False, [b"no payload"])
+    assert deliver(configuration, tmp_path, False, []) == ([], None)
+    (refusal,), _ = deliver(configuration, tmp_path, False, [b"no payload"])
     assert "does not understand" in frames.read(refusal, "a").text("reason")
 
 

@@ -36,19 +36,19 @@ class Lines:
         own, roster = identity.make_server(folder / "server"), Roster(folder / "roster.json")
         self.host = serve("127.0.0.1:0", own, roster, LIMITS)
         self.proxies, self.threads, self.errors = {}, [], dict[str, Exception]()
-        for name, offer in offers(DATA, scaffold).items():
+        for name, configuration in offers(DATA, scaffold).items():
             made = identity.make_site(folder / "server", name)
             roster.add(name, identity.fingerprint(made.certificate))
             self.proxies[name] = proxy = Proxy(self.host.port, delay)
             dial = lambda made=made, proxy=proxy: connect(f"127.0.0.1:{proxy.port}", made, LIMITS)
-            arguments = (name, dial, offer, folder / name)
+            arguments = (name, dial, configuration, folder / name)
             self.threads.append(threading.Thread(target=self._join, args=arguments, daemon=True))
         for thread in self.threads:
             thread.start()
 
     def _join(self, name: str, *arguments: object) -> None:
         try:
-            join(*arguments, patience=60.0)
+            join(*arguments, timeout=60.0)
         except (TimeoutError, PermissionError) as error:
             self.errors[name] = error
 

@@ -15,7 +15,7 @@ from support.sites import Carried, offers
 from test_conformance import ALGORITHMS
 
 import fedtorch as ft
-from fedtorch.sites import Offer, Remote, Terms, masked, plain, sealed
+from fedtorch.sites import Policy, Remote, SiteConfiguration, masked, plain, sealed
 from fedtorch.sites.rounds import sites as meeting
 from fedtorch.trust import attacks, privacy, robust, secure
 
@@ -118,14 +118,14 @@ def test_a_site_refuses_noise_of_a_quorum_that_its_terms_do_not_hide() -> None:
         ft.Run(make(), server)
     unaware = noised(3)
     unaware.budget.need = None
-    with pytest.raises(RuntimeError, match=r"at least 3 clients.* but got the site's terms with carry=plain\(\)"):
+    with pytest.raises(RuntimeError, match=r"at least 3 clients.* but got the site's policy with carry=plain\(\)"):
         ft.Run(unaware, server).step()
 
 
 def test_terms_name_every_algorithm_or_none() -> None:
     make = {"one": lambda: ft.fedavg(sgd(0.1)), "two": lambda: ft.scaffold(sgd(0.1))}
     with pytest.raises(ValueError, match=r"names all algorithms \['one', 'two'\] and no others, but got \['one'\]"):
-        Offer(DATA, make, Terms(carry={"one": CARRY["masked"]}))
-    terms = Terms(carry={"one": CARRY["masked"], "two": plain()})
-    assert Offer(DATA, make, terms).terms.carry_of("two") == plain()
-    assert terms.described()["carry"]["one"].startswith("sums under masks on Grid")
+        SiteConfiguration(DATA, make, Policy(carry={"one": CARRY["masked"]}))
+    policy = Policy(carry={"one": CARRY["masked"], "two": plain()})
+    assert SiteConfiguration(DATA, make, policy).policy.carry_of("two") == plain()
+    assert policy.described()["carry"]["one"].startswith("sums under masks on Grid")

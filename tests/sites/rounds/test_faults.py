@@ -18,7 +18,7 @@ from support.sites import offers
 
 import fedtorch as ft
 from fedtorch import _files as files, checkpoint, tree, wire
-from fedtorch.sites import Remote, Terms
+from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.trust import privacy
 
@@ -45,8 +45,8 @@ class Federation:
     """Three sites that can be watched and killed, and a run on them."""
 
     def __init__(self, folder: Path | None = None, make: Callable[..., ft.Algorithm] = scaffold, **more: Any) -> None:
-        offer = {name: more.pop(name) for name in ("terms",) if name in more}
-        self.make, self.host = make, Loopback(offers(DATA, make, **offer), folder)
+        configuration = {name: more.pop(name) for name in ("policy",) if name in more}
+        self.make, self.host = make, Loopback(offers(DATA, make, **configuration), folder)
         self.more = {"seconds": 0.2, "quorum": 1.0, **more}
 
     def sites(self, **more: Any) -> Remote:
@@ -63,7 +63,7 @@ def alone(rounds: int, make: Callable[..., ft.Algorithm] = scaffold, **settings:
 
 def states(made: Federation) -> dict[str, dict[str, torch.Tensor]]:
     """What sites hold now."""
-    return {name: site._visit.clients.state_dict() for name, site in made.host.sites.items()}
+    return {name: site._session.clients.state_dict() for name, site in made.host.sites.items()}
 
 
 def in_process(run: ft.Run) -> dict[str, dict[str, torch.Tensor]]:
@@ -305,13 +305,13 @@ def test_a_site_that_fails_tells_the_server_no_more_than_that(caplog: Any) -> No
     made = Federation(make=fedavg, quorum=0.5)
     run = made.run()
     run.step()
-    visit = made.host.sites["b"]._visit
+    session = made.host.sites["b"]._session
 
     def broken(*arguments: Any) -> Any:
         raise ArithmeticError("patient 12 weighs 300 kg")
 
-    assert visit is not None
-    visit.clients.algorithm = replace(visit.clients.algorithm, client=broken)
+    assert session is not None
+    session.clients.algorithm = replace(session.clients.algorithm, client=broken)
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert run.population.troubles == {"b": "the site failed with ArithmeticError; see what it says itself"}
     assert "300 kg" in caplog.text
@@ -331,7 +331,7 @@ def hello(**changes: Any) -> Callable[[Loopback], None]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"protocol": 2}, "speaks protocol 1, but 'b' speaks 2; install the same version"),
+        ({"protocol": 1}, "speaks protocol 2, but 'b' speaks 1; install the same version"),
         ({"protocol": "x"}, "expected protocol between"),
         ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "Expected rows like those of 'a'"),
         ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' says that it has 4009"),
@@ -344,7 +344,7 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
     made = Federation()
     hello(**change)(made.host)
     with pytest.raises(TimeoutError, match="'b': "):
-        made.sites(patience=0.05, agreed={"b": 100})
+        made.sites(timeout=0.05, agreed={"b": 100})
     assert expected in made.host.dropped["b"]
 
 
@@ -353,7 +353,7 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
     [
         ({"clients": ["x", "y"]}, "with which 'b' first came"),
         ({"rows": [9, 5]}, "with which 'b' first came"),
-        ({"protocol": 2}, "speaks protocol 1, but 'b' speaks 2; install the same version"),
+        ({"protocol": 1}, "speaks protocol 2, but 'b' speaks 1; install the same version"),
         ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "bring the same fields in the same dtypes"),
     ],
 )
@@ -369,7 +369,7 @@ def test_the_run_goes_on_without_a_site_that_comes_back_as_another(change: dict[
 
 def test_a_disk_on_which_a_site_cannot_count_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be counted is not answered, and nobody else is disturbed."""
-    made = Federation(tmp_path, fedavg, terms=Terms(rounds=5), quorum=0.5)
+    made = Federation(tmp_path, fedavg, policy=Policy(rounds=5), quorum=0.5)
     run = made.run()
     run.step()
     replace_file = files.replace
@@ -423,41 +423,41 @@ def test_what_a_site_does_not_run(make: Callable[[], ft.Algorithm], more: dict[s
 
 def test_settings_come_as_data() -> None:
     made = Federation(make=fedavg)
-    sites = Remote(made.host, ["a", "b", "c"], "it", {"sampling_rate": 0.25})
+    sites = Remote(made.host, ["a", "b", "c"], "it", {"rate": 0.25})
     run = ft.run(fedavg(0.25), sites, rounds=2, seed=3)
     assert distance(run.server, alone(2, lambda: fedavg(0.25)).server) < ROUNDING
 
 
 @pytest.mark.parametrize(
-    ("terms", "make", "cohort", "expected"),
+    ("policy", "make", "cohort", "expected"),
     [
-        (Terms(smallest_cohort=2), fedavg, ft.fixed_cohort([0, 1, 2, 4, 5]), "at least 2 of its clients, not for 1"),
+        (Policy(smallest_cohort=2), fedavg, ft.fixed_cohort([0, 1, 2, 4, 5]), "at least 2 of its clients, not for 1"),
         (
-            Terms(smallest_cohort=2),
+            Policy(smallest_cohort=2),
             lambda: ft.gtv(sgd(0.1), ft.Network.ring(6), 0.5),
             None,
             "each client's own message",
         ),
-        (Terms(rounds=1), fedavg, None, "has answered 1 round, and does not answer more"),
-        (Terms(epsilon=1.0), fedavg, None, "noise that it adds itself"),
+        (Policy(rounds=1), fedavg, None, "has answered 1 round, and does not answer more"),
+        (Policy(epsilon=1.0), fedavg, None, "noise that it adds itself"),
     ],
 )
-def test_a_site_holds_to_its_terms(terms: Terms, make: Any, cohort: Any, expected: str) -> None:
-    made = Federation(make=make, terms=terms, seconds=0.05)
+def test_a_site_holds_to_its_terms(policy: Policy, make: Any, cohort: Any, expected: str) -> None:
+    made = Federation(make=make, policy=policy, seconds=0.05)
     run = ft.Run(make(), made.sites(), cohort=cohort)
     with pytest.raises(RuntimeError, match=expected):
         run.step(), run.step()
 
 
 def test_a_site_of_a_smallest_cohort_tells_clients_only_together() -> None:
-    made = Federation(make=fedavg, terms=Terms(smallest_cohort=2))
+    made = Federation(make=fedavg, policy=Policy(smallest_cohort=2))
     told, wanted = made.run().step().info, alone(1, fedavg).last.info
     assert told.keys() == wanted.keys() == {"loss"}
     assert distance(told["loss"], wanted["loss"].reshape(3, 2).mean(1).repeat_interleave(2)) < ROUNDING
 
 
 def test_rounds_are_counted_over_restarts_and_runs(tmp_path: Path) -> None:
-    made = Federation(tmp_path, fedavg, terms=Terms(rounds=3))
+    made = Federation(tmp_path, fedavg, policy=Policy(rounds=3))
     made.run().step()
     for name in made.host.brought:
         made.host.start(name)
@@ -483,14 +483,14 @@ def one_step(parameters: Any) -> torch.optim.Optimizer:
 
 def test_epsilon_counts_the_noise_that_a_site_adds_itself(tmp_path: Path) -> None:
     make = lambda: example_level(tmp_path)
-    made = Federation(make=make, terms=Terms(epsilon=1.7), seconds=0.5)
+    made = Federation(make=make, policy=Policy(epsilon=1.7), seconds=0.5)
     run = made.run()
     run.step()
     with pytest.raises(RuntimeError, match=r"spends no more than epsilon = 1\.7"):
         [run.step() for _ in range(20)]
     assert run.number > 1
     for make in (lambda: example_level(None), lambda: example_level(tmp_path, entropy=privacy.from_seed(1))):
-        made = Federation(make=make, terms=Terms(epsilon=1.7), seconds=0.5)
+        made = Federation(make=make, policy=Policy(epsilon=1.7), seconds=0.5)
         with pytest.raises(RuntimeError, match="noise that it adds itself, with a ledger in a file"):
             made.run().step()
 
@@ -516,8 +516,8 @@ def test_a_site_says_what_is_not_for_it() -> None:
     reason = lambda frame: frames.read(site.answer(frame), "a").text("reason")
     assert "another run" in reason(frames.encode("total", run="0" * 32, sequence=5))
     assert "run of 32 hexadecimal digits" in reason(frames.encode("total", run="../../etc", sequence=5))
-    run = site._visit.run
-    assert "expected one of ['evaluate', 'letters', 'round', 'total'], but got 'fetch'" in reason(
+    run = site._session.run
+    assert "expected one of ['envelopes', 'evaluate', 'round', 'total'], but got 'fetch'" in reason(
         frames.encode("fetch", run=run, sequence=5)
     )
     assert "tell nothing for good" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))

@@ -147,7 +147,7 @@ def test_a_server_goes_on_without_a_site_that_sends_no_frames() -> None:
 
 
 masked = Carried(scaffold, secure_masked(secure.Grid(30, 2.0**20), dropouts=0))
-letters = Carried(lambda: ft.gtv(sgd(0.05), NETWORK, 0.1), sealed(NETWORK))
+envelopes = Carried(lambda: ft.gtv(sgd(0.05), NETWORK, 0.1), sealed(NETWORK))
 
 
 def hidden_goes_on(make: Any, count: int) -> None:
@@ -187,13 +187,13 @@ def hidden_goes_on(make: Any, count: int) -> None:
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(run.server))
 
 
-@pytest.mark.parametrize("make", [masked, letters], ids=["masked", "letters"])
+@pytest.mark.parametrize("make", [masked, envelopes], ids=["masked", "envelopes"])
 def test_a_site_that_says_anything_under_masks_and_seals(make: Any) -> None:
     hidden_goes_on(make, 12)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [masked, letters], ids=["masked", "letters"])
+@pytest.mark.parametrize("make", [masked, envelopes], ids=["masked", "envelopes"])
 def test_a_site_that_says_very_much_under_masks_and_seals(make: Any) -> None:
     hidden_goes_on(make, 600)
 

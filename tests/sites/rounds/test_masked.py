@@ -20,8 +20,8 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.runs import run as running
-from fedtorch.sites import Remote, Roster, Terms
-from fedtorch.sites.identity import book, identity
+from fedtorch.sites import Policy, Remote, Roster
+from fedtorch.sites.identity import identity, key_directory
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.secure import ExactSums, Grid
 from fedtorch.sites.secure.masked import Masked, Parties, masked as secure_masked
@@ -76,9 +76,9 @@ class Federation:
         **more: Any,
     ) -> None:
         first = more.pop("start", None)
-        offer = {name: more.pop(name) for name in ("terms",) if name in more}
+        configuration = {name: more.pop(name) for name in ("policy",) if name in more}
         self.make, self.frames = make, list[tuple[str, bytes]]()
-        self.host = Loopback(offers(data, make, first, sites, **offer), folder, certified().identities)
+        self.host = Loopback(offers(data, make, first, sites, **configuration), folder, certified().identities)
         self.host.after = self.keep
         self.more = {"seconds": 0.2, "quorum": 1.0, "roster": certified().roster, "rows": data.rows, **more}
 
@@ -335,7 +335,7 @@ def test_a_roster_that_another_authority_has_signed_is_not_believed() -> None:
     sites = {name: identity.fingerprint(certified().identities[name].certificate) for name in "abc"}
     other = Roster(folder / "other.json")
     [other.add(name, key) for name, key in sites.items()]
-    keyring._roster = book.sign_roster(folder, other)
+    keyring._roster = key_directory.sign_roster(folder, other)
     with pytest.raises(RuntimeError, match="the authority has not signed it"):
         run.step()
 
@@ -345,16 +345,22 @@ def test_an_older_roster_is_not_believed() -> None:
     made = Federation(masked(fedavg))
     run, folder = made.run(), certified().folder
     run.step()
-    run.clients._hidden._keyring._roster = book.sign_roster(folder, Roster(folder / "roster.json"), now=lambda: 0.0)
+    run.clients._hidden._keyring._roster = key_directory.sign_roster(
+        folder, Roster(folder / "roster.json"), now=lambda: 0.0
+    )
     with pytest.raises(RuntimeError, match="older than one that the site has seen"):
         run.step()
 
 
+def of_another_run(name: str) -> bytes:
+    return key_directory.Keys(certified().identities[name], "0" * 32, 2, 2).announcement(0)
+
+
 def keys_of(name: str, word: bytes, first: int = 2) -> bytes:
     """An announcement for the run of another one."""
-    return book.Keys(certified().identities[name], json.loads(json.loads(word)["said"])["run"], first, 2).announcement(
-        0
-    )
+    return key_directory.Keys(
+        certified().identities[name], json.loads(json.loads(word)["said"])["run"], first, 2
+    ).announcement(0)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +370,10 @@ def keys_of(name: str, word: bytes, first: int = 2) -> bytes:
         (lambda word: word.replace(b"first", b"fjrst"), "'b' has not signed it"),
         (lambda word: keys_of("c", word), "expected keys of 'b' with its clients"),
         (lambda word: keys_of("b", word, first=0), "expected keys of 'b' with its clients"),
-        (lambda word: book.Keys(certified().identities["b"], "0" * 32, 2, 2).announcement(0), "for another run"),
+        (
+            lambda word: key_directory.Keys(certified().identities["b"], "0" * 32, 2, 2).announcement(0),
+            "for another run",
+        ),
     ],
     ids=["none", "changed", "of another", "of other clients", "of another run"],
 )
@@ -431,5 +440,5 @@ def test_what_was_told_under_masks_cannot_be_withdrawn() -> None:
 
 
 def test_a_site_of_a_smallest_cohort_masks() -> None:
-    run = Federation(masked(fedavg), terms=Terms(smallest_cohort=2)).run()
+    run = Federation(masked(fedavg), policy=Policy(smallest_cohort=2)).run()
     assert run.step().ids.tolist() == list(range(6))

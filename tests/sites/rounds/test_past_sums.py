@@ -19,10 +19,10 @@ from support.sites import Carried, carry_of, offers
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.history import Round
-from fedtorch.sites import Remote, Terms
+from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import frames as frames, past_sums, sites as meeting
 from fedtorch.sites.rounds.past_sums import PastSums, Step
-from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.secure.masked import Masked, masked
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, KEYS, MASKED, REVEAL
 from fedtorch.sites.secure.parties import Client
@@ -120,8 +120,8 @@ def test_a_start_counts_whatever_the_masks_are(tmp_path: Path) -> None:
 
     def step(names: str, bits: int, rate: float) -> Round:
         make = Carried(fedavg.make, masked(secure.Grid(bits), dropouts=0))
-        for name, each in host.brought.items():  # whose processes begin anew, with other terms
-            host.brought[name] = dataclasses.replace(each, terms=each.terms._replace(carry=make.carry))
+        for name, each in host.brought.items():  # whose processes begin anew, with other policy
+            host.brought[name] = dataclasses.replace(each, policy=each.policy._replace(carry=make.carry))
             host.start(name)
         settings = {"roster": certified(NAMES).roster, "rows": DATA.rows, "carry": make.carry}
         return ft.Run(make(rate=rate), Remote(host, list(names), "it", {"rate": rate}, **settings), seed=3).step()
@@ -298,12 +298,12 @@ def test_a_site_whose_memory_is_gone_refuses(tmp_path: Path) -> None:
 
 
 def test_a_site_without_a_folder_says_so_in_its_terms() -> None:
-    offer = offers(DATA.select([0]), fedavg, sites=1)["a"]
-    memory = PastSums(None, offer.terms.remember_sums)
-    with pytest.raises(Refusal, match=r"a folder of states, or with Terms\(remember_sums=False\)"):
+    configuration = offers(DATA.select([0]), fedavg, sites=1)["a"]
+    memory = PastSums(None, configuration.policy.remember_sums)
+    with pytest.raises(Refusal, match=r"a folder of states, or with Policy\(remember_sums=False\)"):
         memory.open()
-    PastSums(None, Terms(remember_sums=False).remember_sums).open()
-    PastSums(Path("/nowhere"), Terms(remember_sums=False).remember_sums).open()
+    PastSums(None, Policy(remember_sums=False).remember_sums).open()
+    PastSums(Path("/nowhere"), Policy(remember_sums=False).remember_sums).open()
 
 
 @pytest.mark.parametrize("cut", [1, 30, 100])

@@ -1,4 +1,4 @@
-"""Noise that is added at sites, and what a site's own terms count of it."""
+"""Noise that is added at sites, and what a site's own policy counts of it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.sites import Carried, carry_of, offers
 import fedtorch as ft
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
-from fedtorch.sites import Remote, Terms
+from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import sites as meeting
 from fedtorch.sites.secure.masked import masked
 from fedtorch.trust import privacy, secure
@@ -35,8 +35,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
 
 
-def on_sites(make: Callable[[], ft.Algorithm], data: Any = DATA, terms: Terms = Terms(), **more: Any) -> ft.Run:  # noqa: B008
-    host = Loopback(offers(data, make, terms=terms), None, certified().identities)
+def on_sites(make: Callable[[], ft.Algorithm], data: Any = DATA, policy: Policy = Policy(), **more: Any) -> ft.Run:  # noqa: B008
+    host = Loopback(offers(data, make, policy=policy), None, certified().identities)
     settings = {"seconds": 0.05, "quorum": 1.0, "roster": certified().roster, "rows": data.rows, **more}
     return ft.Run(make(), Remote(host, ["a", "b", "c"], "it", carry=carry_of(make), **settings), seed=3)
 
@@ -72,14 +72,14 @@ def server(ledgers: Ledgers) -> ft.Algorithm:
 def test_noise_is_added_at_sites_and_counted_there(make: Any, count: int, tmp_path: Path) -> None:
     """Six clients that send zeros: what the server hears is noise of √(6 / count) times what their ledgers count."""
     ledgers = Ledgers(tmp_path)
-    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, Terms(epsilon=4.0, honest=count))
+    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, Policy(epsilon=4.0, honest=count))
     before = {name: leaf.clone() for name, leaf in run.server.items()}
     run.step()
     unit = 6 * torch.cat([(run.server[name] - before[name]).flatten() for name in before]) / math.sqrt(6 / count)
     assert float(unit.std()) == pytest.approx(1.0, abs=4 / math.sqrt(2 * len(unit)))
     epsilon = privacy.epsilon(noise=2.0, rounds=1, delta=DELTA)
     sites = run.population.plan.sites.host.sites.values()
-    assert [site._visit.algorithm.budget.report()["epsilon"] for site in sites] == pytest.approx([epsilon] * 3)
+    assert [site._session.algorithm.budget.report()["epsilon"] for site in sites] == pytest.approx([epsilon] * 3)
     with pytest.raises(RuntimeError, match="spends no more than epsilon"):
         [run.step() for _ in range(20)]
 
@@ -110,30 +110,30 @@ def test_rows_of_their_own_are_noised_once_at_sites(tmp_path: Path) -> None:
     """HM1 on sums that are private: one release, whatever the rounds, and the limit of a site is above it."""
     ledgers = Ledgers(tmp_path)
     once = privacy.epsilon(noise=2.0, rounds=1, delta=DELTA)
-    run = on_sites(lambda: hm1(ledgers), terms=Terms(epsilon=1.01 * once))
+    run = on_sites(lambda: hm1(ledgers), policy=Policy(epsilon=1.01 * once))
     [run.step() for _ in range(4)]
     sites = run.population.plan.sites.host.sites.values()
-    assert [site._visit.algorithm.budget.report()["epsilon"] for site in sites] == pytest.approx([once] * 3)
+    assert [site._session.algorithm.budget.report()["epsilon"] for site in sites] == pytest.approx([once] * 3)
     with pytest.raises(RuntimeError, match="is spent"):
-        on_sites(lambda: hm1(ledgers), terms=Terms(epsilon=0.99 * once)).step()
+        on_sites(lambda: hm1(ledgers), policy=Policy(epsilon=0.99 * once)).step()
 
 
 @pytest.mark.parametrize(
-    ("make", "terms", "counts"),
+    ("make", "policy", "counts"),
     [
-        (server, Terms(epsilon=1e3, honest=9), False),
-        (lambda ledgers: clients(ledgers, ledger=None), Terms(epsilon=1e3), False),
-        (lambda ledgers: clients(ledgers, entropy=privacy.from_seed(0)), Terms(epsilon=1e3), False),
-        (lambda ledgers: ft.fedavg(sgd(0.1, linear(D))), Terms(epsilon=1e3), False),
-        (quorum, Terms(epsilon=1e3, honest=2), False),
-        (quorum, Terms(epsilon=1e3, honest=3), True),
-        (clients, Terms(epsilon=1e3), True),
+        (server, Policy(epsilon=1e3, honest=9), False),
+        (lambda ledgers: clients(ledgers, ledger=None), Policy(epsilon=1e3), False),
+        (lambda ledgers: clients(ledgers, entropy=privacy.from_seed(0)), Policy(epsilon=1e3), False),
+        (lambda ledgers: ft.fedavg(sgd(0.1, linear(D))), Policy(epsilon=1e3), False),
+        (quorum, Policy(epsilon=1e3, honest=2), False),
+        (quorum, Policy(epsilon=1e3, honest=3), True),
+        (clients, Policy(epsilon=1e3), True),
     ],
     ids=["the server's", "not written down", "of a seed", "none", "more than are honest", "a quorum's", "their own"],
 )  # fmt: skip
-def test_what_a_site_counts_as_noise(make: Any, terms: Terms, counts: bool, tmp_path: Path) -> None:
+def test_what_a_site_counts_as_noise(make: Any, policy: Policy, counts: bool, tmp_path: Path) -> None:
     ledgers = Ledgers(tmp_path)
-    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, terms)
+    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, policy)
     if counts:
         assert run.step().ids.tolist() == list(range(6))
     else:
@@ -144,10 +144,10 @@ def test_what_a_site_counts_as_noise(make: Any, terms: Terms, counts: bool, tmp_
 def test_a_server_that_asks_on_spends_nothing_more(tmp_path: Path) -> None:
     """Once the limit is reached a ledger does not grow, however often the server asks."""
     ledgers = Ledgers(tmp_path)
-    run = on_sites(lambda: clients(ledgers), WIDE, Terms(epsilon=3.0))
+    run = on_sites(lambda: clients(ledgers), WIDE, Policy(epsilon=3.0))
     with pytest.raises(RuntimeError, match="spends no more than epsilon"):
         [run.step() for _ in range(50)]
-    budget = next(iter(run.population.plan.sites.host.sites.values()))._visit.algorithm.budget
+    budget = next(iter(run.population.plan.sites.host.sites.values()))._session.algorithm.budget
     spent = budget.ledger.entries
     for _ in range(3):
         with pytest.raises(RuntimeError, match="is spent"):

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 from support.oracles.closed_forms import ROUNDING, distance
 from support.scripts.my_data import DATA, scaffold
-from support.scripts.my_secrets import carry, letters, masked
+from support.scripts.my_secrets import carry, envelopes, masked
 
 import fedtorch as ft
 from experiments.benchmarks import remote as benchmark
 from fedtorch import checkpoint, cli, tree
 from fedtorch.sites import AuditRecord, Hub, Remote, Roster, serve
 from fedtorch.sites.enrolment import Desk
-from fedtorch.sites.identity import book, identity
+from fedtorch.sites.identity import identity, key_directory
 
 pytest.importorskip("grpc")
 TESTS = Path(__file__).parents[2]
@@ -117,13 +117,13 @@ def test_sites_as_processes_of_which_one_is_killed(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "setting"), [(masked, {"rate": 0.05}), (letters, {"alpha": 0.3})])
+@pytest.mark.parametrize(("make", "setting"), [(masked, {"rate": 0.05}), (envelopes, {"alpha": 0.3})])
 def test_messages_that_the_server_cannot_read_over_grpc(place: Place, make: Any, setting: dict[str, float]) -> None:
-    """Sums under masks and sealed letters between processes, one of which is killed between rounds."""
+    """Sums under masks and sealed envelopes between processes, one of which is killed between rounds."""
     host, rows = place.serve(), DATA.rows
     for name in NAMES:
         place.join(name, host.port, "my_secrets.py")
-    roster = book.sign_roster(place.folder / "authority", place.roster)
+    roster = key_directory.sign_roster(place.folder / "authority", place.roster)
     name, more = make.__name__, {"quorum": 1.0, "seconds": 60.0, "roster": roster, "rotate": 2, "rows": rows}
     sites = Remote(host, NAMES, name, setting, carry=carry[name], **more)
     one = ft.InProcess(DATA, carry=carry[name])
@@ -135,7 +135,7 @@ def test_messages_that_the_server_cannot_read_over_grpc(place: Place, make: Any,
         run.step(), wanted.step()
     sites.finish(run)
     assert distance(place.models(), wanted.tensors()) < 1e-7  # on the grid of 2⁻³⁰
-    assert distance(run.server, wanted.server) < 1e-7 or make is letters
+    assert distance(run.server, wanted.server) < 1e-7 or make is envelopes
     host.close()
 
 

@@ -18,7 +18,7 @@ from test_conformance import ALGORITHMS, POOLED, ROUNDS, STARTS, population, sta
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.runs import run as running
-from fedtorch.sites import Remote, Terms
+from fedtorch.sites import Policy, Remote
 from fedtorch.trust import privacy, robust
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -57,8 +57,8 @@ def test_sites_give_what_one_process_gives(name: str, cohort: int | None) -> Non
         sites.finish(found)
         for thread in threads.values():
             thread.join(10.0)
-        visits = [thread.visit for thread in threads.values() if thread.visit is not None]
-        assert distance(tree.concatenate([visit.tensors() for visit in visits]), wanted.tensors()) < ROUNDING
+        visits = [thread.session for thread in threads.values() if thread.session is not None]
+        assert distance(tree.concatenate([session.tensors() for session in visits]), wanted.tensors()) < ROUNDING
         assert sites.troubles == {}
 
 
@@ -117,7 +117,7 @@ def fedavg(**settings: Any) -> ft.Algorithm:
 
 @contextmanager
 def validated(
-    terms: Terms = Terms(),  # noqa: B008
+    policy: Policy = Policy(),  # noqa: B008
     **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread], ft.data.FederatedData, ft.data.FederatedData]]:
     """Sites with rows of their own for validation: (sites, threads, rows for training, rows for validation)."""
@@ -126,7 +126,7 @@ def validated(
     for i, name in enumerate(brought):
         own = validation.select(list(range(2 * i, 2 * i + 2)))
         metrics = {"mse": squared_error, "mae": absolute_error}
-        brought[name] = replace(brought[name], validation=own, metrics=metrics, terms=terms)
+        brought[name] = replace(brought[name], validation=own, metrics=metrics, policy=policy)
     with joined(brought, **more) as (sites, threads):
         yield sites, threads, training, validation
 
@@ -156,7 +156,7 @@ def test_scores_on_the_rows_that_sites_keep() -> None:
 
 def test_scores_of_sites_that_tell_clients_only_together() -> None:
     metrics = {"mse": squared_error}
-    with validated(terms=Terms(smallest_cohort=2)) as (sites, _, training, validation):
+    with validated(policy=Policy(smallest_cohort=2)) as (sites, _, training, validation):
         here, there = (ft.run(fedavg(), clients, rounds=2) for clients in (ft.InProcess(training), sites))
         wanted, found = here.evaluate(validation, metrics)["mse"], there.evaluate(sites.validation, metrics)["mse"]
     assert found.overall == pytest.approx(wanted.overall, rel=ROUNDING)
@@ -206,13 +206,13 @@ def test_models_are_where_they_can_be_known() -> None:
             sites.data  # noqa: B018
         sites.finish(run)
         threads["b"].join(10.0)
-        visit = threads["b"].visit
-        assert visit is not None
-        assert visit.names == ("client 2", "client 3")
-        mine = dict(visit.client_module("client 3").state_dict())
+        session = threads["b"].session
+        assert session is not None
+        assert session.names == ("client 2", "client 3")
+        mine = dict(session.client_module("client 3").state_dict())
         assert distance(mine, dict(wanted.client_module(3).state_dict())) < ROUNDING
         with pytest.raises(ValueError, match="Expected one of the site's clients"):
-            visit.client_module("client 0")
+            session.client_module("client 0")
     with federation("fedavg") as (algorithm, sites, _, here):
         run, wanted = (ft.run(algorithm, clients, rounds=2) for clients in (sites, here))
         modules = [dict(each.global_module().state_dict()) for each in (run, wanted)]
@@ -244,7 +244,7 @@ def test_sites_that_do_not_come_are_named() -> None:
     with joined(offers(DATA, fedavg)) as (sites, _):
         expected = r"all 2 sites within 0\.2 s, but got no .*'d': it did not connect"
         with pytest.raises(TimeoutError, match=expected):
-            Remote(sites.plan.sites.host, ["a", "d"], "it", patience=0.2)
+            Remote(sites.plan.sites.host, ["a", "d"], "it", timeout=0.2)
 
 
 def test_it_says_what_it_is() -> None:

@@ -1,4 +1,4 @@
-"""`Terms(rounds=)` counts over all runs, and over all folders of states of one identity."""
+"""`Policy(rounds=)` counts over all runs, and over all folders of states of one identity."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from support.sites import offers
 
 import fedtorch as ft
 from fedtorch.federation.algorithm import Turn
-from fedtorch.sites import Remote, Terms
+from fedtorch.sites import Policy, Remote
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.identity import Identity
-from fedtorch.sites.rounds.terms import Refusal, Watch
+from fedtorch.sites.rounds.policy import Refusal, Watch
 
 DATA = linear_clients([5, 3])
 TURN, NOBODY = Turn(ft.random.key(0), 0), torch.zeros(0, dtype=torch.int64)
@@ -34,7 +34,7 @@ def kept(tmp_path: Path) -> dict[str, Identity]:
 
 
 def test_another_folder_of_states_does_not_begin_at_nought(tmp_path: Path, kept: dict[str, Identity]) -> None:
-    brought = offers(DATA, averaging, sites=1, terms=Terms(rounds=3))
+    brought = offers(DATA, averaging, sites=1, policy=Policy(rounds=3))
     ft.run(averaging(), Remote(Loopback(brought, tmp_path / "one", kept), ["a"], "it"), rounds=2)
     again = ft.Run(averaging(), Remote(Loopback(brought, tmp_path / "two", kept), ["a"], "it"))
     again.step()
@@ -53,19 +53,19 @@ def count(watch: Watch, rounds: int) -> None:
 
 def test_the_larger_count_holds_where_one_was_lost(tmp_path: Path) -> None:
     states, beside = tmp_path / "states", tmp_path / "identity"
-    count(Watch(Terms(rounds=9), states, None), 2)  # as it was counted before there was an identity
-    count(Watch(Terms(rounds=9), states, beside), 1)
+    count(Watch(Policy(rounds=9), states, None), 2)  # as it was counted before there was an identity
+    count(Watch(Policy(rounds=9), states, beside), 1)
     (states / "rounds.json").unlink()
     with pytest.raises(Refusal, match="answered 3 rounds"):
-        count(Watch(Terms(rounds=3), states, beside), 1)
-    count(Watch(Terms(rounds=4), states, beside), 1)
+        count(Watch(Policy(rounds=3), states, beside), 1)
+    count(Watch(Policy(rounds=4), states, beside), 1)
     (beside / "rounds.json").unlink()
     with pytest.raises(Refusal, match="answered 4 rounds"):
-        count(Watch(Terms(rounds=4), states, beside), 1)
+        count(Watch(Policy(rounds=4), states, beside), 1)
 
 
 def test_two_processes_of_one_site_count_together(tmp_path: Path) -> None:
-    one, two = (Watch(Terms(rounds=3), tmp_path / name, tmp_path / "identity") for name in ("one", "two"))
+    one, two = (Watch(Policy(rounds=3), tmp_path / name, tmp_path / "identity") for name in ("one", "two"))
     count(one, 1), count(two, 1), count(one, 1)
     for each in (one, two):
         with pytest.raises(Refusal, match="answered 3 rounds"):

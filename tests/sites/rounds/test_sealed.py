@@ -19,7 +19,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.models.gibbs import sparse
 from fedtorch.sites import Remote, sealed
-from fedtorch.sites.identity import book
+from fedtorch.sites.identity import key_directory
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.trust import privacy
 
@@ -128,8 +128,8 @@ def test_the_server_sees_no_model_and_no_message() -> None:
         for _ in range(3):
             run.step()
             for site in made.host.sites.values():
-                ids = torch.tensor(range(site._visit.first, site._visit.first + 2))
-                states = site._visit.clients.table.read(ids).parameters["weight"]
+                ids = torch.tensor(range(site._session.first, site._session.first + 2))
+                states = site._session.clients.table.read(ids).parameters["weight"]
                 told.extend(row.numpy().tobytes() for row in states)
         everything = b"".join(heard + [frame for _, frame in made.frames])
         # Without seals changes travel, of which the first is what a node tells: the start is all the same.
@@ -184,16 +184,16 @@ def test_a_server_that_goes_back_makes_sites_write_anew(tmp_path: Path) -> None:
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
-def letters_of(run: ft.Run) -> dict[str, dict[str, bytes]]:
-    return run.clients._hidden._letters._held
+def envelopes_of(run: ft.Run) -> dict[str, dict[str, bytes]]:
+    return run.clients._hidden._envelopes._held
 
 
-def flip(letter: bytes, place: int) -> bytes:
-    return letter[:place] + bytes([letter[place] ^ 1]) + letter[place + 1 :]
+def flip(envelope: bytes, place: int) -> bytes:
+    return envelope[:place] + bytes([envelope[place] ^ 1]) + envelope[place + 1 :]
 
 
-def test_letters_that_are_not_as_they_were_sealed() -> None:
-    """What "b" says of letters that a dishonest server has changed, of which it has older ones too; then it goes on."""
+def test_envelopes_that_are_not_as_they_were_sealed() -> None:
+    """What "b" says of envelopes that a dishonest server has changed, or of older ones; then it goes on."""
     cases = {
         "replayed": (lambda held: old["a"]["b"], "number 3 comes again"),
         "to another": (lambda held: held["a"]["c"], "for an old key, or for another site's"),
@@ -201,33 +201,33 @@ def test_letters_that_are_not_as_they_were_sealed() -> None:
         "altered": (lambda held: flip(held["a"]["b"], -1), "altered, or is of another edge"),
         "another number": (lambda held: flip(held["a"]["b"], 0), "altered, or is of another edge"),
         "unknown key": (lambda held: flip(held["a"]["b"], 9), "with a key that is not there"),
-        "none": (lambda held: b"letter", "but got 6 bytes"),
+        "none": (lambda held: b"envelope", "but got 8 bytes"),
         "withheld": (lambda held: b"", "but got 0 bytes"),
     }
     made = Federation(quorum=0.5)
     run = made.run()
     run.step()
-    old = {name: dict(found) for name, found in letters_of(run).items()}
+    old = {name: dict(found) for name, found in envelopes_of(run).items()}
     run.step(), run.step()
     for changed, expected in cases.values():
-        held = letters_of(run)
+        held = envelopes_of(run)
         held["a"]["b"] = changed(held)
         assert run.step().ids.tolist() == [0, 1, 4, 5]
         assert expected in run.population.troubles["b"]
     assert run.step().ids.tolist() == list(range(6))  # the others have written anew
 
 
-def test_letters_for_keys_that_are_gone() -> None:
+def test_envelopes_for_keys_that_are_gone() -> None:
     made = Federation(quorum=0.5, rotate=2)
     run = made.run()
     run.step(), run.step()
-    old = letters_of(run)["a"]["b"]
-    keep = run.clients._hidden._letters.keep
+    old = envelopes_of(run)["a"]["b"]
+    keep = run.clients._hidden._envelopes.keep
 
-    def stale(letters: Any) -> None:
-        keep({name: {**found, **({"b": old} if name == "a" else {})} for name, found in letters.items()})
+    def stale(envelopes: Any) -> None:
+        keep({name: {**found, **({"b": old} if name == "a" else {})} for name, found in envelopes.items()})
 
-    run.clients._hidden._letters.keep = stale
+    run.clients._hidden._envelopes.keep = stale
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert "with a key that is not there" in run.population.troubles["b"]
 
@@ -245,7 +245,7 @@ def test_letters_for_keys_that_are_gone() -> None:
     ],
     ids=["star", "without_server", "unreliable_edges", "private_rows"],
 )
-def test_what_letters_between_neighbours_cannot_do(make: Any, expected: str) -> None:
+def test_what_envelopes_between_neighbours_cannot_do(make: Any, expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         sealed(NETWORK).carried(make())
 
@@ -254,14 +254,14 @@ def test_sites_that_seal_take_part_in_nothing_else() -> None:
     made = Federation()
     with pytest.raises(ValueError, match="Expected roster="):
         Remote(made.host, ["a", "b", "c"], "it", carry=sealed(NETWORK)).bind(gtv(), None)
-    with pytest.raises(RuntimeError, match="the site runs messages sealed letters, not None"):
+    with pytest.raises(RuntimeError, match="the site runs messages sealed envelopes, not None"):
         ft.Run(gtv(), Remote(made.host, ["a", "b", "c"], "it", seconds=0.05)).step()
     run = made.run()
     run.step()
-    visit = made.host.sites["a"]._visit
+    session = made.host.sites["a"]._session
     site = made.host.sites["a"]
     reason = lambda kind: frames.read(
-        site.answer(frames.encode(kind, run=visit.run, sequence=5, kept=visit._version, keep=[], sizes={})), "a"
+        site.answer(frames.encode(kind, run=session.run, sequence=5, kept=session._version, keep=[], sizes={})), "a"
     ).text("reason")
     assert "to their neighbours only" in reason("total")
     assert "no sum under masks" in reason("phase")
@@ -291,32 +291,44 @@ def test_threads_that_come_and_go() -> None:
         sites.finish(run)
         for thread in threads.values():
             thread.join(10.0)
-        found = tree.concatenate([threads[name].visit.tensors() for name in "abc"])
+        found = tree.concatenate([threads[name].session.tensors() for name in "abc"])
     assert distance(found, alone(3).tensors()) < ROUNDING
 
 
-# -- the book of keys --------------------------------------------------------------------------------------------------
+# -- the signed key directory ------------------------------------------------------------------------------------------
 
 
-def test_books_that_are_not_to_be_believed() -> None:
+def announced(made: Any, name: str, run: str) -> bytes:
+    return key_directory.Keys(made.identities[name], run, 0, 2).announcement(0)
+
+
+def test_directories_that_are_not_to_be_believed() -> None:
     made, run = certified(), "0" * 32
-    words = [book.Keys(made.identities[name], run, 2 * i, 2).announcement(0) for i, name in enumerate("abc")]
+    words = [key_directory.Keys(made.identities[name], run, 2 * i, 2).announcement(0) for i, name in enumerate("abc")]
     authority = made.identities["a"].authority
-    found = book.read(book.write(made.roster, words), authority, run)
-    assert [book.speaker(word, made.roster, run) for word in words] == list(found.speakers)
+    found = key_directory.read(key_directory.write(made.roster, words), authority, run)
+    assert [key_directory.speaker(word, made.roster, run) for word in words] == list(found.speakers)
     assert [(each.name, each.first, each.clients) for each in found.speakers] == [("a", 0, 2), ("b", 2, 2), ("c", 4, 2)]
     other = certified("abd")
     cases: list[tuple[bytes, str]] = [
-        (book.write(other.roster, words), "the authority has not signed it"),
-        (book.write(made.roster, [words[0], words[0]]), "each other's clients"),
-        (book.write(made.roster, words[::-1]), "each other's clients"),
-        (book.write(made.roster, [words[0].replace(b"first", b"fjrst")]), "'a' has not signed it"),
-        (book.write(made.roster, [book.Keys(other.identities["d"], run, 0, 2).announcement(0)]), "'d' has another key"),
-        (book.write(made.roster, [book.Keys(made.identities["a"], "1" * 32, 0, 2).announcement(0)]), "another run"),
+        (key_directory.write(other.roster, words), "the authority has not signed it"),
+        (key_directory.write(made.roster, [words[0], words[0]]), "each other's clients"),
+        (key_directory.write(made.roster, words[::-1]), "each other's clients"),
+        (key_directory.write(made.roster, [words[0].replace(b"first", b"fjrst")]), "'a' has not signed it"),
+        (
+            key_directory.write(made.roster, [key_directory.Keys(other.identities["d"], run, 0, 2).announcement(0)]),
+            "'d' has another key",
+        ),
+        (
+            key_directory.write(
+                made.roster, [key_directory.Keys(made.identities["a"], "1" * 32, 0, 2).announcement(0)]
+            ),
+            "another run",
+        ),
         (b"[]", "not enough values"),
-        (b"{", "Expected a book of keys"),
-        (b'["{}"]', "Expected a book of keys"),
+        (b"{", "Expected a signed key directory"),
+        (b'["{}"]', "Expected a signed key directory"),
     ]
     for data, expected in cases:
         with pytest.raises(ValueError, match=expected):
-            book.read(data, authority, run)
+            key_directory.read(data, authority, run)

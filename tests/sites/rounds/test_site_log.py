@@ -63,7 +63,7 @@ def test_a_site_that_the_run_does_not_list_is_told_so_and_takes_part_in_the_next
 ) -> None:
     host, brought = Hub(), offers(DATA, averaging, sites=3)
     waits = {"a": 20.0, "b": 20.0, "c": 0.2}
-    threads = {name: Thread(host, name, offer, patience=waits[name]) for name, offer in brought.items()}
+    threads = {name: Thread(host, name, configuration, timeout=waits[name]) for name, configuration in brought.items()}
     for thread in threads.values():
         thread.start()
     sites = Remote(host, ["a", "b"], "it", quorum=1.0, seconds=20.0)
@@ -84,5 +84,5 @@ def test_a_site_that_the_run_does_not_list_is_told_so_and_takes_part_in_the_next
     everybody.finish(run)
     for thread in threads.values():
         thread.join(10.0)
-    assert all(thread.visit is not None for thread in threads.values())
+    assert all(thread.session is not None for thread in threads.values())
     assert distance(run.server, ft.run(averaging(), ft.InProcess(DATA), rounds=2).server) < ROUNDING

@@ -13,7 +13,7 @@ from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
     CONFIRM,
-    LETTER,
+    ENVELOPE,
     MASKED,
     NUMBER,
     PHASES,
@@ -109,7 +109,7 @@ def test_messages_of_another_sum_are_not_taken_for_those_of_this_one(phase: int,
             return data
         theirs = other.request(phase, k)
         if phase == COMPLAIN:
-            return data[: LETTER.size * 2] + theirs[LETTER.size * 2 :]
+            return data[: ENVELOPE.size * 2] + theirs[ENVELOPE.size * 2 :]
         mine = unbundle(data)
         return bundle([*mine[:1], *unbundle(theirs)[1:]])
 
@@ -128,9 +128,11 @@ def test_shares_that_are_swapped_between_clients_are_complained_about() -> None:
 
     def swapped(at: int, k: int, data: bytes) -> bytes:
         if at == COMPLAIN and k == 1:
-            mine = [data[i : i + LETTER.size] for i in range(0, len(data), LETTER.size)]
+            mine = [data[i : i + ENVELOPE.size] for i in range(0, len(data), ENVELOPE.size)]
             others = plain.request(COMPLAIN, 2)
-            shares = {one[:8]: one for one in (others[i : i + LETTER.size] for i in range(0, len(others), LETTER.size))}
+            shares = {
+                one[:8]: one for one in (others[i : i + ENVELOPE.size] for i in range(0, len(others), ENVELOPE.size))
+            }
             of_3, of_4 = NUMBER.pack(3), NUMBER.pack(4)
             mine = [shares[of_3] if one[:8] == of_3 else one for one in mine]
             return b"".join(of_4 + mine[1][8:] if one[:8] == of_4 else one for one in mine)
@@ -140,7 +142,7 @@ def test_shares_that_are_swapped_between_clients_are_complained_about() -> None:
     assert records(body_of(made.said[COMPLAIN][1]), NUMBER) == [(3,), (4,)]
     fresh = done(until=COMPLAIN - 1)
     with pytest.raises(ValueError, match="shares of neighbours of client 1, once each"):
-        fresh.honest[1].answer(COMPLAIN, fresh.views[0].request(COMPLAIN, 1)[: LETTER.size] * 2)
+        fresh.honest[1].answer(COMPLAIN, fresh.views[0].request(COMPLAIN, 1)[: ENVELOPE.size] * 2)
 
 
 def heads_for(made: Cheated, heads: dict[int, bytes]) -> bytes:
@@ -231,7 +233,7 @@ def test_what_is_learnt_where_all_are_neighbours_is_the_sum_of_those_that_were_c
             for phase in PHASES[:2]:
                 made.phase(phase)
             made.views[0]._sealed = {
-                k: {int(to): tuple(rest) for to, *rest in records(body_of(message), LETTER)}
+                k: {int(to): tuple(rest) for to, *rest in records(body_of(message), ENVELOPE)}
                 for k, message in made.said[SHARES].items()
             }
             for phase in PHASES[2:]:

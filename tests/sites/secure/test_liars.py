@@ -14,8 +14,8 @@ from fedtorch.sites.secure.messages import (
     ADVERT,
     COMPLAIN,
     CONFIRM,
+    ENVELOPE,
     KEYS,
-    LETTER,
     MASKED,
     NUMBER,
     PHASES,
@@ -74,10 +74,10 @@ def broken_for(*whom: int) -> Lie:
     """Seals for some neighbours what they cannot open."""
 
     def lie(body: bytes) -> bytes:
-        records = [list(record) for record in LETTER.iter_unpack(body)]
+        records = [list(record) for record in ENVELOPE.iter_unpack(body)]
         for record in records:
             record[1] = bytes(len(record[1])) if record[0] in whom else record[1]
-        return b"".join(LETTER.pack(*record) for record in records)
+        return b"".join(ENVELOPE.pack(*record) for record in records)
 
     return at(SHARES, lie)
 
@@ -120,7 +120,7 @@ def test_a_client_that_is_told_of_keys_of_low_order_does_without_their_sender() 
     for phase in PHASES:
         made.phase(phase, payload=told)
     shares = body_of(made.said[SHARES][1])
-    assert [record[0] for record in LETTER.iter_unpack(shares)] == [2, 4, 5, 6, 7]
+    assert [record[0] for record in ENVELOPE.iter_unpack(shares)] == [2, 4, 5, 6, 7]
     assert made.learnt() == []
     assert not made.said[CONFIRM]
 

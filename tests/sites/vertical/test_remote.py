@@ -37,7 +37,7 @@ def remotely(server: Half, parties: Mapping[str, Half], hub: Hub | None = None) 
     hub = hub or Hub()
     with ThreadPoolExecutor(len(parties)) as pool:
         futures = {n: pool.submit(over_link, half, memory.link(hub, n), seconds=20) for n, half in parties.items()}
-        result, traffic = over_hub(server, hub, list(parties), seconds=20, patience=20)
+        result, traffic = over_hub(server, hub, list(parties), seconds=20, timeout=20)
         found = {name: future.result(20) for name, future in futures.items()}
     assert sum(moved.up for _, moved in found.values()) == traffic.up
     assert sum(moved.down for _, moved in found.values()) == traffic.down
@@ -50,7 +50,7 @@ def failing(server: Half, parties: Mapping[str, Half], **waits: float) -> tuple[
     with ThreadPoolExecutor(len(parties)) as pool:
         futures = {n: pool.submit(over_link, half, memory.link(hub, n), seconds=20) for n, half in parties.items()}
         with pytest.raises((ConnectionError, wire.PayloadError, ZeroDivisionError)) as caught:
-            over_hub(server, hub, list(parties), **{"seconds": 20.0, "patience": 20.0, **waits})
+            over_hub(server, hub, list(parties), **{"seconds": 20.0, "timeout": 20.0, **waits})
     return caught.value, futures
 
 
@@ -209,7 +209,7 @@ def test_waits_are_bounded() -> None:
     assert isinstance(futures["silent"].exception(), ConnectionError)
     hub = Hub()
     with pytest.raises(ConnectionError, match="absent is lost: Expected 'absent' to connect within"):
-        over_hub(says(), hub, ["absent"], patience=0.2)
+        over_hub(says(), hub, ["absent"], timeout=0.2)
     with pytest.raises(ConnectionError, match=r"the server is lost: Expected a frame within 0\.2 s"):
         over_link(silent(), memory.link(hub, "a"), seconds=0.2)
     assert time.monotonic() - begin < 10
@@ -263,7 +263,7 @@ def test_parties_as_processes(tmp_path: Path) -> None:
         for name in my_half.PARTIES
     }
     try:
-        found, traffic = resuming_over_hub(my_half.leader, hub, my_half.PARTIES, seconds=60, patience=60)
+        found, traffic = resuming_over_hub(my_half.leader, hub, my_half.PARTIES, seconds=60, timeout=60)
         said = {name: party.communicate(timeout=60)[0].decode() for name, party in parties.items()}
     finally:
         for party in parties.values():

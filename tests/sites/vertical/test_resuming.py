@@ -37,7 +37,7 @@ from fedtorch.sites.vertical.resuming import resuming_over_hub, resuming_over_li
 from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration
 
-WAITS = {"seconds": 20.0, "patience": 20.0}
+WAITS = {"seconds": 20.0, "timeout": 20.0}
 
 
 class Killed(BaseException):
@@ -141,7 +141,7 @@ def test_nothing_disturbed_gives_what_one_process_gives(undisturbed: dict[str, A
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody pauses for long."""
-    monkeypatch.setattr("fedtorch.sites.streams.patience._PAUSES", (0.005, 0.1))
+    monkeypatch.setattr("fedtorch.sites.streams.timeout._PAUSES", (0.005, 0.1))
     monkeypatch.setattr("fedtorch.sites.vertical.resuming.CLOSING", 1.0)
 
 
@@ -268,7 +268,7 @@ def test_a_party_that_does_not_come_back_ends_it_at_all_nodes() -> None:
             for name, half in (("good", listens), ("bad", killed))
         ]
         with pytest.raises(PeerLost, match="bad is lost: Expected 'bad' to connect within"):
-            resuming_over_hub(server, hub, ["good", "bad"], seconds=20, patience=0.3)
+            resuming_over_hub(server, hub, ["good", "bad"], seconds=20, timeout=0.3)
         assert isinstance(futures[1].exception(20), Killed)
         heard = futures[0].exception(20)
     assert isinstance(heard, ConnectionError)
@@ -276,12 +276,12 @@ def test_a_party_that_does_not_come_back_ends_it_at_all_nodes() -> None:
 
 
 def test_lines_that_break_wherever_all_begin_end_the_protocol_one_day(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedtorch.sites.streams.patience._PAUSES", (0.001, 0.001))
+    monkeypatch.setattr("fedtorch.sites.streams.timeout._PAUSES", (0.001, 0.001))
     monkeypatch.setattr("fedtorch.sites.vertical.resuming._TRIES", 5)
     hub, fate = Hub(), Fate(lambda: True)
     with ThreadPoolExecutor(1) as pool:
         dial = lambda: Watched(memory.link(hub, "a"), fate)
-        future = pool.submit(resuming_over_link, lambda journal: iter(()), dial, seconds=0.2, patience=0.5)
+        future = pool.submit(resuming_over_link, lambda journal: iter(()), dial, seconds=0.2, timeout=0.5)
         with pytest.raises(PeerLost, match="a is lost"):
             resuming_over_hub(lambda journal: iter(()), hub, ["a"], **WAITS)
         with pytest.raises(TimeoutError, match=r"Expected a server within 0\.5 s, but got none"):
@@ -382,7 +382,7 @@ def behind_proxies(folder: Path, delay: float, seconds: float) -> Iterator[tuple
     limits = Limits(seconds=5.0, keepalive=1.0)
     own, roster = identity.make_server(folder / "server"), Roster(folder / "roster.json")
     hub = serve("127.0.0.1:0", own, roster, limits)
-    proxies, waits = {}, {"seconds": seconds, "patience": 60.0}
+    proxies, waits = {}, {"seconds": seconds, "timeout": 60.0}
 
     def run() -> dict[str, Any]:
         with ThreadPoolExecutor(len(proxies)) as pool:
@@ -490,7 +490,7 @@ def test_a_party_s_process_that_is_killed_and_started_again(tmp_path: Path, monk
     check({"leader": found}, {"leader": wanted["leader"]})
 
 
-SLOW = {"seconds": 60.0, "patience": 120.0}
+SLOW = {"seconds": 60.0, "timeout": 120.0}
 
 
 def newest(folder: Path) -> int:

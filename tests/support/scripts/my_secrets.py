@@ -1,7 +1,7 @@
-"""What a site brings to sums under masks and to sealed letters: read by `fedtorch join --data`, as `my_data.py` is."""
+"""What a site brings to masked sums and sealed envelopes: read by `fedtorch join --data`, as `my_data.py` is."""
 
 import fedtorch as ft
-from fedtorch.sites import Terms, masked as under_masks, sealed
+from fedtorch.sites import Policy, masked as under_masks, sealed
 from fedtorch.trust import secure
 from support.oracles.closed_forms import sgd
 from support.scripts.my_data import data as data, scaffold
@@ -14,11 +14,11 @@ def masked(rate: float) -> ft.Algorithm:
     return scaffold(rate)
 
 
-def letters(alpha: float) -> ft.Algorithm:
+def envelopes(alpha: float) -> ft.Algorithm:
     """Models that neighbours only see."""
     return ft.gtv(sgd(0.05, steps=2, batch_size=3), NETWORK, alpha)
 
 
-algorithms = {"masked": masked, "letters": letters}
-carry = {"masked": under_masks(secure.Grid(30, 2.0**20), dropouts=0), "letters": sealed(NETWORK)}
-terms = Terms(carry=carry)
+algorithms = {"masked": masked, "envelopes": envelopes}
+carry = {"masked": under_masks(secure.Grid(30, 2.0**20), dropouts=0), "envelopes": sealed(NETWORK)}
+policy = Policy(carry=carry)

@@ -17,31 +17,31 @@ from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.metrics.scores import stacked_metrics
 from fedtorch.protocol.versions import FIRST, Versions
-from fedtorch.sites.envelopes.keyring import BOOK, SiteKeys
-from fedtorch.sites.envelopes.letters import SiteLetters
+from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
+from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _inbox as inbox, frames as frames
 from fedtorch.sites.rounds._inbox import Inboxes
-from fedtorch.sites.rounds._masked import Guard, PartOfSite, name_of_sum, one_of, start_of_sum
+from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
+from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
-from fedtorch.sites.rounds.offer import Offer
 from fedtorch.sites.rounds.past_sums import PastSums, Step
-from fedtorch.sites.rounds.terms import Refusal, Watch
+from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
 
 
-class Visit:
+class SiteSession:
     """A site's part in a run, from the server's `begin`.
 
     Args:
-        offer: what the site brings.
-        watch: over its terms.
+        configuration: what the site brings.
+        watch: over its policy.
         begin: the server's frame.
         folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
-        identity: with which the site signs the keys that sums under masks and sealed letters need.
+        identity: with which the site signs the keys that sums under masks and sealed envelopes need.
         past: the sums under masks that the site has taken part in; default: those of the folder.
 
     Attributes:
@@ -64,29 +64,29 @@ class Visit:
         >>> host, data = Hub(), ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))], names=["bed 1"])
         >>> with ThreadPoolExecutor() as pool:
         ...     dial = lambda: memory.link(host, "ward 7")
-        ...     site = pool.submit(join, dial, Offer(data, {"separate": separate}), patience=5.0)
-        ...     sites = ft.Remote(host, ["ward 7"], "separate", patience=5.0)
+        ...     site = pool.submit(join, dial, SiteConfiguration(data, {"separate": separate}), timeout=5.0)
+        ...     sites = ft.Remote(host, ["ward 7"], "separate", timeout=5.0)
         ...     sites.finish(ft.run(separate(), sites, rounds=1))
-        ...     visit = site.result()
-        >>> visit.over, visit.names
+        ...     session = site.result()
+        >>> session.over, session.names
         (True, ('bed 1',))
-        >>> visit.client_module("bed 1").weight.detach().round(decimals=3)  # which never left the site
+        >>> session.client_module("bed 1").weight.detach().round(decimals=3)  # which never left the site
         tensor([[1., 2.]])
     """
 
     def __init__(
         self,
-        offer: Offer,
+        configuration: SiteConfiguration,
         watch: Watch,
         begin: Frame,
         folder: Path | None,
         identity: Identity | None = None,
         past: PastSums | None = None,
     ) -> None:
-        self.offer, self.watch, self.run, self.over = offer, watch, run_of(begin), False
-        self.algorithm, self._carry = _built(offer, begin)
-        total = begin.integer("clients", len(offer.data), MOST_CLIENTS)
-        self.first = begin.integer("first", 0, total - len(offer.data))
+        self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
+        self.algorithm, self._carry = _built(configuration, begin)
+        total = begin.integer("clients", len(configuration.data), MOST_CLIENTS)
+        self.first = begin.integer("first", 0, total - len(configuration.data))
         watch.begin(self.algorithm, total)
         start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
         server, like = self.algorithm.init(start, total)
@@ -95,15 +95,15 @@ class Visit:
         first = self.algorithm.exchange.scatter(self.algorithm.outbox(server), slice(self.first, self.first + 1))
         self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
         state = begin.tree({"state": like}, finite=False)["state"]
-        self._past = PastSums(folder, offer.terms.remember_sums) if past is None else past
+        self._past = PastSums(folder, configuration.policy.remember_sums) if past is None else past
         self._keys = self._hide(identity, total)
-        self._part: PartOfSite | None = None
-        self._letters = self._correspond(server, like)
+        self._part: Part | None = None
+        self._envelopes = self._correspond(server, like)
         here = self._carry.carried(self.algorithm)
         here = replace(here, exchange=inbox.at_site(here.exchange))
-        names = ("",) * self.first + offer.data.names + ("",) * (total - self.first - len(offer.data))
-        blocks = [(ids + self.first, block) for ids, block in offer.data.buckets(small=SMALL_BLOCK)]
-        self.clients = LocalClients(here, state, names, blocks, total, offer.chunk)
+        names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - len(configuration.data))
+        blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
+        self.clients = LocalClients(here, state, names, blocks, total, configuration.chunk)
         self._lasting = bool(tree.leaves(state))
         self._versions = Versions(folder / self.run if folder is not None and self._lasting else None)
         self._versions.put(FIRST, self.clients.state_dict())
@@ -112,7 +112,7 @@ class Visit:
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Keys, where the server may not read what clients send."""
-        carry, own = self._carry, len(self.offer.data)
+        carry, own = self._carry, len(self.configuration.data)
         try:
             carry.check(clients)
         except ValueError as error:
@@ -122,23 +122,23 @@ class Visit:
         hidden = carry.masks is not None or carry.network is not None
         return SiteKeys(identity, self.run, self.first, own) if hidden else None
 
-    def _correspond(self, server: Tree, state: Tree) -> SiteLetters | None:
-        """Letters, where neighbours hear each other through the server."""
+    def _correspond(self, server: Tree, state: Tree) -> SiteEnvelopes | None:
+        """Envelopes, where neighbours hear each other through the server."""
         network = self._carry.network
         if network is None or self._keys is None or self.algorithm.told is None:
             return None
         initial = self.algorithm.told.of(tree.expand(state, 1))
-        return SiteLetters(self._keys, self.algorithm, network, server, initial, self._own)
+        return SiteEnvelopes(self._keys, self.algorithm, network, server, initial, self._own)
 
     @property
     def _own(self) -> range:
         """The numbers of the site's clients."""
-        return range(self.first, self.first + len(self.offer.data))
+        return range(self.first, self.first + len(self.configuration.data))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The site's clients."""
-        return self.offer.data.names
+        return self.configuration.data.names
 
     def settle(self, frame: Frame) -> None:
         """Goes to the version that the server counts on, and forgets those that it does not go back to.
@@ -158,7 +158,7 @@ class Visit:
 
     def round(self, frame: Frame) -> bytes:
         """Runs the clients that are asked, keeps their new states as a version of its own, and answers."""
-        own, number = len(self.offer.data), frame.integer("sequence", 1)
+        own, number = len(self.configuration.data), frame.integer("sequence", 1)
         if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
             return self._part.begun
         silent = frame.integer("lost", 0, own)
@@ -182,8 +182,8 @@ class Visit:
         if self._keys is None:
             return frames.encode("answer", tensors, sequence=number, **told)
         said: dict[str, bytes] = {}
-        if self._letters is not None:
-            said = self._letters.write(blobs.get(BOOK, b""), self._told())
+        if self._envelopes is not None:
+            said = self._envelopes.write(blobs.get(DIRECTORY, b""), self._told())
         elif len(found.ids):
             clients = [self.names[client - self.first] for client in found.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
@@ -198,11 +198,11 @@ class Visit:
         return answer
 
     def total(self, frame: Frame) -> bytes:
-        """What the site's clients tell for good."""
+        """Return the total of what the site's clients tell for good."""
         number = frame.integer("sequence", 1)
         if self.algorithm.told is None:
             raise Refusal("the algorithm's clients tell nothing for good")
-        if self._letters is not None:
+        if self._envelopes is not None:
             raise Refusal("the site tells what its nodes tell to their neighbours only")
         if self._carry.masks is None:
             return frames.encode("answer", {"told": self.clients.told_here()}, sequence=number)
@@ -225,36 +225,37 @@ class Visit:
             raise Refusal("the site is in no sum under masks; it may have begun anew since")
         return self._part.answer(frame)
 
-    def letters(self, frame: Frame) -> bytes:
-        """Letters to the sites of a book, of what the site's nodes have told last."""
-        if self._letters is None:
-            raise Refusal("the algorithm's clients write no letters")
-        said = self._letters.write(frame.blobs().get(BOOK, b""), self._told())
+    def envelopes(self, frame: Frame) -> bytes:
+        """Envelopes to the sites of a directory, of what the site's nodes have told last."""
+        if self._envelopes is None:
+            raise Refusal("the algorithm's clients write no envelopes")
+        said = self._envelopes.write(frame.blobs().get(DIRECTORY, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
-    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> PartOfSite:
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
         """The site's part of a sum."""
         assert self._keys is not None
-        return PartOfSite(self._carry.masks, self._keys, blobs.get(BOOK, b""), number, about, found, guard)
+        directory = blobs.get(DIRECTORY, b"")
+        return Part(site_half(self._carry.masks, self._keys, directory, number, about, found, guard), number)
 
     def _told(self) -> Tree:
-        """What all the site's clients tell for good, `(K, ...)`."""
+        """Return what all the site's clients tell for good, `(K, ...)`."""
         assert self.algorithm.told is not None
         return self.algorithm.told.of(self.clients.table.read(slice(self._own.start, self._own.stop)))
 
     def evaluate(self, frame: Frame) -> bytes:
         """The sums of the metrics that are asked for, of each client's model on its validation rows."""
         wanted = frame.texts("metrics")
-        if self.offer.validation is None or not set(wanted) <= self.offer.metrics.keys():
-            raise Refusal(f"the site has validation rows for {sorted(self.offer.metrics)}, not for {wanted}")
+        if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
+            raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         heard, _, _ = self._hear(frame)
         self.watch.check_cohort(len(heard.ids))
-        metrics = stacked_metrics({name: self.offer.metrics[name] for name in wanted})
+        metrics = stacked_metrics({name: self.configuration.metrics[name] for name in wanted})
         predict, parts = self.algorithm.predict, []
         if predict is None:
             raise Refusal("the algorithm does not predict")
         with torch.no_grad():
-            for rows, block in self.offer.validation.select(heard.ids - self.first).buckets(small=SMALL_BLOCK):
+            for rows, block in self.configuration.validation.select(heard.ids - self.first).buckets(small=SMALL_BLOCK):
                 inputs, target = inputs_and_targets(block.batch)
                 prediction = predict(self.clients.tensors(heard, heard.ids[rows]), inputs)
                 sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
@@ -288,7 +289,7 @@ class Visit:
         number = self.names.index(client)
         module = functional.load(self.algorithm.module, tree.map(lambda leaf: leaf[number].clone(), self.tensors()))
         if self.algorithm.finish is not None:
-            self.algorithm.finish(module, self.offer.data[number])
+            self.algorithm.finish(module, self.configuration.data[number])
         return module
 
     def save(self, path: Path | str) -> None:
@@ -300,32 +301,32 @@ class Visit:
     def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree, dict[str, bytes]]:
         """(what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
-        like = None if self._letters is not None else self._heard
+        like = None if self._envelopes is not None else self._heard
         heard, came = inbox.decode(frame, like, len(self._own), {"more": more, "blobs": room})
         ids, blobs = heard.ids, frames.plain(came["blobs"])
         if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
-        if self._letters is not None:
-            heard = heard._replace(inbox=self._letters.heard(blobs, self._told(), ids))
+        if self._envelopes is not None:
+            heard = heard._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
         return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
 
 
-def _built(offer: Offer, begin: Frame) -> tuple[Algorithm, Carry]:
+def _built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Carry]:
     """Return the algorithm that is asked for and how it is carried, if the site would run what the server does."""
     name, settings = begin.text("algorithm"), begin.names("settings")
-    if name not in offer.algorithms:
-        raise Refusal(f"the site offers the algorithms {sorted(offer.algorithms)}, but not {name!r}")
+    if name not in configuration.algorithms:
+        raise Refusal(f"the site offers the algorithms {sorted(configuration.algorithms)}, but not {name!r}")
     try:
-        algorithm = offer.algorithms[name](**settings)
+        algorithm = configuration.algorithms[name](**settings)
     except Exception as error:
         raise Refusal(f"the site does not run {name!r} with settings {settings}: {type(error).__name__}") from error
-    carry = offer.terms.carry_of(name)
+    carry = configuration.policy.carry_of(name)
     mine, theirs = fingerprint(algorithm, carry), begin.names("fingerprint")
     for setting in {**mine, **theirs}:
         if mine.get(setting) != theirs.get(setting):
             raise Refusal(f"under {name!r} the site runs {setting} {mine.get(setting)}, not {theirs.get(setting)}")
     try:
-        check_need(algorithm, carry, f"the site's terms with carry={carry!r}")
+        check_need(algorithm, carry, f"the site's policy with carry={carry!r}")
         carry.carried(algorithm)
     except ValueError as error:
         raise Refusal(str(error)) from None

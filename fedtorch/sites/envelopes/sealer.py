@@ -1,8 +1,8 @@
-"""Sealed letters between sites, which their server carries and cannot read, change, swap or repeat.
+"""Sealed envelopes between sites, which their server carries and cannot read, change, swap or repeat.
 
-Both sites' X25519 keys of a `book` give a key for each direction (HKDF-SHA256), and every letter is sealed by
+Both sites' X25519 keys of a `directory` give a key for each direction (HKDF-SHA256), and every envelope is sealed by
 ChaCha20-Poly1305 with a number of its own, which counts up. The run, both sites with their keys, and the number are
-authenticated. A receiver takes no letter of a lower number than it has taken; the last one comes again as it was, for
+authenticated. A receiver takes no envelope of a lower number than it has taken; the last one comes again as it was, for
 as long as its sender has nothing new to say.
 
 Source: Nir and Langley (2018), RFC 8439; Langley, Hamburg and Turner (2016), RFC 7748; RFC 5869.
@@ -19,15 +19,15 @@ from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from fedtorch.sites.identity.book import Speaker
+from fedtorch.sites.identity.key_directory import Speaker
 
-_SALT = b"fedtorch letters 1"
+_SALT = b"fedtorch envelopes 1"
 _HEAD = struct.Struct(">Q32s32s")  # number, the sender's key, the receiver's key
 _TAG = 16
 
 
 class Sealer:
-    """A site's hand on letters with one key of its own.
+    """A site's hand on envelopes with one key of its own.
 
     Args:
         run: the run.
@@ -37,10 +37,10 @@ class Sealer:
     Example:
         >>> keys = {name: X25519PrivateKey.generate() for name in ("a", "b")}
         >>> a, b = (Speaker(name, 0, 1, b"", key.public_key().public_bytes_raw()) for name, key in keys.items())
-        >>> letter = Sealer("run 1", "a", keys["a"]).seal(b, b"my model")
-        >>> b"my model" in letter
+        >>> envelope = Sealer("run 1", "a", keys["a"]).seal(b, b"my model")
+        >>> b"my model" in envelope
         False
-        >>> Sealer("run 1", "b", keys["b"]).open(a, letter)
+        >>> Sealer("run 1", "b", keys["b"]).open(a, envelope)
         b'my model'
     """
 
@@ -48,41 +48,41 @@ class Sealer:
         self._run, self._name, self._secret = run, name, secret
         self._public = secret.public_key().public_bytes_raw()
         self._sent = 0
-        # by the sender's key: the last letter's number and digest
+        # by the sender's key: the last envelope's number and digest
         self._taken: dict[bytes, tuple[int, bytes]] = {}
 
     def seal(self, receiver: Speaker, content: bytes) -> bytes:
-        """A letter to a site."""
+        """A envelope to a site."""
         self._sent += 1
         head = _HEAD.pack(self._sent, self._public, receiver.sealing)
         edge = _edge(self._run, self._name, receiver.name, head)
         nonce = self._sent.to_bytes(12, "big")
         return head + ChaCha20Poly1305(self._key(receiver, edge[:-8])).encrypt(nonce, content, edge)
 
-    def open(self, sender: Speaker, letter: bytes) -> bytes:
-        """What is in a letter of a site.
+    def open(self, sender: Speaker, envelope: bytes) -> bytes:
+        """Return the content of an envelope of a site.
 
         Raises:
             ValueError: it is none, or has been altered, or is of another edge, run, key or time.
         """
-        who = f"a letter of {sender.name!r}"
-        if len(letter) < _HEAD.size + _TAG:
-            raise ValueError(f"Expected {who}, but got {len(letter)} bytes")
-        number, theirs, mine = _HEAD.unpack_from(letter)
+        who = f"an envelope of {sender.name!r}"
+        if len(envelope) < _HEAD.size + _TAG:
+            raise ValueError(f"Expected {who}, but got {len(envelope)} bytes")
+        number, theirs, mine = _HEAD.unpack_from(envelope)
         if theirs != sender.sealing:
             raise ValueError(
-                f"Expected {who} sealed with its key in the book, but got one with a key that is not there"
+                f"Expected {who} sealed with its key in the directory, but got one with a key that is not there"
             )
         if mine != self._public:
             raise ValueError(f"Expected {who} for this site's key, but got one for an old key, or for another site's")
         last, digest = self._taken.get(theirs, (0, b""))
-        now = hashlib.sha256(letter).digest()
+        now = hashlib.sha256(envelope).digest()
         if number < last or (number == last and now != digest):
             raise ValueError(f"Expected {who} after its number {last}, but number {number} comes again")
-        edge = _edge(self._run, sender.name, self._name, letter[: _HEAD.size])
+        edge = _edge(self._run, sender.name, self._name, envelope[: _HEAD.size])
         try:
             key = ChaCha20Poly1305(self._key(sender, edge[:-8]))
-            content = key.decrypt(number.to_bytes(12, "big"), letter[_HEAD.size :], edge)
+            content = key.decrypt(number.to_bytes(12, "big"), envelope[_HEAD.size :], edge)
         except (InvalidTag, ValueError):
             raise ValueError(
                 f"Expected {who} as it was sealed, but it was altered, or is of another edge or run"

@@ -1,4 +1,4 @@
-"""How long a site waits for a server that is not there, and the pauses between its attempts to connect."""
+"""Bound the time a site waits for a server that is not there, with pauses between its attempts to connect."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import time
 _PAUSES = (0.05, 5.0)  # seconds between attempts, the first and the longest
 
 
-class Patience:
+class Timeout:
     """The time since a server was last heard of.
 
     Args:
         seconds: the longest time without a word from it.
 
     Example:
-        >>> patience = Patience(seconds=0.0)
-        >>> patience.again(ConnectionError("nobody listens"))
+        >>> timeout = Timeout(seconds=0.0)
+        >>> timeout.again(ConnectionError("nobody listens"))
         Traceback (most recent call last):
         TimeoutError: Expected a server within 0 s, but got none; nobody listens
     """

@@ -1,4 +1,4 @@
-"""What a site insists on, whatever the server asks, and the count of what it has answered, which outlives processes."""
+"""Hold a site's answers to its policy, whatever the server asks, by a count that outlives processes."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ _SECONDS = 30.0  # for another process of the site that counts
 
 
 class Refusal(ValueError):
-    """What a site does not do, for a reason that the server may know."""
+    """Raised for what a site does not do; its message goes to the server."""
 
 
-class Terms(NamedTuple):
-    """What a site insists on. Every round that it begins to answer counts, also one that the server then drops."""
+class Policy(NamedTuple):
+    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops."""
 
     smallest_cohort: int = 1  # clients of the site in an answer, at least, whose diagnostics and scores are joined
     rounds: int | None = None  # answered in all, over all runs
@@ -58,17 +58,17 @@ class Terms(NamedTuple):
 
 
 class Watch:
-    """Holds a site's answers to its terms.
+    """Holds a site's answers to its policy.
 
     Args:
-        terms: of the site.
+        policy: of the site.
         folder: of states.
         beside: the folder of the site's identity, which does not change with that of the states. Rounds are counted in
             both, and the larger count holds; without either those of this process are counted.
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> watch = Watch(Terms(smallest_cohort=2, rounds=1), folder=None)
+        >>> watch = Watch(Policy(smallest_cohort=2, rounds=1), folder=None)
         >>> algorithm, turn = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), Turn(ft.random.key(0), 0)
         >>> watch.before(algorithm, turn, ids=torch.arange(3))
         >>> watch.together({"loss": torch.tensor([0.0, 1.0, 5.0])})["loss"]  # of three clients, told as one
@@ -80,9 +80,9 @@ class Watch:
         the site has answered 1 round, and does not answer more
     """
 
-    def __init__(self, terms: Terms, folder: Path | None, beside: Path | None = None) -> None:
-        self.terms, self._rounds = terms, 0
-        folders = [each for each in (folder, beside) if each is not None and terms.rounds is not None]
+    def __init__(self, policy: Policy, folder: Path | None, beside: Path | None = None) -> None:
+        self.policy, self._rounds = policy, 0
+        folders = [each for each in (folder, beside) if each is not None and policy.rounds is not None]
         for each in folders:
             each.mkdir(parents=True, exist_ok=True)
         self._paths = [each / "rounds.json" for each in folders]
@@ -91,35 +91,35 @@ class Watch:
             self._read()
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
-        """Refuses an algorithm that would break the terms whatever is asked of it."""
+        """Refuses an algorithm that would break the policy whatever is asked of it."""
         budget = algorithm.budget
-        if self.terms.smallest_cohort > 1 and not algorithm.exchange.additive:
+        if self.policy.smallest_cohort > 1 and not algorithm.exchange.additive:
             raise Refusal(
-                f"the site answers with sums of at least {self.terms.smallest_cohort} clients, and the algorithm would "
-                "have each client's own message"
+                f"the site answers with sums of at least {self.policy.smallest_cohort} clients, and the algorithm "
+                "would have each client's own message"
             )
-        if self.terms.epsilon is not None and not (budget is not None and self._counts(budget)):
+        if self.policy.epsilon is not None and not (budget is not None and self._counts(budget)):
             raise Refusal(
                 "the site wants noise that it adds itself, with a ledger in a file, such as that of "
                 "privacy.example_level(..., ledger=path), and the algorithm has none; what a server adds does not "
-                f"count, nor what more than {self.terms.honest} clients of a sum would have to add together"
+                f"count, nor what more than {self.policy.honest} clients of a sum would have to add together"
             )
         if budget is not None:
             budget.cohort(None, clients)
 
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
         """Counts a round, before anything of it is computed, or refuses it."""
-        budget, terms = algorithm.budget, self.terms
+        budget, policy = algorithm.budget, self.policy
         self.check_cohort(len(ids))
-        if terms.rounds is not None:
+        if policy.rounds is not None:
             with self._lock:
-                self._count(terms.rounds)
+                self._count(policy.rounds)
         if budget is not None:
-            if not budget.allows() or budget.report()["epsilon"] > (terms.epsilon or math.inf):
+            if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")
             budget.spend(turn.round, ids, turn.key)
-            if terms.epsilon is not None and budget.report()["epsilon"] > terms.epsilon:
-                raise Refusal(f"the site spends no more than epsilon = {terms.epsilon}")
+            if policy.epsilon is not None and budget.report()["epsilon"] > policy.epsilon:
+                raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
 
     def _count(self, most: int) -> None:
         """Counts a round, or refuses it."""
@@ -137,25 +137,25 @@ class Watch:
         self._rounds = max([self._rounds, *counted])
 
     def _counts(self, budget: Budget) -> bool:
-        """Whether noise is added where rows are, or by as many others as the site counts on, and is written down."""
-        return budget.lasting and budget.quorum is not None and budget.quorum <= self.terms.honest
+        """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
+        return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
 
     def check_cohort(self, clients: int) -> None:
         """Refuses to answer for so few clients; none at all tell nothing."""
-        if 0 < clients < self.terms.smallest_cohort:
+        if 0 < clients < self.policy.smallest_cohort:
             raise Refusal(
-                f"the site answers for at least {self.terms.smallest_cohort} of its clients, not for {clients}"
+                f"the site answers for at least {self.policy.smallest_cohort} of its clients, not for {clients}"
             )
 
     def together(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
         """Clients' diagnostics `(M,)`; their mean in the place of each, where no client may be told from others."""
-        if self.terms.smallest_cohort == 1:
+        if self.policy.smallest_cohort == 1:
             return info
         return {name: values.nanmean().expand(len(values)).clone() for name, values in info.items()}
 
     def in_one(self, sums: Tree) -> Tree:
         """Clients' sums `(K, ...)`; all of them in the first one's place, where no client may be told from others."""
-        if self.terms.smallest_cohort == 1:
+        if self.policy.smallest_cohort == 1:
             return sums
         joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
         return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)

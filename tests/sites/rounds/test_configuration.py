@@ -11,8 +11,8 @@ from filelock import FileLock
 from support.oracles.closed_forms import linear_clients, sgd
 
 import fedtorch as ft
-from fedtorch.sites import Offer, Terms, join
-from fedtorch.sites.rounds.offer import read_offer
+from fedtorch.sites import Policy, SiteConfiguration, join
+from fedtorch.sites.rounds.configuration import read_configuration
 from fedtorch.sites.streams.hub import Link
 
 DATA = linear_clients([3, 4])
@@ -33,37 +33,37 @@ def nobody() -> Link:
         ({"algorithms": [fedavg]}, "Expected algorithms by name, but got list"),
         ({"algorithms": {}}, "Expected at least one algorithm"),
         ({"algorithms": {"a": fedavg()}}, "Expected algorithm 'a' as a function of its settings"),
-        ({"terms": 3}, "Expected terms as Terms, but got int"),
-        ({"terms": Terms(smallest_cohort=0)}, "smallest cohort of at least 1"),
-        ({"terms": Terms(rounds=-1)}, "no negative number of rounds"),
-        ({"terms": Terms(epsilon=0.0)}, "Expected a positive epsilon"),
+        ({"policy": 3}, "Expected policy as Policy, but got int"),
+        ({"policy": Policy(smallest_cohort=0)}, "smallest cohort of at least 1"),
+        ({"policy": Policy(rounds=-1)}, "no negative number of rounds"),
+        ({"policy": Policy(epsilon=0.0)}, "Expected a positive epsilon"),
         ({"validation": linear_clients([3])}, "Expected validation rows of the same clients"),
     ],
 )
 def test_offers_that_are_none(change: dict[str, Any], expected: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(expected)):
-        Offer(**{"data": DATA, "algorithms": {"fedavg": fedavg}, **change})
+        SiteConfiguration(**{"data": DATA, "algorithms": {"fedavg": fedavg}, **change})
 
 
 def test_an_offer_is_a_file_of_the_site_s_own(tmp_path: Path) -> None:
     file = tmp_path / "my_data.py"
     file.write_text(
         "import torch, fedtorch as ft\n"
-        "from fedtorch.sites import Terms\n"
+        "from fedtorch.sites import Policy\n"
         "data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], ['ward 7'])\n"
         "algorithms = {'fedavg': lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}\n"
-        "terms = Terms(rounds=3)\n"
+        "policy = Policy(rounds=3)\n"
         "helper = 'what else is in the file does not matter'\n"
     )
-    offer = read_offer(file)
-    assert offer.data.names == ("ward 7",)
-    assert offer.terms == Terms(rounds=3)
-    assert isinstance(offer.algorithms["fedavg"](), ft.Algorithm)
+    configuration = read_configuration(file)
+    assert configuration.data.names == ("ward 7",)
+    assert configuration.policy == Policy(rounds=3)
+    assert isinstance(configuration.algorithms["fedavg"](), ft.Algorithm)
 
 
 def test_one_process_works_in_a_folder(tmp_path: Path) -> None:
-    offer = Offer(DATA, {"fedavg": fedavg})
+    configuration = SiteConfiguration(DATA, {"fedavg": fedavg})
     with FileLock(tmp_path / "lock"), pytest.raises(FileExistsError, match="end it, or choose another folder"):
-        join(nobody, offer, tmp_path)
+        join(nobody, configuration, tmp_path)
     with pytest.raises(TimeoutError, match=r"Expected a server within 0\.01 s, but got none; nobody is there"):
-        join(nobody, offer, tmp_path, patience=0.01)
+        join(nobody, configuration, tmp_path, timeout=0.01)

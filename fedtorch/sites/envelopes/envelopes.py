@@ -1,4 +1,4 @@
-"""Sealed letters between the sites of a graph: those that the server passes on, and those that a site writes and opens.
+"""Sealed envelopes between the sites of a graph: what the server passes on, what a site writes and opens.
 
 See `sealed` for what they are good for.
 """
@@ -15,21 +15,21 @@ from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import sum_over
 from fedtorch.networks.network import Network
-from fedtorch.sites.envelopes.keyring import BOOK, Ask, SiteKeys
-from fedtorch.sites.identity.book import Speaker
-from fedtorch.sites.identity.letters import Sealer
-from fedtorch.sites.rounds.terms import Refusal
+from fedtorch.sites.envelopes.keyring import DIRECTORY, Ask, SiteKeys
+from fedtorch.sites.envelopes.sealer import Sealer
+from fedtorch.sites.identity.key_directory import Speaker
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 from fedtorch.wire import PayloadError
 
-_FROM = "from "  # what a letter's name begins with when it is passed on
+_FROM = "from "  # what an envelope's name begins with when it is passed on
 
 
-class Letters:
-    """The server's: the last letters of every site that it has committed.
+class Envelopes:
+    """The server's: the last envelopes of every site that it has committed.
 
     Args:
-        request: (site, number of the request) -> a request for letters.
+        request: (site, number of the request) -> a request for envelopes.
         ask: how sites are asked.
         next_sequence: a number for requests.
     """
@@ -37,14 +37,14 @@ class Letters:
     def __init__(self, request: Callable[[str, int], bytes], ask: Ask, next_sequence: Callable[[], int]) -> None:
         self._request, self._ask, self._next = request, ask, next_sequence
         self._held: dict[str, dict[str, bytes]] = {}  # by sender and receiver
-        self._fresh: set[str] = set()  # whose letters are sealed for the keys of the book
-        self._book = b""
+        self._fresh: set[str] = set()  # whose envelopes are sealed for the keys of the directory
+        self._directory = b""
 
-    def begin(self, sites: Sequence[str], book: bytes) -> None:
-        """Asks those sites for letters whose last ones are not for the keys of this book."""
-        if book != self._book:
+    def begin(self, sites: Sequence[str], directory: bytes) -> None:
+        """Asks those sites for envelopes whose last ones are not for the keys of this directory."""
+        if directory != self._directory:
             self._fresh.clear()
-            self._book = book
+            self._directory = directory
         number, wanted = self._next(), [site for site in sites if site not in self._fresh]
         if wanted:
             requests = {site: self._request(site, number) for site in wanted}
@@ -53,20 +53,20 @@ class Letters:
             self._fresh.update(answers)
 
     def forget(self) -> None:
-        """Sites are asked for their letters again, as they stand in another round."""
+        """Sites are asked for their envelopes again, as they stand in another round."""
         self._fresh.clear()
         self._held.clear()
 
-    def keep(self, letters: Mapping[str, dict[str, bytes]]) -> None:
-        """Takes letters, by sender and receiver, in place of those that the senders sent before."""
-        self._held.update(letters)
+    def keep(self, envelopes: Mapping[str, dict[str, bytes]]) -> None:
+        """Takes envelopes, by sender and receiver, in place of those that the senders sent before."""
+        self._held.update(envelopes)
 
     def to(self, site: str) -> dict[str, bytes]:
-        """The letters for a site, by name."""
+        """The envelopes for a site, by name."""
         return {_FROM + sender: found[site] for sender, found in self._held.items() if site in found}
 
 
-class SiteLetters:
+class SiteEnvelopes:
     """A site's.
 
     Args:
@@ -85,34 +85,34 @@ class SiteLetters:
         self, keys: SiteKeys, algorithm: Algorithm, network: Network, server: Any, initial: Tree, own: range
     ) -> None:
         if tree.leaves(server._replace(total=None)):
-            raise Refusal("the algorithm's server has a state of its own, which letters between nodes do not make")
+            raise Refusal("the algorithm's server has a state of its own, which envelopes between nodes do not make")
         self._keys, self._algorithm, self._server, self._initial, self._own = keys, algorithm, server, initial, own
         self._edges, self._nodes = torch.cat([network.edges, network.edges.flip(1)]), network.nodes  # (2E, 2)
         self._sealer: Sealer | None = None
         self._epoch: int | None = None
 
-    def write(self, book: bytes, told: Tree) -> dict[str, bytes]:
-        """Letters by receiver, of what the site's nodes tell `(K, ...)`; raises `Refusal` for a bad book."""
+    def write(self, directory: bytes, told: Tree) -> dict[str, bytes]:
+        """Envelopes by receiver, of what the site's nodes tell `(K, ...)`; raises `Refusal` for a bad directory."""
         sealer, found = self._seal(), {}
-        for speaker in self._others(book):
+        for speaker in self._others(directory):
             nodes = self._between(self._own, _nodes(speaker))
             if len(nodes):
                 found[speaker.name] = sealer.seal(speaker, wire.encode(tree.take(told, nodes - self._own.start)))
         return found
 
     def heard(self, blobs: Mapping[str, bytes], told: Tree, ids: Tensor) -> Tree:
-        """What nodes `ids` of the site hear, `(K, ...)`.
+        """Return the inboxes of nodes `ids` of the site, `(K, ...)`.
 
         Args:
-            blobs: the book and the letters, by name.
+            blobs: the directory and the envelopes, by name.
             told: by all nodes of the site, `(K', ...)`.
             ids: of some of them.
 
         Raises:
-            Refusal: a letter is missing, or not to be believed.
+            Refusal: an envelope is missing, or not to be believed.
         """
         sealer, parts, numbers = self._seal(), [told], [torch.tensor(self._own)]
-        for speaker in self._others(blobs.get(BOOK, b"")):
+        for speaker in self._others(blobs.get(DIRECTORY, b"")):
             nodes = self._between(_nodes(speaker), self._own)
             if len(nodes):
                 parts.append(self._opened(sealer, speaker, blobs.get(_FROM + speaker.name, b""), len(nodes)))
@@ -120,24 +120,24 @@ class SiteLetters:
         known, everybody = torch.cat(numbers), range(self._nodes)
         needed = self._between(everybody, self._own)
         if not bool(torch.isin(needed, known).all()):
-            raise Refusal(f"no site in the book has the nodes {needed[~torch.isin(needed, known)].tolist()[:10]}")
+            raise Refusal(f"no site in the directory has the nodes {needed[~torch.isin(needed, known)].tolist()[:10]}")
         total = sum_over(self._algorithm.exchange, tree.concatenate(parts), known)
         outbox = self._algorithm.outbox(self._server._replace(total=total))
         return self._algorithm.exchange.scatter(outbox, ids)
 
-    def _opened(self, sealer: Sealer, sender: Speaker, letter: bytes, nodes: int) -> Tree:
+    def _opened(self, sealer: Sealer, sender: Speaker, envelope: bytes, nodes: int) -> Tree:
         like = tree.map(lambda leaf: leaf.expand(nodes, *leaf.shape[1:]), self._initial)
         try:
-            content = sealer.open(sender, letter)
+            content = sealer.open(sender, envelope)
             return wire.decode(content, like, client=sender.name)
         except (PayloadError, ValueError) as error:
             raise Refusal(str(error)) from None
 
-    def _others(self, book: bytes) -> list[Speaker]:
-        return [speaker for speaker in self._keys.read(book)[0] if speaker.name != self._keys.name]
+    def _others(self, directory: bytes) -> list[Speaker]:
+        return [speaker for speaker in self._keys.read(directory)[0] if speaker.name != self._keys.name]
 
     def _seal(self) -> Sealer:
-        """The hand of the present keys; a new one forgets the numbers of letters, whose keys nobody has any more."""
+        """The hand of the present keys; a new one forgets the numbers of envelopes, whose keys nobody has any more."""
         if self._sealer is None or self._epoch != self._keys.own.epoch:
             self._epoch = self._keys.own.epoch
             self._sealer = Sealer(self._keys.run, self._keys.name, self._keys.own.sealing)

@@ -1,24 +1,25 @@
 """The keys with which sites speak to each other in a run, through a server that could otherwise put in its own.
 
 A process makes two keys for a run, one to sign and one to seal with, and signs them with its site's key, which it
-enrolled with. A *book* is what the server passes on: everybody's announcement, and the roster as the authority has
+enrolled with. A *directory* is what the server passes on: everybody's announcement, and the roster as the authority has
 signed it. Whoever reads it believes the authority that it was enrolled by, and nobody else. The authority's key is on
 the server's side, so that whoever steals it can invent sites: keep it elsewhere (`fedtorch admit` needs it, a run does
 not), and let a site say how many there have to be.
 
 >>> import tempfile
 >>> from fedtorch.sites import Roster
->>> from fedtorch.sites.identity import book, identity
+>>> from fedtorch.sites.identity import key_directory, identity
 >>> folder = tempfile.TemporaryDirectory()
 >>> authority, site = identity.make_server(folder.name).authority, identity.make_site(folder.name, "ward 7")
 >>> roster = Roster(f"{folder.name}/roster.json")
 >>> roster.add("ward 7", identity.fingerprint(site.certificate))
->>> keys = book.Keys(site, "run 1", first=0, clients=3)  # at the site
->>> word, signed = keys.announcement(epoch=0), book.sign_roster(folder.name, roster)
->>> heard: book.Speaker = book.speaker(word, signed, "run 1")  # at the server
+>>> keys = key_directory.Keys(site, "run 1", first=0, clients=3)  # at the site
+>>> word, signed = keys.announcement(epoch=0), key_directory.sign_roster(folder.name, roster)
+>>> heard: key_directory.Speaker = key_directory.speaker(word, signed, "run 1")  # at the server
 >>> heard.name, heard.clients, heard.sealing == keys.sealing.public_key().public_bytes_raw()
 ('ward 7', 3, True)
->>> passed_on: book.Book = book.read(book.write(signed, [word]), authority, "run 1")  # at another site
+>>> written = key_directory.write(signed, [word])  # by the server
+>>> passed_on: key_directory.KeyDirectory = key_directory.read(written, authority, "run 1")  # at another site
 >>> passed_on.speakers == (heard,)
 True
 >>> folder.cleanup()
@@ -59,7 +60,7 @@ class Speaker(NamedTuple):
     sealing: bytes  # its public X25519 key
 
 
-class Book(NamedTuple):
+class KeyDirectory(NamedTuple):
     """The sites that can be spoken to, in the order of their clients, and when the roster was signed."""
 
     speakers: tuple[Speaker, ...]
@@ -81,7 +82,7 @@ class Keys:
         self.epoch: int | None = None
 
     def announcement(self, epoch: int) -> bytes:
-        """What the site says of its keys, which are made anew in every epoch."""
+        """Return the site's signed announcement of its keys, which are made anew in every epoch."""
         if epoch != self.epoch:
             self.epoch, self.signing, self.sealing = epoch, Ed25519PrivateKey.generate(), X25519PrivateKey.generate()
             site = serialization.load_pem_private_key(self._identity.key, None)
@@ -104,12 +105,12 @@ def sign_roster(authority: Path | str, roster: Roster, now: Callable[[], float] 
 
 
 def write(roster: bytes, announcements: Sequence[bytes]) -> bytes:
-    """A book, of a signed roster and announcements in the order of the clients."""
+    """A directory, of a signed roster and announcements in the order of the clients."""
     return json.dumps([part.decode() for part in (roster, *announcements)]).encode()
 
 
 def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
-    """Who has announced itself, by a roster that is one's own and need not be believed.
+    """Return the site that an announcement is of, by a roster of one's own that need not be believed.
 
     Raises:
         ValueError: nobody of the roster, or not for this run.
@@ -120,11 +121,11 @@ def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
         raise ValueError(f"Expected keys that a site of the roster has signed, but got others: {error}") from None
 
 
-def read(book: bytes, authority: bytes, run: str) -> Book:
-    """A book that can be believed.
+def read(directory: bytes, authority: bytes, run: str) -> KeyDirectory:
+    """A directory that can be believed.
 
     Args:
-        book: what the server has passed on.
+        directory: what the server has passed on.
         authority: its certificate, as the site was enrolled with.
         run: the run.
 
@@ -132,7 +133,7 @@ def read(book: bytes, authority: bytes, run: str) -> Book:
         ValueError: it is none, or something in it is not signed by whom it should be, or of another run.
     """
     try:
-        roster, *said = [part.encode() for part in json.loads(book)]
+        roster, *said = [part.encode() for part in json.loads(directory)]
         if len(said) > MOST_SITES:
             raise ValueError(f"it has more than {MOST_SITES} sites")
         known = _verified(_ROSTER, roster, x509.load_pem_x509_certificate(authority).public_key(), "the authority")
@@ -142,15 +143,15 @@ def read(book: bytes, authority: bytes, run: str) -> Book:
             raise ValueError("sites have each other's clients")
         if len({each.name for each in speakers}) < len(speakers):
             raise ValueError("a site is there twice")
-        return Book(speakers, float(known["issued"]))
+        return KeyDirectory(speakers, float(known["issued"]))
     except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
         raise ValueError(
-            f"Expected a book of keys that the roster's sites have signed, but got another: {error}"
+            f"Expected a signed key directory that the roster's sites have signed, but got another: {error}"
         ) from None
 
 
 def _speaker(word: bytes, sites: dict[str, str], run: str) -> Speaker:
-    """Who has announced itself, if the roster has it with the key that has signed."""
+    """Return the site that an announcement is of, if the roster has it with the key that has signed."""
     told = json.loads(json.loads(word)["said"])
     name, coded = told["name"], bytes.fromhex(told["key"])
     if name not in sites:
@@ -174,7 +175,7 @@ def _signed(kind: bytes, about: dict[str, Any], key: ec.EllipticCurvePrivateKey)
 
 
 def _verified(kind: bytes, word: bytes, key: Any, who: str) -> dict[str, Any]:
-    """What was said, if it is signed by `who`."""
+    """Return the signed content, if `who` has signed it."""
     parts = json.loads(word)
     try:
         key.verify(base64.b64decode(parts["signature"]), kind + parts["said"].encode(), ec.ECDSA(hashes.SHA256()))

@@ -1,9 +1,9 @@
-"""What a site brings: its clients' rows, the algorithms that it is willing to run, by name, and on which terms.
+"""Configure a site: its clients' rows, the algorithms that it is willing to run, by name, and its policy.
 
-An offer is usually a file of the site's own, `my_data.py`:
+A configuration is usually a file of the site's own, `my_data.py`:
 
     import torch, fedtorch as ft
-    from fedtorch.sites import Terms
+    from fedtorch.sites import Policy
 
     data = ft.data.from_tensors([(x, y)], names=["ward 7"])
 
@@ -11,7 +11,7 @@ An offer is usually a file of the site's own, `my_data.py`:
         return ft.fedavg(ft.gradient_descent(torch.nn.Linear(3, 1), loss=loss, optimizer=..., epochs=1))
 
     algorithms = {"fedavg": fedavg}
-    terms = Terms(rounds=1000)
+    policy = Policy(rounds=1000)
 
 Settings are the server's: let a function take few, and check those that cost time or memory.
 
@@ -30,31 +30,31 @@ from typing import Any
 from fedtorch import expected
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.sites.rounds.terms import Terms
+from fedtorch.sites.rounds.policy import Policy
 
 
 @dataclass(frozen=True)
-class Offer:
-    """What a site brings.
+class SiteConfiguration:
+    """Configures a site.
 
     Attributes:
         data: its clients' rows.
         algorithms: by name, functions of settings by name that return an algorithm with a `start`, which says how
             parameters look; what has none is given one with `dataclasses.replace(algorithm, start=...)`.
-        terms: what it insists on.
+        policy: what it insists on.
         validation: rows of the same clients that `metrics` are computed on.
         metrics: by name, as `Run.evaluate` takes them.
         chunk: at most so many clients at once.
 
     Raises:
         TypeError: something is of another kind.
-        ValueError: no algorithms; terms out of range, or whose carry= does not name each algorithm; validation rows of
-            other clients.
+        ValueError: no algorithms; a policy out of range, or whose carry= does not name each algorithm; validation rows
+            of other clients.
     """
 
     data: FederatedData
     algorithms: Mapping[str, Callable[..., Algorithm]]
-    terms: Terms = field(default_factory=Terms)
+    policy: Policy = field(default_factory=Policy)
     validation: FederatedData | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     chunk: int | None = None
@@ -66,19 +66,19 @@ class Offer:
             raise ValueError("Expected at least one algorithm that the site offers, but got none")
         for name, make in self.algorithms.items():
             expected.function(make, f"algorithm {name!r} as a function of its settings", "wrap it in one")
-        expected.kind(self.terms, Terms, "terms as Terms", "such as terms = Terms(rounds=100)")
-        self.terms.check()
-        if isinstance(self.terms.carry, Mapping) and set(self.terms.carry) != set(self.algorithms):
+        expected.kind(self.policy, Policy, "policy as Policy", "such as policy = Policy(rounds=100)")
+        self.policy.check()
+        if isinstance(self.policy.carry, Mapping) and set(self.policy.carry) != set(self.algorithms):
             raise ValueError(
-                f"Expected terms whose carry= names all algorithms {sorted(self.algorithms)} and no others, but got "
-                f"{sorted(self.terms.carry)}"
+                f"Expected policy whose carry= names all algorithms {sorted(self.algorithms)} and no others, but got "
+                f"{sorted(self.policy.carry)}"
             )
         if self.validation is not None and self.validation.names != self.data.names:
             raise ValueError("Expected validation rows of the same clients; split them with data.split(0.8, seed=0)")
 
 
-def read_offer(path: Path | str) -> Offer:
-    """The offer that a file of the site's own makes: its `data`, `algorithms`, and whatever else an `Offer` has.
+def read_configuration(path: Path | str) -> SiteConfiguration:
+    """Return the configuration in a file of the site's own: its `data`, `algorithms`, and what else it defines.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -93,8 +93,8 @@ def read_offer(path: Path | str) -> Offer:
         ...     "algorithms = {'averaging': lambda mu: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)), mu=mu)}",
         ... ]
         >>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
-        >>> offer = read_offer(f"{folder.name}/my_data.py")
-        >>> offer.data.names, offer.algorithms["averaging"](mu=0.5).settings["mu"]
+        >>> configuration = read_configuration(f"{folder.name}/my_data.py")
+        >>> configuration.data.names, configuration.algorithms["averaging"](mu=0.5).settings["mu"]
         (('ward 7',), 0.5)
         >>> folder.cleanup()
     """
@@ -104,5 +104,5 @@ def read_offer(path: Path | str) -> Offer:
     found = runpy.run_path(str(path))
     missing = [name for name in ("data", "algorithms") if name not in found]
     if missing:
-        raise ValueError(f"Expected {path} to define {' and '.join(missing)}; see fedtorch.sites.rounds.offer")
-    return Offer(**{name: found[name] for name in Offer.__dataclass_fields__ if name in found})
+        raise ValueError(f"Expected {path} to define {' and '.join(missing)}; see fedtorch.sites.rounds.configuration")
+    return SiteConfiguration(**{name: found[name] for name in SiteConfiguration.__dataclass_fields__ if name in found})
