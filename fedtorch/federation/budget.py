@@ -1,4 +1,4 @@
-"""What an algorithm may tell of its clients: a budget that a run asks before every round."""
+"""Budget of releases, which a run asks before every round."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients tell for good: a control variate, a site, a model on a graph, whose sum over all clients is kept."""
+"""Totals over all clients of a part of their state: a control variate, a site, a model on a graph."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""What the eigenvalues of a GTV problem promise: error bounds, and the rounds that solvers need.
+r"""Error bounds of a GTV problem from its eigenvalues, and the rounds that solvers need.
 
 Equation numbers are those of Jung, "Federated learning: from theory to practice". Q is the matrix of the problem
 (`fedtorch.networks.solvers.LinearProblem.matrix`), λ_max the largest eigenvalue of any node's Q_i, λ̄_min the smallest
@@ -51,7 +51,7 @@ class ClusterBound(NamedTuple):
 
 @dataclass(frozen=True)
 class Diagnostics:
-    """What `fedtorch.networks.diagnose` found; `print` shows it as a table.
+    """The result of `fedtorch.networks.diagnose`; `print` shows it as a table.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.zeros(1))] * 2)

@@ -1,4 +1,4 @@
-r"""What a network promises for a GTV problem before it is solved: eigenvalues, error bounds and iterations.
+r"""Diagnostics of a network for a GTV problem before it is solved: eigenvalues, error bounds and iterations.
 
 The problem is quadratic (Jung, "Federated learning: from theory to practice", (3.20)–(3.25)),
 

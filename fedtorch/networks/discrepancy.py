@@ -1,4 +1,4 @@
-r"""How different the data sets of two nodes are (Jung, "Federated learning: from theory to practice", section 7.3).
+r"""Discrepancies between nodes' data sets (Jung, "Federated learning: from theory to practice", section 7.3).
 
 Most ways have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i -
 z_j|` of two of them. Functions that return vectors `(n, m)` go with `Network.k_nearest`, which never forms all pairs;

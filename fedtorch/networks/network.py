@@ -1,4 +1,4 @@
-"""Who is a neighbour of whom: an undirected weighted graph over the nodes of a federated learning network.
+"""Federated learning networks: undirected weighted graphs over nodes.
 
 Notation follows Jung, "Federated learning: from theory to practice", chapter 3: weights A_ij = A_ji > 0 on the edges E,
 weighted degrees d_i = Σ_j A_ij, Laplacian L = diag(d) − A with eigenvalues 0 = λ₁ ≤ λ₂ ≤ … ≤ λ_n. The second one, λ₂,
@@ -119,7 +119,7 @@ class Network:
 
     @cached_property
     def neighbour_counts(self) -> Tensor:
-        """How many neighbours each node has, `(n,)` int64."""
+        """Return the number of neighbours of each node, `(n,)` int64."""
         return torch.bincount(self.edges.flatten(), minlength=self.nodes)
 
     def adjacency(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:

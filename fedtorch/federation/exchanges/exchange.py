@@ -1,4 +1,4 @@
-"""Who hears whom, and how messages add up.
+"""Exchanges: which client receives from which, and how messages add up.
 
 Two kinds of message, both about this round and over those who answer. A `Mean` is multiplied by its weights and summed,
 so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is added up. What clients tell for good

@@ -32,7 +32,7 @@ Noise = Callable[[Tensor], Tensor]  # keys (M,) -> (M,) positive factors of mean
 
 @dataclass(frozen=True)
 class Faults:
-    """Whom faults hit in a round; every function takes (key, ids `(M,)`) and returns `(M,)` bool.
+    """The clients that faults hit in a round; every function takes (key, ids `(M,)`) and returns `(M,)` bool.
 
     Attributes:
         before: the client does not hear the server, and does nothing.

@@ -1,4 +1,4 @@
-"""What solvers with a variable per edge share: differences and their adjoint, optimality, ties."""
+"""Parts of solvers with a variable per edge: differences and their adjoint, optimality, ties."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class EdgeProblem:
         return lambda centre: torch.bmm(inverse, (2 * self.problem.cross + centre).unsqueeze(2)).squeeze(2)
 
     def optimality(self, w: Tensor, dual: Tensor) -> float:
-        r"""How far the Karush–Kuhn–Tucker conditions are from holding, relative to the numbers in them.
+        r"""Return the residual of the Karush–Kuhn–Tucker conditions, relative to the numbers in them.
 
         For the penalty `squared`, whose y is known from w, that is the problem's own. Else, with features brought to
         one size by U, the larger of ‖U(∇L(w) + B'y)‖ / (‖U∇L(0)‖ + ‖U∇²L U‖ ‖U⁻¹w‖) and ‖U⁻¹(Bw − prox(Bw + cy))‖ /

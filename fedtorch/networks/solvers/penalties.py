@@ -1,4 +1,4 @@
-r"""What the difference of two neighbours' parameters costs, and how to step towards less of it.
+r"""Penalties on the difference of two neighbours' parameters, and their proximal steps.
 
 The proximal operator of a penalty φ with strength t is :math:`\arg\min_s t\,\phi(s) + \tfrac12 \|s - v\|^2`.
 

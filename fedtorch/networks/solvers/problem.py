@@ -102,7 +102,7 @@ class LinearProblem:
 
     @property
     def round_bytes(self) -> int:
-        """What a round of messages weighs: d numbers over every edge in both directions."""
+        """Return the bytes of a round of messages: d numbers over every edge in both directions."""
         return 2 * len(self.network.edges) * self.cross.shape[1] * self.cross.element_size()
 
     def product(self, w: Tensor, out: Tensor | None = None) -> Tensor:
@@ -134,7 +134,7 @@ class LinearProblem:
         return float((right + matrix * (w / self.scale).norm()).clamp(min=torch.finfo(w.dtype).tiny))
 
     def optimality(self, w: Tensor) -> float:
-        """How far `w` `(n, d)` is from a minimiser: `residual_size` relative to `size`, which units do not change."""
+        """Return the distance of `w` `(n, d)` from a minimiser: `residual_size` relative to `size`, free of units."""
         return self.residual_size(self.cross - self.product(w)) / self.size(w)
 
     @cached_property

@@ -1,4 +1,4 @@
-"""What a solver returns, and when it stops.
+"""The result of a solver, and its stopping rule.
 
 A solver of one's own starts, counts and stops as the others do:
 
@@ -62,12 +62,16 @@ class Solution(NamedTuple):
 
     @property
     def converged(self) -> bool:
-        """Whether `optimality` is within the tolerance or exact to rounding, and an `error` within its square root."""
+        """Return whether `optimality` is within the tolerance or exact to rounding, and an `error` within its square
+        root.
+        """
         return self.reason == "converged"
 
 
 def within(optimality: float, tolerance: float, like: Tensor) -> bool:
-    """Whether an optimality is within the tolerance, or as small as rounding in the precision of `like` lets it be."""
+    """Return whether an optimality is within the tolerance, or as small as rounding in the precision of `like` lets it
+    be.
+    """
     return optimality <= max(tolerance, _EXACT * torch.finfo(like.dtype).eps)
 
 
@@ -111,7 +115,7 @@ class Monitor:
         return {"optimality": f"{self.optimality:.2g}"}
 
     def due(self) -> bool:
-        """Whether optimality is to be checked after this round."""
+        """Return whether optimality is to be checked after this round."""
         return self.rounds % self.every == 0
 
     def small(self, residual: Tensor, w: Tensor) -> bool:
@@ -148,7 +152,7 @@ class Monitor:
         return False
 
     def _certain(self, error: float) -> bool:
-        """Whether parameters have half of the digits to which the equations are to hold."""
+        """Return whether parameters have half of the digits to which the equations are to hold."""
         return within(error**2, self.tolerance, self.problem.cross)
 
     def _within(self, optimality: float) -> bool:

@@ -1,4 +1,4 @@
-"""What wrong clients do, as values: wrong rows join data with `|`, wrong messages join an algorithm.
+"""Attacks by clients as values: wrong rows join data with `|`, wrong messages join an algorithm.
 
 The others are yardsticks: how much somebody finds out who has what a federation gives away, of who was trained on
 (`membership`), of rows (`gradient_inversion`, `model_inversion`, `split_inversion`), of labels (`label_scores`) and of

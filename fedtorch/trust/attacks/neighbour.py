@@ -1,4 +1,4 @@
-r"""What a neighbour in a network learns: GTV minimisation tells it models, and differences of models are gradients.
+r"""Leakage to a neighbour in a network: GTV minimisation sends it models, and differences of models are gradients.
 
 A node with local loss L(w) = wᵀQw − 2qᵀw + const that takes the steps of Algorithm 5.1 or 8.1,
 

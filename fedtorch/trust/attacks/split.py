@@ -1,4 +1,4 @@
-r"""What vertical training shows: labels to a party that reads its gradients, features to a server that keeps values.
+r"""Leakage of vertical training: labels to a party that reads gradients, features to a server that keeps values.
 
 *Labels.* A party is sent the gradient of row i's likelihood with respect to what it sent: y − p of a Bernoulli
 likelihood, whose sign is the label whatever the noise ρ on z is, and 1_y − p of a categorical one, whose largest entry

@@ -1,4 +1,4 @@
-r"""How far the sites go in a round, and when they go back.
+r"""Step sizes of the sites in a round, and when all of them return to earlier values.
 
 A client's step is a share δ, the damping, of the way to the site that its rows ask for. Full steps of all clients at
 once can leave the sites at which q and every cavity are densities, or go around their fixed point. The sites at which

@@ -1,4 +1,4 @@
-"""What expectation propagation takes: the clients' factors f_k and the prior, in any form."""
+"""The input of expectation propagation: the clients' factors f_k and the prior, in any form."""
 
 from __future__ import annotations
 

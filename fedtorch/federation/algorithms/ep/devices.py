@@ -1,4 +1,4 @@
-"""What a run of expectation propagation says of each device."""
+"""Posteriors of each device from a run of expectation propagation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run of expectation propagation has found."""
+"""The posterior of the shared parameters from a run of expectation propagation."""
 
 from __future__ import annotations
 

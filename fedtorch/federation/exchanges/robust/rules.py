@@ -1,4 +1,4 @@
-r"""What a robust rule is: a function of stacked messages, and what must hold for it.
+r"""Robust rules: a function of stacked messages, with the conditions under which it holds.
 
 Rules are of two kinds. *Coordinatewise* ones look at one number of all messages at a time (`by_columns`). The others
 look at whole messages :math:`x_1, \dots, x_M` and return :math:`\sum_i a_i x_i`, where the coefficients `a` depend on

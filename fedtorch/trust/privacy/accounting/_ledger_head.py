@@ -1,4 +1,4 @@
-"""How far a ledger had come, in a file beside it, by which one that was cut, or copied back, is known.
+"""The length of a ledger in a file beside it, which reveals a ledger that was cut or copied back.
 
 `LEDGER.head` says how many entries there were and the digest of the last one. It is written after every entry, so that
 the ledger may be one entry ahead of it after a kill, and never behind.

@@ -1,4 +1,4 @@
-"""What releases cost: ε of rounds with noise, the noise for an ε, the rounds for an ε.
+"""Costs of releases: ε of rounds with noise, the noise for an ε, the rounds for an ε.
 
 Accounts are privacy-loss distributions (Google's `dp-accounting`, rounded against us), and closed forms where Gaussian
 sums are not sampled. Noise is in units of the sensitivity: the standard deviation of a Gaussian divided by the largest

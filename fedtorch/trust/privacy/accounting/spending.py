@@ -1,4 +1,4 @@
-"""What stands between a run and its releases: the ledger is written before a round, and noise is drawn once for it."""
+"""Spending of a budget: the ledger is written before a round, and noise is drawn once for it."""
 
 from __future__ import annotations
 
