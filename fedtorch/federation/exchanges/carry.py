@@ -181,7 +181,7 @@ def check_need(algorithm: Algorithm, carry: Carry, where: str) -> None:
         raise ValueError(
             f"Expected sums under masks of at least {need.clients} clients, on which {need.what} rests, but got "
             f"{where}: where single messages or smaller sums can be seen, others' noise protects nobody; take "
-            f"carry=secure.masked(minimum={need.clients})"
+            f"carry=sites.masked(minimum={need.clients})"
         )
     if not need.noise >= _STEPS * carry.step:
         raise ValueError(

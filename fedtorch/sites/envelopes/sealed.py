@@ -45,7 +45,7 @@ class Sealed:
             raise ValueError(
                 "Expected an algorithm whose nodes tell their neighbours in the network of sealed(…) something for "
                 "good and nobody else anything, such as ft.gtv, but got one in which somebody needs everybody's sum; "
-                "over a star take secure.masked"
+                "over a star take sites.masked"
             )
         return algorithm
 

@@ -79,7 +79,7 @@ class MaskedGraph:
         if not hears_neighbours(algorithm.exchange, self.over):
             raise ValueError(
                 "Expected an algorithm whose nodes hear sums over their neighbours in the network of masked_graph, "
-                "such as ft.gtv, but got another exchange or network; over a star take secure.masked"
+                "such as ft.gtv, but got another exchange or network; over a star take sites.masked"
             )
         finish = partial(_finish, _parts(self.over), self.grid, self.entropy, self._attempts)
         return replace(algorithm, exchange=kept(algorithm.exchange, finish))

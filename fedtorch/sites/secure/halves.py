@@ -6,10 +6,10 @@ messages: `fedtorch.protocol.halves.together` in one process, requests and answe
 >>> import torch
 >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 >>> from fedtorch.protocol.halves import together
->>> from fedtorch.sites.secure.server import Server
 >>> from fedtorch.sites.secure.messages import Session
 >>> from fedtorch.sites.secure.neighbours import Neighbourhoods
 >>> from fedtorch.sites.secure.parties import Client
+>>> from fedtorch.sites.secure.server import Server
 >>> from fedtorch.trust import privacy
 >>> keys = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3, 4)}
 >>> public = {k: key.public_key().public_bytes_raw() for k, key in keys.items()}

@@ -135,9 +135,8 @@ class Masked:
             >>> from fedtorch.federation.exchanges.exchange import RowsOf
             >>> from fedtorch.protocol.halves import together
             >>> from fedtorch.sites.secure.halves import client_half, server_half
-            >>> from fedtorch.sites.secure.masked import Parties
-            >>> from fedtorch.trust import secure
-            >>> masks = secure.masked(dropouts=0)
+            >>> from fedtorch.sites.secure.masked import Parties, masked
+            >>> masks = masked(dropouts=0)
             >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
             >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
             >>> public = {site: key.public_key().public_bytes_raw() for site, key in signing.items()}

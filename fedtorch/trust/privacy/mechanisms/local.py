@@ -66,7 +66,7 @@ def local_level(
         noise: z, in units of C.
         delta: δ of all ε, below one over the number of clients.
         quorum: q, clients of every sum that are taken to add their noise; 1 counts each client's own only. With more a
-            run begins only on a population with `carry=secure.masked(minimum=q)` or more.
+            run begins only on a population with `carry=sites.masked(minimum=q)` or more.
         budget: the largest ε: a run ends before the round that would exceed it.
         ledger: a file that only grows; None keeps it in memory. On `ft.Remote` every site has its own.
         entropy: of the noise; default: the operating system's.
