@@ -17,15 +17,6 @@ tensor([0.6667, 0.0000], dtype=torch.float64)
 tensor(0.5000, dtype=torch.float64)
 """
 
-from fedtorch.metrics.stacked import (
-    PerExample as PerExample,
-    StackedMetric as StackedMetric,
-    accuracy as accuracy,
-    as_stacked as as_stacked,
-    calibration_error as calibration_error,
-    cross_entropy as cross_entropy,
-    from_torchmetrics as from_torchmetrics,
-    mean_loss as mean_loss,
-    mean_of as mean_of,
-    mean_squared_error as mean_squared_error,
-)
+from fedtorch._lazy import attach
+
+__getattr__, __dir__ = attach(__name__, __file__)
