@@ -37,6 +37,7 @@ from .federation.algorithms.gibbs import gibbs as gibbs
 from .federation.algorithms.gtv import gtv as gtv
 from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
+from .federation.algorithms.normal_em import normal_em as normal_em
 from .federation.algorithms.personal import personal_layers as personal_layers
 from .federation.algorithms.pooled import pooled as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors

@@ -9,6 +9,11 @@ round at both ends, `vertical` drives vertical protocols over the same streams, 
 read. A site opens one stream to the server, which firewalls let out. Waits are bounded, and so are frames and what is
 held of them. `serve` and `connect` go over gRPC with TLS on both sides; `flower` over Flower's deployment engine, where
 that is there already; `streams.memory.link` is for sites in the same process.
+
+>>> import fedtorch as ft
+>>> hub = ft.sites.Hub()  # of a server; `ft.sites.serve` connects it to a port
+>>> sorted(hub.connected)
+[]
 """
 
 from fedtorch._lazy import attach
