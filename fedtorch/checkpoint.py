@@ -135,10 +135,6 @@ def pack(state: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: there is something in it that is no tensor, number, text, list or dict.
-
-    >>> state = {"state": {0: {"step": torch.tensor(3.0)}}, "betas": (0.9, 0.99)}
-    >>> unpack(pack(state))
-    {'state': {0: {'step': tensor(3.)}}, 'betas': (0.9, 0.99)}
     """
     flat: dict[str, Tensor] = {}
     text = json.dumps(_packed(state, "value", flat))

@@ -16,14 +16,6 @@ from fedtorch import _files as files
 class PlainCheckpointIO(TorchCheckpointIO):
     """Writes a checkpoint to a temporary file beside it, which takes its name when all is on the disk, and reads none
     that could run code: whatever the Trainer is told, `weights_only=True`, and no addresses.
-
-    Example:
-        >>> import tempfile, torch
-        >>> files, folder = PlainCheckpointIO(), tempfile.TemporaryDirectory()
-        >>> files.save_checkpoint({"epoch": 3, "weight": torch.ones(2)}, f"{folder.name}/last.ckpt")
-        >>> files.load_checkpoint(f"{folder.name}/last.ckpt")
-        {'epoch': 3, 'weight': tensor([1., 1.])}
-        >>> folder.cleanup()
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path | str, storage_options: Any = None) -> None:

@@ -76,25 +76,7 @@ class Round(NamedTuple):
 
 
 class Recorder(Protocol):
-    """An object that records the rounds of a run, and goes on with it after a resumption.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> class Answers:  # how many answers there were in all
-        ...     count = 0
-        ...     def record(self, round):
-        ...         self.count += len(round.ids)
-        ...     def state_dict(self):
-        ...         return {"count": torch.tensor(self.count)}
-        ...     def load_state_dict(self, flat):
-        ...         self.count = int(flat["count"])
-        >>> answers: Recorder = Answers()
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
-        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=2, record=answers)
-        >>> answers.count
-        6
-    """
+    """An object that records the rounds of a run, and goes on with it after a resumption."""
 
     def record(self, round: Round) -> None:
         """Takes in a round."""
@@ -118,15 +100,6 @@ class History:
 
     Raises:
         ValueError: a negative number.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
-        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
-        >>> [len(run.log) for round in run.rounds(2)]
-        [1, 2]
-        >>> run.log["answered"]
-        array([3., 3.])
     """
 
     def __init__(self, client_losses: int = 1_000_000) -> None:
@@ -274,13 +247,7 @@ class History:
 
 
 def means(info: Mapping[str, Tensor]) -> dict[str, float]:
-    """The means over clients of what they log, `loss` as `train_loss`.
-
-    Example:
-        >>> import torch
-        >>> means({"loss": torch.tensor([1.0, 3.0]), "steps": torch.tensor([5.0, torch.nan])})  # one does not say it
-        {'steps': 5.0, 'train_loss': 2.0}
-    """
+    """The means over clients of what they log, `loss` as `train_loss`."""
     values = {name: float(value.nanmean()) for name, value in info.items()}
     if "loss" in values:
         values.setdefault("train_loss", values.pop("loss"))

@@ -14,25 +14,12 @@ from torch import Tensor
 
 
 def symmetric(matrix: Tensor) -> Tensor:
-    """The symmetric part, which rounding leaves.
-
-    Example:
-        >>> symmetric(torch.tensor([[1.0, 2.0], [4.0, 3.0]]))
-        tensor([[1., 3.],
-                [3., 3.]])
-    """
+    """The symmetric part, which rounding leaves."""
     return (matrix + matrix.mT) / 2
 
 
 def inverse_factor(factor: Tensor) -> Tensor:
-    """L⁻¹ of lower triangular L, so that the inverse of LL' is its transpose times itself.
-
-    Example:
-        >>> half = inverse_factor(torch.tensor([[2.0, 0.0], [1.0, 1.0]]))  # LL' = [[4, 2], [2, 2]]
-        >>> half.mT @ half
-        tensor([[ 0.5000, -0.5000],
-                [-0.5000,  1.0000]])
-    """
+    """L⁻¹ of lower triangular L, so that the inverse of LL' is its transpose times itself."""
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
 
@@ -44,27 +31,13 @@ def normal_draw(factor: Tensor, shift: Tensor, z: Tensor) -> Tensor:
         factor: L, lower triangular, `(..., p, p)`.
         shift: b, `(..., p)`.
         z: `(..., p)`.
-
-    >>> import torch
-    >>> precision = torch.tensor([[4.0, 0.0], [0.0, 1.0]])
-    >>> normal_draw(torch.linalg.cholesky(precision), shift=torch.tensor([8.0, 1.0]), z=torch.tensor([1.0, 0.0]))
-    tensor([2.5000, 1.0000])
     """
     half = torch.linalg.solve_triangular(factor, shift[..., None], upper=False)
     return torch.linalg.solve_triangular(factor.mT, half + z[..., None], upper=True)[..., 0]
 
 
 class Equilibrated(NamedTuple):
-    """A positive semi-definite A = S⁻¹ V diag(m) V' S⁻¹, whatever the units of its rows and columns.
-
-    Example:
-        >>> gram = torch.tensor([[1.0, 1e9], [1e9, 1e18]], dtype=torch.float64)  # a time in seconds and in nanoseconds
-        >>> parts = equilibrated(gram)
-        >>> int(parts.rank), (parts.values > 0).tolist()
-        (1, [False, True])
-        >>> parts.null()[:, 0] / parts.null()[0, 0]  # one second less 10⁻⁹ seconds for each nanosecond is nothing
-        tensor([ 1.0000e+00, -1.0000e-09], dtype=torch.float64)
-    """
+    """A positive semi-definite A = S⁻¹ V diag(m) V' S⁻¹, whatever the units of its rows and columns."""
 
     scale: Tensor  # (..., p) the diagonal of S, see `unit_scale`
     values: Tensor  # (..., p) m, ascending, zero where it is rounding
@@ -112,12 +85,6 @@ def equilibrated(matrix: Tensor) -> Equilibrated:
 
     Args:
         matrix: A, `(..., p, p)`.
-
-    Example:
-        >>> x = torch.tensor([[1e9, 0.0, 1.0], [1e9, 1.0, 0.0]], dtype=torch.float64)  # a Unix time, and two indicators
-        >>> parts = equilibrated(x.mT @ x)
-        >>> int(parts.rank), int(torch.linalg.matrix_rank(x.mT @ x))  # the time is the sum of both, times 10⁹
-        (2, 1)
     """
     scale = unit_scale(matrix.diagonal(dim1=-2, dim2=-1))
     values, vectors = torch.linalg.eigh(scale[..., :, None] * matrix * scale[..., None, :])
@@ -133,25 +100,13 @@ def _noise(matrix: Tensor) -> float:
 
 
 def unit_scale(diagonal: Tensor) -> Tensor:
-    """Powers of two s, which scale without rounding, such that s² times `diagonal` is in [0.5, 2); 1 for zeros.
-
-    Example:
-        >>> scale = unit_scale(torch.tensor([16.0, 0.04, 0.0]))
-        >>> scale, scale.square() * torch.tensor([16.0, 0.04, 0.0])
-        (tensor([0.2500, 4.0000, 1.0000]), tensor([1.0000, 0.6400, 0.0000]))
-    """
+    """Powers of two s, which scale without rounding, such that s² times `diagonal` is in [0.5, 2); 1 for zeros."""
     exponent = torch.frexp(diagonal).exponent
     return torch.ldexp(torch.ones_like(diagonal), -exponent.div(2, rounding_mode="floor"))
 
 
 def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """A⁺ of a positive semi-definite A, `(..., p, p)`: A⁺b is the solution of least norm, in the units of A.
-
-    Example:
-        >>> gram = torch.tensor([[2.0, 2.0], [2.0, 2.0]], dtype=torch.float64)  # of a column that is there twice
-        >>> (pseudo_inverse(gram) @ torch.tensor([4.0, 4.0], dtype=torch.float64)).round(decimals=9)  # shared equally
-        tensor([1., 1.], dtype=torch.float64)
-    """
+    """A⁺ of a positive semi-definite A, `(..., p, p)`: A⁺b is the solution of least norm, in the units of A."""
     parts = equilibrated(matrix)
     root = parts.inverse_root(parts.null())
     return root @ root.mT

@@ -56,14 +56,6 @@ class KeyedRandomness(TorchDispatchMode):
     Raises:
         RuntimeError: in the context, when an operation draws what is not supported or does not have the
             clients in front.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> def drawn(seed):
-        ...     with KeyedRandomness(ft.random.key(seed)):
-        ...         return torch.rand(3)
-        >>> torch.equal(drawn(0), drawn(0)), torch.equal(drawn(0), drawn(1))
-        (True, False)
     """
 
     def __init__(self, keys: Tensor) -> None:

@@ -206,16 +206,6 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
 
     Raises:
         TypeError: the constructor gives a parameter a state that is not one number everywhere.
-
-    >>> import torch
-    >>> x = torch.tensor([4.0])
-    >>> optimizer = rebind(torch.optim.SGD([torch.zeros(3)], lr=0.5), [[x]])
-    >>> options(optimizer.param_groups[0])["lr"]
-    0.5
-    >>> x.grad = torch.tensor([2.0])
-    >>> optimizer.step()
-    >>> x
-    tensor([3.])
     """
     clone = object.__new__(type(optimizer))
     clone.__dict__.update(vars(optimizer))

@@ -47,12 +47,6 @@ def download(
         ValueError: a file with another checksum, or too large a file; nothing of it is kept.
         OSError: the server was not reached, refused, was silent, or cut the connection; what has arrived is
             kept for the next call.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     file = Path(folder, "here.txt")
-    ...     _ = file.write_text("already")
-    ...     download("https://example.org/here.txt", file, [digest(file)])  # asks nobody
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(file.name + ".part")

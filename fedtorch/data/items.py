@@ -21,11 +21,7 @@ from fedtorch.tree import Tree
 
 
 def items(dataset: Any, numbers: Tensor) -> Tree:
-    """The items of these numbers `(n,)`, stacked `(n, ...)`.
-
-    >>> items([(0.5, 1), (1.5, 0), (2.5, 1)], torch.tensor([2, 0]))
-    (tensor([2.5000, 0.5000], dtype=torch.float64), tensor([1, 1]))
-    """
+    """The items of these numbers `(n,)`, stacked `(n, ...)`."""
     return stack_items([dataset[i] for i in numbers.tolist()])
 
 
@@ -57,14 +53,7 @@ def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's, NumPy's and Python's generators on the CPU seeded, and afterwards as they were.
-
-    >>> with seeded(3):
-    ...     first = torch.rand(2)  # as a random transform draws
-    >>> with seeded(3):
-    ...     torch.equal(torch.rand(2), first)
-    True
-    """
+    """Torch's, NumPy's and Python's generators on the CPU seeded, and afterwards as they were."""
     python, numpy = python_random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -9,17 +9,7 @@ from torch import Tensor
 
 
 class Need(NamedTuple):
-    """Say how messages have to be carried for a guarantee to hold.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.trust import privacy
-        >>> plain = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> algorithm = plain | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3, quorum=3)
-        >>> need: Need = algorithm.budget.need
-        >>> need.clients, need.what
-        (3, 'privacy.local_level(quorum=3)')
-    """
+    """Say how messages have to be carried for a guarantee to hold."""
 
     clients: int  # of every sum that anybody can see, at least
     noise: float  # the size of a share of noise, which rounding under masks must not coarsen

@@ -92,12 +92,7 @@ class Wrapper:
 
 
 def line(names: Mapping[str, int]) -> str:
-    """Return the line of code that applies wrappers of these names in the order of their stages.
-
-    Example:
-        >>> line({"robust.rule": 4, "attacks.noise": 1})
-        'algorithm | attacks.noise(…) | robust.rule(…)'
-    """
+    """Return the line of code that applies wrappers of these names in the order of their stages."""
     return " | ".join(["algorithm", *(f"{name}(…)" for name in sorted(names, key=names.__getitem__))])
 
 

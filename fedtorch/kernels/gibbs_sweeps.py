@@ -60,12 +60,7 @@ class Chains(NamedTuple):
 
 
 def knows(keys: Tensor, coefficients: int) -> bool:
-    """Return whether a program runs for these keys.
-
-    >>> import torch, fedtorch as ft
-    >>> knows(ft.random.key(0)[None, None], coefficients=3)  # on the CPU
-    False
-    """
+    """Return whether a program runs for these keys."""
     return (
         program("fedtorch.kernels.programs.gibbs_sweeps", (keys,), (torch.int64,), fits=0 < coefficients <= MOST)
         is not None
@@ -81,14 +76,6 @@ def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sw
         chains: where they are; deviations are drawn first, so theirs are not looked at.
         keys: `(K, C)`.
         sweeps: L, at least 1.
-
-    >>> import torch, fedtorch as ft
-    >>> one = torch.ones(1, 1, 1).double()  # a client, a chain, a coefficient; 10⁹ rows are sure of 5
-    >>> rows = Rows(gram=1e9 * one, estimate=5 * one[0], rss=one[0, 0], degrees=one[0, 0])
-    >>> heard = SweepPrior(centre=2 * one, precision=one, scale=one[0])
-    >>> chains = Chains(deviation=0 * one, precision=one, auxiliary=one, noise=one[0])
-    >>> gibbs_sweeps(rows, heard, chains, ft.random.key(0)[None, None], sweeps=2).deviation.round(decimals=3)  # 5 − 2
-    tensor([[[3.]]], dtype=torch.float64)
     """
     (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)

@@ -34,13 +34,7 @@ _IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
 
 class Family(NamedTuple):
-    """A distribution with its canonical link.
-
-    >>> import torch
-    >>> eta, y = torch.zeros(2), torch.tensor([0.0, 1.0])
-    >>> BERNOULLI.misfit(eta, y), POISSON.misfit(eta, y)  # what is expected at η = 0, less y
-    (tensor([ 0.5000, -0.5000]), tensor([1., 0.]))
-    """
+    """A distribution with its canonical link."""
 
     code: int  # in the program
     loss: Callable[..., Tensor]  # of `torch.nn.functional`, of linear predictors and responses
@@ -54,12 +48,7 @@ CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_
 
 
 def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
-    """Return whether the program takes so many features, the constant included, and classes.
-
-    >>> import torch
-    >>> fits(POISSON, 128, 1, torch.float64), fits(POISSON, 129, 1, torch.float64)
-    (True, False)
-    """
+    """Return whether the program takes so many features, the constant included, and classes."""
     if family.code == CATEGORICAL.code:
         return dtype == torch.float32 and 0 < features <= MOST_WITH_CLASSES and classes <= MOST_CLASSES
     return dtype in FLOATS and 0 < features <= MOST_FEATURES
@@ -96,12 +85,6 @@ def glm_steps(
 
     Raises:
         ValueError: shapes that do not fit together.
-
-    >>> import torch
-    >>> x, y = torch.ones(1, 2, 1), torch.tensor([[3.0, 5.0]])  # one client, two rows
-    >>> theta, loss = glm_steps(GAUSSIAN, x, y, torch.tensor([2]), torch.zeros(1, 1), steps=1, lr=0.5)
-    >>> theta, loss  # the mean of y; (9 + 25) / 2 before the step
-    (tensor([[4.]]), tensor([17.]))
     """
     _check(family, x, y, count, start, steps, batches)
     total = count.new_full(count.shape, steps) if total is None else total

@@ -55,15 +55,6 @@ def gp_statistics(
 
     Raises:
         ValueError: shapes that do not fit together.
-
-    >>> import torch
-    >>> one = torch.ones(1, 1, 1).double()
-    >>> x, y = torch.tensor([[[0.0], [0.0]]]).double(), torch.tensor([[1.0, 3.0]]).double()
-    >>> tensors = x, y, torch.ones(1, 2).double(), 0 * one[0], one, 2 * one[0], one  # both inputs at w, so that B = v
-    >>> gp_statistics(*tensors)  # 2 v², v Σ y
-    (tensor([[[8.]]], dtype=torch.float64), tensor([[8.]], dtype=torch.float64))
-    >>> runs(tensors)
-    False
     """
     tensors = (x, y, weight, inducing, width, height, whiten)
     _check(*tensors)

@@ -29,13 +29,7 @@ _TILE = 256  # numbers of the sums of a program
 
 
 class SegmentPlan(NamedTuple):
-    """The segments of a network's edges.
-
-    >>> import fedtorch as ft
-    >>> found = plan(ft.Network.star(100).adjacency())  # the hub's 99 edges are cut in two
-    >>> found.lengths[:4].tolist(), found.split.tolist(), found.pieces.tolist()
-    ([64, 35, 1, 1], [0], [2])
-    """
+    """The segments of a network's edges."""
 
     starts: Tensor  # (S,) first edges, int64
     lengths: Tensor  # (S,) int32, falling
@@ -76,11 +70,6 @@ def neighbours(matrix: Tensor, rows: Tensor) -> Tensor:
     Args:
         matrix: A, symmetric, sparse CSR `(n, n)`.
         rows: w, `(n, d)`.
-
-    >>> import torch, fedtorch as ft
-    >>> path = ft.Network([[0, 1], [1, 2]]).adjacency()
-    >>> neighbours(path, torch.tensor([[1.0], [10.0], [100.0]])).flatten()
-    tensor([ 10., 101.,  10.], dtype=torch.float64)
     """
     if _programs(matrix, rows) is None:
         return matrix @ rows.to(matrix.dtype)

@@ -37,11 +37,6 @@ def median(value: Tensor, share: Tensor) -> Tensor:
 
     Returns:
         `(...)` in float64.
-
-    >>> import torch
-    >>> said, share = torch.tensor([[1.0], [2.0], [900.0]]), torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
-    >>> median(said, share)
-    tensor([2.], dtype=torch.float64)
     """
     programs = _programs(value, share)
     if programs:
@@ -62,11 +57,6 @@ def trimmed_mean(value: Tensor, share: Tensor, fraction: float) -> Tensor:
 
     Returns:
         `(...)` in float64.
-
-    >>> import torch
-    >>> said, share = torch.tensor([[1.0], [2.0], [3.0], [900.0]]), torch.full((4,), 0.25, dtype=torch.float64)
-    >>> trimmed_mean(said, share, fraction=0.25)
-    tensor([2.5000], dtype=torch.float64)
     """
     programs = _programs(value, share)
     if programs:

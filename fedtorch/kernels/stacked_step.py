@@ -31,14 +31,7 @@ _SIZE = 1024  # elements of a program
 
 
 class ClientValues(NamedTuple):
-    """The values of a step that differ between clients, of one tensor or of all.
-
-    >>> import torch
-    >>> parameter, gradient = torch.zeros(2, 1), torch.ones(2, 1)
-    >>> sgd(parameter, gradient, None, ClientValues(taken=0, active=torch.tensor([True, False])), lr=0.5)
-    >>> parameter  # the second does not take the step
-    tensor([[-0.5000], [ 0.0000]])
-    """
+    """The values of a step that differ between clients, of one tensor or of all."""
 
     taken: Tensor | int  # (K,) int64, steps before this one
     active: Tensor | None = None  # (K,) bool, who takes it; None: all
@@ -48,12 +41,7 @@ class ClientValues(NamedTuple):
 
 
 def fits(tensor: Tensor) -> bool:
-    """Return whether a program steps a stack like this one.
-
-    >>> import torch
-    >>> fits(torch.zeros(2, 3))  # on the CPU
-    False
-    """
+    """Return whether a program steps a stack like this one."""
     return (
         program("fedtorch.kernels.programs.stacked_step", (tensor.detach(),), FLOATS, fits=tensor.is_contiguous())
         is not None
@@ -70,11 +58,6 @@ def clipped(
         gradients: likewise.
         clients: of each tensor.
         most: c > 0.
-
-    >>> import torch
-    >>> gradient = torch.tensor([[3.0, 4.0], [0.3, 0.4]])  # norms 5 and ½
-    >>> clipped([torch.zeros(2, 2)], [gradient], [ClientValues(taken=0)], most=1.0)
-    tensor([0.2000, 1.0000])
     """
     total = torch.stack([_squares(*each) for each in zip(parameters, gradients, clients)]).sum(0)
     return (most / (total.sqrt() + 1e-6)).clamp(max=1)
@@ -104,13 +87,6 @@ def sgd(
         dampening: see there.
         weight_decay: see there.
         nesterov: see there.
-
-    >>> import torch
-    >>> parameter, gradient, buffer = torch.zeros(1, 1), torch.ones(1, 1), torch.zeros(1, 1)
-    >>> for taken in range(2):
-    ...     sgd(parameter, gradient, buffer, ClientValues(taken=taken), lr=0.5, momentum=0.5)
-    >>> parameter, buffer  # −½ (1 + 1½)
-    (tensor([[-1.2500]]), tensor([[1.5000]]))
     """
     programs = _program(parameter, gradient, buffer)
     if programs:
@@ -155,12 +131,6 @@ def adam(
         eps: see there.
         weight_decay: see there.
         decoupled: whether it acts on the parameters alone, as in `torch.optim.AdamW`.
-
-    >>> import torch
-    >>> parameter, first, second = torch.zeros(1, 2), torch.zeros(1, 2), torch.zeros(1, 2)
-    >>> adam(parameter, torch.tensor([[0.01, -100.0]]), first, second, ClientValues(taken=0), lr=0.1)
-    >>> parameter  # a first step of lr, whatever the size of the gradient
-    tensor([[-0.1000,  0.1000]])
     """
     programs = _program(parameter, gradient, first, second)
     if programs:

@@ -35,17 +35,6 @@ class StackedMetric:
         compute: sums with any batch shape in front, `(K, ...)` or `()` -> values of that batch shape, in
             float64. Without rows the value is NaN.
         largest_is_best: whether it is large for good predictions, and not small as losses are; None if not known.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> def update(prediction, target, mask):
-        ...     squares = (prediction - target).double().square()
-        ...     return {"squares": (squares * mask).sum(1), "rows": mask.sum(1)}
-        >>> rmse = StackedMetric(update, lambda sums: (sums["squares"] / sums["rows"]).sqrt(), False)
-        >>> mask = torch.tensor([[True, True], [True, False]])  # the second client has one row
-        >>> sums = rmse.update(torch.zeros(2, 2), torch.tensor([[1.0, 1.0], [5.0, 0.0]]), mask)
-        >>> rmse.compute(sums), rmse.compute(ft.tree.map(lambda leaf: leaf.sum(0), sums))  # √(27 / 3) of all rows
-        (tensor([1., 5.], dtype=torch.float64), tensor(3., dtype=torch.float64))
     """
 
     update: Callable[[Tensor, Tensor, Tensor], Tree]
@@ -213,13 +202,6 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
     Raises:
         TypeError: the metric keeps what sums cannot make up (lists of examples, running means, extremes),
             wraps other metrics, or gives more than one number; the message says what to use.
-
-    Example:
-        >>> import torch, torchmetrics, fedtorch as ft
-        >>> r2 = from_torchmetrics(torchmetrics.R2Score())
-        >>> prediction, target = torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[0.0, 2.0, 4.0]])
-        >>> r2.compute(r2.update(prediction, target, torch.ones(1, 3).bool()))  # 1 − 2 / 8
-        tensor([0.7500], dtype=torch.float64)
     """
     name = type(metric).__name__
     copy = metric.clone()
@@ -269,12 +251,6 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
 
     Raises:
         TypeError: it is none of these.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> huber = as_stacked(torch.nn.HuberLoss())
-        >>> huber.compute(huber.update(torch.zeros(1, 2), torch.tensor([[1.0, 3.0]]), torch.ones(1, 2).bool()))
-        tensor([1.5000], dtype=torch.float64)
     """
     if isinstance(metric, StackedMetric):
         return metric

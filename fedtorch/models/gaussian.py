@@ -30,12 +30,7 @@ from fedtorch.kernels.moments import solved
 
 
 class Natural(NamedTuple):
-    """Natural parameters of normal densities, or of quotients of them.
-
-    >>> one = natural(Moments(torch.tensor([3.0]), torch.tensor([[0.5]])))
-    >>> round(float(one.shift), 4), round(float(one.precision), 4)  # m / v and 1 / v
-    (6.0, 2.0)
-    """
+    """Natural parameters of normal densities, or of quotients of them."""
 
     shift: Tensor  # (..., p) r = Q m
     precision: Tensor  # (..., p (p + 1) / 2) the lower triangle of Q
@@ -55,14 +50,7 @@ def pack(matrix: Tensor) -> Tensor:
 
 
 def unpack(packed: Tensor) -> Tensor:
-    """Return the inverse of `pack`: symmetric matrices `(..., p, p)`, exactly.
-
-    >>> pack(torch.tensor([[1.0, 2.0], [2.0, 5.0]]))
-    tensor([1., 2., 5.])
-    >>> unpack(torch.tensor([1.0, 2.0, 5.0]))
-    tensor([[1., 2.],
-            [2., 5.]])
-    """
+    """Return the inverse of `pack`: symmetric matrices `(..., p, p)`, exactly."""
     size = int((8 * packed.shape[-1] + 1) ** 0.5 / 2)
     row, column = _triangle(size, packed.device)
     matrix = packed.new_zeros((*packed.shape[:-1], size, size))

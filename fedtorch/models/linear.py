@@ -42,11 +42,7 @@ _ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relati
 
 
 def raw(x: Tensor) -> Tensor:
-    """Return the inputs as they are, `(..., q)`.
-
-    >>> LinearHead(2, raw).design(torch.tensor([[5.0, 7.0]]))  # and the intercept's 1
-    tensor([[5., 7., 1.]])
-    """
+    """Return the inputs as they are, `(..., q)`."""
     return x
 
 
@@ -233,13 +229,7 @@ def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
 
 
 class Spectral(NamedTuple):
-    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns.
-
-    >>> found = spectral(sufficient_statistics(torch.tensor([[1.0, 0.0], [0.0, 3.0]]), torch.tensor([1.0, 6.0])))
-    >>> torch.stack([found.values, found.vectors @ (found.cross / found.values)]).round(decimals=6)  # m, least squares
-    tensor([[1., 9.],
-            [1., 2.]], dtype=torch.float64)
-    """
+    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns."""
 
     statistics: SufficientStatistics
     values: Tensor  # (..., p) m, zero where the rows leave a direction open
@@ -295,12 +285,7 @@ def warn_of_dependence(statistics: SufficientStatistics, rank: Tensor) -> None:
 
 
 class LeastSquares(NamedTuple):
-    """Least squares with what the rows leave open.
-
-    >>> found = least_norm(sufficient_statistics(torch.tensor([[1.0, 1.0]]), torch.tensor([4.0])))  # one row
-    >>> found.solution.round(decimals=6), int(found.rank)
-    (tensor([2., 2.], dtype=torch.float64), 1)
-    """
+    """Least squares with what the rows leave open."""
 
     solution: Tensor  # (..., p) of least norm where it is not unique
     rank: Tensor  # (...) of X
@@ -330,10 +315,6 @@ def residual_variance(statistics: SufficientStatistics) -> Tensor:
 
     Raises:
         ValueError: no degree of freedom is left, because there are not more rows than features.
-
-    >>> statistics = sufficient_statistics(torch.ones(3, 1), torch.tensor([1.0, 2.0, 3.0]))
-    >>> round(float(residual_variance(statistics)), 6)  # 2 / (3 − 1)
-    1.0
     """
     fit = least_norm(statistics)
     freedom = statistics.count - fit.rank

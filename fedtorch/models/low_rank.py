@@ -85,12 +85,7 @@ class LowRank(NamedTuple):
 
 
 def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
-    """Return a multiple of the identity for `units` units, with room for `rank` directions.
-
-    >>> start = identity(units=3, rank=2, multiple=4.0)
-    >>> start.diagonal(), start.vectors.shape
-    (tensor([4., 4., 4.], dtype=torch.float64), torch.Size([3, 2]))
-    """
+    """Return a multiple of the identity for `units` units, with room for `rank` directions."""
     multiple = torch.as_tensor(multiple, dtype=torch.float64)
     rank = min(units, rank)
     return LowRank(multiple, multiple.new_zeros(units, rank), multiple.new_zeros(rank))
@@ -136,11 +131,6 @@ def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tenso
         rows: S, `(M,)`.
         diagonal: `(M,)`, positive.
         right: `(M, d)`.
-
-    >>> independent = identity(units=3, rank=1, multiple=0.5)  # Ω⁻¹ = 2 I
-    >>> solve_rows(independent, torch.tensor([0, 2]), torch.ones(2), torch.tensor([[3.0], [6.0]]).double())
-    tensor([[1.],
-            [2.]], dtype=torch.float64)
     """
     base = (1 / covariance.multiple + diagonal)[:, None]
     shrunk = covariance.values / (covariance.multiple + covariance.values) / covariance.multiple

@@ -66,11 +66,6 @@ def variable_rows(data: Any) -> Tensor:
 
     Raises:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
-
-    >>> import fedtorch as ft
-    >>> variable_rows(ft.data.from_tensors([torch.ones(1, 2), torch.ones(2, 2)]).stack([0, 1])).sum(2)
-    tensor([[2., 0.],
-            [2., 2.]], dtype=torch.float64)
     """
     shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(data.batch)]
     if len(shapes) != 1 or len(shapes[0]) != 1:
@@ -82,12 +77,7 @@ def variable_rows(data: Any) -> Tensor:
 
 
 def refuse(bad: Tensor, message: str) -> None:
-    """Raise `BadClients` with this message if any of the clients `(K,)` is bad.
-
-    >>> refuse(torch.tensor([False, True, False]), "Expected counts of at least 0, but got negative ones")
-    Traceback (most recent call last):
-    fedtorch.data.bad_clients.BadClients: Expected counts of at least 0, but got negative ones
-    """
+    """Raise `BadClients` with this message if any of the clients `(K,)` is bad."""
     if bool(bad.any()):
         raise BadClients(bad.nonzero()[:, 0], message)
 

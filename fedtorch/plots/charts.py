@@ -107,11 +107,7 @@ def chart(
 
 
 def ticks(low: float, high: float, count: int = 6, whole: bool = False) -> list[float]:
-    """Return some `count` round numbers from `low` to `high`, which may be whole numbers only.
-
-    >>> ticks(0.2, 1.4), ticks(1.0, 3.0, whole=True), ticks(1e-15, 5e-15, 2)
-    ([0.2, 0.4, 0.6, 0.8, 1.0, 1.2, 1.4], [1.0, 2.0, 3.0], [2e-15, 4e-15])
-    """
+    """Return some `count` round numbers from `low` to `high`, which may be whole numbers only."""
     rough = (high - low) / count
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * 0.999)
@@ -121,21 +117,13 @@ def ticks(low: float, high: float, count: int = 6, whole: bool = False) -> list[
 
 
 def decades(low: float, high: float) -> list[float]:
-    """Return powers of ten between two logarithms, every so many.
-
-    >>> decades(-2.5, 1.0)
-    [0.01, 0.1, 1.0, 10.0]
-    """
+    """Return powers of ten between two logarithms, every so many."""
     first, last = math.ceil(low), math.floor(high)
     return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 5 + 1))]
 
 
 def number(value: float) -> str:
-    """Return a number in a few digits.
-
-    >>> [number(value) for value in (0.123456, 5.0, 12345.678, 3e6, 1.5e-7, 2e-12, float("nan"))]
-    ['0.1235', '5', '12,346', '3e6', '1.5e-7', '2e-12', '–']
-    """
+    """Return a number in a few digits."""
     if not math.isfinite(value):
         return "–" if math.isnan(value) else ("∞" if value > 0 else "−∞")
     if 1000 <= abs(value) < 1e5:
@@ -144,11 +132,7 @@ def number(value: float) -> str:
 
 
 def size(count: float) -> str:
-    """Return a number of bytes with its unit.
-
-    >>> [size(count) for count in (0, 512, 1.5e6, 2e12)]
-    ['0 B', '512 B', '1.5 MB', '2 TB']
-    """
+    """Return a number of bytes with its unit."""
     for name in ("B", "kB", "MB", "GB"):
         if abs(count) < 1000:
             return f"{count:.3g} {name}"

@@ -39,28 +39,7 @@ EVERY = 100  # steps between two points
 
 
 class Stateful(Protocol):
-    """A thing that changes, whose state is flat tensors and can be put back bit by bit.
-
-    >>> import torch
-    >>> class Total:
-    ...     value = torch.zeros(())
-    ...     def state_dict(self):
-    ...         return {"value": self.value.clone()}
-    ...     def load_state_dict(self, flat):
-    ...         self.value = flat["value"].clone()
-    >>> def adding(steps):
-    ...     for step in steps:
-    ...         total.value = total.value + step
-    ...     return
-    ...     yield
-    >>> from fedtorch.protocol.halves import together
-    >>> total, journal = Total(), Journal()
-    >>> _ = together({0: journal.through(adding, total, [1.0, 2.0, 3.0], every=2)})
-    >>> journal.begin(2)  # after a cut: two steps were done at the last point that everybody has
-    >>> again = together({0: journal.through(adding, total, [1.0, 2.0, 3.0], every=2)})
-    >>> total.value
-    tensor(6.)
-    """
+    """A thing that changes, whose state is flat tensors and can be put back bit by bit."""
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all that changes, in memory of its own."""
@@ -81,19 +60,6 @@ class Journal:
     Attributes:
         run: the identity of the run, in hexadecimal.
         versions: of the node's state, by the number of steps and other work that was done.
-
-    >>> import torch
-    >>> from fedtorch.protocol.halves import Receive, Send, together
-    >>> def answer():
-    ...     yield Send("clinic", torch.arange(3))
-    >>> def ask():
-    ...     return (yield Receive("server", torch.zeros(3, dtype=torch.int64)))
-    >>> journal = Journal()
-    >>> together({"server": answer(), "clinic": journal.once(ask())})[0]["clinic"]
-    tensor([0, 1, 2])
-    >>> journal.begin(1)  # after a cut: what lies before the point is read, and nobody is asked
-    >>> together({"clinic": journal.once(ask())})[0]["clinic"]
-    tensor([0, 1, 2])
     """
 
     def __init__(self, folder: Path | None = None) -> None:

@@ -35,13 +35,6 @@ def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) 
     Raises:
         RuntimeError: no process group, another rank or number of processes, or a rank that has gone or is late.
         fedtorch.wire.PayloadError: a message that is not what was expected.
-
-    >>> import torch.distributed as dist
-    >>> from fedtorch.vfl.rows.alignment import Holder, leading
-    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # without `torchrun`: alone
-    >>> over_ranks(leading(Holder(["ann", "bob"], "leader"), members=[]), rank=0, ranks=1)
-    (tensor([0, 1]), Traffic(up=0, down=0))
-    >>> dist.destroy_process_group()
     """
     link = RankLink(rank, ranks, timeout)
     try:

@@ -63,14 +63,6 @@ class Gate:
         each: the rate of one address; of IPv6 the first 64 bits, which are one customer's.
         all: of all together.
         clock: seconds.
-
-    Example:
-        >>> gate = Gate(each=Rate(1, per_second=0.5), all=Rate(10, per_second=1.0), clock=lambda: 0.0)
-        >>> gate.enter("ipv4:203.0.113.7:50001")
-        >>> gate.enter("ipv4:203.0.113.8:50001")  # another address
-        >>> gate.enter("ipv4:203.0.113.7:50002")  # another port
-        Traceback (most recent call last):
-        ConnectionRefusedError: Expected fewer attempts to connect; try again in 2.0 s
     """
 
     def __init__(self, each: Rate, all: Rate, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,12 +91,7 @@ class Gate:
 
 
 def address_of(peer: str) -> str:
-    """The address of what gRPC calls a peer, without its port; of IPv6 its network of 64 bits.
-
-    Example:
-        >>> address_of("ipv4:203.0.113.7:50001"), address_of("ipv6:%5B2001:db8::7%5D:50001")
-        ('203.0.113.7', '2001:db8::/64')
-    """
+    """The address of what gRPC calls a peer, without its port; of IPv6 its network of 64 bits."""
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
     try:

@@ -82,11 +82,7 @@ def _templates() -> Environment:
 
 
 def visible(text: Any, longest: int = _LONGEST) -> str:
-    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code.
-
-    >>> visible("clinic\\u202e\\x00 7")
-    'clinic\\\\u202e\\\\u0000 7'
-    """
+    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code."""
     text = str(text)
     short = text if len(text) <= longest else text[: longest - 1] + "…"
     return "".join(c if c.isprintable() or c in _JOINERS else f"\\u{ord(c):04x}" for c in short)

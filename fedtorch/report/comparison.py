@@ -32,17 +32,7 @@ class Scores(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Scores of several models on several sets of rows; print it for a table.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([1.0, 3.0]))])
-        >>> metrics = {"mse": torch.nn.functional.mse_loss}
-        >>> found = ft.report.compare({"mean": ft.report.baseline(data)}, {"training": data}, metrics)
-        >>> line: Scores = found.lines[0]
-        >>> line.model, line.rows, line.metric, line.score.overall
-        ('mean', 'training', 'mse', 1.0)
-    """
+    """Scores of several models on several sets of rows; print it for a table."""
 
     lines: tuple[Scores, ...]
 

@@ -217,16 +217,6 @@ def admit(
     Raises:
         PermissionError: no such token, or it has been used or has expired.
         ValueError: the signing request is none; the token is as it was.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> known, roster = identity.make_authority(folder.name), Roster(f"{folder.name}/roster.json")
-        >>> token, key = invite(folder.name, "ward 7", "server.example:8443"), identity.new_key()
-        >>> certificate = admit(Path(folder.name), roster, token.secret, identity.request(key, "ward 7"))
-        >>> Identity(key, certificate, known), list(roster.sites)
-        (Identity('ward 7'), ['ward 7'])
-        >>> folder.cleanup()
     """
     promise, expected = _promise(authority, secret), "Expected a token that is new"
     try:

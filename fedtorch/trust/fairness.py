@@ -77,22 +77,7 @@ class _AgnosticState(NamedTuple):
 
 
 class AgnosticServer(NamedTuple):
-    """The server's state, which it sends to the clients.
-
-    Example:
-        >>> import math, torch, fedtorch as ft
-        >>> from fedtorch.trust import fairness
-        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 2.0)])
-        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
-        >>> squared = lambda output, y: (output[..., 0] - y).square()
-        >>> algorithm = fairness.agnostic(local, squared, gamma=math.log(2) / 2)
-        >>> run = ft.run(algorithm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
-        >>> run.server.parameters["weight"].round(decimals=4)  # the mean of steps of 0.2 and 0.4
-        tensor([[0.3000]])
-        >>> _ = run.step()
-        >>> run.server.loss.round(decimals=4)  # of 0.49 and 2.89, the second with 2^((2.89 − 0.49) / 2) the weight
-        tensor(2.1622, dtype=torch.float64)
-    """
+    """The server's state, which it sends to the clients."""
 
     parameters: Tree
     loss: Tensor  # () the mixture's, at the parameters of the round before
@@ -278,17 +263,6 @@ def watch_groups(
         group: rows -> the group of every row, `(total,)`.
         groups: that there are.
         largest_is_best: whether the worst clients are the lowest; default: what each metric says of itself.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.trust import fairness
-        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=12, seed=0)
-        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data))
-        >>> sex = lambda rows: (rows[0][:, 1] > 0).long()
-        >>> for _ in run.rounds(3):
-        ...     found = fairness.watch_groups(run, data, {"error": ft.metrics.mean_squared_error()}, sex, [0, 1])
-        >>> found["val_error_gap"] == abs(found["val_error_group_0"] - found["val_error_group_1"])
-        True
     """
     present, values = _present(data, group, groups), dict[str, float]()
     for name, score in run.evaluate(data, metrics).items():

@@ -152,18 +152,6 @@ class TrainerRun(VerticalRun):
 
     Args:
         network: a `SplitNetwork`, whose run it is.
-
-    >>> import fedtorch as ft
-    >>> data = ft.vfl.VerticalData((torch.tensor([[-1.0], [1.0]]),), torch.tensor([0.0, 1.0]))
-    >>> keys = random.fold_in(random.key(0), torch.arange(2))
-    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
-    >>> trainer = L.Trainer(max_epochs=3, logger=False, enable_checkpointing=False, enable_progress_bar=False,
-    ...                     enable_model_summary=False, accelerator="cpu")
-    >>> trainer.fit(network, VerticalLoader(data), VerticalLoader(data))
-    >>> network.run.number, network.run.history["train_loss"].is_monotonic_decreasing
-    (3, True)
-    >>> network.run.evaluate(data, {"accuracy": ft.metrics.accuracy()})["accuracy"].clients.shape  # of each element
-    torch.Size([2])
     """
 
     def __init__(self, network: Any) -> None:

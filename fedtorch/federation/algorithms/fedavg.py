@@ -27,29 +27,13 @@ Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 
 class Message(NamedTuple):
-    """Hold what a client tells the server.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.fedavg import Message
-        >>> changes = {"weight": torch.tensor([[1.0], [4.0]])}  # of two clients, with two rows and one
-        >>> star, message = ft.star(), Message(ft.Mean(changes, weight=torch.tensor([2.0, 1.0])))
-        >>> star.finish(star.gather(message, slice(0, 2))).change.value  # what the server adds
-        {'weight': tensor([2.], dtype=torch.float64)}
-    """
+    """Hold what a client tells the server."""
 
     change: Mean  # of the parameters
 
 
 def rows_weight(data: Any) -> Tensor:
-    """Return a client's number of rows, `(K,)`: the usual weight.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([torch.zeros(2, 1), torch.zeros(5, 1)])
-        >>> rows_weight(data.stack([0, 1]))
-        tensor([2, 5])
-    """
+    """Return a client's number of rows, `(K,)`: the usual weight."""
     return data.count
 
 
@@ -117,14 +101,7 @@ def check_settings(local: LocalSolver, mu: float, lr: float) -> None:
 
 
 def proximal(centre: Tree, mu: float) -> Quadratic | None:
-    """Return μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight.
-
-    Example:
-        >>> import torch
-        >>> quadratic = proximal({"weight": torch.tensor([[1.0], [3.0]])}, mu=0.5)  # of two clients
-        >>> quadratic.precision, quadratic.shift["weight"].flatten()  # λ = μ and h = μ times the centre
-        (tensor([0.5000, 0.5000]), tensor([0.5000, 1.5000]))
-    """
+    """Return μ/2 ‖x − centre‖² up to a constant, for stacked centres `(K, ...)`; None without weight."""
     if mu == 0:
         return None
     first = tree.leaves(centre)[0]

@@ -29,19 +29,7 @@ from fedtorch.tree import Tree
 
 
 class Server(NamedTuple):
-    """Hold what the server keeps.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 3.0)])
-        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
-        >>> fedavgm = ft.fedopt(local, lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9))
-        >>> run = ft.run(fedavgm, ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
-        >>> run.server.parameters["weight"].round(decimals=3), int(run.server.steps)
-        (tensor([[2.]]), 1)
-        >>> run.server.optimizer["weight"]["momentum_buffer"].round(decimals=3)  # the gradient, minus the mean change
-        tensor([[-2.]])
-    """
+    """Hold what the server keeps."""
 
     parameters: Tree
     optimizer: State
@@ -179,15 +167,6 @@ class Yogi(Optimizer):
         lr: learning rate η.
         betas: decay β₁ and β₂ of the moments.
         eps: degree of adaptivity τ.
-
-    Example:
-        >>> import torch
-        >>> theta = torch.nn.Parameter(torch.zeros(1))
-        >>> yogi = Yogi([theta], lr=0.1)
-        >>> theta.grad = torch.tensor([2.0])
-        >>> yogi.step()
-        >>> yogi.state[theta]["exp_avg"], yogi.state[theta]["exp_avg_sq"]  # g / 10 and g² / 100 + τ²
-        (tensor([0.2000]), tensor([0.0400]))
     """
 
     def __init__(

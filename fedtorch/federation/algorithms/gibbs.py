@@ -41,19 +41,7 @@ class _State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Hold what the server keeps; leaves `(C, ...)`.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.models.gibbs import sparse
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
-        >>> algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=1, chains=4)
-        >>> run = ft.run(algorithm, ft.InProcess(data), torch.zeros(2), rounds=1)
-        >>> run.server.variables.theta.shape  # a draw of θ in each chain
-        torch.Size([4, 2])
-        >>> ft.exact.value(run.server.total["clients"])  # that are in the model, in each chain
-        tensor([3., 3., 3., 3.], dtype=torch.float64)
-    """
+    """Hold what the server keeps; leaves `(C, ...)`."""
 
     variables: Tree
     total: Tree = None  # {name: tensor}, the sum of all `told`, in limbs

@@ -45,17 +45,7 @@ class _State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Hold what the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 2.0, 5.0)])
-        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False))
-        >>> algorithm = ft.gtv(local, ft.Network.from_edges([(0, 1), (1, 2)]), alpha=0.0)  # every node by itself
-        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
-        >>> run.server.total["weight"].flatten().round(decimals=3)  # what the neighbours of each have found, added up
-        tensor([2., 6., 2.], dtype=torch.float64)
-    """
+    """Hold what the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
 
     total: Tree = None  # {name: Σ_j A_ij w_j} of the coupled parameters, float64
 

@@ -75,21 +75,7 @@ class _Message(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Hold what the server keeps.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> x, y = torch.ones(4, 1), torch.tensor([1.0, 3.0, 1.0, 3.0])
-        >>> data = ft.data.from_tensors([(x, y), (x, y + 10)])
-        >>> algorithm = ft.matrix_normal(ft.least_squares(ft.LinearHead(1, intercept=False)))
-        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
-        >>> run.server.parameters.flatten().round(decimals=3)  # without a prior in the first round
-        tensor([ 2., 12.], dtype=torch.float64)
-        >>> run.server.summary.residual.round(decimals=3)  # Σ (y − ȳ)²
-        tensor([4., 4.], dtype=torch.float64)
-        >>> run.server.covariance.dense().shape  # Ω
-        torch.Size([2, 2])
-    """
+    """Hold what the server keeps."""
 
     parameters: Tensor  # (K, p) the θ_k, float64
     summary: Summary  # (K,)
@@ -115,19 +101,7 @@ class _PreparedRows(NamedTuple):
 
 
 class Shrinkage(NamedTuple):
-    """Say how the prior acts on Θ: in the devices' problems, on the server after their steps, or both.
-
-    Example:
-        >>> import torch
-        >>> from fedtorch.models import low_rank
-        >>> apart = low_rank.identity(2, rank=1)  # Ω = I, two devices that have nothing to do with each other
-        >>> theta = torch.tensor([[2.0], [4.0]], dtype=torch.float64)
-        >>> in_every_step().quadratic(apart, theta)[0].round(decimals=3)  # λ of each: ridge regression
-        tensor([1., 1.], dtype=torch.float64)
-        >>> moved, steps = torch.tensor([1]), torch.tensor([1.0], dtype=torch.float64)
-        >>> proximal().after(apart, theta, moved, steps).flatten().round(decimals=3)  # θ / (1 + η), of those who moved
-        tensor([2., 2.], dtype=torch.float64)
-    """
+    """Say how the prior acts on Θ: in the devices' problems, on the server after their steps, or both."""
 
     quadratic: Callable[[LowRank, Tensor], tuple[Tensor, Tensor]]  # (Ω, Θ) -> (λ (K,), h (K, p))
     after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor]  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
@@ -333,14 +307,7 @@ def _server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -
 
 
 def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
-    """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown.
-
-    Example:
-        >>> import torch
-        >>> summary = Summary(torch.tensor([12.0, 0.0]), freedom=torch.tensor([4.0, 4.0]), spread=torch.ones(2))
-        >>> noise_variance(summary)  # from 3 and 0 half the way to 1.5, that of all
-        tensor([2.2500, 0.7500])
-    """
+    """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
     if noise is not None:
         return torch.full_like(summary.residual, noise)
     freedom = summary.freedom.sum()

@@ -35,22 +35,7 @@ from fedtorch.tree import Tree
 
 
 class Regressor(Protocol):
-    """Fit and predict, as scikit-learn's regressors do.
-
-    Example:
-        >>> import numpy as np, torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.regressors import fitted
-        >>> class Level:
-        ...     def fit(self, X, y, sample_weight=None):
-        ...         self.level = np.average(y, weights=sample_weight)
-        ...     def predict(self, X):
-        ...         return np.full(len(X), self.level)
-        >>> data = ft.data.from_tensors([(torch.zeros(2, 1), torch.ones(2)), (torch.zeros(2, 1), -torch.ones(2))])
-        >>> inputs, network = torch.zeros(3, 1), ft.Network.from_edges([(0, 1)])
-        >>> run = ft.run(ft.gtv_regressors(Level, network, 0.5, inputs), ft.InProcess(data), {}, rounds=12)
-        >>> [round(float(model.level), 4) for model in fitted(Level, data, run.server, 0.5, inputs)]  # ±1 / (1 + 2α)
-        [0.5, -0.5]
-    """
+    """Fit and predict, as scikit-learn's regressors do."""
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Any:
         """Fit to rows with weights."""
@@ -75,18 +60,7 @@ class _State(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from sklearn.tree import DecisionTreeRegressor
-        >>> data = ft.data.from_tensors([(torch.zeros(2, 1), torch.full((2,), y)) for y in (1.0, 2.0, 5.0)])
-        >>> network = ft.Network.from_edges([(0, 1), (1, 2)])
-        >>> algorithm = ft.gtv_regressors(DecisionTreeRegressor, network, alpha=0.5, inputs=torch.zeros(1, 1))
-        >>> run = ft.run(algorithm, ft.InProcess(data), {}, rounds=1)
-        >>> run.server.total.predictions.flatten(), run.server.total.weight  # the middle node has heard 1 and 5
-        (tensor([2., 6., 2.], dtype=torch.float64), tensor([1., 2., 1.], dtype=torch.float64))
-    """
+    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
 
     total: Tree = None  # `predictions` (n, m') and `weight` (n,): Σ_j A_ij of the neighbours' own, and of those heard
 

@@ -39,18 +39,7 @@ from fedtorch.tree import Tree
 
 
 class Server(NamedTuple):
-    """Hold what the server keeps.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 3.0)])
-        >>> local = ft.least_squares(torch.nn.Linear(1, 1, bias=False), steps=1, lr=0.1)
-        >>> run = ft.run(ft.scaffold(local), ft.InProcess(data), {"weight": torch.zeros(1, 1)}, rounds=1)
-        >>> run.server.total.weighted["weight"].round(decimals=4)  # the gradients −2 y at zero, added up
-        tensor([[-8.]], dtype=torch.float64)
-        >>> float(run.server.total.clients), run.outbox.control["weight"].round(decimals=4)  # c is their mean
-        (2.0, tensor([[-4.]]))
-    """
+    """Hold what the server keeps."""
 
     parameters: Tree  # θ
     population: Tensor  # () number of clients N

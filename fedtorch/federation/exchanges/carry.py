@@ -25,19 +25,7 @@ _STEPS = 4  # between numbers under masks, in a share of noise
 
 
 class Carry(Protocol):
-    """Carry messages between clients, and hides as much of them as it says.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.sites import masked, plain
-        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
-        >>> carry: Carry = masked(minimum=4, dropouts=0)
-        >>> carry.minimum, plain().minimum  # clients of the smallest sum that somebody sees
-        (4, 1)
-        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data, carry=carry))
-        >>> run.fingerprint()["messages"] == str(carry)
-        True
-    """
+    """Carry messages between clients, and hides as much of them as it says."""
 
     @property
     def minimum(self) -> int:
@@ -136,12 +124,7 @@ def hears_neighbours(exchange: Exchange, network: Network) -> bool:
 
 
 def agreed(carry: Carry) -> dict[str, str]:
-    """Return what fingerprints say of `carry`, by name; nothing where nothing is hidden.
-
-    Example:
-        >>> agreed(plain())
-        {}
-    """
+    """Return what fingerprints say of `carry`, by name; nothing where nothing is hidden."""
     return {MESSAGES: str(carry)} if str(carry) else {}
 
 
@@ -150,12 +133,6 @@ def carried(algorithm: Algorithm, carry: Carry, population: str) -> Algorithm:
 
     Raises:
         ValueError: the algorithm's messages cannot be carried so, or it needs them hidden better.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> carried(algorithm, plain(), "InProcess") is algorithm
-        True
     """
     check_need(algorithm, carry, f"{population}(…, carry={carry!r})")
     return carry.carried(algorithm)

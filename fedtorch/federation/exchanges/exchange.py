@@ -64,12 +64,7 @@ class Sum(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """Hold what clients of an algorithm with `told` send in a round; the exchange treats both alike.
-
-    >>> import torch, fedtorch as ft
-    >>> ft.star().finish(ft.star().gather(Sent(Sum(torch.ones(3)), told=Sum(torch.tensor([1.0, 0.0, 4.0]))), slice(3)))
-    Sent(fresh=Sum(value=tensor(3., dtype=torch.float64)), told=Sum(value=tensor(5., dtype=torch.float64)))
-    """
+    """Hold what clients of an algorithm with `told` send in a round; the exchange treats both alike."""
 
     fresh: Tree  # the message of the `Reply`
     told: Sum  # by how much what it tells for good has changed
@@ -188,12 +183,7 @@ def has_negative_weights(messages: Tree) -> bool:
 
 
 def not_finite(messages: Tree) -> dict[int, str]:
-    """Return the rows of messages `(K, ...)` that have NaN, Inf or a negative weight, and the field that has it.
-
-    >>> messages = Mean(torch.tensor([[1.0], [torch.nan]]), weight=torch.ones(2))
-    >>> is_finite(messages), not_finite(messages), len(weights(messages))
-    (False, {1: 'value'}, 1)
-    """
+    """Return the rows of messages `(K, ...)` that have NaN, Inf or a negative weight, and the field that has it."""
     refused: dict[int, str] = {}
     of_means = {id(weight) for weight in weights(messages)}
     for name, leaf in tree.items(messages):

@@ -43,9 +43,6 @@ def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
 
     The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
     their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.
-
-    >>> weighted_sum(torch.tensor([2e38, 3e38]), torch.tensor([[1.0], [2.0]])) / 1e38
-    tensor([8.0000], dtype=torch.float64)
     """
     dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
     wide = weight.to(value.device, torch.float64)

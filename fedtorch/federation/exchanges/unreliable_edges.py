@@ -35,18 +35,7 @@ _LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
 
 
 class Edges(NamedTuple):
-    """Hold the server's state: the algorithm's own, and the memory of 2E directed edges over a window of T rounds.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))] * 2)
-        >>> network = ft.Network.from_edges([(0, 1)])
-        >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=0.5)
-        >>> late = exact | ft.unreliable_edges(network, delay=3)
-        >>> edges: Edges = ft.run(late, ft.InProcess(data), rounds=5).server
-        >>> edges.sent, (5 - edges.sequence <= 3).tolist()  # what came last is three rounds old at most
-        (tensor([5, 5]), [True, True])
-    """
+    """Hold the server's state: the algorithm's own, and the memory of 2E directed edges over a window of T rounds."""
 
     algorithm: Tree
     last: Tree  # (2E, ...) the value that came through last, at first the initial one, float64

@@ -194,12 +194,7 @@ class _DistributedClients:
 
 
 def own_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine.
-
-    Example:
-        >>> own_device("cuda")  # here; `torchrun` tells other processes of a machine other numbers
-        device(type='cuda', index=0)
-    """
+    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine."""
     if device is None:
         return None
     device = torch.device(device)

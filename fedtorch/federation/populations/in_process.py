@@ -60,14 +60,7 @@ class InProcess:
 def placed(
     data: FederatedData, chunk: int | None, device: torch.device | str | None
 ) -> tuple[FederatedData, tuple[str, ...], torch.device]:
-    """(data on the device, their clients' names, the device), if a population can be made of them.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 2, names=["a", "b"])
-        >>> placed(data, chunk=1, device=None)[1:]
-        (('a', 'b'), device(type='cpu'))
-    """
+    """(data on the device, their clients' names, the device), if a population can be made of them."""
     if not isinstance(data, FederatedData):
         raise TypeError(
             f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "

@@ -94,18 +94,7 @@ class Clients(Protocol):
 
 
 class Population(Protocol):
-    """Clients and where they run.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> class Announced(ft.InProcess):  # says what it is asked for
-        ...     def bind(self, algorithm, state):
-        ...         print(len(self.names), "clients take part in", algorithm.settings["algorithm"])
-        ...         return super().bind(algorithm, state)
-        >>> population: Population = Announced(ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3))
-        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False))), population)
-        3 clients take part in fedavg
-    """
+    """Clients and where they run."""
 
     data: FederatedData
     names: tuple[str, ...]

@@ -199,18 +199,7 @@ class Keys(NamedTuple):
 
 
 class RoundKeys:
-    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 9)
-        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
-        >>> run = ft.Run(algorithm, ft.InProcess(data), cohort=4, seed=7)
-        >>> asked = [round.asked for round in run.rounds(3)]
-        >>> keys: Keys = RoundKeys(seed=7)(2)  # of the third round
-        >>> ft.uniform_cohort(4, clients=9)(keys.cohort).equal(asked[2])
-        True
-    """
+    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._first = seed, 0

@@ -31,14 +31,6 @@ class Receiver:
 
     Attributes:
         refused: how many payloads came again or too late.
-
-    Example:
-        >>> import torch
-        >>> from fedtorch import wire
-        >>> receiver, payload = Receiver(), wire.encode(torch.ones(2), {"client": 3, "round": 7})
-        >>> receiver.open(round=7)
-        >>> receiver.accepts(payload), receiver.accepts(payload), receiver.refused  # the client; it came again
-        (3, None, 1)
     """
 
     def __init__(self) -> None:

@@ -25,12 +25,6 @@ def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
 
     Raises:
         TypeError: the rows are something else; pass a function of your own as `split`.
-
-    Example:
-        >>> import torch
-        >>> inputs, targets = inputs_and_targets((torch.ones(5, 3), torch.zeros(5)))
-        >>> inputs.shape, targets.shape
-        (torch.Size([5, 3]), torch.Size([5]))
     """
     if isinstance(rows, tuple) and len(rows) == 2:
         return rows[0], rows[1]
@@ -59,15 +53,6 @@ def evaluate(
 
     Raises:
         ValueError: no metrics.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
-        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
-        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)  # the mean of both, 1 from each
-        >>> metrics = {"mse": torch.nn.functional.mse_loss}
-        >>> evaluate(run.clients, run.outbox, algorithm.predict, data, metrics)["mse"].clients.round(decimals=3)
-        tensor([1., 1.], dtype=torch.float64)
     """
     stacked = stacked_metrics(metrics)
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
@@ -96,17 +81,6 @@ class Newcomers:
         state: one client's initial state.
         clients: how many have been seen.
         device: where they run.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data, others = (ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y]))]) for y in (3.0, 5.0))
-        >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
-        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
-        >>> _, state = algorithm.init(run.server, 1)
-        >>> unseen = Newcomers(algorithm, state, clients=1, device=torch.device("cpu"))
-        >>> mse = {"mse": torch.nn.functional.mse_loss}
-        >>> round(evaluate(unseen, run.outbox, algorithm.predict, others, mse)["mse"].overall, 3)  # (5 − 3)²
-        4.0
     """
 
     def __init__(self, algorithm: Algorithm, state: Tree, clients: int, device: torch.device) -> None:

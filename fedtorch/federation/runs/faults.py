@@ -62,15 +62,7 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Fates(NamedTuple):
-    """The faults that hit the clients of a round; ids, ascending and disjoint.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> odd_are_away = ft.Faults(before=lambda key, ids: ids % 2 == 1)
-        >>> fate: Fates = fates(odd_are_away | ft.lost_messages(after=1.0), ft.random.key(0), None, clients=4)
-        >>> fate.before, fate.hear, fate.after
-        (tensor([1, 3]), tensor([0, 2]), tensor([0, 2]))
-    """
+    """The faults that hit the clients of a round; ids, ascending and disjoint."""
 
     hear: Tensor | None  # the clients that work, None for all
     silent: Tensor | None = None  # those of them that do not answer

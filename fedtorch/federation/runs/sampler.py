@@ -28,14 +28,7 @@ Draws = dict[str, Tensor]
 
 
 class RunningMoments(NamedTuple):
-    """Running moments of one quantity; chains in front, `(C, ...)`.
-
-    Example:
-        >>> import torch
-        >>> moments = RunningMoments(torch.tensor(3.0), mean=torch.zeros(1, 2), squares=torch.tensor([[2.0, 8.0]]))
-        >>> moments.sd()  # of three draws of one chain
-        tensor([[1., 2.]])
-    """
+    """Running moments of one quantity; chains in front, `(C, ...)`."""
 
     count: Tensor  # type: ignore[assignment]  # () draws per chain
     mean: Tensor
@@ -249,13 +242,7 @@ def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
 
 
 def load_arviz() -> Any:
-    """ArviZ, whose import takes a second and announces its next version.
-
-    Example:
-        >>> import numpy as np
-        >>> load_arviz().hdi(np.arange(101.0), 0.9).tolist()  # the shortest interval of nine tenths
-        [0.0, 90.0]
-    """
+    """ArviZ, whose import takes a second and announces its next version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import arviz

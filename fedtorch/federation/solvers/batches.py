@@ -25,13 +25,6 @@ class Batch:
         active: `(K,)` bool on the CPU, the clients that still train.
         leaves: the leaves of `rows`.
         weights: `(K, B)` summing to one over the rows that count, or None when all do.
-
-    Example:
-        >>> import torch
-        >>> rows = torch.tensor([[5, 6], [7, 7]])  # of two clients, the second of which has one row only
-        >>> Batch(rows, size=torch.tensor([2, 1]), active=torch.tensor([True, True])).weights
-        tensor([[0.5000, 0.5000],
-                [1.0000, 0.0000]], dtype=torch.float64)
     """
 
     def __init__(self, rows: Tree, size: Tensor, active: Tensor) -> None:
@@ -54,16 +47,6 @@ class Batches:
         epochs: passes over the data, or None.
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> rows = torch.arange(5)[None]  # one client
-        >>> batches = Batches(rows, torch.tensor([5]), batch_size=2, epochs=1, steps=None, key=ft.random.key(0)[None])
-        >>> steps = [batches[t] for t in range(int(batches.total))]
-        >>> [int(batch.size) for batch in steps]
-        [2, 2, 1]
-        >>> sorted(torch.cat([batch.rows[0] for batch in steps]).tolist())  # each row once in an epoch
-        [0, 1, 2, 3, 4]
     """
 
     def __init__(
@@ -149,11 +132,5 @@ class Batches:
 
 
 def is_ragged(count: Tensor) -> bool:
-    """Return whether clients of these numbers of rows `(K,)` ever have batches of different sizes.
-
-    Example:
-        >>> import torch
-        >>> is_ragged(torch.tensor([4, 4])), is_ragged(torch.tensor([4, 5]))
-        (False, True)
-    """
+    """Return whether clients of these numbers of rows `(K,)` ever have batches of different sizes."""
     return len(count) > 0 and bool((count != count[0]).any())

@@ -33,19 +33,6 @@ class Descent:
 
     Attributes:
         linear: what a program that takes all steps of a round at once has to know; None asks none.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> descent = Descent(
-        ...     torch.nn.Linear(1, 1, bias=False), steps=2, loss=lambda output, y: (output[:, 0] - y).square().mean(),
-        ...     make=lambda parameters: torch.optim.SGD(parameters, lr=0.25))
-        >>> block = ft.data.from_tensors([(torch.eye(1), torch.tensor([y])) for y in (1.0, 4.0)]).stack([0, 1])
-        >>> start, keys = {"weight": torch.zeros(2, 1, 1)}, ft.random.fold_in(ft.random.key(0), torch.arange(2))
-        >>> solved = descent.solve(start, descent.init(start), descent.prepare(block), None, ft.Turn(keys, round=0))
-        >>> solved.parameters["weight"].flatten()  # twice half the way from 0 to y
-        tensor([0.7500, 3.0000])
-        >>> solved.lr_sum  # the sums of learning rates
-        tensor([0.5000, 0.5000], dtype=torch.float64)
     """
 
     linear: LinearSteps | None = None

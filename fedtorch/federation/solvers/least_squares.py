@@ -222,14 +222,7 @@ def _precisions(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> Ten
 
 
 class LinearForm(NamedTuple):
-    """Coefficients θ on features, of any of the modules, an intercept at their end.
-
-    Example:
-        >>> import torch
-        >>> form: LinearForm = linear_form(torch.nn.Linear(2, 1))
-        >>> form.join({"weight": torch.tensor([[[1.0, 2.0]]]), "bias": torch.tensor([[3.0]])}).flatten()
-        tensor([1., 2., 3.])
-    """
+    """Coefficients θ on features, of any of the modules, an intercept at their end."""
 
     outputs: int  # o
     design: Callable[[Tensor], Tensor]  # inputs (K, N, ...) -> features (K, N, p)

@@ -180,13 +180,6 @@ class Objective(nn.Module):
 
     Attributes:
         supervised: whether batches have to be `(input, target)`.
-
-    Example:
-        >>> import torch
-        >>> objective = Objective(training_copy(torch.nn.Identity()), torch.nn.functional.mse_loss)
-        >>> batch = torch.tensor([1.0, 3.0, torch.inf]), torch.zeros(3)
-        >>> objective(batch, torch.tensor([0.5, 0.5, 0.0]), 0)  # (1 + 9) / 2: the third row is padding
-        (tensor(5.), {})
     """
 
     supervised = False

@@ -19,14 +19,6 @@ def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree],
     Args:
         module: called as `module(inputs)`, or as `module(**inputs)` with rows that are dicts of its arguments.
         batched: False calls it client by client.
-
-    Example:
-        >>> import torch
-        >>> predict = predictor(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Dropout()))
-        >>> tensors, inputs = {"0.weight": torch.tensor([[[2.0]], [[3.0]]])}, torch.ones(2, 4, 1)  # two clients
-        >>> predict(tensors, inputs)[:, :, 0]
-        tensor([[2., 2., 2., 2.],
-                [3., 3., 3., 3.]])
     """
     template = copy.deepcopy(module).eval()
 

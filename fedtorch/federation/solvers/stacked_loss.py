@@ -38,19 +38,6 @@ class StackedLoss:
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.solvers.batches import Batch
-        >>> from fedtorch.federation.solvers.objective import Objective, training_copy
-        >>> module = training_copy(torch.nn.Linear(1, 1, bias=False))
-        >>> loss = StackedLoss(Objective(module, torch.nn.functional.mse_loss), ["weight"], [], batched=True)
-        >>> rows = torch.ones(2, 1, 1), torch.tensor([[[1.0]], [[3.0]]])  # (x, y) of two clients with a row each
-        >>> batch = Batch(rows, size=torch.tensor([1, 1]), active=torch.tensor([True, True]))
-        >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(2))
-        >>> losses, _, _, (gradient,) = loss.gradients({"weight": torch.zeros(2, 1, 1)}, {}, batch, 0, keys)
-        >>> losses, gradient.flatten()  # y² and −2 y
-        (tensor([1., 9.]), tensor([-2., -6.]))
     """
 
     def __init__(
@@ -174,16 +161,7 @@ class StackedLoss:
 
 
 class Seen:
-    """Records values of all clients in each step, and averages them over each client's own steps.
-
-    Example:
-        >>> import torch
-        >>> seen = Seen(total=torch.tensor([2, 1]))  # the second client takes one step
-        >>> for step, loss in enumerate([[4.0, 8.0], [2.0, 100.0]]):
-        ...     seen.add(step, {"loss": torch.tensor(loss)})
-        >>> seen.means()
-        {'loss': tensor([3., 8.])}
-    """
+    """Records values of all clients in each step, and averages them over each client's own steps."""
 
     def __init__(self, total: Tensor) -> None:
         self.total = total

@@ -27,11 +27,6 @@ class EmbedCategories(nn.Module):
 
     Source: Zhang, Tao, Chen and Apley (2020), "A latent variable approach to Gaussian process modeling with
     qualitative and quantitative factors"; the source of this package's model names such kernels as future work.
-
-    >>> embed = EmbedCategories(dims=2, levels={1: 4})  # a number, and a category of four levels
-    >>> embed(torch.tensor([[0.7, 0.0], [0.7, 2.0]])).detach().round(decimals=4) + 0.0  # levels start on a circle
-    tensor([[ 0.7000,  0.5000,  0.0000],
-            [ 0.7000, -0.5000,  0.0000]])
     """
 
     def __init__(self, dims: int, levels: dict[int, int], size: int = 2) -> None:

@@ -23,11 +23,7 @@ def gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
 
 
 def positive(lower: float = 0.0) -> Any:
-    """Return the constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free.
-
-    >>> positive(2.0).transform(torch.tensor([-50.0, 0.0]))  # 2 + exp(raw)
-    tensor([2., 3.])
-    """
+    """Return the constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free."""
     return gpytorch.constraints.GreaterThan(lower, transform=torch.exp, inv_transform=torch.log)
 
 

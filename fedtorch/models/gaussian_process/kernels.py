@@ -29,11 +29,6 @@ class OutputKernel(Protocol):
         latents: the number I of latent processes.
         dims: the number d of input dimensions.
         units: names of the parameters and buffers that belong to a unit.
-
-    >>> kernel: OutputKernel = ConvolutionProcess(dims=1, latents=2, batch_shape=torch.Size([3]))  # of three units
-    >>> x, w = torch.zeros(3, 5, 1), torch.zeros(3, 4, 1)
-    >>> kernel.latent(w).shape, kernel.cross(x, w).shape, kernel.covariance(x, x).shape
-    (torch.Size([3, 2, 4, 4]), torch.Size([3, 2, 5, 4]), torch.Size([3, 5, 5]))
     """
 
     latents: int
@@ -239,16 +234,6 @@ class Coregionalisation(_Mixture):
     Raises:
         TypeError: what is no kernel, or one with several outputs for an input or an approximation of its own.
         ValueError: batch shapes of several dimensions, or in a list.
-
-    >>> import gpytorch
-    >>> latent = gpytorch.kernels.MaternKernel(nu=1.5, batch_shape=torch.Size([2]))
-    >>> kernel = Coregionalisation(latent, dims=1, batch_shape=torch.Size([3]))
-    >>> kernel.weight.data = torch.tensor([[1.0, 0.0], [0.0, 2.0], [1.0, 1.0]])  # of units in the two processes
-    >>> kernel.variance(torch.zeros(3, 1, 1)).flatten().tolist()  # sums of squares
-    [1.0, 4.0, 2.0]
-    >>> trend, season = gpytorch.kernels.LinearKernel(), gpytorch.kernels.PeriodicKernel()
-    >>> Coregionalisation([trend, season], dims=1).latents
-    2
     """
 
     units = ("weight", "scale")

@@ -22,15 +22,6 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
             softplus of f, not its exponential; units of other levels than 0 want `ConvolvedGP(mean=True)`.
 
     Source: Moreno-Muñoz, Artés and Álvarez (2018), "Heterogeneous multi-output Gaussian process prediction".
-
-    >>> import gpytorch
-    >>> likelihood = MixedLikelihood(
-    ...     [gpytorch.likelihoods.GaussianLikelihood(), gpytorch.likelihoods.BernoulliLikelihood()])
-    >>> f = gpytorch.distributions.MultivariateNormal(torch.zeros(2), torch.eye(2))
-    >>> kind = torch.tensor([0, 1])  # a measurement and an event
-    >>> found = likelihood.log_marginal(torch.tensor([0.0, 1.0]), f, kind).detach().exp()
-    >>> round(float(found[1]), 3), likelihood.measured(kind).tolist()  # P(event) at f ~ N(0, 1)
-    (0.5, [True, False])
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:

@@ -52,13 +52,7 @@ __all__ = ["regression"]
 
 
 class DirectedSite(NamedTuple):
-    """A client's variables; `(K, C, ...)`, q = p · (p − 1) effects.
-
-    >>> import torch
-    >>> site = regression().init(torch.tensor([[0.0, 0.8]]))  # of one chain, where 0 causes 1
-    >>> graphical.square(graphical.by_response(site.theta)), site.noise.shape
-    (tensor([[[0.0000, 0.0000], [0.8000, 0.0000]]]), torch.Size([1, 2]))
-    """
+    """A client's variables; `(K, C, ...)`, q = p · (p − 1) effects."""
 
     theta: Tensor  # (..., q) θ_k without its diagonal, row by row
     precision: Tensor  # (..., q) 1/λ²
@@ -68,14 +62,7 @@ class DirectedSite(NamedTuple):
 
 
 class Observations(NamedTuple):
-    """The clients' rows; float64.
-
-    >>> import torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([torch.tensor([[1.0, 2.0], [3.0, 0.0]])])
-    >>> found = observations(data.stack([0]))
-    >>> found.y.shape, found.gram[0]
-    (torch.Size([1, 2, 2]), tensor([[10.,  2.], [ 2.,  4.]], dtype=torch.float64))
-    """
+    """The clients' rows; float64."""
 
     y: Tensor  # (K, N, p), rows beyond a client's count are zeros
     gram: Tensor  # (K, p, p) Y'Y

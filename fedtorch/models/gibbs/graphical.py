@@ -244,12 +244,6 @@ def designs(data: _Fields) -> Design:
 
     Args:
         data: as `neighbourhoods(...)` prepares it.
-
-    >>> import torch, fedtorch as ft
-    >>> y = torch.tensor([[1.0, 2.0, 0.0], [0.0, 1.0, 1.0]])
-    >>> prepared = neighbourhoods().prepare(ft.data.from_tensors([y]).stack([0]))
-    >>> designs(prepared).statistics.cross  # of 1 client 3 regressions; first, variable 0 with 1 and 2
-    tensor([[2., 0.], [2., 1.], [0., 1.]], dtype=torch.float64)
     """
     p = data.gram.shape[-1]
     others = other_variables(p).to(data.gram.device)
@@ -264,14 +258,7 @@ def designs(data: _Fields) -> Design:
 
 
 def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
-    """Return y `(K, N, p)` of a block by `variable_rows`; clients with a constant variable are `BadClients` too.
-
-    >>> import torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([torch.tensor([[1.0, 2.0], [3.0, 2.0]])])
-    >>> rows(data.stack([0]), names=["weight", "height"])
-    Traceback (most recent call last):
-    fedtorch.data.bad_clients.BadClients: Expected variables that vary, but got constant height; leave them out...
-    """
+    """Return y `(K, N, p)` of a block by `variable_rows`; clients with a constant variable are `BadClients` too."""
     y = variable_rows(data)
     inside = data.mask[..., None]
     constant = (torch.where(inside, y, y[:, :1]) == y[:, :1]).all(1) & (data.count > 1)[:, None]
@@ -282,11 +269,7 @@ def rows(data: Any, names: Sequence[str] | None = None) -> Tensor:
 
 
 def other_variables(p: int) -> Tensor:
-    """Return the variables but j in row j, `(p, p − 1)`.
-
-    >>> other_variables(3)
-    tensor([[1, 2], [0, 2], [0, 1]])
-    """
+    """Return the variables but j in row j, `(p, p − 1)`."""
     column = torch.arange(p - 1).expand(p, p - 1)
     return column + (column >= torch.arange(p)[:, None])
 
@@ -296,9 +279,6 @@ def variables(coefficients: int) -> int:
 
     Raises:
         ValueError: there is no such p.
-
-    >>> variables(6)
-    3
     """
     p = (1 + math.isqrt(1 + 4 * coefficients)) // 2
     if p < 2 or p * (p - 1) != coefficients:

@@ -26,17 +26,7 @@ __all__ = ["logistic_regression"]
 
 
 class LogisticSite(NamedTuple):
-    """A client's variables; `(K, C, ...)`.
-
-    >>> import torch, fedtorch as ft
-    >>> from fedtorch.models.gibbs import sparse
-    >>> x = ft.random.normal(ft.random.key(0), (2, 60, 1), torch.float64)
-    >>> data = ft.data.from_tensors([(x[0], (x[0, :, 0] > 1) * 1.0), (x[1], (x[1, :, 0] > -1) * 1.0)])
-    >>> algorithm = ft.gibbs(logistic_regression(), sparse.hierarchy(), sweeps=9, chains=2)
-    >>> site = ft.run(algorithm, ft.InProcess(data), torch.zeros(1), rounds=1).tensors()
-    >>> site.intercept.mean(1).sign(), site.theta.mean(1).sign().flatten()  # ones are rare, and frequent
-    (tensor([-1.,  1.], dtype=torch.float64), tensor([1., 1.], dtype=torch.float64))
-    """
+    """A client's variables; `(K, C, ...)`."""
 
     theta: Tensor  # (..., p) θ_k
     place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together

@@ -57,14 +57,7 @@ INTERWEAVE = 32  # coefficients up to which the sites tell their information mat
 
 
 class GlobalVariables(NamedTuple):
-    """The global variables as clients receive them; `(K, C, ...)`, at the server `(C, ...)`.
-
-    >>> import torch
-    >>> shared = hierarchy(scale=0.5, noise_scale=2.0)
-    >>> heard = shared.send(shared.init(torch.zeros(1, 3)))  # of one chain
-    >>> heard.theta, heard.precision, heard.noise  # 1/τ² of τ = ½, b_σ
-    (tensor([[0., 0., 0.]]), tensor([[4., 4., 4.]]), tensor([2.]))
-    """
+    """The global variables as clients receive them; `(K, C, ...)`, at the server `(C, ...)`."""
 
     theta: Tensor  # (..., p) the global parameter
     centre: Tensor  # (..., p) θ less all moves that every θ_k has made with it
@@ -73,16 +66,7 @@ class GlobalVariables(NamedTuple):
 
 
 class RegressionSite(NamedTuple):
-    """A client's variables; `(K, C, ...)`.
-
-    >>> import torch, fedtorch as ft
-    >>> x = ft.random.normal(ft.random.key(0), (2, 50, 1), torch.float64)
-    >>> data = ft.data.from_tensors([(x[k], (3 * k - 1) * x[k, :, 0]) for k in range(2)])
-    >>> algorithm = ft.gibbs(regression(), hierarchy(noise_scale=1e-3), sweeps=9, chains=2)
-    >>> site = ft.run(algorithm, ft.InProcess(data), torch.zeros(1), rounds=1).tensors()
-    >>> site.theta.mean(1).round(decimals=1).flatten()  # −x and 2x
-    tensor([-1.,  2.], dtype=torch.float64)
-    """
+    """A client's variables; `(K, C, ...)`."""
 
     theta: Tensor  # (..., p) θ_k
     place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
@@ -93,13 +77,7 @@ class RegressionSite(NamedTuple):
 
 
 class Global(NamedTuple):
-    """The server's variables; `(C, ...)`.
-
-    >>> import torch
-    >>> shared = hierarchy().init(torch.zeros(2, 3))  # a run's `run.server.variables`
-    >>> sorted(shared.quantities()), shared.prior.included.shape
-    (['auxiliary', 'noise', 'precision', 'prior', 'theta'], torch.Size([2, 3]))
-    """
+    """The server's variables; `(C, ...)`."""
 
     theta: Tensor  # (C, p)
     centre: Tensor  # (C, p) θ less all moves that every θ_k has made with it
@@ -198,13 +176,7 @@ def _by_program(
 
 
 def report(site: RegressionSite) -> Sums:
-    """Return the sums that the server needs: sites, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods.
-
-    >>> import torch
-    >>> site = regression(interweave=0).init(torch.full((1, 1), 3.0).double())  # w = 1, x = 3
-    >>> {name: float(sum(parts)) for name, parts in report(site).items()}
-    {'clients': 1.0, 'precision': 1.0, 'first': 3.0, 'second': 9.0, 'noise': 1.0}
-    """
+    """Return the sums that the server needs: sites, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods."""
     first, second = exact.products(site.precision, site.place)
     return {
         "clients": (torch.ones_like(site.noise),),
@@ -288,12 +260,6 @@ def design(data: Any, intercept: bool = False) -> Design:
 
     Raises:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
-
-    >>> import torch, fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.tensor([[1.0], [2.0]]), torch.tensor([3.0, 4.0]))])
-    >>> found = design(data.stack([0]))
-    >>> found.statistics.gram, found.estimate, found.degrees  # 1 + 4, (3 + 8) / 5, two rows
-    (tensor([[[5.]]], dtype=torch.float64), tensor([[2.2000]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
     """
     x, y = regression_rows(data)
     own = partial(_one_design, intercept=intercept)

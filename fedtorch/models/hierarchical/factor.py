@@ -278,14 +278,7 @@ class _Given(NamedTuple):
 
 
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `Conditional.derivatives` from the moments of θ_k before and after the rows.
-
-    >>> import torch
-    >>> one = torch.ones(1, 1, 1).double()  # θ ~ N(1, 1), and N(2, ½) after a row y ~ N(θ, 1), y = 3
-    >>> gradient, information = derivatives(one, one[None], Moments(2 * one, one[None] / 2), one[0])
-    >>> float(gradient), float(information)  # of log N(3; m, 2) at m = 1
-    (1.0, 0.5)
-    """
+    """Return `Conditional.derivatives` from the moments of θ_k before and after the rows."""
     factor = torch.linalg.cholesky_ex(covariance).L
     gradient = torch.cholesky_solve((found.mean - mean)[..., None], factor)[..., 0]
     lost = torch.cholesky_solve(torch.cholesky_solve(covariance - found.covariance, factor).mT, factor)

@@ -111,17 +111,6 @@ def generalised(
             coordinate for up to two, designs on two spheres beyond.
 
     Waiting times y > 0, exponential with log rate x'θ_k:
-
-    >>> import torch, fedtorch as ft
-    >>> from fedtorch.models import hierarchical
-    >>> def terms(y, eta):
-    ...     hazard = y * eta.exp()
-    ...     return RowTerms(log=eta - hazard, score=1 - hazard, information=hazard)
-    >>> model = generalised(hierarchical.normal(1), terms, constant=torch.zeros_like)
-    >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([3.0]))])
-    >>> phi = torch.tensor([[[0.0, -30.0]]]).double()  # mean, log variance
-    >>> model.log_factor(phi, model.prepare(data.stack([0]))).round(decimals=3)  # log e⁻³
-    tensor([[-3.]], dtype=torch.float64)
     """
     features = hierarchy.mean.shape[0]
     if isinstance(inner, str):

@@ -56,16 +56,6 @@ class ConjugateGradients:
         w: where it starts, overwritten.
         monitor: counts rounds and sums.
         started: False if `w` is zero, which saves a round.
-
-    >>> import fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
-    >>> problem = ft.networks.solvers.linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
-    >>> monitor = Monitor(problem, tolerance=1e-10, rounds=10)
-    >>> iteration = ConjugateGradients(problem, torch.zeros(2, 1).double(), monitor, started=False)
-    >>> iteration.step(), iteration.step()  # two unknowns, two steps
-    (False, True)
-    >>> iteration.w.flatten().round(decimals=6), monitor.rounds
-    (tensor([1., 2.], dtype=torch.float64), 2)
     """
 
     def __init__(self, problem: LinearProblem, w: Tensor, monitor: Monitor, started: bool) -> None:

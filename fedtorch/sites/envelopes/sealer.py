@@ -33,15 +33,6 @@ class Sealer:
         run: the run.
         name: of the site.
         secret: its X25519 key.
-
-    Example:
-        >>> keys = {name: X25519PrivateKey.generate() for name in ("a", "b")}
-        >>> a, b = (Speaker(name, 0, 1, b"", key.public_key().public_bytes_raw()) for name, key in keys.items())
-        >>> envelope = Sealer("run 1", "a", keys["a"]).seal(b, b"my model")
-        >>> b"my model" in envelope
-        False
-        >>> Sealer("run 1", "b", keys["b"]).open(a, envelope)
-        b'my model'
     """
 
     def __init__(self, run: str, name: str, secret: X25519PrivateKey) -> None:

@@ -159,13 +159,6 @@ def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME
 
     Raises:
         FileExistsError: there is an authority already, which sites may know.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     known = make_authority(folder)
-        ...     make_server(folder).authority == make_site(folder, "ward 7").authority == known
-        True
     """
     folder = Path(folder)
     if (folder / _AUTHORITY_KEY).exists():

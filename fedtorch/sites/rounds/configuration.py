@@ -83,20 +83,6 @@ def read_configuration(path: Path | str) -> SiteConfiguration:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it lacks data or algorithms.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> lines = [
-        ...     "import torch, fedtorch as ft",
-        ...     "data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=['ward 7'])",
-        ...     "algorithms = {'averaging': lambda mu: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)), mu=mu)}",
-        ... ]
-        >>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
-        >>> configuration = read_configuration(f"{folder.name}/my_data.py")
-        >>> configuration.data.names, configuration.algorithms["averaging"](mu=0.5).settings["mu"]
-        (('ward 7',), 0.5)
-        >>> folder.cleanup()
     """
     path = Path(path)
     if not path.is_file():

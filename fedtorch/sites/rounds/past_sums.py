@@ -49,14 +49,6 @@ def begin(folder: Path | str) -> None:
 
     Raises:
         FileExistsError: there is one. To begin anew on purpose move it away: what it knows is then refused no more.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> begin(folder.name)
-        >>> [path.name for path in Path(folder.name).iterdir()]
-        ['sums.jsonl']
-        >>> folder.cleanup()
     """
     path = Path(folder) / FILE
     if path.exists():
@@ -98,25 +90,6 @@ class PastSums:
     Args:
         folder: of states; None if the site has none.
         lasting: whether the memory is the folder's; else it is this object's.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.TemporaryDirectory()
-        >>> begin(folder.name)
-        >>> past, four = PastSums(Path(folder.name)), frozenset({"ward 6", "ward 7", "ward 8", "ward 9"})
-        >>> past.open()
-        >>> past.of_round(b"start", ["bed 1"], None, four, confirmed=True)
-        >>> again = PastSums(Path(folder.name))  # after a restart
-        >>> again.open()
-        >>> again.of_round(b"start", ["bed 1"], None, four, confirmed=True)
-        >>> try:
-        ...     again.of_round(b"start", ["bed 1"], None, four - {"ward 9"}, confirmed=False)
-        ... except Refusal as reason:
-        ...     print(str(reason).partition(" UTC ")[2].partition(":")[0])
-        with ['ward 6', 'ward 7', 'ward 8', 'ward 9'] (4 in all), and takes part in others with the same sites only
-        >>> again.of_round(b"other", ["bed 1"], Step("run 1", base=0, version=7), four, confirmed=True)
-        >>> again.of_total(Step("run 1", base=7, version=7), four, confirmed=True)  # what clients have told for good
-        >>> folder.cleanup()
     """
 
     def __init__(self, folder: Path | None, lasting: bool = True) -> None:

@@ -65,19 +65,6 @@ class Watch:
         folder: of states.
         beside: the folder of the site's identity, which does not change with that of the states. Rounds are counted in
             both, and the larger count holds; without either those of this process are counted.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> watch = Watch(Policy(smallest_cohort=2, rounds=1), folder=None)
-        >>> algorithm, turn = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), Turn(ft.random.key(0), 0)
-        >>> watch.before(algorithm, turn, ids=torch.arange(3))
-        >>> watch.together({"loss": torch.tensor([0.0, 1.0, 5.0])})["loss"]  # of three clients, told as one
-        tensor([2., 2., 2.])
-        >>> try:
-        ...     watch.before(algorithm, turn, ids=torch.arange(3))
-        ... except Refusal as reason:
-        ...     print(reason)
-        the site has answered 1 round, and does not answer more
     """
 
     def __init__(self, policy: Policy, folder: Path | None, beside: Path | None = None) -> None:

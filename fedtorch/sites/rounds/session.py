@@ -53,25 +53,6 @@ class SiteSession:
     Raises:
         Refusal: the site does not offer that, or would run something else under that name.
         PayloadError: the frame is not as it should be.
-
-    Example:
-        >>> from concurrent.futures import ThreadPoolExecutor
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.sites import join
-        >>> from fedtorch.sites import Hub
-        >>> from fedtorch.sites.streams import memory
-        >>> separate = lambda: ft.separate(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
-        >>> host, data = Hub(), ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))], names=["bed 1"])
-        >>> with ThreadPoolExecutor() as pool:
-        ...     dial = lambda: memory.link(host, "ward 7")
-        ...     site = pool.submit(join, dial, SiteConfiguration(data, {"separate": separate}), timeout=5.0)
-        ...     sites = ft.Remote(host, ["ward 7"], "separate", timeout=5.0)
-        ...     sites.finish(ft.run(separate(), sites, rounds=1))
-        ...     session = site.result()
-        >>> session.over, session.names
-        (True, ('bed 1',))
-        >>> session.client_module("bed 1").weight.detach().round(decimals=3)  # which never left the site
-        tensor([[1., 2.]])
     """
 
     def __init__(

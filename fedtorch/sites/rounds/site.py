@@ -162,15 +162,6 @@ class Site:
         begun: the frame that began the run in which it takes part, or would not.
         unlisted: whether the server has said that its run is without this site.
         log: lines about what it does.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch import wire
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=["ward 7"])
-        >>> averaging = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> site = Site(SiteConfiguration(data, {"averaging": averaging}))
-        >>> wire.metadata(site.answer(wire.encode(None, {"kind": "who"})))["clients"]
-        ['ward 7']
     """
 
     def __init__(

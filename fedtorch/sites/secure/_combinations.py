@@ -25,13 +25,7 @@ class TooMany(ValueError):
 
 
 def refusal(earlier: Iterable[frozenset[Party]], sites: frozenset[Party], minimum: int) -> str | None:
-    """Return why a sum over some parties tells too much after earlier ones of the same values, or None.
-
-    >>> first, second = frozenset("abc"), frozenset("def")
-    >>> refusal([first, second], first, minimum=3)  # the same again
-    >>> refusal([first, second], frozenset("abcdefg"), minimum=3)  # pairs differ by four, all three by g
-    "A combination with earlier sums is of 1 clients, fewer than 3, ['g']: it would say too much of each"
-    """
+    """Return why a sum over some parties tells too much after earlier ones of the same values, or None."""
     known = list(dict.fromkeys(earlier))
     if sites in known:
         return None

@@ -127,28 +127,7 @@ class Masked:
             )
 
     def server(self, parties: Parties, message: Tree) -> Server:
-        """Return the server's side of a sum of messages like `message` `(0, ...)`.
-
-        Example:
-            >>> import torch, fedtorch as ft
-            >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-            >>> from fedtorch.federation.exchanges.exchange import RowsOf
-            >>> from fedtorch.protocol.halves import together
-            >>> from fedtorch.sites.secure.halves import client_half, server_half
-            >>> from fedtorch.sites.secure.masked import Parties, masked
-            >>> masks = masked(dropouts=0)
-            >>> secrets = {site: bytes([site]) * 32 for site in (1, 2, 3)}
-            >>> signing = {site: Ed25519PrivateKey.from_private_bytes(secret) for site, secret in secrets.items()}
-            >>> public = {site: key.public_key().public_bytes_raw() for site, key in signing.items()}
-            >>> parties = Parties(b"run", 0, public)
-            >>> message = ft.Mean(torch.tensor([[3.0], [5.0]]), torch.ones(2))  # of two clients of every site
-            >>> sites = {k: masks.party(parties, k, secrets[k], RowsOf(torch.arange(2), message)) for k in secrets}
-            >>> nobody = ft.Mean(torch.zeros(0, 1), torch.zeros(0))
-            >>> halves = {0: server_half(masks.server(parties, nobody))}
-            >>> halves.update({k: client_half(site.answer) for k, site in sites.items()})
-            >>> masks.aggregate(together(halves)[0][0], nobody)
-            Mean(value=tensor([4.], dtype=torch.float64), weight=tensor(6., dtype=torch.float64))
-        """
+        """Return the server's side of a sum of messages like `message` `(0, ...)`."""
         return Server(self._session(parties, self.grid.encode(rows(tree.map(as_sums, message, is_leaf=(Mean, Sum))))))
 
     def aggregate(self, words: Tensor, message: Tree) -> Tree:

@@ -172,12 +172,6 @@ def circle(clients: list[int], neighbours: int, seed: bytes, of: Iterable[int] |
         neighbours: of each.
         seed: of the order.
         of: whose neighbours; default: everybody's.
-
-    >>> near = circle([1, 2, 3, 4, 5], neighbours=2, seed=b"of all adverts")
-    >>> all(client in near[other] for client in near for other in near[client])
-    True
-    >>> circle([1, 2, 3], neighbours=2, seed=b"", of=[1, 3])
-    {1: [2, 3], 3: [1, 2]}
     """
     of = clients if of is None else of
     if neighbours >= len(clients) - 1:

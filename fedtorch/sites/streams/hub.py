@@ -51,17 +51,7 @@ LIMITS = Limits()
 
 
 class Line(NamedTuple):
-    """A peer as its hub has it, for whoever carries the frames.
-
-    >>> host = Hub()
-    >>> line: Line = host.join("ward 7")
-    >>> line.inward.put(b"hello")  # has come from the peer
-    >>> host.receive(1.0)
-    ('ward 7', b'hello')
-    >>> host.send("ward 7", b"welcome")
-    >>> line.outward.get()  # is to be brought to it
-    b'welcome'
-    """
+    """A peer as its hub has it, for whoever carries the frames."""
 
     inward: Pipe
     outward: Pipe

@@ -12,12 +12,6 @@ class Timeout:
 
     Args:
         seconds: the longest time without a word from it.
-
-    Example:
-        >>> timeout = Timeout(seconds=0.0)
-        >>> timeout.again(ConnectionError("nobody listens"))
-        Traceback (most recent call last):
-        TimeoutError: Expected a server within 0 s, but got none; nobody listens
     """
 
     def __init__(self, seconds: float) -> None:

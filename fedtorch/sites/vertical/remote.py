@@ -109,14 +109,6 @@ def read_half(path: Path | str) -> Callable[[Any], Half]:
     Raises:
         FileNotFoundError: there is no such file.
         ValueError: it has no function `half`.
-
-    >>> import tempfile
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = Path(folder, "my_half.py")
-    ...     _ = path.write_text("def half(journal):\\n    return 3\\n    yield  # nothing is said\\n")
-    ...     half = read_half(path)
-    >>> drive(half(None), send=None, receive=None)
-    3
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"Expected a file with the party's half, but {path} is not there")

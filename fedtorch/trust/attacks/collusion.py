@@ -60,11 +60,7 @@ def min_max(clients: Sequence[int]) -> Attack:
 
 
 def usual_z(clients: int, attackers: int) -> float:
-    """Return the z of `a_little_is_enough` for n clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f.
-
-    >>> round(usual_z(clients=50, attackers=24), 3)  # Φ⁻¹(24/26)
-    1.426
-    """
+    """Return the z of `a_little_is_enough` for n clients of a round: Φ⁻¹((n − f − s)/(n − f)), s = ⌊n/2 + 1⌋ − f."""
     supporters = math.floor(clients / 2 + 1) - attackers
     honest = clients - attackers
     part = (honest - supporters) / honest

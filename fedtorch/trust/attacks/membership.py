@@ -112,12 +112,6 @@ def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:
     """Return the attack's scores `(S, n)` from values of the models and who has seen which row.
 
     Means and variances of a model's attack are those of all other models.
-
-    >>> import torch
-    >>> values = torch.tensor([[4.0], [5.0], [6.0], [0.0], [1.0], [2.0]])
-    >>> scores = likelihood_ratios(values, member=torch.tensor([[True]] * 3 + [[False]] * 3))
-    >>> scores[0]  # ((4 − 1)² − (4 − 5.5)²) / 2σ², where σ² = (½ + 2) / 5
-    tensor([6.7500])
     """
     means, squares = [], torch.zeros_like(values)
     for seen in (member, ~member):

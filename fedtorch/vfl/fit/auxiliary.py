@@ -57,17 +57,7 @@ Tensors = dict[str, Tensor]
 
 
 class Sampled(NamedTuple):
-    """A draw at the server.
-
-    >>> import torch, fedtorch as ft
-    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-    >>> data = ft.vfl.VerticalData((), torch.tensor([0.0, 1.5, 3.0]))
-    >>> family, zeros = sums(ft.vfl.fit.encoder.affine(), skewed=False), torch.zeros(1, 1, 1, 3)
-    >>> q = family.init(model, 1, 1, 3, ft.random.key(0), torch.float32)
-    >>> drawn = family.server(q, q, zeros, torch.zeros(1, 1, 0), zeros, data, model)  # without noise: the mean
-    >>> drawn.total.round(decimals=4)  # of s given y, where s has variance 2 and y given s variance 1: 2/3 of y
-    tensor([[[[0., 1., 2.]]]])
-    """
+    """A draw at the server."""
 
     total: Tensor  # (B, M, C, n) intercept + offset + s
     deviations: Tensor | None  # (J, B, M, C, n) e_j, where the model needs them

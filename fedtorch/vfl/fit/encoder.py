@@ -40,12 +40,6 @@ class Encoder(nn.Module):
         inputs: F.
         outputs: O.
         hidden: width of the hidden layer; 0 leaves the linear part alone.
-
-    >>> encoder = Encoder(2, 1, hidden=0)
-    >>> encoder.load_state_dict({"skip": torch.tensor([[1.0, 2.0]]), "shift": torch.tensor([[3.0]])})
-    <All keys matched successfully>
-    >>> encoder(torch.ones(1, 1, 2, 4)).detach()  # 1 + 2 + 3 of each of four rows
-    tensor([[[[6., 6., 6., 6.]]]])
     """
 
     def __init__(self, inputs: int, outputs: int, hidden: int) -> None:
@@ -82,12 +76,7 @@ EncoderFactory = Callable[[int, int], Encoder]  # (inputs, outputs) -> an encode
 
 
 def affine() -> EncoderFactory:
-    """Make encoders of the linear part alone, `A v + c`: exact where the model is Gaussian.
-
-    >>> weights = {"skip": torch.tensor([[[[1.0, 2.0]]]]), "shift": torch.tensor([[[[3.0]]]])}  # a stack of one
-    >>> encoded(affine(), weights, torch.ones(1, 1, 2, 4), 1)
-    tensor([[[[6., 6., 6., 6.]]]])
-    """
+    """Make encoders of the linear part alone, `A v + c`: exact where the model is Gaussian."""
     return partial(Encoder, hidden=0)
 
 

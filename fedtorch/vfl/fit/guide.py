@@ -42,15 +42,6 @@ class GaussianFamily:
         draw: (parameters, noise `(B, M, noises)`) -> θ `(B, M, d)`, differentiable in the parameters.
         log_density: (parameters, θ) -> log q(θ), `(B, M)`.
         covariance: parameters -> Σ `(B, d, d)`.
-
-    >>> family = diagonal()
-    >>> q = {"mean": torch.tensor([[1.0, 2.0]]), "log_sd": torch.tensor([[1.0, 3.0]]).log()}
-    >>> theta = family.draw(q, torch.tensor([[[0.0, 0.0], [1.0, -1.0]]]))  # the mean, and a standard deviation away
-    >>> theta
-    tensor([[[ 1.,  2.], [ 2., -1.]]])
-    >>> density = family.log_density(q, theta)
-    >>> round(float(density[0, 0] - density[0, 1]), 3)  # half a squared standard deviation for each coordinate
-    1.0
     """
 
     init: Callable[[int, int, float, torch.dtype, torch.device], Tensors]
@@ -86,11 +77,7 @@ def diagonal() -> GaussianFamily:
 
 
 def point() -> GaussianFamily:
-    """Make a family without spread, for what is maximised over: log q counts as 0.
-
-    >>> point().draw({"mean": torch.tensor([[1.0, 2.0]])}, torch.zeros(1, 1, 0))
-    tensor([[[1., 2.]]])
-    """
+    """Make a family without spread, for what is maximised over: log q counts as 0."""
     return GaussianFamily(
         init=lambda batch, size, sd, dtype, device: {"mean": torch.zeros(batch, size, dtype=dtype, device=device)},
         noises=lambda size: 0,
@@ -104,12 +91,6 @@ def cholesky(q: Tensors) -> Tensor:
     """Return L of `full_covariance`, `(B, d, d)`: rows of a unit triangle, each times its positive scale.
 
     So a step of the optimiser turns L by as much whatever the scale of a coordinate is, and L stays well conditioned.
-
-    >>> q = {"log_sd": torch.tensor([[1.0, 2.0]]).log(), "lower": torch.tensor([[[0.0, 0.0], [3.0, 0.0]]])}
-    >>> cholesky(q)  # the second row is 2 times (3, 1)
-    tensor([[[1., 0.], [6., 2.]]])
-    >>> full_covariance().covariance(q)
-    tensor([[[ 1.,  6.], [ 6., 40.]]])
     """
     eye = torch.eye(q["lower"].shape[-1], dtype=q["lower"].dtype, device=q["lower"].device)
     return q["log_sd"].exp().unsqueeze(-1) * (q["lower"].tril(-1) + eye)

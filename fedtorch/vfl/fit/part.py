@@ -248,12 +248,6 @@ def predicted(
     Raises:
         ValueError: another number of parties, parties with other numbers of rows, or parts that draw no noise of their
             own.
-
-    >>> import fedtorch as ft
-    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], random.key(0).reshape(1)
-    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
-    >>> predicted(network.server, network.parties, [torch.ones(4, 1), torch.ones(4, 2)], draws=1)[0].shape
-    torch.Size([1, 1, 1, 4])
     """
     model, everybody = server.model, (server, *parties)
     if len(features) != len(parties):

@@ -29,11 +29,7 @@ _COUNTS = ("number", "bytes_up", "bytes_down")
 
 
 class Iterated(NamedTuple):
-    """Numbers of an iteration of a fit, for the history.
-
-    >>> Iterated({"train_loss": 0.5}, active=torch.arange(2)).bytes_up  # in one graph nothing is sent
-    0
-    """
+    """Numbers of an iteration of a fit, for the history."""
 
     report: Mapping[str, float | Tensor]
     active: Tensor  # (M,) numbers of the parties that took part, from 0 on
@@ -66,25 +62,6 @@ class VerticalRun:
         number: iterations done.
         log: the history.
         last: the last iteration that was done here, None before; its ids are the parties' numbers.
-
-    Example:
-        >>> import tempfile, torch, fedtorch as ft
-        >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
-        >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
-        >>> begin = lambda: ft.vfl.VariationalFit(model, ft.vfl.Guide(), data, key=ft.random.key(0), steps=10)
-        >>> fit = begin()
-        >>> [iteration.number for iteration in fit.rounds(4)]
-        [1, 2, 3, 4]
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     fit.save(f"{folder}/fit.safetensors")
-        ...     later = begin().load(f"{folder}/fit.safetensors")
-        >>> both = zip(later.rounds(6), fit.rounds(6))  # resumed, the bits are those of the fit without a break
-        >>> [bool(one.report["train_loss"] == other.report["train_loss"]) for one, other in both]
-        [True, True]
-        >>> later.history[["round", "answered"]].iloc[-1].tolist()
-        [6, 2]
-        >>> sorted(later.evaluate(data, {"accuracy": ft.metrics.accuracy()}))
-        ['accuracy']
     """
 
     likelihood: ResponseLikelihood

@@ -39,17 +39,7 @@ _LANGEVIN = 0  # purpose of the key
 
 
 class SoulFit(NamedTuple):
-    """The maximum, and draws at it, as `soul` returns them.
-
-    >>> import fedtorch as ft
-    >>> data = VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
-    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
-    >>> found = soul(model, data, key=random.key(0), steps=3, step=0.1, rate=lambda i: 0.1 / (1 + i), chains=2, keep=2)
-    >>> found.gamma.shape, [z.shape for z in found.z]
-    (torch.Size([1, 1, 1]), [torch.Size([1, 1, 1, 3]), torch.Size([1, 1, 1, 3])])
-    >>> [theta.shape for theta in found.theta]  # two draws of each of two chains
-    [torch.Size([1, 4, 1]), torch.Size([1, 4, 2])]
-    """
+    """The maximum, and draws at it, as `soul` returns them."""
 
     gamma: Tensor  # (B, 1, S) intercepts and the likelihood's shared parameters, maximised
     z: tuple[Tensor, ...]  # (B, 1, C, n) ẑ, one per party
@@ -92,16 +82,6 @@ def langevin(
         gamma: γ.
         step: h. The chain's law is off by a relative O(h · the largest curvature).
         noise: standard normal, like `theta`.
-
-    >>> import fedtorch as ft
-    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1)], rho=1.0)
-    >>> data = VerticalData((torch.ones(1, 1),), torch.ones(1))
-    >>> theta, z, gamma = torch.zeros(1, 1, 1), [2 * torch.ones(1, 1, 1, 1)], torch.zeros(1, 1, 1)
-    >>> langevin(model, data, 0, theta, z, gamma, step=0.1, noise=torch.zeros(1, 1, 1))  # h (z − θ − θ)
-    tensor([[[0.2000]]])
-    >>> at = [party_density(model, data, 0, value * torch.ones(1, 1, 1), z, gamma) for value in (0.0, 1.0)]
-    >>> round(float(at[1] - at[0]), 3)  # −(z − θ)² / 2 − θ² / 2 is −2 at θ = 0, −1 at θ = 1
-    1.0
     """
     theta = theta.detach().requires_grad_()
     density = party_density(model, batch, index, theta, [value.detach() for value in z], gamma.detach())

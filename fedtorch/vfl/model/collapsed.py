@@ -47,13 +47,6 @@ def collapsed_log_likelihood(
 
     Raises:
         ValueError: a likelihood of several outputs, whose integral has as many dimensions.
-
-    >>> import torch, fedtorch as ft
-    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], rho=1.0)
-    >>> y, centre = torch.tensor([-1.0, 0.0, 2.0]), torch.zeros(1, 1, 1, 3)
-    >>> rows = collapsed_log_likelihood(model, y, centre, torch.zeros(1, 1, 0))
-    >>> torch.allclose(rows, torch.distributions.Normal(0.0, 3**0.5).log_prob(y), atol=1e-5)  # of variance σ² + Jρ²
-    True
     """
     if model.likelihood.outputs > 1:
         raise ValueError(f"Expected a likelihood of one output, but got {model.likelihood.outputs}; sample s instead")

@@ -183,14 +183,6 @@ class NetworkPredictor(nn.Module):
 
     Attributes:
         start: θ of the networks as they were given, `(B, size)`.
-
-    >>> import torch, fedtorch as ft
-    >>> keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))  # of three networks
-    >>> network = NetworkPredictor(Stacked(ft.vfl.model.split_nn.mlp(2, [4]), keys), outputs=1, random="last.*")
-    >>> network.size, network.start.shape  # four weights of the last layer and its bias are random
-    (5, torch.Size([3, 5]))
-    >>> network(torch.zeros(3, 10, 5), torch.ones(6, 2)).shape  # of ten draws, on six rows
-    torch.Size([3, 10, 1, 6])
     """
 
     start: Tensor

@@ -166,11 +166,6 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
 
     Raises:
         ValueError: a negative delay, or a probability outside [0, 1].
-
-    >>> from itertools import islice
-    >>> never = bounded_delay(2, delay=1, probability=0.0, key=random.key(0))
-    >>> list(islice(never, 4))  # who never wants to come, comes every other time
-    [[True, True], [False, False], [True, True], [False, False]]
     """
     if delay < 0 or not 0 <= probability <= 1:
         raise ValueError(f"Expected delay ≥ 0 and a probability in [0, 1], but got {delay} and {probability}")

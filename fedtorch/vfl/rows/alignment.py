@@ -69,14 +69,7 @@ _POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
 
 
 class Intersection(NamedTuple):
-    """Rows of all parties in the common order, and the bytes that were sent.
-
-    >>> found = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic")
-    >>> found.rows
-    (tensor([0, 2]), tensor([2, 0]))
-    >>> found.bytes > 9 * 32  # three points of each, the clinic's once more by the laboratory, and two positions
-    True
-    """
+    """Rows of all parties in the common order, and the bytes that were sent."""
 
     rows: tuple[Tensor, ...]  # (m,) one per party: its rows in the common order, −1 for a row that it lacks
     bytes: int  # that were sent
@@ -241,10 +234,6 @@ def intersect(
 
     Raises:
         ValueError: an unknown leader or member, an identifier that comes twice, or no common row.
-
-    >>> rows = intersect({"clinic": ["b", "c", "a"], "laboratory": ["a", "d", "b"]}, leader="clinic").rows
-    >>> [r.tolist() for r in rows]
-    [[0, 2], [2, 0]]
     """
     if leader not in identifiers:
         raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")

@@ -193,10 +193,6 @@ def party_named(parties: Sequence[Party], name: str) -> Party:
 
     Raises:
         ValueError: there is none.
-
-    >>> parties = [Party("clinic", ["ann"], torch.ones(1, 1)), Party("registry", ["ann"], response=torch.ones(1))]
-    >>> party_named(parties, "registry").response
-    tensor([1.])
     """
     for party in parties:
         if party.name == name:

@@ -172,13 +172,6 @@ def effective(weights: Tensor, away: Tensor) -> float:
     """Return the least effective sample size of the mass and of each coordinate's variance (Owen 2013, section 9.3).
 
     Of a variance it counts 3 for each node, since equal weights of normal draws tell n / 3 there.
-
-    Example:
-        >>> import torch
-        >>> effective(torch.full((4,), 0.25), torch.tensor([[1.0], [-1.0], [1.0], [-1.0]]))  # four alike
-        4.0
-        >>> effective(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.ones(4, 1))  # one has all the weight
-        1.0
     """
     shares = weights[:, None] * away.square()
     shares = shares / shares.sum(0).clamp(min=torch.finfo(shares.dtype).tiny)

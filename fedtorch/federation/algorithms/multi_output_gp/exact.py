@@ -30,33 +30,13 @@ if TYPE_CHECKING:
 
 
 class UnitMessage(NamedTuple):
-    """Hold what a unit tells the server of the round.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.federation.algorithms.multi_output_gp.exact import UnitMessage
-        >>> star, gradients = ft.star(), {"kernel.raw_variance": torch.tensor([[1.0], [3.0]])}  # of two units
-        >>> aggregate = star.finish(star.gather(UnitMessage(ft.Mean(gradients, torch.ones(2))), slice(0, 2)))
-        >>> aggregate.gradient.value  # the server multiplies it by the number of units
-        {'kernel.raw_variance': tensor([2.], dtype=torch.float64)}
-    """
+    """Hold what a unit tells the server of the round."""
 
     gradient: Mean  # of its part of the bound with respect to the shared hyperparameters, by name
 
 
 class UnitState(NamedTuple):
-    """Hold a unit's own state; leaves `(K, ...)`.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.models.gaussian_process import ConvolvedGP
-        >>> algorithm = ft.fedmgp(ConvolvedGP(torch.linspace(0, 1, 4, dtype=torch.float64)[:, None]))
-        >>> _, state = algorithm.init(algorithm.start, 3)  # of each of three units before the first round
-        >>> list(state.own)
-        ['kernel.weight', 'kernel.raw_smoothing', 'likelihood.noise_covar.raw_noise', 'kernel.scale']
-        >>> bool(state.started), float(state.told.units)
-        (False, 0.0)
-    """
+    """Hold a unit's own state; leaves `(K, ...)`."""
 
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: AdamMoments
@@ -65,19 +45,7 @@ class UnitState(NamedTuple):
 
 
 class Server(NamedTuple):
-    """Hold what the server keeps.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.models.gaussian_process import ConvolvedGP
-        >>> x = torch.linspace(0, 1, 6, dtype=torch.float64)[:, None]
-        >>> data = ft.data.from_tensors([(x, x[:, 0]), (x, -x[:, 0])])
-        >>> run = ft.run(ft.fedmgp(ConvolvedGP(x[::2]), steps=1), ft.InProcess(data), rounds=1)
-        >>> list(run.server.shared)
-        ['kernel.raw_variance', 'kernel.raw_lengthscale']
-        >>> run.server.mean.shape, run.server.root.shape, int(run.server.total.units)  # of three inducing values
-        (torch.Size([3]), torch.Size([6]), 2)
-    """
+    """Hold what the server keeps."""
 
     shared: dict[str, Tensor]  # θ
     told_at: dict[str, Tensor]  # θ at which the units last told their sites

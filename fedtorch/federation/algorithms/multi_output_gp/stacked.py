@@ -32,19 +32,7 @@ class Contribution(NamedTuple):
 
 
 class StackedGP:
-    """Evaluate the module as functions of stacked tensors `(K, ...)`; shared ones may be `(1, ...)`.
-
-    Example:
-        >>> import torch
-        >>> from fedtorch.models.gaussian_process import ConvolvedGP
-        >>> gp = StackedGP(ConvolvedGP(torch.zeros(1, 1, dtype=torch.float64)), exact_units=False)
-        >>> gp.shared
-        ['kernel.raw_variance', 'kernel.raw_lengthscale']
-        >>> told = [torch.tensor(value, dtype=torch.float64) for value in ([3.0], [4.0], 0.0, 2.0)]
-        >>> mean, root, _ = gp.combine(Contribution(*told))  # Σ B = 3, Σ a = 4 of two units, and the prior N(0, 1)
-        >>> mean, root  # 4 / (1 + 3), and the sd
-        (tensor([1.], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
-    """
+    """Evaluate the module as functions of stacked tensors `(K, ...)`; shared ones may be `(1, ...)`."""
 
     def __init__(self, module: ConvolvedGP, exact_units: bool) -> None:
         from fedtorch.models.gaussian_process import ConvolvedGP

@@ -41,20 +41,7 @@ _NUMBERS = 2**24  # of the neighbourhoods that are averaged at once
 
 
 class Table(NamedTuple):
-    """Hold the server's state.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.trust import robust
-        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 2.0, 3.0, 90.0)])
-        >>> network, start = ft.Network([[0, 1], [0, 2], [0, 3]]), {"weight": torch.zeros(1, 1)}
-        >>> algorithm = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), network, alpha=1.0)
-        >>> run = ft.run(algorithm | robust.rule(robust.median(), network), ft.InProcess(data), start, rounds=1)
-        >>> run.server.told["weight"].flatten()
-        tensor([ 0.2500,  1.0000,  1.5000, 45.0000])
-        >>> run.server.algorithm.total["weight"].flatten()  # of node 0: three times the median of its neighbours
-        tensor([4.5000, 0.2500, 0.2500, 0.2500], dtype=torch.float64)
-    """
+    """Hold the server's state."""
 
     algorithm: Tree  # of the algorithm itself, with its total
     told: Tree  # (K, ...) what every client last told

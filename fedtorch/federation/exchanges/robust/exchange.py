@@ -60,24 +60,14 @@ def star(rule: Rule, *, spread: float = 1.0) -> Exchange:
 
 
 def bounded(weights: Tensor, spread: float) -> Tensor:
-    """Return weights `(..., M)` between 1/spread and spread times their median, float64.
-
-    >>> import torch
-    >>> bounded(torch.tensor([1.0, 2.0, 300.0]), spread=2.0)
-    tensor([1., 2., 4.], dtype=torch.float64)
-    """
+    """Return weights `(..., M)` between 1/spread and spread times their median, float64."""
     weights = weights.to(torch.float64)
     median = middle(ascending(weights))[..., None]
     return weights.clamp(median / spread, median * spread)
 
 
 def credible(values: Tensor) -> Tensor:
-    """Return which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool.
-
-    >>> import torch
-    >>> credible(torch.tensor([[1.0, 2.0], [torch.nan, 0.0], [0.0, -1e200]], dtype=torch.float64))
-    tensor([ True, False, False])
-    """
+    """Return which messages `(M, D)` have finite numbers of a size that can be squared, `(M,)` bool."""
     return torch.maximum(-values.amin(-1), values.amax(-1)).to(torch.float64) <= _LARGEST  # false for NaN
 
 

@@ -55,11 +55,6 @@ def scores(distances: Tensor, faulty: int, alive: Tensor | None = None) -> Tenso
         distances: squared.
         faulty: f.
         alive: `(..., M)` bool, the messages among which neighbours are looked for, as many in every batch.
-
-    >>> import torch
-    >>> messages = torch.tensor([1.0, 2.0, 3.0, 4.0, 10.0])
-    >>> scores((messages[:, None] - messages).square(), faulty=1)  # of the 5 − 1 − 2 nearest: 1² + 2², 1² + 1², …
-    tensor([ 5.,  2.,  2.,  5., 85.])
     """
     count = distances.shape[-1]
     others = distances + torch.diag(torch.full((count,), torch.inf, dtype=distances.dtype, device=distances.device))

@@ -36,14 +36,7 @@ _STIFF, _LEARNT = 10.0, 0.1  # by how much a missing nat raises λ at once, and 
 
 
 class FunnelEncoder(nn.Module):
-    """Encode rows `(n, d)` as z `(n, k)`: a network of standardised features, with noise of variance one for a key.
-
-    Example:
-        >>> x = torch.tensor([[3.0], [7.0]])
-        >>> encoder = FunnelEncoder(nn.Identity(), centre=torch.tensor([5.0]), scale=torch.tensor([2.0]))
-        >>> encoder(x).flatten().tolist(), encoder(x, random.key(0)).shape  # f(x), and a draw of z
-        ([-1.0, 1.0], torch.Size([2, 1]))
-    """
+    """Encode rows `(n, d)` as z `(n, k)`: a network of standardised features, with noise of variance one for a key."""
 
     centre: Tensor
     scale: Tensor

@@ -63,17 +63,7 @@ SAMPLED = f"{ADVERSARY}{UNSEEN}"
 
 
 class AdaptiveState(NamedTuple):
-    """Hold the server's state with an adaptive clip.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.trust import privacy
-        >>> average = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
-        >>> private = average | privacy.client_level(privacy.AdaptiveClip(start=0.1), noise=1.0, delta=1e-2)
-        >>> state, _ = private.init({"weight": torch.zeros(1, 2)}, 20)
-        >>> state.inner["weight"], float(state.clip)
-        (tensor([[0., 0.]]), 0.1)
-    """
+    """Hold the server's state with an adaptive clip."""
 
     inner: Tree  # of the algorithm
     clip: Tensor  # () float64, the bound C

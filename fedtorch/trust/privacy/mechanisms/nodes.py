@@ -45,18 +45,7 @@ ADVERSARY = "everybody who hears what nodes tell, all neighbours of a node toget
 
 
 class NodeState(NamedTuple):
-    """Hold a node's own state; leaves `(K, ...)`.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.trust import privacy
-        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.tensor([y])) for y in (30.0, -30.0)])
-        >>> exact = ft.gtv(ft.least_squares(torch.nn.Linear(1, 1, bias=False)), ft.Network([[0, 1]]), alpha=0.5)
-        >>> private = exact | privacy.node_level(clip=1.0, noise=0.01, delta=1e-3, entropy=privacy.from_seed(0))
-        >>> state = ft.run(private, ft.InProcess(data), rounds=1).clients.table.read(slice(0, 2))
-        >>> (state.told["weight"] - state.start["weight"]).flatten().round()  # models are ±30
-        tensor([ 1., -1.])
-    """
+    """Hold a node's own state; leaves `(K, ...)`."""
 
     inner: Tree  # of the algorithm
     start: Tree  # what it tells before it has been asked

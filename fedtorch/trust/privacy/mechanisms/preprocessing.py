@@ -48,10 +48,6 @@ def keeping(epsilon: float, classes: int) -> tuple[float, float]:
 
     Raises:
         ValueError: an ε that is not positive, or fewer than two classes.
-
-    >>> keep, other = keeping(epsilon=1.0, classes=3)
-    >>> round(keep, 3), round(keep + 2 * other, 12), round(keep / other, 3)  # the ratio is e
-    (0.576, 1.0, 2.718)
     """
     if not 0 < epsilon < math.inf:
         raise ValueError(f"Expected a positive finite epsilon, but got {epsilon}")

@@ -98,14 +98,7 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
 
 
 def release(gradient: Tensor, clip: float, noise: float, entropy: Entropy) -> Tensor:
-    """Clip gradients `(B, M, C, n)`, all of a row together, to a norm of `clip`, and add noise of 2·`clip`·`noise`.
-
-    >>> from fedtorch.trust import privacy
-    >>> gradient = torch.tensor([[30.0, 0.3], [40.0, 0.4]]).reshape(1, 1, 2, 2)  # of two rows
-    >>> release(gradient, clip=1.0, noise=1e-4, entropy=privacy.from_seed(0))[0, 0].round(decimals=1)
-    tensor([[0.6000, 0.3000],
-            [0.8000, 0.4000]])
-    """
+    """Clip gradients `(B, M, C, n)`, all of a row together, to a norm of `clip`, and add noise of 2·`clip`·`noise`."""
     rows = gradient.to("cpu", torch.float64)
     norm = rows.flatten(0, 2).norm(dim=0)
     rows = torch.where(norm.isfinite(), rows * (clip / norm).clamp(max=1), 0.0)

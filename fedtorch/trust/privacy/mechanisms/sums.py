@@ -243,11 +243,7 @@ def _prepare(module: nn.Linear | LinearHead, sums: NoisedSums, data: Any) -> Spe
 
 
 def sensitivity(intercept: bool) -> float:
-    """Return Δ, by which one row, against a row of zeros, changes M; pairs off the diagonal count once by √2.
-
-    >>> sensitivity(intercept=False), round(sensitivity(intercept=True) ** 2, 12)
-    (2.0, 8.0)
-    """
+    """Return Δ, by which one row, against a row of zeros, changes M; pairs off the diagonal count once by √2."""
     return math.sqrt((2 + intercept) ** 2 - intercept)
 
 
