@@ -43,7 +43,7 @@ class Sealer:
         self._taken: dict[bytes, tuple[int, bytes]] = {}
 
     def seal(self, receiver: Speaker, content: bytes) -> bytes:
-        """A envelope to a site."""
+        """Return an envelope to a site."""
         self._sent += 1
         head = _HEAD.pack(self._sent, self._public, receiver.sealing)
         edge = _edge(self._run, self._name, receiver.name, head)

@@ -35,7 +35,7 @@ def check_name(name: str) -> None:
             f"Expected the name of a site, but got {name!r}, which is that of every server; choose another"
         )
     if not _NAME.fullmatch(name):
-        raise ValueError(f"Expected a name of 1 to 63 envelopes, digits, '.', '_', '-' and spaces, but got {name!r}")
+        raise ValueError(f"Expected a name of 1 to 63 letters, digits, '.', '_', '-' and spaces, but got {name!r}")
 
 
 def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import stat
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -31,6 +32,30 @@ def test_a_site_is_certified_by_the_authority_under_its_name(authority: Path) ->
     assert repr(made) == "Identity('ward 7')"
     usages = certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value
     assert list(usages) == [x509.oid.ExtendedKeyUsageOID.CLIENT_AUTH]
+
+
+def test_strict_libraries_take_the_certificates(authority: Path, tmp_path: Path) -> None:
+    """As Python does from 3.13 on: RFC 5280, with identifiers of the keys of authority and holder."""
+    sides = []
+    for made, purpose in (
+        (identity.make_server(authority), ssl.Purpose.CLIENT_AUTH),
+        (identity.make_site(authority, "ward 7"), ssl.Purpose.SERVER_AUTH),
+    ):
+        made.save(tmp_path / made.name)
+        context = ssl.create_default_context(purpose, cadata=made.authority.decode())
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.verify_flags |= ssl.VERIFY_X509_STRICT
+        context.load_cert_chain(tmp_path / made.name / "certificate.pem", tmp_path / made.name / "key.pem")
+        sides.append(context)
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    server = sides[0].wrap_bio(up, down, server_side=True)
+    site = sides[1].wrap_bio(down, up, server_hostname=identity.SERVER)
+    for end in (site, server, site, server):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+    assert site.getpeercert() and server.getpeercert()
 
 
 def test_keys_are_for_their_owner_and_come_back_from_the_folder(authority: Path, tmp_path: Path) -> None:
