@@ -107,7 +107,7 @@ def test_undeclared_uses_of_pages_are_found() -> None:
 Begin with `ft.History`, or `fedtorch.trust.record.spans` and `ft.data.digits`.
 
 ```yaml
-algorithm: {class_path: fedtorch.federation.algorithms.ep.algorithm.Server}
+algorithm: {class_path: fedtorch.federation.algorithms.ep.algorithm.EPServer}
 ```
 
 ```{code-cell} ipython3

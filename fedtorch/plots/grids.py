@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedtorch.federation.runs.tuning import Grid
+    from fedtorch.federation.runs.tuning import GridSearch
 
 
-def heat_map(grid: Grid, name: str = "score") -> Figure:
+def heat_map(grid: GridSearch, name: str = "score") -> Figure:
     """Draw the mean over clients of each setting's score, by colour and number; the best setting has a frame.
 
     Hyperparameters of one value are left out. If one is left, the figure is a line with the spread over clients; with
@@ -30,8 +30,8 @@ def heat_map(grid: Grid, name: str = "score") -> Figure:
         >>> import torch, fedtorch as ft
         >>> settings = tuple({"lr": lr, "steps": steps} for lr in (0.1, 1.0) for steps in (1, 5))
         >>> scores = tuple(ft.Score(s, torch.tensor([s], dtype=torch.float64)) for s in (0.5, 0.6, 0.7, 0.9))
-        >>> from fedtorch.federation.runs.tuning import Grid
-        >>> axes = heat_map(Grid(settings, scores, (False,) * 4, largest_is_best=True)).axes[0]
+        >>> from fedtorch.federation.runs.tuning import GridSearch
+        >>> axes = heat_map(GridSearch(settings, scores, (False,) * 4, largest_is_best=True)).axes[0]
         >>> axes.get_ylabel(), axes.get_xlabel(), [text.get_text() for text in axes.texts]
         ('lr', 'steps', ['0.500', '0.600', '0.700', '0.900'])
     """
@@ -84,7 +84,7 @@ def _frame(axes: Axes, corner: tuple[float, float]) -> None:
     axes.add_patch(Rectangle(corner, 1, 1, fill=False, edgecolor="red", linewidth=2, clip_on=False))
 
 
-def _draw_line(grid: Grid, name: str, values: Sequence[Any], score: str) -> Figure:
+def _draw_line(grid: GridSearch, name: str, values: Sequence[Any], score: str) -> Figure:
     """Draw the scores against one hyperparameter."""
     figure = new_figure(5.6, 3.8)
     axes = figure.subplots()

@@ -15,7 +15,7 @@ from support.oracles.closed_forms import linear_clients, sgd
 from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
-from fedtorch.federation.runs.tuning import Grid
+from fedtorch.federation.runs.tuning import GridSearch
 from fedtorch.history import History
 from fedtorch.models import low_rank
 from fedtorch.plots import history_charts
@@ -230,7 +230,7 @@ def test_clusters_of_a_network_are_counted_in_the_legend() -> None:
         ft.plots.network(network, torch.zeros(13))
 
 
-def tuned(**settings: list[Any]) -> Grid:
+def tuned(**settings: list[Any]) -> GridSearch:
     data = linear_clients([5, 6, 7])
     build = lambda lr=0.05, mu=0.0, size=None: ft.fedprox(sgd(lr, batch_size=size), mu)
     metric = ft.metrics.mean_squared_error()

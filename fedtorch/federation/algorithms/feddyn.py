@@ -32,7 +32,7 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Rep
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
-from fedtorch.federation.algorithms.scaffold import Server
+from fedtorch.federation.algorithms.scaffold import ControlsServer
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Averages, Told
 from fedtorch.tree import Tree
@@ -47,7 +47,7 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
             the mean gradient by it, so that small values overshoot, above all with small cohorts.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
 
-    Shapes: server state is `scaffold.Server`, outbox the parameters; client state has its mean
+    Shapes: server state is `scaffold.ControlsServer`, outbox the parameters; client state has its mean
     gradient, `(K, ...)`.
 
     Raises:
@@ -65,8 +65,8 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
     expected.positive(alpha=alpha)
     averaged = averaged_buffers(local)
 
-    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
-        return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
+    def init(parameters: Tree, clients: int) -> tuple[ControlsServer, State]:
+        return ControlsServer(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         weights = weight(data).to(torch.float64)
@@ -79,7 +79,7 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         controls = Controls(tree.scale(renewed, weights), weights, torch.ones_like(weights))
         return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
 
-    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
+    def server(state: ControlsServer, aggregate: Message, key: Tensor) -> ControlsServer:
         mean = tree.add_scaled(state.parameters, aggregate.change.value)
         moved = tree.add_scaled(mean, mean_control(state.total, state.population), -1 / alpha)
         parameters = {name: (mean if name in averaged else moved)[name] for name in mean}

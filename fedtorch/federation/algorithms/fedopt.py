@@ -28,7 +28,7 @@ from fedtorch.optimisers import MakeOptimizer, State, TreeOptimizer
 from fedtorch.tree import Tree
 
 
-class Server(NamedTuple):
+class FedOptServer(NamedTuple):
     """Hold what the server keeps."""
 
     parameters: Tree
@@ -47,7 +47,7 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
         mu: weight of a proximal term, as in FedProx.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 
-    Shapes: server state is `Server`; outbox the parameters; client state is the solver's, `(K, ...)`.
+    Shapes: server state is `FedOptServer`; outbox the parameters; client state is the solver's, `(K, ...)`.
 
     Raises:
         TypeError: the optimiser needs a closure, or keeps its state where it cannot be saved.
@@ -79,14 +79,14 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
     )
 
 
-def _init(steps: TreeOptimizer, plain: Algorithm, parameters: Tree, clients: int) -> tuple[Server, Tree]:
-    return Server(parameters, steps.init(parameters), torch.tensor(0)), plain.init(parameters, clients)[1]
+def _init(steps: TreeOptimizer, plain: Algorithm, parameters: Tree, clients: int) -> tuple[FedOptServer, Tree]:
+    return FedOptServer(parameters, steps.init(parameters), torch.tensor(0)), plain.init(parameters, clients)[1]
 
 
-def _server(steps: TreeOptimizer, state: Server, aggregate: Message, key: Tensor) -> Server:
+def _server(steps: TreeOptimizer, state: FedOptServer, aggregate: Message, key: Tensor) -> FedOptServer:
     mean = tree.add_scaled(state.parameters, aggregate.change.value)
     moved, kept = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
-    return Server({**mean, **moved}, kept, state.steps + 1)
+    return FedOptServer({**mean, **moved}, kept, state.steps + 1)
 
 
 def fedadam(

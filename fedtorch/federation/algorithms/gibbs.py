@@ -40,7 +40,7 @@ class _State(NamedTuple):
     told: dict[str, Tensor]  # its part of the sums, in limbs; zeros before its first sweep
 
 
-class Server(NamedTuple):
+class GibbsServer(NamedTuple):
     """Hold what the server keeps; leaves `(C, ...)`."""
 
     variables: Tree
@@ -56,8 +56,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         sweeps: L, local sweeps per round.
         chains: C, independent chains, which differ by their keys.
 
-    Shapes: server state is `Server`; client state has its variables, `(K, C, ...)`, which `Algorithm.model` returns;
-    the outbox is what `shared.send` returns.
+    Shapes: server state is `GibbsServer`; client state has its variables, `(K, C, ...)`, which `Algorithm.model`
+    returns; the outbox is what `shared.send` returns.
 
     Raises:
         ValueError: `sweeps` or `chains` is less than one, or the start is neither `(p,)` nor `(C, p)`.
@@ -81,18 +81,18 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
             raise ValueError(f"Expected {name} of at least 1, but got {count}")
     numbers = torch.arange(chains)
 
-    def init(parameters: Tensor, clients: int) -> tuple[Server, _State]:
+    def init(parameters: Tensor, clients: int) -> tuple[GibbsServer, _State]:
         start = _check_start(parameters, chains)
         variables = local.init(start)
         nothing = tree.zeros_like(_in_limbs(local.report(variables)))
-        return Server(shared.init(start)), _State(variables, nothing)
+        return GibbsServer(shared.init(start)), _State(variables, nothing)
 
     def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         keys = random.fold_in(turn.key[:, None], numbers.to(turn.key.device))
         variables = local.sweep(inbox, state.variables, data, keys, sweeps)
         return Reply(None, _State(variables, _in_limbs(local.report(variables))), {})
 
-    def server(state: Server, aggregate: None, key: Tensor) -> Server:
+    def server(state: GibbsServer, aggregate: None, key: Tensor) -> GibbsServer:
         device = next(iter(tree.leaves(state)), key).device
         keys = random.fold_in(key, numbers.to(key.device)).to(device)
         return state._replace(variables=shared.update(state.variables, state.total, keys))

@@ -44,7 +44,7 @@ class _State(NamedTuple):
     solver: Tree
 
 
-class Server(NamedTuple):
+class GTVServer(NamedTuple):
     """Hold what the nodes have heard; a row per node, `(n, ...)`. There is no server: row i is node i's memory."""
 
     total: Tree = None  # {name: Σ_j A_ij w_j} of the coupled parameters, float64
@@ -60,7 +60,7 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
             `{"body.*": 1.0, "head.bias": 0.1}`, for penalties on parts of the parameters (6.5). Strengths of patterns
             that match one name add up; parameters that match none are personal and never sent.
 
-    Shapes: server state is `Server`, the outbox its total; client state has w_i, `(K, ...)`.
+    Shapes: server state is `GTVServer`, the outbox its total; client state has w_i, `(K, ...)`.
 
     Raises:
         ValueError: α is negative or not finite; a pattern matches no parameter; buffers are treated as parameters; or,
@@ -79,12 +79,12 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
     expected.kind(network, Network, "a network", "make one with ft.Network.from_edges, k_nearest, ring, …")
     strengths = _strengths(alpha, local)
 
-    def init(parameters: Tree, clients: int) -> tuple[Server, _State]:
+    def init(parameters: Tree, clients: int) -> tuple[GTVServer, _State]:
         if clients != network.nodes:
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        return Server(), _State(parameters, local.init(parameters))
+        return GTVServer(), _State(parameters, local.init(parameters))
 
     def client(inbox: Neighbourhood, state: _State, data: Any, turn: Turn) -> Reply:
         quadratic = _coupling(inbox, state.parameters, strengths)

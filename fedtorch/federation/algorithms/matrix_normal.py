@@ -74,7 +74,7 @@ class _Message(NamedTuple):
     found: Mean  # of what it has found
 
 
-class Server(NamedTuple):
+class MatrixNormalServer(NamedTuple):
     """Hold what the server keeps."""
 
     parameters: Tensor  # (K, p) the θ_k, float64
@@ -174,7 +174,7 @@ def matrix_normal(
         start: begin with Ω = start · I, the paper's 1; by default the first steps of a device have no prior.
         rank: of Ω beyond the multiple of the identity, at most.
 
-    Shapes: server state is `Server`; the outbox has a row per device, `(K, ...)`: θ_k, σ_k², λ_k and h_k as
+    Shapes: server state is `MatrixNormalServer`; the outbox has a row per device, `(K, ...)`: θ_k, σ_k², λ_k and h_k as
     `parameters`, `noise`, `precision` and `shift`; client state is the local solver's.
 
     Raises:
@@ -226,15 +226,15 @@ def matrix_normal(
     )
 
 
-def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[Server, Tree]:
+def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[MatrixNormalServer, Tree]:
     """Start with all rows alike, and no device heard."""
     rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
     nothing = rows.new_zeros(clients)
     omega = low_rank.identity(clients, chosen.rank, float("inf") if chosen.start is None else chosen.start)
-    return Server(rows, Summary(nothing, nothing, nothing), nothing.bool(), omega), local.init(parameters)
+    return MatrixNormalServer(rows, Summary(nothing, nothing, nothing), nothing.bool(), omega), local.init(parameters)
 
 
-def _outbox(server: Server, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
+def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
     """Send each device its row, noise and prior; no prior until its noise is known and it was heard, or Ω is given."""
     variance = noise_variance(server.summary, chosen.noise)
     precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
@@ -282,13 +282,13 @@ def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, loc
     return Reply(_Message(change, found), solved.state, solved.info)
 
 
-def _server(state: Server, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> Server:
+def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> MatrixNormalServer:
     """Update Θ and the noise from the devices that answered; then Ω."""
     ids, (change, (found, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     had_a_prior = state.heard[ids] | (chosen.start is not None)
     theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
     summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, found.summary)))
-    state = Server(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
+    state = MatrixNormalServer(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
     variance, seen = noise_variance(summary, chosen.noise), summary.spread > 0
     reach = torch.where(state.heard[:, None], theta, 0.0).square().sum()
     finite, bounded, units = torch.stack([variance.isfinite().all(), reach.isfinite(), state.heard.sum()]).tolist()

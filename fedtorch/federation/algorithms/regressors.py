@@ -59,7 +59,7 @@ class _State(NamedTuple):
     told: _Told
 
 
-class Server(NamedTuple):
+class RegressorsServer(NamedTuple):
     """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
 
     total: Tree = None  # `predictions` (n, m') and `weight` (n,): Σ_j A_ij of the neighbours' own, and of those heard
@@ -85,7 +85,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, as every node sees the same
             examples.
 
-    Shapes: server state is `Server`; client state has the predictions, `(K, m')`.
+    Shapes: server state is `RegressorsServer`; client state has the predictions, `(K, m')`.
 
     Raises:
         ValueError: α is negative or not finite, inputs of another form; or, when a run begins, rows of another form or
@@ -105,12 +105,14 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
     """
     shared = _checked_inputs(alpha, inputs, network.nodes)
 
-    def init(parameters: Tree, clients: int) -> tuple[Server, _State]:
+    def init(parameters: Tree, clients: int) -> tuple[RegressorsServer, _State]:
         if clients != network.nodes:
             raise ValueError(
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
             )
-        return Server(), _State(_Told(torch.zeros(shared.shape[1], dtype=torch.float64), torch.zeros(()).double()))
+        return RegressorsServer(), _State(
+            _Told(torch.zeros(shared.shape[1], dtype=torch.float64), torch.zeros(()).double())
+        )
 
     def client(inbox: Neighbourhood, state: _State, data: ClientData, turn: Turn) -> Reply:
         heard: _Told = inbox.heard.heard
@@ -145,7 +147,7 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
 
 
 def fitted(
-    make: Callable[[], Regressor], data: FederatedData, server: Server, alpha: float, inputs: Tensor
+    make: Callable[[], Regressor], data: FederatedData, server: RegressorsServer, alpha: float, inputs: Tensor
 ) -> list[Regressor]:
     """Fit a regressor per node to its rows and its neighbours' predictions; arguments as of `gtv_regressors`."""
     seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.total

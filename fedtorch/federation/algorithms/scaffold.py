@@ -38,7 +38,7 @@ from fedtorch.federation.told import Averages, Told
 from fedtorch.tree import Tree
 
 
-class Server(NamedTuple):
+class ControlsServer(NamedTuple):
     """Hold what the server keeps."""
 
     parameters: Tree  # θ
@@ -64,7 +64,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         lr: the server's step η.
         weight: data -> `(K,)` positive weights w_k; default: the number of rows.
 
-    Shapes: server state is `Server`, the outbox has θ and c as `parameters` and `control`; client state has
+    Shapes: server state is `ControlsServer`, the outbox has θ and c as `parameters` and `control`; client state has
     its control, `(K, ...)`.
 
     Raises:
@@ -83,10 +83,10 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
     """
     check_settings(local, 0.0, lr)
 
-    def init(parameters: Tree, clients: int) -> tuple[Server, State]:
-        return Server(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
+    def init(parameters: Tree, clients: int) -> tuple[ControlsServer, State]:
+        return ControlsServer(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
 
-    def outbox(server: Server) -> _Outbox:
+    def outbox(server: ControlsServer) -> _Outbox:
         control = mean_control(server.total, server.population)
         return _Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
 
@@ -100,7 +100,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
         return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
 
-    def server(state: Server, aggregate: Message, key: Tensor) -> Server:
+    def server(state: ControlsServer, aggregate: Message, key: Tensor) -> ControlsServer:
         return state._replace(parameters=tree.add_scaled(state.parameters, aggregate.change.value, lr))
 
     return Algorithm(

@@ -189,7 +189,7 @@ def check_ids(ids: Tensor, clients: int) -> None:
         )
 
 
-class Keys(NamedTuple):
+class PurposeKeys(NamedTuple):
     """A round's keys, one for each purpose; see `RoundKeys`."""
 
     cohort: Tensor
@@ -199,16 +199,16 @@ class Keys(NamedTuple):
 
 
 class RoundKeys:
-    """The keys of rounds: number of rounds done before -> `Keys`, which depend on the seed and the number only."""
+    """Make the keys of a round from the number of rounds before it and the seed."""
 
     def __init__(self, seed: int) -> None:
         self._seed, self._first = seed, 0
-        self._made: list[Keys] = []
+        self._made: list[PurposeKeys] = []
 
-    def __call__(self, number: int) -> Keys:
+    def __call__(self, number: int) -> PurposeKeys:
         if not 0 <= number - self._first < len(self._made):
             self._first = number
             rounds = random.fold_in(random.key(self._seed), torch.arange(number, number + _KEYS_AHEAD))
-            keys = random.fold_in(rounds[:, None], torch.arange(len(Keys._fields)))
-            self._made = [Keys(*each.unbind()) for each in keys.unbind()]
+            keys = random.fold_in(rounds[:, None], torch.arange(len(PurposeKeys._fields)))
+            self._made = [PurposeKeys(*each.unbind()) for each in keys.unbind()]
         return self._made[number - self._first]

@@ -60,7 +60,7 @@ class _Delivery(NamedTuple):
     payload: bytes
 
 
-class Network:
+class Deliveries:
     """Delivers the messages of an algorithm's clients in a random order, and some of them twice.
 
     Args:

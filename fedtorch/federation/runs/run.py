@@ -24,7 +24,7 @@ from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import agreed, carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, checked_draws
-from fedtorch.federation.runs.deliveries import Network
+from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
 from fedtorch.history import History, Recorder, Round, headline
@@ -107,7 +107,7 @@ class Run:
         self.log = History(keep_losses)
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         hidden = carried(algorithm, population.carry, type(population).__name__)
-        self.network = None if faults is None or faults.twice is None else Network(hidden, faults.twice)
+        self.network = None if faults is None or faults.twice is None else Deliveries(hidden, faults.twice)
         delivered = hidden if self.network is None else self.network.algorithm
         self.clients: Clients = population.bind(delivered, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)

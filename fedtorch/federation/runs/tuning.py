@@ -50,7 +50,7 @@ Setting = dict[str, Any]  # a value for every hyperparameter
 
 
 @dataclasses.dataclass(frozen=True)
-class Grid:
+class GridSearch:
     """The settings of a grid and how well each predicts, in the order in which they were given.
 
     Attributes:
@@ -62,7 +62,7 @@ class Grid:
     Example:
         >>> import torch, fedtorch as ft
         >>> scores = tuple(ft.Score(s, torch.tensor([s], dtype=torch.float64)) for s in (0.5, 0.9))
-        >>> result = Grid(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
+        >>> result = GridSearch(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
         >>> result.best
         {'lr': 1.0}
     """
@@ -129,7 +129,7 @@ def grid(
     faults: Faults | None = None,
     split: Split = inputs_and_targets,
     progress: bool = True,
-) -> Grid:
+) -> GridSearch:
     """Runs every combination of `settings` on the same clients, and scores each on the clients' validation rows.
 
     Each setting is `ft.run(build(**setting), population, ...)`, one after another. One whose server has NaN or
@@ -187,7 +187,7 @@ def grid(
             failed = scores.count(None)
             shown.update(i * rounds - shown.done, partial(dict, diverged=failed) if failed else None)
     nothing = Score(math.nan, torch.full((len(validation),), math.nan, dtype=torch.float64))
-    return Grid(
+    return GridSearch(
         settings=tuple(tried),
         scores=tuple(nothing if score is None else score for score in scores),
         diverged=tuple(score is None for score in scores),

@@ -11,11 +11,11 @@ from fedtorch.sites.identity.key_directory import KeyDirectory, Speaker
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.policy import Refusal
-from fedtorch.sites.rounds.sites import Heard
+from fedtorch.sites.rounds.sites import Answers
 from fedtorch.wire import PayloadError
 
 DIRECTORY = "directory"  # its name beside other bytes of a frame
-Ask = Callable[[Mapping[str, bytes], int, Callable[[str, Frame], object]], Heard]
+Ask = Callable[[Mapping[str, bytes], int, Callable[[str, Frame], object]], Answers]
 
 
 class Keyring:
@@ -84,7 +84,7 @@ class SiteKeys:
         if identity is None:
             raise Refusal("the site has no identity to sign keys with; it was not given to join(identity=...)")
         self._authority, self.run, self._issued = identity.authority, run, 0.0
-        self.name, self.own = identity.name, key_directory.Keys(identity, run, first, clients)
+        self.name, self.own = identity.name, key_directory.RunKeys(identity, run, first, clients)
 
     def announce(self, frame: Frame) -> bytes:
         """The answer to a request for keys."""

@@ -13,7 +13,7 @@ not), and let a site say how many there have to be.
 >>> authority, site = identity.make_server(folder.name).authority, identity.make_site(folder.name, "ward 7")
 >>> roster = Roster(f"{folder.name}/roster.json")
 >>> roster.add("ward 7", identity.fingerprint(site.certificate))
->>> keys = key_directory.Keys(site, "run 1", first=0, clients=3)  # at the site
+>>> keys = key_directory.RunKeys(site, "run 1", first=0, clients=3)  # at the site
 >>> word, signed = keys.announcement(epoch=0), key_directory.sign_roster(folder.name, roster)
 >>> heard: key_directory.Speaker = key_directory.speaker(word, signed, "run 1")  # at the server
 >>> heard.name, heard.clients, heard.sealing == keys.sealing.public_key().public_bytes_raw()
@@ -67,7 +67,7 @@ class KeyDirectory(NamedTuple):
     issued: float  # seconds since 1970
 
 
-class Keys:
+class RunKeys:
     """The secret keys of this process in a run, which never leave it, and what it announces of them.
 
     Args:

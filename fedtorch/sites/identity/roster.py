@@ -16,7 +16,7 @@ from fedtorch.sites.identity.identity import fingerprint
 _SECONDS = 30.0  # for another process that writes the file
 
 
-class Site(NamedTuple):
+class Member(NamedTuple):
     """A site as the server knows it; see `Roster`."""
 
     key: str  # fingerprint of its public key
@@ -38,7 +38,7 @@ class Roster:
         >>> folder = tempfile.TemporaryDirectory()
         >>> roster = Roster(f"{folder.name}/roster.json")
         >>> roster.add("ward 7", key="a1b2", rows=1000)
-        >>> roster.sites["ward 7"] == Site("a1b2", rows=1000)
+        >>> roster.sites["ward 7"] == Member("a1b2", rows=1000)
         True
         >>> roster.revoke("ward 7", "has left the study")
         >>> roster.check("ward 7", "a1b2")
@@ -50,10 +50,10 @@ class Roster:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self._seen: tuple[int, int] | None = None
-        self._sites: dict[str, Site] = {}
+        self._sites: dict[str, Member] = {}
 
     @property
-    def sites(self) -> dict[str, Site]:
+    def sites(self) -> dict[str, Member]:
         """By name, those that are revoked too."""
         try:
             found = self.path.stat()
@@ -92,7 +92,7 @@ class Roster:
     def add(self, name: str, key: str, rows: int | None = None) -> None:
         """Lets a site in, with the fingerprint of its key in place of an earlier one."""
         check_name(name)
-        self._change(name, Site(key, "", rows))
+        self._change(name, Member(key, "", rows))
 
     def revoke(self, name: str, reason: str) -> None:
         """Lets a site in no longer; one that is connected is disconnected with its next frame.
@@ -104,14 +104,14 @@ class Roster:
             raise ValueError(f"Expected one of {sorted(self.sites)}, but got {name!r}")
         self._change(name, self.sites[name]._replace(revoked=reason or "no reason given"))
 
-    def _change(self, name: str, site: Site) -> None:
+    def _change(self, name: str, site: Member) -> None:
         with FileLock(f"{self.path}.lock", timeout=_SECONDS):
             sites = {**(self._read() if self.path.exists() else {}), name: site}
             content = {each: sites[each]._asdict() for each in sorted(sites)}
             files.replace(self.path, json.dumps({"sites": content}, indent=1).encode())
 
-    def _read(self) -> dict[str, Site]:
+    def _read(self) -> dict[str, Member]:
         try:
-            return {name: Site(**site) for name, site in json.loads(self.path.read_bytes())["sites"].items()}
+            return {name: Member(**site) for name, site in json.loads(self.path.read_bytes())["sites"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"Expected a roster in {self.path}, but got something else: {error}") from None

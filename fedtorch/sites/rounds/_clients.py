@@ -30,7 +30,7 @@ from fedtorch.sites.rounds._reading import Answer, Reader
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.plan import Plan
-from fedtorch.sites.rounds.sites import LATE, Heard, Question, reasons
+from fedtorch.sites.rounds.sites import LATE, Answers, Question, reasons
 from fedtorch.tree import Tree
 
 _NOBODY = torch.zeros(0, dtype=torch.int64)
@@ -318,7 +318,7 @@ class RemoteClients:
         }
         return self._recording.begin(site, about, {"state": self._local.table.initial})
 
-    def _ask(self, requests: Mapping[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Heard:
+    def _ask(self, requests: Mapping[str, bytes], number: int, read: Callable[[str, Frame], Any]) -> Answers:
         least = self._least(len(requests))
         read, digests = self._recording.asked(self.run, requests, read)
         question = Question(self.run, self._begin, requests, number, read)

@@ -12,7 +12,7 @@ from fedtorch.sites.envelopes.keyring import DIRECTORY, Ask, Keyring
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._masked import Asked, SumLost, add_up, parties_of
 from fedtorch.sites.rounds.plan import Lost
-from fedtorch.sites.rounds.sites import Heard
+from fedtorch.sites.rounds.sites import Answers
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -110,7 +110,7 @@ class Hidden:
         signing = dict(zip(firsts.values(), self._keyring.signing(self._parties)))
         parties = parties_of(run, wanted.number, wanted.about, signing)
 
-        def ask(phase: int, sent: Mapping[str, bytes]) -> Heard:
+        def ask(phase: int, sent: Mapping[str, bytes]) -> Answers:
             number = self._next()
             encode = partial(frames.encode_blobs, "phase", run=run, sequence=number, sum=wanted.number, phase=phase)
             requests = {site: encode(blobs={"payload": payload}) for site, payload in sent.items()}

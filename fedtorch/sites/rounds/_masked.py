@@ -26,7 +26,7 @@ from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.past_sums import digest_of_start
 from fedtorch.sites.rounds.policy import Refusal
-from fedtorch.sites.rounds.sites import Heard
+from fedtorch.sites.rounds.sites import Answers
 from fedtorch.sites.secure.halves import client_half, server_half
 from fedtorch.sites.secure.masked import Masked, Parties
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
@@ -95,7 +95,7 @@ def add_up(
     message: Tree,
     first: Mapping[str, bytes],
     wanted: Asked,
-    ask: Callable[[int, Mapping[str, bytes]], Heard],
+    ask: Callable[[int, Mapping[str, bytes]], Answers],
 ) -> Added:
     """Return the sum of what sites have under masks: the server's half, driven over requests.
 
@@ -120,7 +120,7 @@ def add_up(
 
     def hear(step: Receive) -> halves.Heard:
         phase = next(phases)
-        heard = Heard(dict(first), {}, 0) if phase == ADVERT else ask(phase, requests)
+        heard = Answers(dict(first), {}, 0) if phase == ADVERT else ask(phase, requests)
         requests.clear()
         numbers = {name: number + 1 for name, number in firsts.items()}
         said = {numbers[name]: packed(answer) for name, answer in heard.answers.items()}

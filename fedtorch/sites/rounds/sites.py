@@ -30,7 +30,7 @@ class Brings(NamedTuple):
     schema: Any  # of its rows, as JSON
 
 
-class Heard(NamedTuple):
+class Answers(NamedTuple):
     """Holds the answers of sites."""
 
     answers: dict[str, Any]  # by site, as they were read, in the order of the sites
@@ -84,10 +84,10 @@ class Question:
                 self.missing[name] = str(error)
             del self.waiting[name]
 
-    def heard(self, gone: Mapping[str, str]) -> Heard:
+    def heard(self, gone: Mapping[str, str]) -> Answers:
         """All that was heard; `gone` are the sites that are waited for no longer, and why."""
         answers = {name: self.answers[name] for name in self.requests if name in self.answers}
-        return Heard(answers, {**self.missing, **gone}, self._bytes)
+        return Answers(answers, {**self.missing, **gone}, self._bytes)
 
 
 class Sites:
@@ -139,7 +139,7 @@ class Sites:
         self._sequence += 1
         return self._sequence
 
-    def ask(self, question: Question, *, seconds: float, least: int) -> Heard:
+    def ask(self, question: Question, *, seconds: float, least: int) -> Answers:
         """Asks sites, and returns once all that are here have answered, and `least` of them at least, or time is up.
 
         A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.algorithms.matrix_normal import (
-    Server,
+    MatrixNormalServer,
     in_every_step,
     matrix_normal,
     noise_variance,
@@ -65,7 +65,7 @@ def frozen(covariance: low_rank.LowRank) -> CovarianceUpdate:
     return CovarianceUpdate(lambda *_: covariance, lambda *_: torch.zeros(()))
 
 
-def objective(server: Server, learn: CovarianceUpdate, known: SufficientStatistics) -> float:
+def objective(server: MatrixNormalServer, learn: CovarianceUpdate, known: SufficientStatistics) -> float:
     """The stated objective L, when all devices have been heard."""
     noise = noise_variance(server.summary)
     scale = (noise * server.summary.spread)[server.summary.spread > 0].median()
@@ -73,7 +73,7 @@ def objective(server: Server, learn: CovarianceUpdate, known: SufficientStatisti
     return float(misfit + learn.penalty(server.covariance, server.parameters, scale, len(noise)))
 
 
-def gradient(server: Server, known: SufficientStatistics) -> Tensor:
+def gradient(server: MatrixNormalServer, known: SufficientStatistics) -> Tensor:
     """Half the derivative of L by Θ, with Ω dense, relative to the size of its terms."""
     noise = noise_variance(server.summary)[:, None]
     pull = (known.gram @ server.parameters[..., None])[..., 0] - known.cross

@@ -14,7 +14,7 @@ from torch import nn
 import fedtorch as ft
 from fedtorch import progress
 from fedtorch.federation.runs.evaluation import evaluate
-from fedtorch.federation.runs.tuning import Grid
+from fedtorch.federation.runs.tuning import GridSearch
 
 SIZES = [5, 9, 4, 14, 7, 9]
 DATA = linear_clients(SIZES)
@@ -34,7 +34,7 @@ def sgd(lr: float) -> Optimizer:
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
 
-def searched(build: Callable[..., ft.Algorithm], settings: dict[str, Sequence[Any]], **arguments: Any) -> Grid:
+def searched(build: Callable[..., ft.Algorithm], settings: dict[str, Sequence[Any]], **arguments: Any) -> GridSearch:
     """A grid over the linear clients, scored by squared errors."""
     given = {"validation": VALIDATION, "metric": ft.metrics.mean_squared_error(), "rounds": 4, "seed": 5}
     given["population"] = ft.InProcess(TRAINING)
@@ -54,7 +54,9 @@ def alone(algorithm: ft.Algorithm, rounds: int = 4, **arguments: Any) -> ft.Scor
     return evaluate(final.clients, outbox, algorithm.predict, validation, {"": metric})[""]
 
 
-def assert_same(result: Grid, build: Callable[..., ft.Algorithm], rounding: float = ROUNDING, **kwargs: Any) -> None:
+def assert_same(
+    result: GridSearch, build: Callable[..., ft.Algorithm], rounding: float = ROUNDING, **kwargs: Any
+) -> None:
     assert len({score.overall for score in result.scores}) == len(result.settings)  # settings make a difference
     for setting, score in zip(result.settings, result.scores):
         expected = alone(build(**setting), **kwargs)

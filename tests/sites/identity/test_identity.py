@@ -55,7 +55,8 @@ def test_strict_libraries_take_the_certificates(authority: Path, tmp_path: Path)
             end.do_handshake()
         except ssl.SSLWantReadError:
             continue
-    assert site.getpeercert() and server.getpeercert()
+    assert site.getpeercert()
+    assert server.getpeercert()
 
 
 def test_keys_are_for_their_owner_and_come_back_from_the_folder(authority: Path, tmp_path: Path) -> None:

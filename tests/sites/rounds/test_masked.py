@@ -353,12 +353,12 @@ def test_an_older_roster_is_not_believed() -> None:
 
 
 def of_another_run(name: str) -> bytes:
-    return key_directory.Keys(certified().identities[name], "0" * 32, 2, 2).announcement(0)
+    return key_directory.RunKeys(certified().identities[name], "0" * 32, 2, 2).announcement(0)
 
 
 def keys_of(name: str, word: bytes, first: int = 2) -> bytes:
     """An announcement for the run of another one."""
-    return key_directory.Keys(
+    return key_directory.RunKeys(
         certified().identities[name], json.loads(json.loads(word)["said"])["run"], first, 2
     ).announcement(0)
 
@@ -371,7 +371,7 @@ def keys_of(name: str, word: bytes, first: int = 2) -> bytes:
         (lambda word: keys_of("c", word), "expected keys of 'b' with its clients"),
         (lambda word: keys_of("b", word, first=0), "expected keys of 'b' with its clients"),
         (
-            lambda word: key_directory.Keys(certified().identities["b"], "0" * 32, 2, 2).announcement(0),
+            lambda word: key_directory.RunKeys(certified().identities["b"], "0" * 32, 2, 2).announcement(0),
             "for another run",
         ),
     ],

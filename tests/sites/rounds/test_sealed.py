@@ -299,12 +299,14 @@ def test_threads_that_come_and_go() -> None:
 
 
 def announced(made: Any, name: str, run: str) -> bytes:
-    return key_directory.Keys(made.identities[name], run, 0, 2).announcement(0)
+    return key_directory.RunKeys(made.identities[name], run, 0, 2).announcement(0)
 
 
 def test_directories_that_are_not_to_be_believed() -> None:
     made, run = certified(), "0" * 32
-    words = [key_directory.Keys(made.identities[name], run, 2 * i, 2).announcement(0) for i, name in enumerate("abc")]
+    words = [
+        key_directory.RunKeys(made.identities[name], run, 2 * i, 2).announcement(0) for i, name in enumerate("abc")
+    ]
     authority = made.identities["a"].authority
     found = key_directory.read(key_directory.write(made.roster, words), authority, run)
     assert [key_directory.speaker(word, made.roster, run) for word in words] == list(found.speakers)
@@ -316,12 +318,12 @@ def test_directories_that_are_not_to_be_believed() -> None:
         (key_directory.write(made.roster, words[::-1]), "each other's clients"),
         (key_directory.write(made.roster, [words[0].replace(b"first", b"fjrst")]), "'a' has not signed it"),
         (
-            key_directory.write(made.roster, [key_directory.Keys(other.identities["d"], run, 0, 2).announcement(0)]),
+            key_directory.write(made.roster, [key_directory.RunKeys(other.identities["d"], run, 0, 2).announcement(0)]),
             "'d' has another key",
         ),
         (
             key_directory.write(
-                made.roster, [key_directory.Keys(made.identities["a"], "1" * 32, 0, 2).announcement(0)]
+                made.roster, [key_directory.RunKeys(made.identities["a"], "1" * 32, 0, 2).announcement(0)]
             ),
             "another run",
         ),

@@ -15,7 +15,7 @@ import pytest
 from fedtorch.sites import Roster, connect, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.identity import Identity
-from fedtorch.sites.identity.roster import Site
+from fedtorch.sites.identity.roster import Member
 from fedtorch.sites.streams import grpc_streams
 from fedtorch.sites.streams.hub import LIMITS, Limits, Link
 
@@ -154,7 +154,7 @@ def test_a_certificate_is_for_one_end_only(place: Place, tmp_path: Path, monkeyp
         connect(place.address, place.identity)
     monkeypatch.setattr(grpc_streams, "check_site_certificate", lambda certificate: None)
     place.roster.sites  # noqa: B018
-    place.roster._sites[identity.SERVER] = Site(identity.fingerprint(place.identity.certificate))
+    place.roster._sites[identity.SERVER] = Member(identity.fingerprint(place.identity.certificate))
     monkeypatch.setattr(Identity, "check_site", Identity.check_clock)
     with pytest.raises(ConnectionError, match=r"does not believe the certificate of 'server\.fedtorch'"):  # noqa: PT012
         for _ in range(3):

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedtorch.federation.algorithms.consensus import at_node
-from fedtorch.federation.algorithms.ep.algorithm import Server
+from fedtorch.federation.algorithms.ep.algorithm import EPServer
 from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
@@ -26,7 +26,7 @@ class Checked(NamedTuple):
     """Hold what a run has found that can be used."""
 
     model: Any
-    server: Server  # of a run without a server, a node's copy or the mean of all
+    server: EPServer  # of a run without a server, a node's copy or the mean of all
     nodes: int | None  # how many there are in a run without a server
 
 
@@ -54,7 +54,7 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
     return Checked(run.algorithm.settings["model"], server, len(run.server.version) if copies else None)
 
 
-def _warnings(run: Run, server: Server, tolerance: float) -> Iterator[str]:
+def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
     """List what a user must know: that q still moves, and which sites are no longer renewed."""
     moved = server.moved
     if not converged(run, tolerance):

@@ -40,7 +40,7 @@ class _State(NamedTuple):
     stepped: Tensor  # version of q that its last step started from, −1 before the first
 
 
-class Server(NamedTuple):
+class EPServer(NamedTuple):
     """Hold what the server keeps.
 
     Example:
@@ -95,8 +95,8 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     A run's history has every round's `Moved`, by which `settled` stops it; `posterior`, `devices` and `corrected` say
     what it has found.
 
-    Shapes: server state is `Server`; client state has its site, `(K, ...)`. A run's `parameters` are the prior's normal
-    part, so that a posterior of one federation can be the prior of the next. `Algorithm.model` gives the
+    Shapes: server state is `EPServer`; client state has its site, `(K, ...)`. A run's `parameters` are the prior's
+    normal part, so that a posterior of one federation can be the prior of the next. `Algorithm.model` gives the
     clients' cavities, from which `hierarchical.Model.devices` makes their own posteriors.
 
     Raises:
@@ -131,12 +131,12 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     )
 
 
-def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -> tuple[Server, _State]:
+def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -> tuple[EPServer, _State]:
     """Start with the prior as q, and no site at any client."""
     prior = model.prior.replaced(Natural(parameters["shift"], parameters["precision"]))
     nothing, posterior = tree.zeros_like(prior.normal), _product(prior.normal, prior.sites, prior)
     pace, moved = pacing.begun(damping)
-    server = Server(
+    server = EPServer(
         prior=prior.normal,
         prior_sites=prior.sites,
         share=nothing,
@@ -151,7 +151,7 @@ def _init(parameters: Tree, clients: int, *, model: Completed, damping: float) -
     return server, _State(told, nothing, nothing, torch.tensor(-1))
 
 
-def _outbox(server: Server) -> _Outbox:
+def _outbox(server: EPServer) -> _Outbox:
     """Return q, and the settings of the next round."""
     pace = server.pace
     return _Outbox(server.posterior, server.share, server.version, pace.good, pace.back, pace.damping)
@@ -173,7 +173,7 @@ def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, model: Comp
     return _stepped(inbox, state, site, good, _target(inbox, site, model.project, data, turn.key))
 
 
-def _server(state: Server, aggregate: _Message, key: Tensor, *, model: Completed, damping: float) -> Server:
+def _server(state: EPServer, aggregate: _Message, key: Tensor, *, model: Completed, damping: float) -> EPServer:
     """Update q from the prior and the sum of the sites, and plan the next round; the first round makes the shares."""
     version, total = int(state.version), state.total
     prior, share = model.prior.replaced(state.prior), state.share

@@ -44,7 +44,7 @@ class UnitState(NamedTuple):
     started: Tensor  # bool: whether `own` comes from its own data
 
 
-class Server(NamedTuple):
+class FedMGPServer(NamedTuple):
     """Hold what the server keeps."""
 
     shared: dict[str, Tensor]  # θ
@@ -85,7 +85,7 @@ def fedmgp(
 
     `Federation.client_module(k)` is the unit's `ConvolvedGP` with its posterior, and has observed the unit's rows where
     their residual is kept whole: call it for a `MultivariateNormal` of f, its `predict` for outputs. `evaluate`
-    predicts from what units share. `Server.bound` is the bound of the marginal likelihood at the hyperparameters
+    predicts from what units share. `FedMGPServer.bound` is the bound of the marginal likelihood at the hyperparameters
     with which the units last told their sites, and those make the predictions.
 
     Args:
@@ -101,7 +101,7 @@ def fedmgp(
         exact_units: whether a unit's residual covariance is kept whole, in O(N³); for Gaussian noise.
         accept_disclosure: whether units with no more rows than inducing values may take part without a warning.
 
-    Shapes: server state is `Server`, of which the outbox is a part; client state is `UnitState`, `(K, ...)`.
+    Shapes: server state is `FedMGPServer`, of which the outbox is a part; client state is `UnitState`, `(K, ...)`.
 
     Raises:
         ValueError: a setting out of range, a module with a batch shape, or rows that do not fit it.
@@ -137,14 +137,14 @@ def fedmgp(
     )
 
 
-def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, UnitState]:
+def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServer, UnitState]:
     """Start with the prior N(0, I) as q(t), before any unit has told anything."""
     shared = {name: parameters[name] for name in gp.shared}
     own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
     precision = pack(like.new_zeros(len(like), len(like)))
     told = Contribution(precision, torch.zeros_like(like), zero.to(like), zero.to(like))
-    server = Server(
+    server = FedMGPServer(
         shared=shared,
         told_at=shared,
         units=zero,
@@ -156,7 +156,7 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[Server, Uni
     return server, UnitState(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
 
 
-def _outbox(server: Server, *, gp: StackedGP) -> _Outbox:
+def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
     """Return the hyperparameters, and q(t) in the units' precision."""
     like = gp.values["posterior_mean"].dtype
     return _Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
@@ -168,12 +168,12 @@ def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: Stac
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
-def _server(state: Server, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> Server:
+def _server(state: FedMGPServer, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> FedMGPServer:
     """Update q(t) from the sum of the sites, and take a step of the shared hyperparameters at the q that was sent."""
     return gp.at_first_go(partial(_server_step, gp=gp, lr=lr), state, aggregate)
 
 
-def _server_step(state: Server, aggregate: UnitMessage, *, gp: StackedGP, lr: float) -> Server:
+def _server_step(state: FedMGPServer, aggregate: UnitMessage, *, gp: StackedGP, lr: float) -> FedMGPServer:
     mean, root, bound = gp.combine(state.total)
     shared, moments = state.shared, state.moments
     if lr > 0 and shared:

@@ -113,7 +113,7 @@ def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], flo
 
 
 def pld_epsilon(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
-    """Return `spent` by privacy-loss distributions, also where there is a closed form; infinite for noise below 1e-3."""
+    """Return `spent` by privacy-loss distributions, also beside a closed form; infinite for noise below 1e-3."""
     return _pld_curve(releases, cells)(delta)
 
 
