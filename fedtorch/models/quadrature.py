@@ -135,7 +135,7 @@ def _resolution_five(columns: int) -> Tensor:
 
 
 def default_rule(dimensions: int) -> QuadratureRule:
-    """Return a product rule in up to four dimensions, two spherical designs up to twenty, quasi-random points beyond."""
+    """Return a product rule in up to four dimensions, two spherical designs up to twenty, and quasi-random points."""
     if dimensions in _POINTS:
         return gauss_hermite(dimensions, _POINTS[dimensions])
     return two_shells(dimensions) if dimensions <= _MOST_DESIGNED else quasi_random(dimensions, 64 * dimensions)
