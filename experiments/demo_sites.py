@@ -29,7 +29,7 @@ from experiments.demo_site import ALGORITHMS, SITES, Table
 from fedtorch import tree, vfl
 from fedtorch.federation.algorithms.ep import posterior
 from fedtorch.sites import Hub, Roster, enrolment, identity, serve
-from fedtorch.sites.enrolment import Desk
+from fedtorch.sites.enrolment import EnrolmentServer
 from fedtorch.sites.vertical import over_hub
 from fedtorch.vfl import ServerNode
 
@@ -69,9 +69,9 @@ def serving(iterations: int) -> Iterator[Hub]:
     with tempfile.TemporaryDirectory(prefix="fedtorch-") as temporary:
         authority = Path(temporary) / "authority"
         own, roster = identity.make_server(authority), Roster(Path(temporary) / "roster.json")
-        desk, hub = Desk(authority, "127.0.0.1:0", roster), serve("127.0.0.1:0", own, roster)
-        say(f"an authority of its own; enrols at port {desk.port}, serves at port {hub.port}")
-        at = f"127.0.0.1:{desk.port}"
+        enrolling, hub = EnrolmentServer(authority, "127.0.0.1:0", roster), serve("127.0.0.1:0", own, roster)
+        say(f"an authority of its own; enrols at port {enrolling.port}, serves at port {hub.port}")
+        at = f"127.0.0.1:{enrolling.port}"
         with_sites = [started(temporary, hub.port, iterations, enrolment.invite(authority, name, at)) for name in SITES]
         try:
             yield hub
@@ -83,7 +83,7 @@ def serving(iterations: int) -> Iterator[Hub]:
                 site.kill()
                 site.wait()
             hub.close()
-            desk.close()
+            enrolling.close()
 
 
 def started(folder: str, port: int, iterations: int, token: enrolment.Token) -> subprocess.Popen[str]:

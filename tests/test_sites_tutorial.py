@@ -15,7 +15,7 @@ import torch
 import fedtorch as ft
 from fedtorch import cli
 from fedtorch.sites import Roster, connect, join
-from fedtorch.sites.enrolment import Desk, enrol, read_token
+from fedtorch.sites.enrolment import EnrolmentServer, enrol, read_token
 from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds.configuration import read_configuration
 
@@ -54,12 +54,12 @@ def test_the_pages_lines_run_as_printed(
     monkeypatch.chdir(tmp_path)
     every = {command[0]: command for command in commands(page)}
     assert cli.main(every["authority"]) == 0
-    desk = Desk("authority", "127.0.0.1:0", Roster("server/roster.json"))
+    enrolling = EnrolmentServer("authority", "127.0.0.1:0", Roster("server/roster.json"))
     threads, ended = [], {}
     for site, name in enumerate(NAMES):
         capsys.readouterr()
         invite = [name if part == "ward 7" else part for part in every["invite"]]
-        assert cli.main([part.replace("server.example:8443", f"127.0.0.1:{desk.port}") for part in invite]) == 0
+        assert cli.main([part.replace("server.example:8443", f"127.0.0.1:{enrolling.port}") for part in invite]) == 0
         me = enrol(read_token(capsys.readouterr().out), tmp_path / name)
         patients(tmp_path / name / "patients.csv", site)
         text = block(page, "policy = Policy(smallest").replace(
@@ -74,7 +74,7 @@ def test_the_pages_lines_run_as_printed(
             name, join(dial, configuration, tmp_path / name / "states", identity=me, timeout=30.0)
         )
         threads.append(threading.Thread(target=take_part, daemon=True))
-    desk.close()
+    enrolling.close()
     assert not (tmp_path / "server" / "authority.key.pem").exists()
     for thread in threads:
         thread.start()

@@ -147,14 +147,14 @@ def _invite(options: argparse.Namespace) -> None:
 def _admit(options: argparse.Namespace) -> None:
     from datetime import timedelta
 
-    from fedtorch.sites.enrolment import Desk
+    from fedtorch.sites.enrolment import EnrolmentServer
 
     lifetime = timedelta(days=options.lifetime)
-    desk = Desk(options.authority, options.listen, _roster(options), lifetime=lifetime)
-    print(f"enrolling at {options.listen.rpartition(':')[0]}:{desk.port}; interrupt to end", flush=True)
+    enrolling = EnrolmentServer(options.authority, options.listen, _roster(options), lifetime=lifetime)
+    print(f"enrolling at {options.listen.rpartition(':')[0]}:{enrolling.port}; interrupt to end", flush=True)
     with suppress(KeyboardInterrupt):
         threading.Event().wait()
-    desk.close()
+    enrolling.close()
 
 
 def _revoke(options: argparse.Namespace) -> None:

@@ -1,8 +1,8 @@
 """Federations between organisations: the server's population `Remote`, and what a site runs to take part, `join`.
 
 A site is like a rank of `Distributed`: it holds clients and their states, runs them stacked, and answers with a partial
-aggregate. Unlike a rank it is nobody's servant: it runs what it offers by name, within limits of its own, and may come
-late, fail, or leave, and the run goes on.
+aggregate. Unlike a rank it decides for itself: it runs the algorithms that its configuration names, within its own
+policy, and may come late, fail, or leave, and the run goes on.
 
 `streams` carries frames of bytes between a server and its sites, `identity` says who is who, `rounds` is a federation's
 round at both ends, `vertical` drives vertical protocols over the same streams, and `secure` adds up what nobody may

@@ -5,21 +5,21 @@ whom it talks to before it says anything; by the secret the server knows the sit
 itself by signing the request. The server keeps the secret's digest only. A token has one use: whoever renames its file
 has used it, and a name is bound to the key that came with it. It expires by the server's clock.
 
-The server answers on a port of its own, `Desk`, where it shows the authority's certificate and asks for none.
+`EnrolmentServer` answers on a port of its own, where it shows the authority's certificate and asks for none.
 
 >>> import tempfile
 >>> from fedtorch.sites import Roster
 >>> from fedtorch.sites.identity import identity
->>> from fedtorch.sites.enrolment import Desk, Token, enrol, invite, read_token
+>>> from fedtorch.sites.enrolment import EnrolmentServer, Token, enrol, invite, read_token
 >>> folder = tempfile.TemporaryDirectory()
 >>> authority, roster = f"{folder.name}/authority", Roster(f"{folder.name}/roster.json")
 >>> known = identity.make_authority(authority)
->>> desk = Desk(authority, "127.0.0.1:0", roster)
->>> token: Token = invite(authority, "ward 7", f"127.0.0.1:{desk.port}", rows=1000)
+>>> enrolling = EnrolmentServer(authority, "127.0.0.1:0", roster)
+>>> token: Token = invite(authority, "ward 7", f"127.0.0.1:{enrolling.port}", rows=1000)
 >>> text = str(token)  # to be handed over
 >>> enrol(read_token(text), f"{folder.name}/site")
 Identity('ward 7')
->>> desk.close()
+>>> enrolling.close()
 >>> roster.rows
 {'ward 7': 1000}
 >>> folder.cleanup()
@@ -51,7 +51,7 @@ from fedtorch.sites.streams.grpc_settings import dial, library, listen, listenin
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.streams.idle import IdleConnections
 
-__all__ = ["Desk", "Token", "enrol", "invite", "read_token"]
+__all__ = ["EnrolmentServer", "Token", "enrol", "invite", "read_token"]
 
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
@@ -160,7 +160,7 @@ def enrol(token: Token, folder: Path | str, renew: bool = False) -> Identity:
     return identity.read(folder)
 
 
-class Desk:
+class EnrolmentServer:
     """Enrols sites until it is closed.
 
     Args:

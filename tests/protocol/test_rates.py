@@ -8,7 +8,7 @@ import pytest
 
 from fedtorch.protocol.rates import Bucket, Gate, Rate, address_of
 from fedtorch.sites import Roster, connect, enrolment, serve
-from fedtorch.sites.enrolment import Desk
+from fedtorch.sites.enrolment import EnrolmentServer
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams.hub import Limits
 
@@ -99,11 +99,11 @@ def test_tokens_are_tried_so_often(tmp_path: Path) -> None:
     pytest.importorskip("grpc")
     limits = enrolment.LIMITS._replace(each=Rate(3, 1e-3))
     identity.make_server(tmp_path / "server")
-    desk = Desk(tmp_path / "server", "127.0.0.1:0", Roster(tmp_path / "server" / "roster.json"), limits)
-    token = enrolment.invite(tmp_path / "server", "a", f"127.0.0.1:{desk.port}")
+    enrolling = EnrolmentServer(tmp_path / "server", "127.0.0.1:0", Roster(tmp_path / "server" / "roster.json"), limits)
+    token = enrolment.invite(tmp_path / "server", "a", f"127.0.0.1:{enrolling.port}")
     for _ in range(3):
         with pytest.raises(PermissionError, match="never existed"):
             enrolment.enrol(token._replace(secret="guessed"), tmp_path / "site")
     with pytest.raises(ConnectionError, match="Expected fewer attempts to connect; try again in"):
         enrolment.enrol(token, tmp_path / "site")
-    desk.close()
+    enrolling.close()

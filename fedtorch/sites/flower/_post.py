@@ -19,8 +19,8 @@ _LONGEST_PAUSE = 60.0  # seconds before a node that fails is asked again
 Deliver = Callable[[Mapping[str, Any], bool, Sequence[bytes]], tuple[str, Sequence[bytes]]]
 
 
-class Letter(NamedTuple):
-    """Return the content of a message or a reply."""
+class Frames(NamedTuple):
+    """Hold what a message or a reply has in it: frames, and about the stream that they belong to."""
 
     opens: bool  # a stream begins with it
     name: str  # what the site is called, in replies
@@ -196,7 +196,7 @@ def library() -> Any:
     return flwr.app
 
 
-def read(content: Any, limits: Limits) -> Letter:
+def read(content: Any, limits: Limits) -> Frames:
     """Return the content of a message.
 
     Raises:
@@ -211,4 +211,4 @@ def read(content: Any, limits: Limits) -> Letter:
         raise ValueError(f"expected a name, and at most {2 * limits.ahead} frames of at most {limits.frame} bytes")
     if sum(map(len, frames)) > limits.member + limits.unasked:
         raise ValueError(f"expected at most {limits.member + limits.unasked} bytes in a message")
-    return Letter(found.get("opens") is True, name, frames)
+    return Frames(found.get("opens") is True, name, frames)

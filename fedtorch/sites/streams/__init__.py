@@ -1,6 +1,6 @@
 """Frames between a server and its sites: who is there, and bytes that arrive whole, in order and from whom they say.
 
-What is in a frame is nobody's business here; `fedtorch.wire` says it. A host has a stream to every site that is
+The content of frames is not looked at here; `fedtorch.wire` reads it. A host has a stream to every site that is
 connected, a link is a site's end. A peer that does not read, or sends more than is taken, is made to wait by the flow
 control of the stream, and holds up nobody else.
 """

@@ -1,6 +1,6 @@
 """Attacks by clients as values: wrong rows join data with `|`, wrong messages join an algorithm.
 
-The others are yardsticks: how much somebody finds out who has what a federation gives away, of who was trained on
+The others measure how much can be learnt from what a federation gives away: who was trained on
 (`membership`), of rows (`gradient_inversion`, `model_inversion`, `split_inversion`), of labels (`label_scores`) and of
 private attributes (`local_problem`, `learnt_attribute`).
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedtorch.sites import Roster, connect, enrolment, serve
-from fedtorch.sites.enrolment import Desk, Token
+from fedtorch.sites.enrolment import EnrolmentServer, Token
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.identity import Identity
 
@@ -25,8 +25,8 @@ class Place:
         self.folder, self.authority = folder, folder / "authority"
         self.identity = identity.make_server(self.authority)
         self.roster = Roster(folder / "roster.json")
-        self.desk = Desk(self.authority, "127.0.0.1:0", self.roster)
-        self.address = f"127.0.0.1:{self.desk.port}"
+        self.enrolling = EnrolmentServer(self.authority, "127.0.0.1:0", self.roster)
+        self.address = f"127.0.0.1:{self.enrolling.port}"
 
     def invite(self, name: str = "ward 7", **more: float) -> Token:
         return enrolment.invite(self.authority, name, self.address, **more)
@@ -36,7 +36,7 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     made = Place(tmp_path)
     yield made
-    made.desk.close()
+    made.enrolling.close()
 
 
 def test_whoever_enrols_is_let_in(place: Place) -> None:
@@ -58,8 +58,8 @@ def test_whoever_enrols_is_let_in(place: Place) -> None:
 
 def test_a_renewed_certificate_is_of_the_same_key_and_keeps_what_was_agreed(place: Place) -> None:
     first = enrolment.enrol(place.invite(rows=40), place.folder / "site")
-    desk = Desk(place.authority, "127.0.0.1:0", place.roster, lifetime=timedelta(days=3))
-    token = place.invite()._replace(address=f"127.0.0.1:{desk.port}")
+    enrolling = EnrolmentServer(place.authority, "127.0.0.1:0", place.roster, lifetime=timedelta(days=3))
+    token = place.invite()._replace(address=f"127.0.0.1:{enrolling.port}")
     again = enrolment.enrol(token, place.folder / "site", renew=True)
     assert again.key == first.key
     assert again.ends < first.ends - timedelta(days=300)
@@ -68,7 +68,7 @@ def test_a_renewed_certificate_is_of_the_same_key_and_keeps_what_was_agreed(plac
     assert place.roster.name_of(again.certificate) == "ward 7"
     with pytest.raises(FileNotFoundError, match="Expected an identity in"):
         enrolment.enrol(place.invite(), place.folder / "elsewhere", renew=True)
-    desk.close()
+    enrolling.close()
 
 
 def test_a_token_has_one_use_and_its_secret_is_nowhere(place: Place) -> None:
@@ -121,7 +121,7 @@ def test_nothing_is_sent_to_somebody_else(place: Place, tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match=r"somebody else listens there\. Nothing was sent"):
         enrolment.enrol(token, place.folder / "site")
     assert not (place.folder / "site").exists()
-    other.desk.close()
+    other.enrolling.close()
     with pytest.raises(ConnectionError, match="got no answer; ask whether it is up"):
         enrolment.enrol(token, place.folder / "site")
 

@@ -23,7 +23,7 @@ import fedtorch as ft
 from experiments.benchmarks import remote as benchmark
 from fedtorch import checkpoint, cli, tree
 from fedtorch.sites import AuditRecord, Hub, Remote, Roster, serve
-from fedtorch.sites.enrolment import Desk
+from fedtorch.sites.enrolment import EnrolmentServer
 from fedtorch.sites.identity import identity, key_directory
 
 pytest.importorskip("grpc")
@@ -46,13 +46,13 @@ class Place:
         authority = str(folder / "authority")
         assert cli.main(["authority", authority, "--server", str(folder / "server")]) == 0
         self.roster = Roster(folder / "server" / "roster.json")
-        desk = Desk(authority, "127.0.0.1:0", self.roster)
+        enrolling = EnrolmentServer(authority, "127.0.0.1:0", self.roster)
         for name in NAMES:
             capsys.readouterr()
-            assert cli.main(["invite", name, "--authority", authority, "--at", f"127.0.0.1:{desk.port}"]) == 0
+            assert cli.main(["invite", name, "--authority", authority, "--at", f"127.0.0.1:{enrolling.port}"]) == 0
             token = capsys.readouterr().out.strip()
             assert cli.main(["enrol", token, "--identity", str(folder / name)]) == 0
-        desk.close()
+        enrolling.close()
 
     def serve(self) -> Hub:
         """In this process."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fedtorch.sites import Hub, Roster, connect, serve
-from fedtorch.sites.enrolment import LIMITS, Desk, enrol, invite
+from fedtorch.sites.enrolment import LIMITS, EnrolmentServer, enrol, invite
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams.hub import Limits, Link
 from fedtorch.sites.streams.idle import connections_to
@@ -98,11 +98,13 @@ def test_one_that_has_shaken_hands_and_says_no_more_is_closed(tmp_path: Path, op
 
 def test_the_port_for_enrolment_counts_too(tmp_path: Path, opened: ExitStack) -> None:
     identity.make_server(tmp_path)
-    desk = Desk(tmp_path, "127.0.0.1:0", Roster(tmp_path / "roster.json"), LIMITS._replace(idle_seconds=0.8))
-    opened.callback(desk.close)
-    made = [plain(opened, desk.port) for _ in range(8)]
+    enrolling = EnrolmentServer(
+        tmp_path, "127.0.0.1:0", Roster(tmp_path / "roster.json"), LIMITS._replace(idle_seconds=0.8)
+    )
+    opened.callback(enrolling.close)
+    made = [plain(opened, enrolling.port) for _ in range(8)]
     settled(made, 4, 1.0)
-    token = invite(tmp_path, "a", f"127.0.0.1:{desk.port}")
+    token = invite(tmp_path, "a", f"127.0.0.1:{enrolling.port}")
     settled(made, 0, 3.0)
     assert enrol(token, tmp_path / "site").name == "a"
 

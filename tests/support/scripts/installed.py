@@ -104,18 +104,18 @@ def remote() -> None:
     import fedtorch as ft
     from fedtorch import checkpoint
     from fedtorch.sites import Roster, serve
-    from fedtorch.sites.enrolment import Desk
+    from fedtorch.sites.enrolment import EnrolmentServer
     from fedtorch.sites.identity import identity
 
     folder, sites = Path.cwd(), []
     (folder / "my_data.py").write_text(MY_DATA)
     said(COMMAND, "authority", "authority", "--server", "server")
     roster = Roster(folder / "server" / "roster.json")
-    desk = Desk("authority", "127.0.0.1:0", roster)
+    enrolling = EnrolmentServer("authority", "127.0.0.1:0", roster)
     for name in ("a", "b"):
-        token = said(COMMAND, "invite", name, "--authority", "authority", "--at", f"127.0.0.1:{desk.port}").strip()
+        token = said(COMMAND, "invite", name, "--authority", "authority", "--at", f"127.0.0.1:{enrolling.port}").strip()
         said(COMMAND, "enrol", token, "--identity", name)
-    desk.close()
+    enrolling.close()
     host = serve("127.0.0.1:0", identity.read("server"), roster)
     try:
         for name in ("a", "b"):
