@@ -1,7 +1,7 @@
 """A node's states as they were at moments that everybody may still go back to.
 
-A version has a number: of the request whose answer it goes with at a site (`session`), of the point of the protocol at a
-party (`protocol.journal`). It is kept, on the disk where there is a folder, before anybody hears of it, so that
+A version has a number: of the request whose answer it goes with at a site (`session`), of the point of the protocol at
+a party (`protocol.journal`). It is kept, on the disk where there is a folder, before anybody hears of it, so that
 wherever either side is killed the node has what the others count on.
 
 >>> import tempfile, torch
