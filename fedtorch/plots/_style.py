@@ -53,8 +53,9 @@ def draw(axes: Axes, chart: Chart) -> None:
             band = one.low[known], one.y[known]
             axes.fill_between(x[known], *band, color=colour, alpha=shade, linewidth=0, label=one.label)
         else:
-            width, points = 1.0 if one.faint else 1.5, "." if known.sum() <= _DOTTED else ""
-            axes.plot(x[known], one.y[known], points, color=colour, ls=one.line, linewidth=width, label=one.label)
+            style = {"color": colour, "linestyle": one.line, "linewidth": 1.0 if one.faint else 1.5}
+            marker = "." if known.sum() <= _DOTTED else None
+            axes.plot(x[known], one.y[known], marker=marker, label=one.label, **style)
     axes.set_yscale("log" if chart.logarithmic else "linear")
     axes.minorticks_off()
     axes.set_xticks([tick.value for tick in chart.x_ticks], [tick.text for tick in chart.x_ticks])

@@ -84,12 +84,14 @@ def test_curves(runs: dict[str, Any], name: str) -> None:
     assert len(figure.legends[0].get_texts()) == 6
 
 
-def test_curves_of_a_history_without_validation() -> None:
+@pytest.mark.parametrize("rounds", [4, 20])  # few are marked one by one
+def test_curves_of_a_history_without_validation(rounds: int) -> None:
     history = History()
-    for round in ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))).rounds(4):
+    for round in ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))).rounds(rounds):
         history.record(round)
     figure = ft.plots.curves(history, ["train_loss"])
     assert drawn(figure)
+    assert {line.get_marker() for line in figure.axes[0].lines} == ({"."} if rounds == 4 else {"None"})
     assert lines(figure.axes[0])["mean over clients"] == known(history.frame(), "train_loss")
 
 
