@@ -42,7 +42,7 @@ _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
-    """Writes a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
+    """Write a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
     files.replace(
         path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()})
     )
@@ -101,7 +101,7 @@ def _described(value: Any, depth: int) -> str:
 
 
 def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:
-    """Refuses what another run wrote, by the first thing in which the two differ."""
+    """Refuse what another run wrote, by the first thing in which the two differ."""
     for name in {**mine, **theirs}:
         if theirs.get(name) != mine.get(name):
             raise ValueError(
@@ -111,7 +111,7 @@ def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Non
 
 
 def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-    """Refuses the state of a run unlike `mine`, which may differ in the clients that have taken part."""
+    """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part."""
     loose = ("history.", "recorders.", "fingerprint", "clients.record")  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
     if any(not name.startswith(loose) for name in missing | other):

@@ -19,7 +19,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Path | str, storage_options: Any = None) -> None:
-        """Writes a file; a kill at any moment leaves the old one or the new one, whole."""
+        """Write a file; a kill at any moment leaves the old one or the new one, whole."""
         if storage_options is not None:
             raise TypeError(f"Expected no storage_options, but got {storage_options!r}")
         local, buffer = _here(path), io.BytesIO()
@@ -46,7 +46,7 @@ class PlainCheckpointIO(TorchCheckpointIO):
 
 
 def keep_plain(strategy: Strategy) -> None:
-    """Gives a strategy `PlainCheckpointIO`, unless it has been given another one.
+    """Give a strategy `PlainCheckpointIO`, unless it has been given another one.
 
     Example:
         >>> from lightning.pytorch.strategies import SingleDeviceStrategy

@@ -23,13 +23,13 @@ from fedtorch.tree import Tree
 
 
 def kind(value: Any, types: type | tuple[type, ...], what: str, advice: str) -> None:
-    """Raises TypeError unless `value` is an instance of `types`."""
+    """Raise TypeError unless `value` is an instance of `types`."""
     if not isinstance(value, types):
         raise TypeError(f"Expected {what}, but got {_described(value)}; {advice}")
 
 
 def function(value: Any, what: str, advice: str) -> None:
-    """Raises TypeError unless `value` can be called.
+    """Raise TypeError unless `value` can be called.
 
     Example:
         >>> function(3, "loss= as a function of (output, target)", "such as torch.nn.functional.mse_loss")
@@ -41,7 +41,7 @@ def function(value: Any, what: str, advice: str) -> None:
 
 
 def dense(leaf: Tensor, where: str) -> None:
-    """Raises TypeError for sparse and quantised tensors, which cannot be stacked.
+    """Raise TypeError for sparse and quantised tensors, which cannot be stacked.
 
     Example:
         >>> dense(torch.eye(2).to_sparse(), "x")
@@ -55,14 +55,14 @@ def dense(leaf: Tensor, where: str) -> None:
 
 
 def positive(**numbers: Any) -> None:
-    """Raises ValueError unless all are above 0 and finite."""
+    """Raise ValueError unless all are above 0 and finite."""
     for name, value in numbers.items():
         if not _finite(name, value) or value <= 0:
             raise ValueError(f"Expected a positive {name}, but got {value}")
 
 
 def not_negative(**numbers: Any) -> None:
-    """Raises ValueError unless all are at least 0 and finite.
+    """Raise ValueError unless all are at least 0 and finite.
 
     Example:
         >>> not_negative(momentum=0.0, weight_decay=-0.1)
@@ -75,7 +75,7 @@ def not_negative(**numbers: Any) -> None:
 
 
 def like(values: Tree, example: Tree, what: str, advice: str) -> None:
-    """Raises ValueError unless `values` have the names and shapes of `example`.
+    """Raise ValueError unless `values` have the names and shapes of `example`.
 
     Example:
         >>> like({"w": torch.zeros(3)}, {"w": torch.zeros(2)}, "parameter", "take those of the module")

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the trainable parameters by name; frozen ones (`requires_grad=False`) stay with the module."""
+    """Return copies of the trainable parameters by name; frozen ones (`requires_grad=False`) stay with the module."""
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
 def buffers(module: nn.Module) -> dict[str, Tensor]:
-    """Copies of the buffers by name.
+    """Return copies of the buffers by name.
 
     Example:
         >>> net = nn.BatchNorm1d(3)
@@ -38,7 +38,7 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Splits named tensors in two: (those that match a pattern, the rest).
+    """Split named tensors in two: (those that match a pattern, the rest).
 
     Args:
         tensors: for example `parameters(module)`.
@@ -182,7 +182,7 @@ class Swap:
 
     @contextmanager
     def __call__(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """Puts `values` in the places of the names, in their order, and takes them out again."""
+        """Put `values` in the places of the names, in their order, and take them out again."""
         before = [table[name] for tables in self.places for table, name in tables]
         try:
             for tables, value in zip(self.places, values, strict=True):

@@ -79,7 +79,7 @@ class Recorder(Protocol):
     """An object that records the rounds of a run, and goes on with it after a resumption."""
 
     def record(self, round: Round) -> None:
-        """Takes in a round."""
+        """Take in a round."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -87,7 +87,7 @@ class Recorder(Protocol):
         ...
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Goes on from there."""
+        """Go on from there."""
         ...
 
 
@@ -116,7 +116,7 @@ class History:
         return len(self._seconds) + len(self._waiting)
 
     def record(self, round: Round, seconds: float = math.nan) -> None:
-        """Adds a row for a round that took so many seconds; what its numbers come to is found when somebody asks."""
+        """Add a row for a round that took so many seconds; what its numbers come to is found when somebody asks."""
         self._waiting.append((round._replace(server=None), seconds))
         self._held += len(round.ids)
         if self._held > _MOST_HELD or len(self._waiting) > _MOST_WAITING:
@@ -153,7 +153,7 @@ class History:
         return np.array(self._columns[name])
 
     def validated(self, round: int, values: Mapping[str, float]) -> None:
-        """Adds the scores after a round to its row, if that is the last one.
+        """Add the scores after a round to its row, if that is the last one.
 
         Lightning does not repeat a validation: a run that resumes from a checkpoint written before it lacks the scores.
         """
@@ -213,7 +213,7 @@ class History:
         }
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Replaces all rows."""
+        """Replace all rows."""
         self._waiting, self._held = [], 0
         names = json.loads(bytes(flat["names"].tolist()))
         self._columns = {name: array("d", row) for name, row in zip(names, flat["values"].tolist(), strict=True)}
@@ -227,7 +227,7 @@ class History:
             self._keep(number, ids.clone(), values.clone())
 
     def _write(self, row: Mapping[str, float]) -> None:
-        """Adds a row, whose other values are NaN."""
+        """Add a row, whose other values are NaN."""
         for name in row:
             self._column(name)
         for name, column in self._columns.items():

@@ -191,7 +191,7 @@ class TreeOptimizer:
 
 
 def check_maker(make: MakeOptimizer) -> None:
-    """Raises TypeError unless `make` is a function, which takes the parameters that it is to train.
+    """Raise TypeError unless `make` is a function, which takes the parameters that it is to train.
 
     >>> check_maker(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     Traceback (most recent call last):
@@ -223,7 +223,7 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
 
 
 def options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the hyperparameters of a parameter group; schedulers fill a tensor of a learning rate."""
+    """Return copies of the hyperparameters of a parameter group; schedulers fill a tensor of a learning rate."""
     return {name: _copied(value) for name, value in group.items() if name != "params"}
 
 

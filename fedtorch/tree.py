@@ -71,7 +71,7 @@ def _describe(node: Tree) -> str:
 
 
 def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type | tuple[type, ...] = Tensor) -> Tree:
-    """Applies `function` to corresponding leaves of trees of one structure.
+    """Apply `function` to corresponding leaves of trees of one structure.
 
     Args:
         function: takes one leaf of each tree.
@@ -115,7 +115,7 @@ def _each(function: Callable[..., Any], node: Tree, kinds: tuple[Any, ...]) -> T
 
 
 def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Iterates over (path, leaf), depth first in the tree's own order.
+    """Iterate over (path, leaf), depth first in the tree's own order.
 
     Example:
         >>> [(path, tuple(leaf.shape)) for path, leaf in items(({"w": torch.ones(2, 3), "b": None}, torch.ones(4)))]

@@ -39,7 +39,7 @@ def _dirichlet(alpha: float, shape: tuple[int, int], key: Tensor) -> Tensor:
 
 
 def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Tensor:
-    """Moves random rows of the largest clients to those with fewer than `minimum`."""
+    """Move random rows of the largest clients to those with fewer than `minimum`."""
     counts = assignment.bincount(minlength=clients)
     target = _level(counts, minimum)
     moved = (ranks(assignment, key) >= target[assignment]).nonzero().squeeze(1)

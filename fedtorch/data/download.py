@@ -85,7 +85,7 @@ def _no_link(name: str, flags: int) -> int:
 
 
 def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -> bool:
-    """Appends to `part` what it lacks, or writes it anew; returns whether it appended."""
+    """Append to `part` what it lacks, or write it anew; return whether it appended."""
     have = part.stat().st_size if part.is_file() else 0
     with _request(url, have, timeout) as response:
         resumed = have > 0 and response.status == 206

@@ -202,7 +202,7 @@ class FederatedData:
         return replace(self, rows=self._take(index), counts=counts, names=names)
 
     def split(self, fraction: float, seed: int) -> tuple[FederatedData, FederatedData]:
-        """Splits the rows of every client at random: (training, validation).
+        """Split the rows of every client at random: (training, validation).
 
         A client of n rows keeps `fraction` · n of them for training, rounded, but at least one, so that the
         validation part of a tiny client may be empty. Rows stay in their order.
@@ -233,7 +233,7 @@ class FederatedData:
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
-        """Applies `function` to the tree of all rows, which it must keep in number and order.
+        """Apply `function` to the tree of all rows, which it must keep in number and order.
 
         The names of the features are dropped, for the columns may mean something else now.
         """

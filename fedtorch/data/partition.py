@@ -45,7 +45,7 @@ class Partitioner(Protocol):
 
 
 def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None, seed: int = 0) -> FederatedData:
-    """Gives every row to one client; a client's rows stay in their order.
+    """Give every row to one client; a client's rows stay in their order.
 
     Args:
         rows: a tree of tensors or arrays with leaves `(total, ...)`, such as (x, y); or a map-style `Dataset`, of which
@@ -189,7 +189,7 @@ def by_column(values: Any) -> Partitioner:
 
 
 def split_features(x: Tensor, parties: int | Sequence[Sequence[int]]) -> list[Tensor]:
-    """Splits the columns of `x` `(..., d)` over parties that hold different features of the same rows.
+    """Split the columns of `x` `(..., d)` over parties that hold different features of the same rows.
 
     Args:
         x: the features.

@@ -31,7 +31,7 @@ def loaded(operation: str, *, interpreted: bool) -> ModuleType:
 
 
 def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, **constants: Any) -> None:
-    """Runs `programs` instances of a Triton kernel on the device of the first argument; rounding is never fused away.
+    """Run `programs` instances of a Triton kernel on the device of the first argument; rounding is never fused away.
 
     Args:
         kernel: a `triton.jit` function.

@@ -59,13 +59,13 @@ def _within_blocks(sizes: Tensor, probabilities: Tensor, key: Tensor) -> Tensor:
 
 
 def check_count(nodes: int) -> None:
-    """Raises a ValueError unless there are nodes."""
+    """Raise a ValueError unless there are nodes."""
     if nodes < 1:
         raise ValueError(f"Expected at least one node, but got {nodes}")
 
 
 def _check_probability(name: str, p: float) -> None:
-    """Raises a ValueError that names a number which is no probability."""
+    """Raise a ValueError that names a number which is no probability."""
     if not 0 <= p <= 1:
         raise ValueError(f"Expected {name} as a probability between 0 and 1, but got {p}")
 

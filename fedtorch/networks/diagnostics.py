@@ -169,7 +169,7 @@ def _extremes(problem: LinearProblem) -> tuple[float, float]:
         return _smallest_positive(dense, nullity), float(torch.linalg.eigvalsh(dense)[-1])
 
     def project(x: np.ndarray) -> np.ndarray:
-        """Takes stacked parameters to the complement of the null space."""
+        """Take stacked parameters to the complement of the null space."""
         return problem.minimum_norm(torch.from_numpy(x).reshape(problem.cross.shape)).flatten().numpy()
 
     largest = largest_eigenvalue(matrix)

@@ -250,7 +250,7 @@ def _field(data: FederatedData, name: int | str) -> Tensor:
 
 
 def _sums(data: FederatedData, values: Tensor) -> Tensor:
-    """Sums of rows `(total, m)` by node, `(n, m)` float64."""
+    """Return sums of rows `(total, m)` by node, `(n, m)` float64."""
     node = torch.arange(len(data)).repeat_interleave(data.counts).to(values.device)
     return torch.zeros(len(data), values.shape[1], dtype=torch.float64, device=values.device).index_add_(
         0, node, values.to(torch.float64)

@@ -40,7 +40,7 @@ class RankLink:
         self.streams = Streams(rank, ranks, timeout)
 
     def send(self, step: Send) -> None:
-        """Sends a message.
+        """Send a message.
 
         Raises:
             RuntimeError: it was not taken in time.
@@ -68,5 +68,5 @@ class RankLink:
         return decode(self.streams.read(source, length), step, f"rank {source}")
 
     def close(self) -> None:
-        """Ends the streams."""
+        """End the streams."""
         self.streams.close()

@@ -75,7 +75,7 @@ class Streams:
         self.write(other, _PLACE.pack(b"", token, rank))
 
     def _accept(self, listener: socket.socket, token: bytes, count: int) -> None:
-        """Takes connections until so many have shown the token; others are closed."""
+        """Take connections until so many have shown the token; others are closed."""
         while count:
             joined, _ = listener.accept()
             joined.settimeout(self.seconds)
@@ -93,7 +93,7 @@ class Streams:
         return host, port
 
     def write(self, other: int, data: bytes) -> None:
-        """Sends all of it; what the other sends meanwhile is read ahead, so that two may write to each other.
+        """Send all of it; what the other sends meanwhile is read ahead, so that two may write to each other.
 
         Raises:
             RuntimeError: the other rank has gone, or does not read in time.
@@ -143,7 +143,7 @@ class Streams:
         return RuntimeError(f"Expected rank {other} to answer, but got the end of its stream; see what it says itself")
 
     def close(self) -> None:
-        """Ends all streams; what was written still arrives."""
+        """End all streams; what was written still arrives."""
         for stream in self.sockets.values():
             stream.close()
 

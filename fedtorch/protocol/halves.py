@@ -147,7 +147,7 @@ def drive(
     receive: Callable[[Receive], Tree],
     several: Callable[[Receive], Heard] | None = None,
 ) -> Any:
-    """Runs one half; returns its result.
+    """Run one half; return its result.
 
     Args:
         half: of this node.
@@ -199,7 +199,7 @@ def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
 
 
 def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dict[Any, Any], Traffic]:
-    """Runs all halves in this process, each until it waits for a message that is still to come.
+    """Run all halves in this process, each until it waits for a message that is still to come.
 
     Who waits for several senders goes on without those that have nothing more to say once nobody else can go on.
 
@@ -247,7 +247,7 @@ def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dic
 
 
 def _advance(half: Half, message: Tree, send: Callable[[Send], None]) -> tuple[Receive | None, Any]:
-    """Runs a half until it wants to receive (what, None) or is done (None, its result)."""
+    """Run a half until it wants to receive (what, None) or is done (None, its result)."""
     try:
         step = half.send(message)
         while isinstance(step, Send):

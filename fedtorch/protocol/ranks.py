@@ -24,7 +24,7 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def over_ranks(half: Half, rank: int, ranks: int, timeout: timedelta = TIMEOUT) -> tuple[Any, Traffic]:
-    """Runs this process's half; returns its result, and the bytes that it moved.
+    """Run this process's half; return its result, and the bytes that it moved.
 
     Args:
         half: of the node on this rank; the nodes' names are the ranks.

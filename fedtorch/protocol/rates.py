@@ -40,7 +40,7 @@ class Bucket:
         self.rate, self.level, self.at = rate, rate.burst, 0.0
 
     def take(self, count: float, now: float) -> float:
-        """Takes so many and returns 0; or takes none, and returns the seconds after which there are so many."""
+        """Take so many and return 0; or take none, and return the seconds after which there are so many."""
         self.fill(now)
         if count > self.level:
             return (count - self.level) / self.rate.per_second
@@ -48,7 +48,7 @@ class Bucket:
         return 0.0
 
     def fill(self, now: float) -> None:
-        """Gives what the time since the last call is worth."""
+        """Give what the time since the last call is worth."""
         gained = max(now - self.at, 0.0) * self.rate.per_second
         self.level, self.at = min(self.level + gained, self.rate.burst), now
 
@@ -71,7 +71,7 @@ class Gate:
         self._lock = threading.Lock()
 
     def enter(self, peer: str) -> None:
-        """Counts an attempt.
+        """Count an attempt.
 
         Args:
             peer: address and port, as gRPC writes it.

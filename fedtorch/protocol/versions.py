@@ -69,7 +69,7 @@ class Versions:
         return {FIRST, *self._held, *(int(path.stem) for path in self._files())}
 
     def put(self, version: int, states: Flat) -> None:
-        """Keeps a version; the run is not over. Raises OSError where it cannot be written."""
+        """Keep a version; the run is not over. Raises OSError where it cannot be written."""
         if self.folder is not None and version != FIRST:
             checkpoint.write(self._path(version), states)
             (self.folder / _OVER).unlink(missing_ok=True)
@@ -77,7 +77,7 @@ class Versions:
         self._held[version] = states
 
     def finish(self) -> None:
-        """Notes that the run is over, and that its states are not pending any more."""
+        """Note that the run is over, and that its states are not pending any more."""
         self.over = True
         if self.folder is not None:
             files.replace(self.folder / _OVER, b"")
@@ -89,7 +89,7 @@ class Versions:
         return self._held.get(version)
 
     def retain(self, versions: Collection[int]) -> None:
-        """Forgets all but these and the first."""
+        """Forget all but these and the first."""
         for version in [v for v in self._held if v not in versions and v != FIRST]:
             del self._held[version]
         for path in self._files():
@@ -153,7 +153,7 @@ def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> l
 
 @contextmanager
 def alone_in(folder: Path | str | None) -> Iterator[None]:
-    """Makes a folder of states, and keeps other processes from taking part with it; None is no folder.
+    """Make a folder of states, and keep other processes from taking part with it; None is no folder.
 
     Raises:
         FileExistsError: another process does.

@@ -183,7 +183,7 @@ def _words(key: Tensor, start: int, count: int) -> Tensor:
 def _fill(
     key: Tensor, shape: Sequence[int], dtype: torch.dtype, words: int, convert: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Draws `(*key.shape, *shape)` in blocks; `convert` turns `words` words an element into elements."""
+    """Draw `(*key.shape, *shape)` in blocks; `convert` turns `words` words an element into elements."""
     check_key(key)
     count = math.prod(shape)
     step = max(BLOCK // max(key.numel(), 1) // 8, 1) * 8
@@ -239,7 +239,7 @@ def _drawn(
     convert: Callable[[Tensor], Tensor],
     threshold: int = 0,
 ) -> Tensor:
-    """Draws `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element."""
+    """Draw `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element."""
     check_key(key)
     programs: Any = program("fedtorch.random.philox_program", (key,), (torch.int64,))
     if not programs:

@@ -197,7 +197,7 @@ class EnrolmentServer:
         self._server.start()
 
     def close(self) -> None:
-        """Takes no more sites."""
+        """Take no more sites."""
         self._connections.close()
         self._server.stop(1.0).wait(LIMITS.seconds)
 

@@ -32,7 +32,7 @@ _CALLBACKS = {
 
 
 def check_settings(trainer: L.Trainer) -> None:
-    """Refuses what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
+    """Refuse what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
 
     Raises:
         ValueError: the message names the setting, and where to say it instead.
@@ -62,14 +62,14 @@ def check_settings(trainer: L.Trainer) -> None:
 
 
 def check_loader(given: object, own: object, name: str) -> None:
-    """Refuses loaders in place of the federation's own `own`, which says only that an epoch is a round."""
+    """Refuse loaders in place of the federation's own `own`, which says only that an epoch is a round."""
     if given is not None and given is not own:
         instead = "its population has the rows" if name == "train" else "validation= and metrics= at its construction"
         _refuse(f"a {name} loader", f"give it to the federation: {instead}, or call federation.evaluate(data)")
 
 
 def check_place(trainer: L.Trainer, population: Population) -> None:
-    """Refuses to train the same clients several times over, or to lose those of other ranks.
+    """Refuse to train the same clients several times over, or to lose those of other ranks.
 
     Raises:
         ValueError: population, strategy and number of processes do not belong together; the message says what does.

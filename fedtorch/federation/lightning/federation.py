@@ -176,7 +176,7 @@ class Federation(L.LightningModule):
     # -- Lightning -------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
-        """Runs one communication round."""
+        """Run one communication round."""
         round = self.run.step()
         self._log_values(means(round.info), prog_bar=("train_loss",))
         self._log_values({name: float(value) for name, value in round.report.items() if name not in round.info})
@@ -214,7 +214,7 @@ class Federation(L.LightningModule):
         return _RoundCounter()
 
     def configure_callbacks(self) -> list[L.Callback]:
-        """Adds none; this is where a Trainer asks first, and what would do nothing is refused.
+        """Add none; this is where a Trainer asks first, and what would do nothing is refused.
 
         Lightning's own progress bar, which begins anew every epoch, makes place for one over all rounds.
         """
@@ -225,16 +225,16 @@ class Federation(L.LightningModule):
         return []
 
     def on_fit_start(self) -> None:
-        """Tells the loggers the settings, those of the local solver as `local/lr`."""
+        """Tell the loggers the settings, those of the local solver as `local/lr`."""
         for logger in self.trainer.loggers:
             logger.log_hyperparams(_hyperparameters(self.run))
 
     def on_train_start(self) -> None:
-        """Refuses rows that the Trainer was given."""
+        """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
 
     def on_validation_start(self) -> None:
-        """Refuses rows that the Trainer was given."""
+        """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.val_dataloaders, _ONE_ROUND, "validation")
 
     @classmethod
@@ -246,7 +246,7 @@ class Federation(L.LightningModule):
         )
 
     def setup(self, stage: str) -> None:
-        """Refuses to train the same clients several times over."""
+        """Refuse to train the same clients several times over."""
         trainer = self.trainer
         check_place(trainer, getattr(self.run.population, "population", self.run.population))
         keep_plain(trainer.strategy)
@@ -254,7 +254,7 @@ class Federation(L.LightningModule):
         trainer.log_every_n_steps = min(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
 
     def _log_values(self, values: Mapping[str, float], prog_bar: tuple[str, ...] = ()) -> None:
-        """Logs what all ranks agree on: float64, for bytes, and the maximum of equal values, which is exact."""
+        """Log what all ranks agree on: float64, for bytes, and the maximum of equal values, which is exact."""
         if self.trainer.barebones:
             return
         device = self.device if self.trainer.world_size > 1 else "cpu"
@@ -286,7 +286,7 @@ class Federation(L.LightningModule):
         return flat
 
     def set_extra_state(self, state: dict[str, Tensor]) -> None:
-        """Goes on from a checkpoint.
+        """Go on from a checkpoint.
 
         Raises:
             ValueError: it belongs to another federation.
@@ -311,5 +311,5 @@ class _RoundCounter(torch.optim.Optimizer):
         super().__init__([{"params": []}], {})
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Counts as one step."""
+        """Count as one step."""
         return None if closure is None else closure()

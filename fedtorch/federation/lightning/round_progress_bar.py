@@ -33,7 +33,7 @@ class RoundProgressBar(ProgressBar):
         self._enabled = True
 
     def enable(self) -> None:
-        """Shows the bar."""
+        """Show the bar."""
         self._enabled = True
 
     def disable(self) -> None:
@@ -41,22 +41,22 @@ class RoundProgressBar(ProgressBar):
         self._enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Opens the bar at the round that training starts from."""
+        """Open the bar at the round that training starts from."""
         last = trainer.max_epochs if trainer.max_epochs not in (None, -1) else trainer.max_steps
         total = last if last and last > 0 else None
         shown = Progress(self.title, total, initial=trainer.current_epoch, shown=self._enabled, always=True)
         self._bar = self._open.enter_context(shown)
 
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Moves on by one round."""
+        """Move on by one round."""
         self._bar.update(tell=partial(self._told, trainer, pl_module))
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Closes the bar."""
+        """Close the bar."""
         self._open.close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Leaves the bar as it is."""
+        """Leave the bar as it is."""
         self._open.close()
 
     def _told(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Told:

@@ -89,7 +89,7 @@ class Ranks:
         return [json.loads(text) for text in bytes(self.gather(line).tolist()).splitlines()]
 
     def agree(self, about: Mapping[str, str]) -> None:
-        """Refuses to go on where ranks run something else, by the first thing in which one differs from most.
+        """Refuse to go on where ranks run something else, by the first thing in which one differs from most.
 
         Raises:
             ValueError: on every rank; the message names those that differ.
@@ -107,7 +107,7 @@ class Ranks:
                 )
 
     def _together(self, collective: Any, *tensors: Any) -> None:
-        """Calls a collective, and says who was missing where it fails."""
+        """Call a collective, and say who was missing where it fails."""
         self._meet()
         try:
             collective(*tensors, group=self._group)
@@ -115,7 +115,7 @@ class Ranks:
             raise RuntimeError(self._missing()) from error
 
     def _meet(self) -> None:
-        """Starts what is not there: process group, a group with this timeout, streams."""
+        """Start what is not there: process group, a group with this timeout, streams."""
         if self._streams is not None:
             return
         nccl = backend(self.device) == "nccl"
@@ -128,7 +128,7 @@ class Ranks:
         weakref.finalize(self, _part, self._streams, plain)
 
     def _missing(self) -> str:
-        """Tells the others that this rank is here, and says who of them is not."""
+        """Tell the others that this rank is here, and say who of them is not."""
         assert self._streams is not None
         waiting, ends = dict(self._streams.sockets), time.monotonic() + _PATIENCE
         gone: list[int] = []
@@ -157,7 +157,7 @@ def backend(device: torch.device) -> str:
 
 
 def _part(streams: Streams, group: Any) -> None:
-    """Ends what one population has opened."""
+    """End what one population has opened."""
     streams.close()
     with contextlib.suppress(ValueError):  # the group has ended with all others
         if dist.is_initialized():

@@ -94,7 +94,7 @@ class LocalClients:
         self._validation: dict[int, tuple[FederatedData, list[tuple[Tensor, ClientData]]]] = {}
 
     def hold(self, blocks: list[tuple[Tensor, ClientData]]) -> None:
-        """Takes the rows of the clients here, in place of those that they had."""
+        """Take the rows of the clients here, in place of those that they had."""
         self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
         self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
 
@@ -138,7 +138,7 @@ class LocalClients:
         return ids[:0], tree.take(data, slice(0, 0))
 
     def reply(self, block: Block, outbox: Tree, turn: Turn) -> Reply:
-        """Runs the clients of one block; the message is all that they send."""
+        """Run the clients of one block; the message is all that they send."""
         ids, data = block
         inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
         client_turn = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
@@ -189,14 +189,14 @@ class LocalClients:
         return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:
-        """Keeps the states of clients whose messages have arrived."""
+        """Keep the states of clients whose messages have arrived."""
         if states:
             self.table.reserve(torch.cat([indices(ids) for ids, _ in states]))
         for ids, state in states:
             self.table.write(ids, state)
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
-        """Runs a cohort; see `Clients.step`."""
+        """Run a cohort; see `Clients.step`."""
         gathered = self.gather(outbox, cohort, turn, lost)
         aggregate = None if gathered.partial is None else self.finish(gathered.partial, gathered.message)
         commit = lambda: self.commit(gathered.states)
@@ -222,7 +222,7 @@ class LocalClients:
         return exchange.merge([*partials, exchange.gather(Sum(everywhere), others)])
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """Applies `function` to stacked clients; see `Clients.evaluate`."""
+        """Apply `function` to stacked clients; see `Clients.evaluate`."""
         order, parts = self.evaluate_parts(outbox, data, function)
         return tree.take(tree.concatenate(parts), order.argsort().to(self.device))
 
@@ -268,7 +268,7 @@ class LocalClients:
         return self.table.state_dict()
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Replaces all states by those in `flat` of clients that are here."""
+        """Replace all states by those in `flat` of clients that are here."""
         local = torch.zeros(self.clients, dtype=torch.bool)
         for ids, _ in self._blocks:
             local[ids] = True

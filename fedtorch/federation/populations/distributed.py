@@ -127,7 +127,7 @@ class _DistributedClients:
         return self.population.ranks
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
-        """Runs this rank's part of the cohort and meets the others; see `Clients.step`."""
+        """Run this rank's part of the cohort and meet the others; see `Clients.step`."""
         ranks, exchange = self.ranks, self.local.algorithm.exchange
         gathered = self.local.gather(outbox, cohort, turn, lost)
         partial, message = gathered.partial, gathered.message
@@ -149,7 +149,7 @@ class _DistributedClients:
         return exchange.finish(self.ranks.add(partial) if exchange.additive else self.ranks.gather(partial)).value
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """Evaluates this rank's clients and gathers everybody's results; see `Clients.evaluate`."""
+        """Evaluate this rank's clients and gather everybody's results; see `Clients.evaluate`."""
         if len(data) != self.local.clients:
             raise ValueError(
                 f"Expected data of the population's {self.local.clients} clients, but got {len(data)}; split the data "
@@ -173,11 +173,11 @@ class _DistributedClients:
         return {name: leaf[order] for name, leaf in every.items()}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Replaces the states of this rank's clients; those of other ranks are skipped."""
+        """Replace the states of this rank's clients; those of other ranks are skipped."""
         self.local.load_state_dict(flat)
 
     def meet(self) -> None:
-        """Waits for the other ranks."""
+        """Wait for the other ranks."""
         self.ranks.sum(torch.zeros(1))
 
     def _join_refused(self, refused: dict[int, str]) -> dict[int, str]:

@@ -58,7 +58,7 @@ class Clients(Protocol):
     """The clients of a population, bound to one algorithm."""
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
-        """Runs the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
+        """Run the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
 
         The turn's key is that of the round.
         """
@@ -81,15 +81,15 @@ class Clients(Protocol):
         ...
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Replaces the states by those in `flat` that belong here."""
+        """Replace the states by those in `flat` that belong here."""
         ...
 
     def meet(self) -> None:
-        """Waits for the other processes, if there are any."""
+        """Wait for the other processes, if there are any."""
         ...
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """Says what a run is about to do; other processes, if there are any, compare it when they next meet."""
+        """Say what a run is about to do; other processes, if there are any, compare it when they next meet."""
         ...
 
 
@@ -108,7 +108,7 @@ class Population(Protocol):
 
 
 def check_population(population: Population) -> None:
-    """Raises TypeError unless it is a population, with advice for data that are none yet.
+    """Raise TypeError unless it is a population, with advice for data that are none yet.
 
     Example:
         >>> import torch, fedtorch as ft

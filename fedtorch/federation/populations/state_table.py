@@ -58,7 +58,7 @@ class StateTable:
         return states
 
     def write(self, ids: Rows, states: Tree) -> None:
-        """Stores the states of `ids`, `(K, ...)`."""
+        """Store the states of `ids`, `(K, ...)`."""
         if self._empty:
             self._slots[ids] = 0
             return
@@ -68,7 +68,7 @@ class StateTable:
             tree.map(lambda old, leaf, inside=inside: _store(old, inside, leaf), page, new)
 
     def reserve(self, ids: Rows) -> None:
-        """Takes slots, side by side, for those of `ids` that have none."""
+        """Take slots, side by side, for those of `ids` that have none."""
         indices = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
         new = indices[self._slots[indices] < 0]
         if self._empty or len(new) == 0:
@@ -100,7 +100,7 @@ class StateTable:
         return {"ids": ids, **tree.flatten(tree.to(self.read(ids), "cpu", copy=True), "state")}
 
     def load_state_dict(self, flat: dict[str, Tensor], keep: Tensor | None = None) -> None:
-        """Replaces all states by those of `flat`; `keep` `(K,)` bool names the clients that belong here."""
+        """Replace all states by those of `flat`; `keep` `(K,)` bool names the clients that belong here."""
         self._clear()
         ids = flat["ids"]
         rows = torch.arange(len(ids)) if keep is None else keep[ids].nonzero()[:, 0]

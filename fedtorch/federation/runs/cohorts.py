@@ -172,7 +172,7 @@ def checked_draws(cohort: int | Cohort | None, clients: int) -> Cohort | None:
 
 
 def check_ids(ids: Tensor, clients: int) -> None:
-    """Raises ValueError unless `ids` are distinct, ascending clients of a population.
+    """Raise ValueError unless `ids` are distinct, ascending clients of a population.
 
     Example:
         >>> import torch

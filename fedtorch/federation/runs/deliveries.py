@@ -39,7 +39,7 @@ class Receiver:
         self._heard: set[int] = set()
 
     def open(self, round: int) -> None:
-        """Starts a round; messages of all others are stale from now on."""
+        """Start a round; messages of all others are stale from now on."""
         self._round, self._heard = round, set()
 
     def accepts(self, payload: bytes) -> int | None:

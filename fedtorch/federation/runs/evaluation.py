@@ -108,7 +108,7 @@ class Newcomers:
 
 
 def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
-    """Refuses rows of other clients, unless one (pooled) client is scored on all of them.
+    """Refuse rows of other clients, unless one (pooled) client is scored on all of them.
 
     Example:
         >>> import torch, fedtorch as ft

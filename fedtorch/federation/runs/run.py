@@ -53,8 +53,7 @@ class Run:
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
-        keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
-            in checkpoints), those of the latest rounds; 0 keeps none.
+        keep_losses: how many of the clients' latest training losses are kept for `client_losses`, 8 bytes each.
         on_bad_message: whether a message with NaN, Inf or a negative weight stops the run before anything of its round
             is kept, or is left out, as if it were lost.
 
@@ -120,7 +119,7 @@ class Run:
         self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
 
     def step(self) -> Round:
-        """Does one round."""
+        """Do one round."""
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
         keys = self._keys(self.number)
         asked = None if self._draw is None else self._draw(keys.cohort)
@@ -163,7 +162,7 @@ class Run:
         return self.last
 
     def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
-        """Goes on, and yields after each round, until `rounds` are done in all or `until(history)` holds.
+        """Go on, and yield after each round, until `rounds` are done in all or `until(history)` holds.
 
         It also ends before a round that the algorithm's budget does not allow. Both ends are those of the run and not
         of the call: a run that was stopped and resumed ends where it would have.
@@ -274,7 +273,7 @@ class Run:
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
-        """Goes on from what `state_dict` returned.
+        """Go on from what `state_dict` returned.
 
         Args:
             flat: of a run of the same algorithm, settings, population, cohort, faults and seed; chunks, device and
@@ -307,14 +306,14 @@ class Run:
         }
 
     def save(self, path: Path | str) -> None:
-        """Writes a safetensors file that appears whole under its name; over ranks, called on all of them."""
+        """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""
         flat = self.state_dict()
         if self.population.leads:
             checkpoint.write(path, flat)
         self.clients.meet()
 
     def load(self, path: Path | str, *, anyway: bool = False) -> Run:
-        """Goes on from what `save` wrote, and returns itself; see `load_state_dict`."""
+        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
         self.load_state_dict(checkpoint.read(path), anyway=anyway)
         return self
 

@@ -105,7 +105,7 @@ class Sampler:
         self._files = 0
 
     def record(self, round: Round) -> None:
-        """Takes in a round, if it is one of those that are watched."""
+        """Take in a round, if it is one of those that are watched."""
         after = round.number - self.burn_in
         if after <= 0 or after % self.thin:
             return
@@ -205,7 +205,7 @@ class Sampler:
         return {**flat, "files": torch.tensor(self._files)}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Goes on from what `state_dict` returned.
+        """Go on from what `state_dict` returned.
 
         Raises:
             ValueError: it is of a sampler with other settings.

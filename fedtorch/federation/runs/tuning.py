@@ -74,7 +74,7 @@ class GridSearch:
 
     @property
     def order(self) -> list[int]:
-        """Places of the settings, best mean over clients first, those that diverged last."""
+        """Return places of the settings, best mean over clients first, those that diverged last."""
         sign = -1.0 if self.largest_is_best else 1.0
         return sorted(
             range(len(self.settings)),
@@ -130,7 +130,7 @@ def grid(
     split: Split = inputs_and_targets,
     progress: bool = True,
 ) -> GridSearch:
-    """Runs every combination of `settings` on the same clients, and scores each on the clients' validation rows.
+    """Run every combination of `settings` on the same clients, and score each on the clients' validation rows.
 
     Each setting is `ft.run(build(**setting), population, ...)`, one after another. One whose server has NaN or
     infinite numbers ends there. `ft.plots.heat_map` draws the result.
@@ -196,7 +196,7 @@ def grid(
 
 
 def _check_settings(build: Callable[..., Algorithm], settings: Mapping[str, Sequence[Any]]) -> None:
-    """Raises TypeError or ValueError unless `settings` are values of all that `build` needs."""
+    """Raise TypeError or ValueError unless `settings` are values of all that `build` needs."""
     if not settings:
         raise ValueError("Expected settings to try, but got none; pass for example {'lr': [0.01, 0.1]}")
     parameters = inspect.signature(build).parameters.values()

@@ -45,7 +45,7 @@ class Schedule:
         return self._interval == "step"
 
     def apply(self, optimizer: Optimizer, position: int, per_epoch: int) -> None:
-        """Gives `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps."""
+        """Give `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps."""
         epoch, within = divmod(position, per_epoch)
         index = epoch // self._frequency
         if self._interval == "step":
@@ -75,7 +75,7 @@ class Configured(NamedTuple):
 
 
 def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
-    """Asks `make`, or the LightningModule's `configure_optimizers`, for an optimiser on the module's parameters.
+    """Ask `make`, or the LightningModule's `configure_optimizers`, for an optimiser on the module's parameters.
 
     Raises:
         TypeError: no optimiser, several, a scheduler that watches a metric, or several schedulers of different
@@ -139,7 +139,7 @@ def _scheduler(setting: Any) -> dict[str, Any]:
 
 
 def check_independent(optimizer: TreeOptimizer) -> None:
-    """Checks that two stacked rows are trained as two separate runs.
+    """Check that two stacked rows are trained as two separate runs.
 
     Raises:
         TypeError: they are not (Adafactor, Muon, LBFGS), because the optimiser looks across rows, or it does not train

@@ -35,7 +35,7 @@ def check_rows(
     values: Mapping[str, Tensor],
     original: Callable[[], nn.Module | None] | None = None,
 ) -> None:
-    """Tries whether the module can train on the rows of a block: on a few, with the extreme labels among them.
+    """Try whether the module can train on the rows of a block: on a few, with the extreme labels among them.
 
     Args:
         stacked: the loss.
@@ -125,7 +125,7 @@ def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:
 
 
 def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None:
-    """Runs the module on a few rows of a block: does it draw, change buffers, run stacked, split by example?
+    """Run the module on a few rows of a block: does it draw, change buffers, run stacked, split by example?
 
     Args:
         stacked: the loss, which is told.

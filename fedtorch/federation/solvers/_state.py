@@ -46,7 +46,7 @@ def counts(module: nn.Module, averaged: Mapping[str, Tensor]) -> dict[str, torch
 
 
 def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:
-    """Raises ValueError if buffers of `module` are not what they were `before`; NaN is the same as NaN."""
+    """Raise ValueError if buffers of `module` are not what they were `before`; NaN is the same as NaN."""
     after = dict(module.named_buffers())
     changed = [name for name, old in before.items() if name not in after or _differ(old, after[name])]
     if changed:

@@ -38,13 +38,13 @@ class RoundTrainer(L.Trainer):
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Steps until the end of this round."""
+        """Step until the end of this round."""
         self.spans_round |= self.configuring
         return super().estimated_stepping_batches
 
 
 def catch_up(trainer: RoundTrainer, round: int) -> None:
-    """Takes a Trainer that is about to begin to where a client begins in round `round`, also if it has been away."""
+    """Take a Trainer that is about to begin to where a client begins in round `round`, also if it has been away."""
     loop, batches, every = trainer.fit_loop, int(trainer.num_training_batches), trainer.accumulate_grad_batches
     per_epoch, limits = -(-batches // every), []
     if loop.max_epochs not in (None, -1):
@@ -69,7 +69,7 @@ def catch_up(trainer: RoundTrainer, round: int) -> None:
 
 
 def _advance(config: LRSchedulerConfig, epoch: int, within: int, batches: int, every: int) -> None:
-    """Steps a scheduler as often as Lightning would have in `epoch` epochs of so many batches and `within` steps."""
+    """Step a scheduler as often as Lightning would have in `epoch` epochs of so many batches and `within` steps."""
     times = epoch // config.frequency
     if config.interval == "step":
         ends = [b for b in range(1, batches + 1) if b % every == 0 or b == batches]
@@ -103,7 +103,7 @@ class Watch(L.Callback):
         self._gradients: list[tuple[Tensor, Tensor | None]] = []  # without the quadratic's
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Goes to where the federation is, and looks at the optimisers, which exist by now."""
+        """Go to where the federation is, and look at the optimisers, which exist by now."""
         assert isinstance(trainer, RoundTrainer)
         if self.round:
             catch_up(trainer, self.round)
@@ -123,12 +123,12 @@ class Watch(L.Callback):
             trainer.optimizers[0].register_step_post_hook(self._count)
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Shows the losses of the first batch to `examine`."""
+        """Show the losses of the first batch to `examine`."""
         if self._examine is not None:
             self._examine(pl_module, loss)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Adds λx − h to the gradients of the optimiser's parameters."""
+        """Add λx − h to the gradients of the optimiser's parameters."""
         self._gradients = []
         if self.quadratic is None:
             return
@@ -154,7 +154,7 @@ class Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Takes down the loss, which Lightning has divided by the number of accumulated batches."""
+        """Take down the loss, which Lightning has divided by the number of accumulated batches."""
         self._examine = None
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
@@ -162,5 +162,5 @@ class Watch(L.Callback):
             self.losses.append(loss.detach().reshape(()) * scale)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Keeps what Lightning may swallow."""
+        """Keep what Lightning may swallow."""
         self.exception = exception

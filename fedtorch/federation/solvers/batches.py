@@ -119,7 +119,7 @@ class Batches:
         return self._everything
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:
-        """Draws the next epochs' permutations for the clients that have come to the end of theirs."""
+        """Draw the next epochs' permutations for the clients that have come to the end of theirs."""
         some = (active & (epoch >= self._first + self._ahead)).nonzero()[:, 0]
         if len(some) == 0:
             return

@@ -84,7 +84,7 @@ class Descent:
         return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
 
     def prepare(self, data: Any) -> Any:
-        """Looks at a block to find out what the module can do; the data stay as they are.
+        """Look at a block to find out what the module can do; the data stay as they are.
 
         Raises:
             BadClients: some have no rows, or rows that the module cannot take.
@@ -100,7 +100,7 @@ class Descent:
         return data
 
     def _learn(self, data: Any) -> None:
-        """Finds out what the module can do, as far as this block tells and it is not known."""
+        """Find out what the module can do, as far as this block tells and it is not known."""
         separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
             self.move(data.count.device)
@@ -120,17 +120,17 @@ class Descent:
         return self._configurations[steps]
 
     def find_linear_steps(self, loss: Loss | None) -> None:
-        """Lets a program take all steps of a round at once where it knows all that they do."""
+        """Let a program take all steps of a round at once where it knows all that they do."""
         if self.clip is None and self.project is None and self.loss.precision != "bf16":
             self.linear = linear_steps(self.objective.module, loss, self.trained, self.configured(_SOME_STEPS))
 
     def move(self, device: torch.device) -> None:
-        """Takes the module to the device of the data."""
+        """Take the module to the device of the data."""
         if next(self.objective.parameters()).device != device:
             self.objective.to(device)
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
-        """Trains the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
+        """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
         if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
             self._learn(data)
         count, key = data.count.to("cpu"), turn.key
@@ -203,7 +203,7 @@ class _Stack:
         self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
     def run(self) -> Local:
-        """Takes all steps."""
+        """Take all steps."""
         total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
         longest, loss = int(total.max()), self.descent.loss
         same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
@@ -278,7 +278,7 @@ class _Stack:
 
 
 def _clip(tensors: Sequence[Tensor], most: float) -> None:
-    """Scales the gradients of each client whose norm over all `tensors` is above `most`."""
+    """Scale the gradients of each client whose norm over all `tensors` is above `most`."""
     held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
     if held:
         squares = [gradient.reshape(len(gradient), -1).square().sum(1) for _, gradient in held]

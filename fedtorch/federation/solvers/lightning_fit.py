@@ -177,14 +177,14 @@ class _Fit:
                 self._tried = StackedLoss(Objective(training_copy(module)), self.trained, [], batched=False)
 
     def prepare(self, data: Any) -> Any:
-        """Refuses rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
+        """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
         return data
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
-        """Fits the clients of a block, one after the other."""
+        """Fit the clients of a block, one after the other."""
         device = data.count.device
         if len(data.count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
@@ -208,7 +208,7 @@ class _Fit:
         )
 
     def _examine(self, module: L.LightningModule, loss: Tensor) -> None:
-        """Refuses a loss of parameters that no fit changes."""
+        """Refuse a loss of parameters that no fit changes."""
         refuse_untrained(loss, module.parameters(), module, self._original())
 
     def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:

@@ -99,7 +99,7 @@ class _InertMetric(nn.Module):
     """Stands in for a torchmetrics metric and its values: accepts every call and measures nothing."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns itself, which `self.log` skips."""
+        """Return itself, which `self.log` skips."""
         return self
 
     compute = update = reset = detach = item = forward
@@ -117,7 +117,7 @@ class _InertCollection(_InertMetric):
     """Stands in for a `MetricCollection`."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns no values, or a stand-in for one that is asked for."""
+        """Return no values, or a stand-in for one that is asked for."""
         return _InertValues()
 
     compute = items = keys = values = forward

@@ -168,7 +168,7 @@ class Seen:
         self.values: dict[str, list[tuple[int, Tensor]]] = {}
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
-        """Takes in one step."""
+        """Take in one step."""
         for name, value in values.items():
             self.values.setdefault(name, []).append((step, value.detach()))
 

@@ -84,7 +84,7 @@ def chebyshev(
 
 
 def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bool:
-    """Iterates from `state`, in place, until there is nothing left to do, or (False) `smallest` is found too large."""
+    """Iterate from `state`, in place, until there is nothing left to do, or (False) `smallest` is found too large."""
     w, r, problem = state.w, state.residual, state.problem
     middle, half = (2 + smallest) / 2, (2 - smallest) / 2
     window = max(_CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # in which the residual has to fall by e⁻⁴ or so

@@ -103,7 +103,7 @@ class Monitor:
         self._progress = Progress("GTV minimisation")
 
     def tell(self, w: Tensor) -> bool:
-        """Counts a round that ended at `w`; whether the watcher wants to stop or no rounds are left."""
+        """Count a round that ended at `w`; whether the watcher wants to stop or no rounds are left."""
         self.rounds += 1
         self._progress.update(tell=self._told)
         if self.watch is not None and bool(self.watch(self.rounds, w)):
@@ -119,14 +119,14 @@ class Monitor:
         return self.rounds % self.every == 0
 
     def small(self, residual: Tensor, w: Tensor) -> bool:
-        """Takes the residual b − Q w at `w`, two sums over the network; whether to stop because of it."""
+        """Take the residual b − Q w at `w`, two sums over the network; whether to stop because of it."""
         found = self.problem.residual_size(residual)
         if self.due() or self._within(found / self._size):
             self._size = self.problem.size(w)
         return self.check(found / self._size, w, lambda: self.problem.error(residual, w, self.smallest()))
 
     def check(self, optimality: float, w: Tensor, error: Callable[[], float] = lambda: 0.0) -> bool:
-        """Takes the optimality of `w`, two sums over the network, and keeps the best; whether to stop because of it.
+        """Take the optimality of `w`, two sums over the network, and keep the best; whether to stop because of it.
 
         Args:
             optimality: of `w`.
@@ -159,7 +159,7 @@ class Monitor:
         return within(optimality, self.tolerance, self.problem.cross) if self.tolerance else optimality == 0
 
     def broken(self) -> bool:
-        """Says that the solver cannot go on; True."""
+        """Say that the solver cannot go on; True."""
         self.reason = "breakdown"
         return True
 

@@ -41,7 +41,7 @@ class Envelopes:
         self._directory = b""
 
     def begin(self, sites: Sequence[str], directory: bytes) -> None:
-        """Asks those sites for envelopes whose last ones are not for the keys of this directory."""
+        """Ask those sites for envelopes whose last ones are not for the keys of this directory."""
         if directory != self._directory:
             self._fresh.clear()
             self._directory = directory
@@ -58,7 +58,7 @@ class Envelopes:
         self._held.clear()
 
     def keep(self, envelopes: Mapping[str, dict[str, bytes]]) -> None:
-        """Takes envelopes, by sender and receiver, in place of those that the senders sent before."""
+        """Take envelopes, by sender and receiver, in place of those that the senders sent before."""
         self._held.update(envelopes)
 
     def to(self, site: str) -> dict[str, bytes]:

@@ -35,7 +35,7 @@ class Keyring:
         self._said: dict[str, tuple[bytes, Speaker]] = {}
 
     def gather(self, sites: Mapping[str, range], run: str, epoch: int) -> dict[str, str]:
-        """Asks sites, with the numbers of their clients, for keys of an epoch; returns why some have none."""
+        """Ask sites, with the numbers of their clients, for keys of an epoch; return why some have none."""
         number, self.epoch = self._next(), epoch
         request = frames.encode("keys", run=run, sequence=number, epoch=epoch)
         read = partial(self._read, sites, run)

@@ -65,7 +65,7 @@ class Post:
         return any(node.envelope for node in self._nodes.values())
 
     def turn(self) -> None:
-        """Takes what has come, and sends what waits, to nodes that have answered."""
+        """Take what has come, and send what waits, to nodes that have answered."""
         envelopes = {node.envelope: number for number, node in self._nodes.items() if node.envelope}
         for reply in self._grid.pull_messages(list(envelopes)) if envelopes else ():
             number = envelopes.get(reply.metadata.reply_to_message_id)
@@ -86,7 +86,7 @@ class Post:
                 self._write(number, node)
 
     def _write(self, number: int, node: Node) -> None:
-        """Sends a node the frames that wait for it, or asks who it is."""
+        """Send a node the frames that wait for it, or ask who it is."""
         opens, frames = node.line is None, self._waiting(node)
         if not frames and (not opens or self.hub.closed or time.monotonic() < node.rests):
             return
@@ -119,7 +119,7 @@ class Post:
         return frames
 
     def _take(self, number: int, node: Node, reply: Any) -> None:
-        """Takes in a reply, and opens a line to a site that says who it is."""
+        """Take in a reply, and open a line to a site that says who it is."""
         node.envelope = ""
         try:
             if reply.has_error():
@@ -137,7 +137,7 @@ class Post:
             node.came.extend(envelope.frames)
 
     def _check(self, number: int, name: str) -> None:
-        """Refuses a name that belongs to another node."""
+        """Refuse a name that belongs to another node."""
         if self._known is not None and self._known.get(name) != number:
             raise PermissionError(f"expected a site of the nodes that are known, but node {number} says {name!r}")
         other = next((n for n, node in self._nodes.items() if node.name == name and n != number), None)
@@ -145,7 +145,7 @@ class Post:
             raise PermissionError(f"expected a name of its own, but nodes {other} and {number} say {name!r}")
 
     def _give(self, node: Node) -> None:
-        """Gives a node's frames to its line, as far as there is room."""
+        """Give a node's frames to its line, as far as there is room."""
         try:
             while node.came and node.line is not None:
                 node.line.inward.put(node.came[0], 0.0)
@@ -160,7 +160,7 @@ class Post:
             node.came.clear()
 
     def _fail(self, node: Node, why: str) -> None:
-        """Ends a node's stream; it is asked again who it is, after a while."""
+        """End a node's stream; it is asked again who it is, after a while."""
         _LOG.warning("site %r: %s", node.name, why)
         node.envelope, node.failures = "", node.failures + 1
         node.rests = time.monotonic() + min(2.0**node.failures, _LONGEST_PAUSE)

@@ -84,7 +84,7 @@ def client_app(deliver: Deliver, limits: Limits = LIMITS) -> Any:
 
 
 def _carry(post: Post, pause: float) -> None:
-    """Turns until the hub has closed; then until all nodes have what was said to them last, or time is up."""
+    """Turn until the hub has closed; then until all nodes have what was said to them last, or time is up."""
     while not post.hub.closed:
         _turn(post, pause)
     ends = time.monotonic() + post.timeout

@@ -53,7 +53,7 @@ def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:
 
 
 def write_secret(path: Path, content: bytes) -> None:
-    """Writes a file for its owner's eyes only, whole or not at all."""
+    """Write a file for its owner's eyes only, whole or not at all."""
     mask = os.umask(0o077)
     try:
         files.replace(path, content)

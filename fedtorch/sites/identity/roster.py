@@ -80,7 +80,7 @@ class Roster:
         return name
 
     def check(self, name: str, key: str) -> None:
-        """Raises PermissionError unless a site of this name may be here, with the key of this fingerprint."""
+        """Raise PermissionError unless a site of this name may be here, with the key of this fingerprint."""
         site = self.sites.get(name)
         if site is None:
             raise PermissionError(f"Expected a site of the roster, but {name!r} is not in it; enrol first")
@@ -90,12 +90,12 @@ class Roster:
             raise PermissionError(f"Expected {name!r} with the key of the roster, but got another; enrol anew")
 
     def add(self, name: str, key: str, rows: int | None = None) -> None:
-        """Lets a site in, with the fingerprint of its key in place of an earlier one."""
+        """Let a site in, with the fingerprint of its key in place of an earlier one."""
         check_name(name)
         self._change(name, Member(key, "", rows))
 
     def revoke(self, name: str, reason: str) -> None:
-        """Lets a site in no longer; one that is connected is disconnected with its next frame.
+        """Let a site in no longer; one that is connected is disconnected with its next frame.
 
         Raises:
             ValueError: no such site.

@@ -24,7 +24,7 @@ class Account:
         self._told = None if nothing is None else tree.map(lambda leaf: leaf.repeat(sites, *[1] * leaf.ndim), nothing)
 
     def add(self, site: int, change: Tree) -> None:
-        """Takes in what a site has told in a round."""
+        """Take in what a site has told in a round."""
         if self._told is not None:
             tree.map(lambda total, new: total[site].add_(new), self._told, change)
 
@@ -49,6 +49,6 @@ class Account:
         return {"left": self.left.clone(), **tree.flatten(tree.to(self._told, copy=True), "told")}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
-        """Goes back to what `state_dict` said."""
+        """Go back to what `state_dict` said."""
         self.left.copy_(flat["left"])
         tree.map(lambda mine, loaded: mine.copy_(loaded), self._told, tree.unflatten(flat, self._told, "told"))

@@ -67,7 +67,7 @@ class RemoteClients:
         self._recording = ServerRecording(plan, algorithm)
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
-        """Asks the sites of the cohort; see `Clients.step`.
+        """Ask the sites of the cohort; see `Clients.step`.
 
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
@@ -175,11 +175,11 @@ class RemoteClients:
         return self._local.tensors(outbox, ids)
 
     def finish(self, outbox: Tree, seconds: float = 0.0) -> None:
-        """Tells the sites that the run is over, and what their clients hear last; those that are away have time."""
+        """Tell the sites that the run is over, and what their clients hear last; those that are away have time."""
         tell_all(self.plan.sites, partial(self._tell_over, outbox), seconds)
 
     def _tell_over(self, outbox: Tree, here: Mapping[int, str]) -> list[int]:
-        """Tells sites, and returns the numbers of those that have it on their stream."""
+        """Tell sites, and return the numbers of those that have it on their stream."""
         if self.plan.carry.network is not None:
             self._prepare([])
         number, sites = self.plan.sites.next_sequence(), self.plan.sites
@@ -213,7 +213,7 @@ class RemoteClients:
         return {"kept": torch.tensor(kept), "run": run, **known}
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Goes back to what `state_dict` said; sites go back with their next request."""
+        """Go back to what `state_dict` said; sites go back with their next request."""
         self._recording.load_state_dict(flat)
         self.run, self._kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
         self._saved.append(tuple(self._kept))
@@ -282,7 +282,7 @@ class RemoteClients:
         return self._request("envelopes", self.plan.sites.names.index(site), None, None, number)
 
     def _prepare(self, asked: list[tuple[int, str]], start: bytes = b"") -> dict[str, str]:
-        """Sees to keys and envelopes, neighbours' envelopes of all; returns why sites are not to be asked."""
+        """See to keys and envelopes, neighbours' envelopes of all; return why sites are not to be asked."""
         if self._hidden is None:
             return {}
         members = asked if self.plan.carry.network is None else self._members()

@@ -42,7 +42,7 @@ def brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Bring
 
 
 def tell_all(sites: Sites, tell: Callable[[Mapping[int, str]], Iterable[int]], seconds: float) -> None:
-    """Tells sites as they come, until all have been told or time is up.
+    """Tell sites as they come, until all have been told or time is up.
 
     Args:
         sites: of the run.

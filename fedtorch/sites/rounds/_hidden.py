@@ -50,7 +50,7 @@ class Hidden:
         self._directory = b""
 
     def begin(self, sites: Sequence[str], run: str, start: bytes = b"") -> dict[str, str]:
-        """Sees to keys, and to envelopes, before sites are asked for something over a start.
+        """See to keys, and to envelopes, before sites are asked for something over a start.
 
         Returns:
             Why some are not to be asked: they have no keys, or are left out of sums.
@@ -84,12 +84,12 @@ class Hidden:
         return {DIRECTORY: self._directory, **({} if self._envelopes is None else self._envelopes.to(site))}
 
     def keep(self, envelopes: Mapping[str, dict[str, bytes]]) -> None:
-        """Takes envelopes that go with a round that is kept."""
+        """Take envelopes that go with a round that is kept."""
         if self._envelopes is not None:
             self._envelopes.keep(envelopes)
 
     def forget(self) -> None:
-        """Goes back to another round, maybe of another run; sites have to announce keys and write envelopes anew."""
+        """Go back to another round, maybe of another run; sites have to announce keys and write envelopes anew."""
         self._keyring.forget()
         if self._envelopes is not None:
             self._envelopes.forget()

@@ -70,7 +70,7 @@ class Reader:
         return Answer(came["ids"], came["info"], refused, came["partial"])
 
     def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
-        """Refuses messages that count for less than nothing, or for more rows than the site says its clients have."""
+        """Refuse messages that count for less than nothing, or for more rows than the site says its clients have."""
         if has_negative_weights(partial):
             raise frame.refused("weights of at least 0", "negative ones")
         if self._algorithm.settings.get("weight") is not rows_weight:
@@ -109,7 +109,7 @@ class Reader:
         return Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))
 
     def sums(self, site: str, frame: Frame, like: Tree) -> Tree:
-        """Sums of metrics of each client, `like` those of none."""
+        """Return sums of metrics of each client, `like` those of none."""
         count = self._plan.counts[self._plan.sites.names.index(site)]
         sums = tree.map(lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]), like)
         return frame.tree({"sums": sums}, finite=False)["sums"]

@@ -47,7 +47,7 @@ class Policy(NamedTuple):
         return self.carry[algorithm] if isinstance(self.carry, Mapping) else self.carry
 
     def check(self) -> None:
-        """Raises ValueError unless they are in range."""
+        """Raise ValueError unless they are in range."""
         if self.smallest_cohort < 1 or self.honest < 1 or (self.rounds or 0) < 0:
             raise ValueError(
                 "Expected a smallest cohort of at least 1, as many honest clients, and no negative number of rounds, "
@@ -78,7 +78,7 @@ class Watch:
             self._read()
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
-        """Refuses an algorithm that would break the policy whatever is asked of it."""
+        """Refuse an algorithm that would break the policy whatever is asked of it."""
         budget = algorithm.budget
         if self.policy.smallest_cohort > 1 and not algorithm.exchange.additive:
             raise Refusal(
@@ -95,7 +95,7 @@ class Watch:
             budget.cohort(None, clients)
 
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
-        """Counts a round, before anything of it is computed, or refuses it."""
+        """Count a round, before anything of it is computed, or refuses it."""
         budget, policy = algorithm.budget, self.policy
         self.check_cohort(len(ids))
         if policy.rounds is not None:
@@ -109,7 +109,7 @@ class Watch:
                 raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
 
     def _count(self, most: int) -> None:
-        """Counts a round, or refuses it."""
+        """Count a round, or refuses it."""
         self._read()
         if self._rounds >= most:
             many = "s" * (self._rounds != 1)
@@ -119,7 +119,7 @@ class Watch:
             files.replace(path, json.dumps({"rounds": self._rounds}).encode())
 
     def _read(self) -> None:
-        """Takes in what has been counted, by another process of this site too."""
+        """Take in what has been counted, by another process of this site too."""
         counted = [int(json.loads(path.read_bytes())["rounds"]) for path in self._paths if path.exists()]
         self._rounds = max([self._rounds, *counted])
 
@@ -128,7 +128,7 @@ class Watch:
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
 
     def check_cohort(self, clients: int) -> None:
-        """Refuses to answer for so few clients; none at all tell nothing."""
+        """Refuse to answer for so few clients; none at all tell nothing."""
         if 0 < clients < self.policy.smallest_cohort:
             raise Refusal(
                 f"the site answers for at least {self.policy.smallest_cohort} of its clients, not for {clients}"

@@ -165,7 +165,7 @@ class Remote:
         return RemoteClients(self.plan, algorithm, state)
 
     def finish(self, run: Any) -> None:
-        """Tells the sites that a run on this population is over, and what their clients predict with.
+        """Tell the sites that a run on this population is over, and what their clients predict with.
 
         With a `checkpoint` this is noted there first, and sites that are away have ten seconds to come back.
         """
@@ -175,7 +175,7 @@ class Remote:
         run.clients.finish(run.outbox, self._last_word)
 
     def withdraw(self, run: Any, site: str) -> None:
-        """Takes what a site has told for good out of a run, and asks it no more.
+        """Take what a site has told for good out of a run, and ask it no more.
 
         The total becomes that of clients which have never been asked. What the server has made of it before, and of
         fresh messages such as gradients, is in its parameters and stays there.

@@ -122,7 +122,7 @@ class SiteSession:
         return self.configuration.data.names
 
     def settle(self, frame: Frame) -> None:
-        """Goes to the version that the server counts on, and forgets those that it does not go back to.
+        """Go to the version that the server counts on, and forget those that it does not go back to.
 
         Raises:
             Refusal: that version is lost.
@@ -138,7 +138,7 @@ class SiteSession:
         self._versions.retain({kept, *keep})
 
     def round(self, frame: Frame) -> bytes:
-        """Runs the clients that are asked, keeps their new states as a version of its own, and answers."""
+        """Run the clients that are asked, keeps their new states as a version of its own, and answers."""
         own, number = len(self.configuration.data), frame.integer("sequence", 1)
         if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
             return self._part.begun
@@ -246,7 +246,7 @@ class SiteSession:
         return frames.encode("answer", {"sums": sums}, sequence=frame.integer("sequence", 1))
 
     def end(self, frame: Frame) -> None:
-        """Keeps what the clients hear last; the run is over."""
+        """Keep what the clients hear last; the run is over."""
         self._last, _, _ = self._hear(frame)
         self.over = True
         self._versions.finish()
@@ -274,7 +274,7 @@ class SiteSession:
         return module
 
     def save(self, path: Path | str) -> None:
-        """Writes the tensors that the site's clients predict with after the run, by client and name, as safetensors."""
+        """Write the tensors that the site's clients predict with after the run, by client and name, as safetensors."""
         tensors = tree.flatten(self.tensors())
         flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
         checkpoint.write(Path(path), flat)

@@ -38,7 +38,7 @@ def join(
     timeout: float = TIMEOUT,
     record: AuditRecord | None = None,
 ) -> SiteSession:
-    """Takes part in what a server asks, until it says that a run is over; returns the site's part in it.
+    """Take part in what a server asks, until it says that a run is over; return the site's part in it.
 
     Args:
         dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
@@ -109,7 +109,7 @@ def deliver(
 
 
 def _join(dial: Callable[[], Link], site: Site, timeout: Timeout) -> SiteSession:
-    """Connects, again and again, until the site's part is over."""
+    """Connect, again and again, until the site's part is over."""
     while True:
         try:
             link = dial()
@@ -140,7 +140,7 @@ def _next(link: Link, site: Site, timeout: Timeout) -> bytes:
 
 
 def _say(link: Link, frame: bytes | None) -> None:
-    """Sends a frame, if there is one; a server that does not take it is one that is lost."""
+    """Send a frame, if there is one; a server that does not take it is one that is lost."""
     try:
         if frame is not None:
             link.send(frame)

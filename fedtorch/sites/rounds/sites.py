@@ -69,7 +69,7 @@ class Question:
         self._bytes = 0
 
     def hear(self, frame: Frame) -> None:
-        """Takes in a site's frame, if it belongs to the question."""
+        """Take in a site's frame, if it belongs to the question."""
         name = frame.sender
         if frame.kind == "hello":
             self.asked.discard(name)
@@ -116,7 +116,7 @@ class Sites:
         self._sequence = secrets.randbits(61)  # no number is used again, also after a restart
 
     def meet(self, seconds: float) -> None:
-        """Waits until every site has been here.
+        """Wait until every site has been here.
 
         Raises:
             TimeoutError: some were not in time; the message names them.
@@ -140,7 +140,7 @@ class Sites:
         return self._sequence
 
     def ask(self, question: Question, *, seconds: float, least: int) -> Answers:
-        """Asks sites, and returns once all that are here have answered, and `least` of them at least, or time is up.
+        """Ask sites, and return once all that are here have answered, and `least` of them at least, or time is up.
 
         A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it
         has answered that.
@@ -177,11 +177,11 @@ class Sites:
         return name in self._here and name in self.host.connected
 
     def look(self, ends: float) -> None:
-        """Takes in who comes, for a moment that ends at this time at the latest."""
+        """Take in who comes, for a moment that ends at this time at the latest."""
         self._next(max(0.0, min(_LOOK, ends - time.monotonic())))
 
     def tell(self, name: str, run: str, begin: Callable[[str], bytes], frame: bytes) -> bool:
-        """Sends a frame that wants no answer, if the site is here."""
+        """Send a frame that wants no answer, if the site is here."""
         return name in self._here and self._send(name, run, begin, frame, answers=0)
 
     def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1) -> bool:
@@ -225,7 +225,7 @@ class Sites:
         return frame
 
     def _greet(self, frame: Frame) -> None:
-        """Takes in what a site says that it brings, if it may take part."""
+        """Take in what a site says that it brings, if it may take part."""
         name = frame.sender
         self._forget(name)
         if (protocol := frame.integer("protocol")) != PROTOCOL:
@@ -253,7 +253,7 @@ class Sites:
         self._here.add(name)
 
     def _turn_away(self, name: str) -> None:
-        """Tells a site that is in no run now to wait for another."""
+        """Tell a site that is in no run now to wait for another."""
         _LOG.warning("site %r has connected, but the run is of %s; it waits", name, list(self.names))
         reason = f"the server's run is of other sites than {name!r}; ask its side whether this site is to be in it"
         with suppress(ConnectionError, TimeoutError):  # it is told when it is back

@@ -131,7 +131,7 @@ def masked_graph(
 
 
 def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None:
-    """Raises ValueError if `collusion` nodes could work out a combination of fewer than `minimum` others' values.
+    """Raise ValueError if `collusion` nodes could work out a combination of fewer than `minimum` others' values.
 
     >>> import fedtorch as ft
     >>> everybody = ft.Network([[i, j] for i in range(4) for j in range(i)])

@@ -37,7 +37,7 @@ class Grid(NamedTuple):
         return 1
 
     def check(self, clients: int) -> None:
-        """Raises ValueError unless sums of so many clients fit a word."""
+        """Raise ValueError unless sums of so many clients fit a word."""
         if not (0 <= self.bits <= 52 and self.bound > 0):
             raise ValueError(f"Expected bits from 0 to 52 and a positive bound, but got {self}")
         if clients * (self.bound * 2.0**self.bits + 1) >= 2.0**63:
@@ -97,7 +97,7 @@ class ExactSums(NamedTuple):
         return LIMBS // 2
 
     def check(self, clients: int) -> None:
-        """Raises ValueError unless sums of so many clients fit."""
+        """Raise ValueError unless sums of so many clients fit."""
         if not 0 <= self.bits <= _PLACES:
             raise ValueError(f"Expected bits from 0 to {_PLACES}, but got {self.bits}")
         if clients >= 2 ** (_ROOM - 1):

@@ -175,7 +175,7 @@ class Client:
         return self._sign(SHARES, b"".join(self._sealed(other, *both) for other, both in self._split().items()))
 
     def _split(self) -> dict[int, tuple[bytes, bytes]]:
-        """Shares of the own mask and of the mask key, by neighbour."""
+        """Return shares of the own mask and of the mask key, by neighbour."""
         threshold, holders = self.session.graph.threshold, list(self._shared)
         parts = []
         for name, secret in (("own", self._own), ("key", self._mask_key.private_bytes_raw())):
@@ -252,7 +252,7 @@ class Client:
         return self._sign(CONFIRM, agreed(sorted(self._survivors), self._adverts))
 
     def _check_mutual(self, heads: Sequence[bytes]) -> None:
-        """Raises Aborted unless this client and each neighbour that has stayed have masked with each other."""
+        """Raise Aborted unless this client and each neighbour that has stayed have masked with each other."""
         both = set()
         for head in heads:
             sender, body = verified(self.session, MASKED, head, self._digest)

@@ -19,7 +19,7 @@ _SIGN = -(2**63)
 
 
 def add(total: Tensor, other: Tensor, width: int) -> Tensor:
-    """Adds numbers `(D · width,)` int64, a number's words side by side, to `total` in place, and returns it."""
+    """Add numbers `(D · width,)` int64, a number's words side by side, to `total` in place, and return it."""
     if width == 1:
         return total.add_(other)
     sums, before = total.unflatten(0, (-1, width)), total.unflatten(0, (-1, width)) ^ _SIGN
@@ -33,7 +33,7 @@ def add(total: Tensor, other: Tensor, width: int) -> Tensor:
 
 
 def negate(value: Tensor, width: int) -> Tensor:
-    """Turns the sign of numbers `(D · width,)` in place, and returns them."""
+    """Turn the sign of numbers `(D · width,)` in place, and return them."""
     if width == 1:
         return value.neg_()
     one = torch.zeros_like(value).unflatten(0, (-1, width))

@@ -99,7 +99,7 @@ class Server:
         return bound, next((bound - answered for answered in self.confirmed if bound - answered), frozenset())
 
     def take(self, phase: int, message: bytes) -> bool:
-        """Takes a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
+        """Take a message of the open phase in; False if it is refused: forged, of somebody else, late, or again."""
         try:
             head = split_words(self.session, message)[0] if phase == MASKED else message
             sender, body = verified(self.session, phase, head, self._digest)

@@ -27,7 +27,7 @@ def split(frames: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def join(chunks: Iterator[bytes], pipe: Pipe, most: int) -> None:
-    """Puts the frames that chunks make up into a pipe, until they end.
+    """Put the frames that chunks make up into a pipe, until they end.
 
     Raises:
         ValueError: a frame is longer than `most`, or its chunks are not as they should be.

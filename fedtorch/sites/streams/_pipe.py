@@ -61,13 +61,13 @@ class Pipe:
         return self._own.used
 
     def ask(self, frames: float) -> None:
-        """Lets so many more long frames come."""
+        """Let so many more long frames come."""
         with self.changed:
             self._asked = (self._asked or 0) + frames
             self.changed.notify_all()
 
     def put(self, frame: bytes, seconds: float | None = None) -> None:
-        """Adds a frame, once there is room.
+        """Add a frame, once there is room.
 
         Raises:
             TimeoutError: there was no room in time.
@@ -78,7 +78,7 @@ class Pipe:
         self.fill(frame)
 
     def reserve(self, size: int, seconds: float | None = None) -> None:
-        """Waits for room for a frame that `fill` then adds; raises what `put` does."""
+        """Wait for room for a frame that `fill` then adds; raise what `put` does."""
         with self.changed:
             if not self.changed.wait_for(lambda: self._ended or self._may_decide(size), seconds):
                 raise TimeoutError(
@@ -97,7 +97,7 @@ class Pipe:
             self._moved = time.monotonic()
 
     def fill(self, frame: bytes) -> None:
-        """Adds the frame for which there is room; of a pipe that has ended it is dropped."""
+        """Add the frame for which there is room; of a pipe that has ended it is dropped."""
         with self.changed:
             if self._arriving:
                 self._arriving.popleft()
@@ -105,7 +105,7 @@ class Pipe:
                 self.changed.notify_all()
 
     def note_part(self) -> None:
-        """Notes that a part of the arriving frame has come."""
+        """Note that a part of the arriving frame has come."""
         self._moved = time.monotonic()
 
     def stalled(self, seconds: float) -> bool:
@@ -130,13 +130,13 @@ class Pipe:
             return frame
 
     def answer_only(self) -> None:
-        """Lets long frames come only once they are asked for, where nobody has said anything of them before."""
+        """Let long frames come only once they are asked for, where nobody has said anything of them before."""
         with self.changed:
             if self._asked is None:
                 self.ask(0)
 
     def end(self, reason: Exception) -> None:
-        """Lets nothing more in; the first reason stays."""
+        """Let nothing more in; the first reason stays."""
         with self.changed:  # no exception is kept: its traceback would refer back to the pipe and its frames
             self._ended = self._ended or (type(reason), reason.args)
             self._use(-sum(self._arriving))
@@ -146,12 +146,12 @@ class Pipe:
             self.changed.notify_all()
 
     def abandon(self) -> None:
-        """Drops the frames that wait, unless any may come because a link takes them."""
+        """Drop the frames that wait, unless any may come because a link takes them."""
         if self._asked != math.inf:
             self.clear()
 
     def clear(self) -> None:
-        """Drops the frames that wait."""
+        """Drop the frames that wait."""
         with self.changed:
             self._use(-sum(map(len, self._frames)))
             self._frames.clear()

@@ -27,7 +27,7 @@ def library() -> Any:
 
 
 def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
-    """Opens a port of a gRPC server; `both` wants certificates of those who connect. Returns the port."""
+    """Open a port of a gRPC server; `both` wants certificates of those who connect. Returns the port."""
     credentials = library().ssl_server_credentials(
         [(identity.key, identity.certificate)], identity.authority if both else None, both
     )

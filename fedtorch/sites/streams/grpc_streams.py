@@ -144,7 +144,7 @@ def _until_refused(line: Line, context: Any, grpc: Any) -> Iterator[bytes]:
 
 
 def _take(requests: Iterator[bytes], hub: Hub, peer: str, line: Line) -> None:
-    """Takes a site's frames until its stream ends, or it sends what is not taken."""
+    """Take a site's frames until its stream ends, or it sends what is not taken."""
     try:
         join(requests, line.inward, hub.limits.frame)
     except (ValueError, PermissionError) as error:
@@ -154,7 +154,7 @@ def _take(requests: Iterator[bytes], hub: Hub, peer: str, line: Line) -> None:
 
 
 def _listen(grpc: Any, call: Any, line: Line, limits: Limits) -> None:
-    """Takes what the server sends, until the stream ends."""
+    """Take what the server sends, until the stream ends."""
     reason: Exception = ConnectionAbortedError("the server has ended the stream")
     try:
         join(call, line.inward, limits.frame)

@@ -58,7 +58,7 @@ class Line(NamedTuple):
     admitted: Callable[[], None] | None = None  # raises PermissionError where the peer may not be here any more
 
     def end(self, reason: Exception) -> None:
-        """Ends both directions."""
+        """End both directions."""
         self.inward.end(reason)
         self.outward.end(reason)
 
@@ -95,7 +95,7 @@ class Hub:
             return {peer: line.inward.held for peer, line in self._lines.items()}
 
     def send(self, peer: str, frame: bytes, answers: int = 1) -> None:
-        """Puts a frame on the peer's stream; it may not have arrived when this returns.
+        """Put a frame on the peer's stream; it may not have arrived when this returns.
 
         Args:
             peer: its name.
@@ -155,7 +155,7 @@ class Hub:
         return Link(line, self.limits, partial(self.leave, peer, line, ConnectionAbortedError("the server hung up")))
 
     def drop(self, peer: str, reason: str) -> None:
-        """Ends a peer's stream; it is told why."""
+        """End a peer's stream; it is told why."""
         with self._changed:
             line = self._lines.get(peer)
         if line is not None:
@@ -190,7 +190,7 @@ class Hub:
         return line
 
     def leave(self, peer: str, line: Line, reason: Exception) -> None:
-        """Ends a line, and forgets the peer unless it has a newer one; frames that wait for `receive` are dropped."""
+        """End a line, and forget the peer unless it has a newer one; frames that wait for `receive` are dropped."""
         with self._changed:
             if self._lines.get(peer) is line:
                 del self._lines[peer]
@@ -199,7 +199,7 @@ class Hub:
         line.inward.abandon()
 
     def end_stalled(self) -> None:
-        """Ends the lines of peers that have begun a frame, hold room for it, and send nothing more of it."""
+        """End the lines of peers that have begun a frame, hold room for it, and send nothing more of it."""
         with self._changed:
             lines = dict(self._lines)
         for peer, line in lines.items():
@@ -212,7 +212,7 @@ class Hub:
         self._closing.append(action)
 
     def close(self) -> None:
-        """Ends all streams."""
+        """End all streams."""
         with self._changed:
             self.closed = True
             lines = dict(self._lines)
@@ -256,7 +256,7 @@ class Link:
         self._line, self._limits, self._hang_up = line, limits, hang_up
 
     def send(self, frame: bytes) -> None:
-        """Puts a frame on the stream.
+        """Put a frame on the stream.
 
         Raises:
             ConnectionError: the stream has ended; the reason.
@@ -280,14 +280,14 @@ class Link:
         return frame
 
     def close(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         self._hang_up()
         self._line.end(ConnectionAbortedError("this side has closed the stream"))
         self._line.inward.clear()
 
 
 def _check_frame(frame: bytes, limits: Limits) -> None:
-    """Raises ValueError for a frame that the other side would refuse."""
+    """Raise ValueError for a frame that the other side would refuse."""
     if len(frame) > limits.frame:
         raise ValueError(
             f"Expected frames of at most {limits.frame} bytes, but got one of {len(frame)}; raise `frame` in the "

@@ -55,23 +55,23 @@ class IdleConnections:
         self._thread.start()
 
     def enter(self, peer: str) -> None:
-        """Notes a stream of a connection."""
+        """Note a stream of a connection."""
         with self._changed:
             self.streams[unquote(peer)] += 1
 
     def leave(self, peer: str) -> None:
-        """Notes the end of a stream."""
+        """Note the end of a stream."""
         with self._changed:
             self.streams[unquote(peer)] -= 1
             self.streams += Counter()  # without those at zero
 
     def close(self) -> None:
-        """Looks no more."""
+        """Look no more."""
         self._closed.set()
         self._thread.join()
 
     def look(self, now: float) -> None:
-        """Closes the connections without a stream that are too many or too old, the newest of too many."""
+        """Close the connections without a stream that are too many or too old, the newest of too many."""
         connections = connections_to(self._port)
         try:
             self._since = {each.inode: self._since.get(each.inode, now) for each in connections}

@@ -23,7 +23,7 @@ class Timeout:
         self._since, self._pause = time.monotonic(), _PAUSES[0]
 
     def again(self, error: Exception) -> None:
-        """Waits before the next attempt, longer each time.
+        """Wait before the next attempt, longer each time.
 
         Raises:
             TimeoutError: it has been too long; `error` is why the last attempt ended.
