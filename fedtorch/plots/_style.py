@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ def draw(axes: Axes, chart: Chart) -> None:
             band = one.low[known], one.y[known]
             axes.fill_between(x[known], *band, color=colour, alpha=shade, linewidth=0, label=one.label)
         else:
-            style = {"color": colour, "linestyle": one.line, "linewidth": 1.0 if one.faint else 1.5}
+            style: dict[str, Any] = {"color": colour, "linestyle": one.line, "linewidth": 1.0 if one.faint else 1.5}
             marker = "." if known.sum() <= _DOTTED else None
             axes.plot(x[known], one.y[known], marker=marker, label=one.label, **style)
     axes.set_yscale("log" if chart.logarithmic else "linear")
