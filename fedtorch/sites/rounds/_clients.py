@@ -20,11 +20,10 @@ from fedtorch.federation.populations.clients import LocalClients, joined
 from fedtorch.federation.populations.population import Pending
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.envelopes.keyring import Keyring
-from fedtorch.sites.rounds import _inbox as inbox, frames as frames
+from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._account import Account
 from fedtorch.sites.rounds._finished import state_of, tell_all
 from fedtorch.sites.rounds._hidden import Hidden
-from fedtorch.sites.rounds._inbox import Inboxes, consecutive
 from fedtorch.sites.rounds._masked import Asked, SumLost, name_of_sum, start_for_all
 from fedtorch.sites.rounds._reading import Answer, Reader
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -256,8 +255,10 @@ class RemoteClients:
         if ids is None:
             return frames.encode_blobs(kind, blobs, **about)
         exchange, (tensors, sizes) = self.algorithm.exchange, frames.coded(blobs)
-        hears = exchange.scatter(outbox, consecutive(ids)) if self.plan.carry.network is None else None
-        return inbox.encode(kind, Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about)
+        hears = exchange.scatter(outbox, frames.consecutive(ids)) if self.plan.carry.network is None else None
+        return frames.encode_inboxes(
+            kind, frames.Inboxes(ids, hears), {"more": more, "blobs": tensors}, sizes=sizes, **about
+        )
 
     def _hide(self) -> Hidden | None:
         """The way of what the server may not read, if the algorithm has such messages."""

@@ -16,10 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import wire
-from fedtorch.tree import Tree
+from fedtorch import tree, wire
+from fedtorch.federation.exchanges.exchange import Exchange, indices
+from fedtorch.tree import Rows, Tree
 from fedtorch.wire import PayloadError
 
+_INBOX = "inbox"
+_PREFIX = f"{_INBOX}."
 PROTOCOL = 2  # what is said may not be understood by another
 _DTYPES = {
     str(d).removeprefix("torch."): d
@@ -189,3 +192,74 @@ def no_rows(schema: Any, depth: int = 0) -> Tree:
     if not whole or math.prod(max(n, 1) for n in shape) > _LARGEST_ROW:
         raise ValueError(f"Expected the shape of a row, but got {str(shape)[:100]}")
     return torch.empty(0, *shape, dtype=_DTYPES[str(schema["dtype"])])
+
+
+class Inboxes(NamedTuple):
+    """Hold the inboxes of some clients of a site; it takes the place of the server's outbox there."""
+
+    ids: Tensor  # (K,) ascending
+    inbox: Tree  # (K, ...)
+
+    def of(self, ids: Rows) -> Tree:
+        """Return the inboxes of some of them."""
+        wanted = indices(ids)
+        if len(wanted) == len(self.ids):
+            return self.inbox
+        rows = torch.searchsorted(self.ids, wanted)
+        return tree.map(lambda leaf: _rows(leaf, rows), self.inbox)
+
+
+def consecutive(ids: Tensor) -> Rows:
+    """Return ascending ids as a slice, which is read as views, where it will do."""
+    first, last = int(ids[0]), int(ids[-1]) + 1
+    return slice(first, last) if last - first == len(ids) else ids
+
+
+def at_site(exchange: Exchange) -> Exchange:
+    """Return an exchange whose outbox is `Inboxes`; bytes are counted where they travel."""
+    return exchange._replace(scatter=lambda outbox, ids: outbox.of(ids), traffic=lambda outbox, messages, ids: (0, 0))
+
+
+def encode_inboxes(kind: str, heard: Inboxes, more: Tree = None, **about: Any) -> bytes:
+    """Encode a site's inboxes, with what is the same for all clients once, and tensors beside them."""
+    once = [name for name, leaf in tree.items(heard.inbox) if _is_shared(leaf)]
+    inbox = tree.map(lambda leaf: leaf[0] if _is_shared(leaf) else leaf, heard.inbox)
+    return encode(kind, {"ids": heard.ids, _INBOX: inbox, "more": more}, clients=len(heard.ids), once=once, **about)
+
+
+def decode_inboxes(frame: Frame, like: Tree, most: int, more: Tree = None) -> tuple[Inboxes, Tree]:
+    """Return (the inboxes, the tensors beside them) of such a frame.
+
+    Args:
+        frame: of the server.
+        like: what one client hears.
+        most: clients, at most.
+        more: the structure of the tensors beside it.
+
+    Raises:
+        PayloadError: they are something else.
+    """
+    count, once = frame.integer("clients", 0, most), set(frame.texts("once"))
+    one = tree.flatten(like)
+    if not once <= one.keys():
+        raise frame.refused(f"values among {sorted(one)}", sorted(once - one.keys()))
+    shared = {_PREFIX + name if name else _INBOX: name in once for name in one}
+    rows = [leaf if same else leaf.expand(count, *leaf.shape) for leaf, same in zip(one.values(), shared.values())]
+    came = frame.tree(
+        {"ids": torch.empty(count, dtype=torch.int64), "more": more, **dict(zip(shared, rows))}, finite=False
+    )
+    ids = came["ids"]
+    if not bool((ids[1:] > ids[:-1]).all()):
+        raise frame.refused("ascending ids", ids.tolist())
+    leaves = [came[name].expand(count, *came[name].shape) if same else came[name] for name, same in shared.items()]
+    return Inboxes(ids, tree.refill(like, leaves)), came["more"]
+
+
+def _is_shared(leaf: Tensor) -> bool:
+    return len(leaf) > 1 and leaf.stride(0) == 0
+
+
+def _rows(leaf: Tensor, rows: Tensor) -> Tensor:
+    return (
+        leaf[:1].expand(len(rows), *leaf.shape[1:]) if _is_shared(leaf) else leaf.index_select(0, rows.to(leaf.device))
+    )

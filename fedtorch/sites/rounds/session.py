@@ -20,8 +20,7 @@ from fedtorch.protocol.versions import FIRST, Versions
 from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
-from fedtorch.sites.rounds import _inbox as inbox, frames as frames
-from fedtorch.sites.rounds._inbox import Inboxes
+from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -81,7 +80,7 @@ class SiteSession:
         self._part: Part | None = None
         self._envelopes = self._correspond(server, like)
         here = self._carry.carried(self.algorithm)
-        here = replace(here, exchange=inbox.at_site(here.exchange))
+        here = replace(here, exchange=frames.at_site(here.exchange))
         names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - len(configuration.data))
         blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
         self.clients = LocalClients(here, state, names, blocks, total, configuration.chunk)
@@ -89,7 +88,7 @@ class SiteSession:
         self._versions = Versions(folder / self.run if folder is not None and self._lasting else None)
         self._versions.put(FIRST, self.clients.state_dict())
         self._version: int | None = FIRST
-        self._last: Inboxes | None = None
+        self._last: frames.Inboxes | None = None
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Keys, where the server may not read what clients send."""
@@ -279,11 +278,11 @@ class SiteSession:
         flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
         checkpoint.write(Path(path), flat)
 
-    def _hear(self, frame: Frame, more: Tree = None) -> tuple[Inboxes, Tree, dict[str, bytes]]:
+    def _hear(self, frame: Frame, more: Tree = None) -> tuple[frames.Inboxes, Tree, dict[str, bytes]]:
         """(what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
-        heard, came = inbox.decode(frame, like, len(self._own), {"more": more, "blobs": room})
+        heard, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})
         ids, blobs = heard.ids, frames.plain(came["blobs"])
         if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())

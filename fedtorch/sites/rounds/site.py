@@ -6,6 +6,7 @@ A site whose connection breaks connects again; one that is killed and started an
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import SiteRecording
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
-from fedtorch.sites.rounds._site_log import SiteLog
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
 from fedtorch.sites.rounds.past_sums import PastSums
@@ -27,6 +27,8 @@ from fedtorch.wire import PayloadError
 
 TIMEOUT = 600.0  # seconds without a word from the server
 _LOG = logging.getLogger(__name__)
+_BETWEEN = 10.0  # seconds between two lines of the log about answers
+_SHOWN = 8  # digits of a run's identity
 
 
 def join(
@@ -271,3 +273,48 @@ class Site:
         _LOG.warning("refused: %s", reason)
         self.recording.refuse(payload, reason)
         return frames.encode("refusal", sequence=sequence, reason=reason[:1000])
+
+
+class SiteLog:
+    """Log what a site does while all goes well, at the level INFO.
+
+    Args:
+        between: seconds between two lines about answers, at least; the first answer in a run has one at once.
+    """
+
+    def __init__(self, between: float = _BETWEEN) -> None:
+        self._between, self._next, self._answers, self._began = between, 0.0, 0, 0.0
+
+    def connected(self, clients: int, rows: int) -> None:
+        """The server has been reached, and has been told what the site brings."""
+        _LOG.info("connected, with %d clients and %d rows; waiting for a run", clients, rows)
+
+    def unlisted(self, reason: str) -> None:
+        """The server has a run without this site."""
+        _LOG.warning("%s; waiting for a run", reason)
+
+    def begun(self, frame: Frame, first: int, clients: int) -> None:
+        """The site takes part in a run."""
+        self._next, self._answers = 0.0, 0
+        settings = ", ".join(f"{name}={value}" for name, value in frame.names("settings").items())
+        what, total = f"{frame.text('algorithm')}({settings})", frame.integer("clients")
+        named = f"clients {first} to {first + clients - 1} of {total}"
+        _LOG.info("run %s has begun: %s with %s", run_of(frame)[:_SHOWN], what, named)
+
+    def working(self) -> None:
+        """The site has been asked."""
+        self._began = time.monotonic()
+
+    def answered(self, frame: Frame) -> None:
+        """The site has computed an answer."""
+        now, self._answers = time.monotonic(), self._answers + 1
+        if now < self._next:
+            return
+        self._next = now + self._between
+        what = f"round {frame.integer('round') + 1}" if frame.kind == "round" else frame.kind
+        seconds, run = now - self._began, run_of(frame)[:_SHOWN]
+        _LOG.info("%s of run %s: answered within %.2f s, %d answers so far", what, run, seconds, self._answers)
+
+    def over(self, frame: Frame) -> None:
+        """The run is over."""
+        _LOG.info("run %s is over, after %d answers", run_of(frame)[:_SHOWN], self._answers)

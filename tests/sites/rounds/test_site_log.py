@@ -12,7 +12,7 @@ from support.sites import Thread, offers
 
 import fedtorch as ft
 from fedtorch.sites import Hub, Remote
-from fedtorch.sites.rounds import _site_log
+from fedtorch.sites.rounds.site import SiteLog
 
 DATA = linear_clients([5, 3, 8, 4, 6, 7])
 
@@ -48,7 +48,7 @@ def test_lines_about_answers_come_as_often_as_they_may(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     caplog.set_level(logging.INFO, "fedtorch.sites")
-    monkeypatch.setattr(_site_log.SiteLog.__init__, "__defaults__", (0.0,))
+    monkeypatch.setattr(SiteLog.__init__, "__defaults__", (0.0,))
     host, brought = Hub(), offers(DATA, averaging, sites=1)
     site = Thread(host, "a", brought["a"])
     site.start()
