@@ -22,6 +22,7 @@ ValueError: Expected a checkpoint of a run with lr 0.5, but got one with 0.1; pa
 
 from __future__ import annotations
 
+import dis
 import functools
 import hashlib
 import json
@@ -91,13 +92,20 @@ def _described(value: Any, depth: int) -> str:
     if isinstance(value, functools.partial):
         return f"{_described(value.func, depth)}({_described((value.args, value.keywords), depth)})"
     if hasattr(value, "__code__"):
-        constants = [c for c in value.__code__.co_consts if isinstance(c, (int, float, str)) and c != value.__doc__]
         held = [cell.cell_contents for cell in value.__closure__ or ()]
-        inner = _described((constants, held, value.__defaults__), depth + 1) if depth < _DEEPEST else ""
+        inner = _described((_constants(value), held, value.__defaults__), depth + 1) if depth < _DEEPEST else ""
         return f"{value.__module__}.{value.__qualname__}{inner}"
     if value is None or isinstance(value, (bool, int, float, str)):
         return str(value)
     return type(value).__qualname__ if not isinstance(value, type) else value.__qualname__
+
+
+def _constants(function: Any) -> list[Any]:
+    """Return the numbers and texts in a function's code, but for its docstring."""
+    code = function.__code__
+    constants = [c for c in code.co_consts if isinstance(c, (int, float, str)) and c != function.__doc__]
+    # From Python 3.14 on small integers are part of the instructions.
+    return constants + [each.arg for each in dis.get_instructions(code) if each.opname == "LOAD_SMALL_INT"]
 
 
 def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> None:

@@ -237,6 +237,11 @@ def test_what_is_written_about_a_function_does_not_count() -> None:
     assert checkpoint.describe(documented).endswith("documented((1), (), None)")
 
 
+def test_small_whole_numbers_of_a_function_count() -> None:
+    one, other = (lambda x: 500 * x + 1), (lambda x: 500 * x + 2)
+    assert checkpoint.describe(one) != checkpoint.describe(other)
+
+
 def test_files_appear_whole_and_damage_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, run = tmp_path / "run.safetensors", changed()
     run.save(path)
