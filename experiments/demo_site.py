@@ -55,7 +55,7 @@ def say(name: str, text: str) -> None:
 
 def table() -> Table:
     """Heart disease in four hospitals where its files are at hand, else breast cancer in four parts."""
-    hearts = ft.data.data_sets()["heart_disease"]
+    (hearts,) = (each for each in ft.data.data_sets() if each.name == "heart_disease")
     if all(ft.data.present(hearts, file) for file in hearts.files):
         found = ft.data.heart_disease(standardise=True, dtype=torch.float64)
         pairs, names, name = [found[k] for k in range(len(found))], found.names, "heart disease, four hospitals"

@@ -56,7 +56,7 @@ READING = result_pages.Reading(
         result_pages.Reason(
             "ModularGP", "predictions fall to zero between the modules' pseudo-inputs; and other cells"
         ),
-        result_pages.Reason(".", "other cells than the source's, which are not public, and other units"),
+        result_pages.Reason(".", "other cells than the source's, which are not public, and other units", True),
     ),
 )
 FRACTIONS = (0.3, 0.5, 0.7)

@@ -15,6 +15,7 @@ from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
 import fedtorch as ft
 from experiments import (
     common,
+    demo_site,
     demo_sites,
     demo_statistics,
     fedavg_family,
@@ -650,3 +651,15 @@ def test_runs_side_by_side_are_those_alone():
             assert max(distance(one, other) for one, other in pairs) < ROUNDING, name
     with pytest.raises(ValueError, match=r"as many clients in every run, but got \[4, 2\]"):
         side_by_side.Joined([sets[0], linear_clients([3, 4])])
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_rows_of_the_demonstration_of_sites(there, monkeypatch):
+    """Of hospitals where their files are there, else of what comes with scikit-learn."""
+    if there and not os.environ.get("FEDTORCH_DATA_DIR"):
+        pytest.skip("needs the folder heart_disease in FEDTORCH_DATA_DIR")
+    if not there:
+        monkeypatch.setattr(ft.data, "present", lambda data_set, file: False)
+    rows = demo_site.table()
+    assert rows.name.startswith("heart disease" if there else "breast cancer")
+    assert len(rows.data) == 4
