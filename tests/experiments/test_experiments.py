@@ -662,4 +662,4 @@ def test_rows_of_the_demonstration_of_sites(there, monkeypatch):
         monkeypatch.setattr(ft.data, "present", lambda data_set, file: False)
     rows = demo_site.table()
     assert rows.name.startswith("heart disease" if there else "breast cancer")
-    assert len(rows.data) == 4
+    assert len(rows.clients) == 4
