@@ -5,7 +5,7 @@ app in `flower_app`: FedAvg of a linear model, and SCAFFOLD, whose clients' stat
 messages. Rounds over gRPC are measured before and after.
 
 Flower has a virtual environment of its own, `.venv-peers/flower-sites`, or the Python that `FEDTORCH_FLOWER` names
-(where both are missing nothing is measured): `pip install torch flwr==1.41.0 numpy safetensors filelock lazy_loader
+(where both are missing nothing is measured): `pip install torch flwr==1.41.0 numpy safetensors filelock
 lightning torchmetrics`.
 """
 

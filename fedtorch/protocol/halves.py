@@ -65,7 +65,6 @@ class Receive(NamedTuple):
     rows: bool = False  # whether the payload says how many rows there are in place of those of `like`
     most: int = 10_000_000  # so many rows at most, where the payload says it
     least: int = 0  # of several senders, so many are waited for also where they are not connected
-    seconds: float | None = None  # the longest wait; None leaves it to the driver
 
 
 class Heard(NamedTuple):
