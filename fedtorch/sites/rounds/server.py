@@ -187,7 +187,8 @@ class ServerSession:
                 self.kept[index], partial = number, answers[site].partial
                 if self._envelopes is not None and partial is not None:
                     self._envelopes.keep({site: partial})
-                if not self.hidden and partial is not None and self.algorithm.told is not None:
+                told = partial is not None and self.algorithm.told is not None
+                if self.plan.withdrawals and not self.hidden and told:
                     self.account.add(index, partial.told.value)
 
     # -- what sites answer -----------------------------------------------------------------------------------------
