@@ -4,7 +4,8 @@ A half yields what it wants done, is given what it receives, and returns its res
 bytes. A *driver* moves the values: `together` runs all halves in one process and counts the bytes, `drive` runs one
 half over any two functions that send and receive: `fedtorch.protocol.ranks` has such a pair for `torchrun`, and
 `fedtorch.sites.vertical.remote` for parties that connect to a server. Private alignment (`alignment`) and training
-(`iteration`, of any vertical model) are halves.
+(`iteration`, of any vertical model) are halves, and so are a federation's round over sites and the secure sums in it
+(`fedtorch.sites.rounds.server` and `site`), whose driver is `fedtorch.sites.rounds.sites`.
 
 >>> import torch
 >>> def server():
