@@ -162,13 +162,13 @@ def hidden_goes_on(make: Any, count: int) -> None:
 
         def hostile(name: str, frame: bytes, up: int = k % 2) -> bytes:
             nonlocal changed
-            if name == "b" and up and dice.random() < 0.3:
+            if name == "b" and up and dice.random() < 0.5:
                 frame, changed = mutated(frame, dice), changed + 1
             return frame
 
         def towards(name: str, frame: bytes, up: int = k % 2) -> bool:
             nonlocal changed
-            if name == "b" and not up and dice.random() < 0.3:
+            if name == "b" and not up and dice.random() < 0.5:
                 changed += 1
                 reply = host.sites["b"].answer(mutated(frame, dice))
                 host.frames.extend([("b", reply)] if reply is not None else [])
