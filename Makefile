@@ -38,7 +38,7 @@ test: $(STAMP)
 # What `make test` runs, in the environment that BIN names.
 suite:
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@log=$$(mktemp); export OMP_NUM_THREADS=1; \
+	@log=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(HALF)); rest=$$?; \
 	wait $$half; half=$$?; cat $$log; rm $$log; exit $$((half + rest))

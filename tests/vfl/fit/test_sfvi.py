@@ -63,17 +63,19 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
     The family is exact and the landing is stuck to, so that there is no Monte Carlo error at the optimum: what is left
     is how far Adam gets.
     """
-    data, rho = gaussian_data(widths, 30), (0.5, 1.0)
+    data, rho = gaussian_data(widths, 30), (0.1, 0.5, 1.0, 20.0)
     model = MODELS[name](likelihoods.gaussian(SD), predictors(widths), torch.tensor(rho))
-    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=2)
+    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=4)
     means, covariances = fit.moments()
-    for b in range(2):
+    assert fit.converged().all()
+    for b in range(4):
         mean, covariance, evidence = regression(data, noise_variance(name, rho[b], len(widths)))
         sd = covariance.diagonal().sqrt()
-        assert ((means[b] - mean) / sd).abs().max() < 1e-3
-        assert ((covariances[b] - covariance) / torch.outer(sd, sd)).abs().max() < 1e-3
+        close = 1e-3 if rho[b] < 20 else 1e-2
+        assert ((means[b] - mean) / sd).abs().max() < close
+        assert ((covariances[b] - covariance) / torch.outer(sd, sd)).abs().max() < close
         if name == "augmented":
-            assert float(fit.bounds[-1, b]) == pytest.approx(evidence, abs=1e-3)
+            assert float(fit.bounds[-1, b]) == pytest.approx(evidence, abs=close)
 
 
 @pytest.mark.slow
@@ -90,6 +92,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     assert float(fit.bounds[-1, 0]) < evidence - floor + 4 * standard_error
 
 
+@pytest.mark.slow  # which follows from the regression that the posterior is at every ρ
 def test_rho_towards_zero_is_the_true_posterior() -> None:
     data = gaussian_data([2, 1], 30)
     mean, covariance, _ = regression(data, SD**2)
@@ -396,6 +399,7 @@ def test_a_fit_that_is_held_up_has_not_converged() -> None:
     assert not bool(vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=3).converged())  # nothing to tell by
 
 
+@pytest.mark.slow  # with more rows than in `test_the_posterior_is_the_regressions`
 @pytest.mark.parametrize("name", MODELS)
 def test_the_regressions_posterior_at_noise_far_above_the_likelihoods(name: str) -> None:
     data, rho = gaussian_data([1, 1], 60), 20.0
