@@ -6,7 +6,8 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
-HALF := tests/federation tests/experiments tests/kernels tests/cli tests/networks tests/plots tests/test_conformance.py fedtorch  # of the suite, by what it takes
+# Half of the suite by what it takes, with the tests that fork from one process.
+HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py fedtorch
 
 .PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-install test-matrix lint format docs bench bench-peers clean
 
