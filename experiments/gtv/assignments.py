@@ -176,7 +176,7 @@ def learnt_networks(iterations: int, smoke: bool) -> list[Found]:
     def cost(network: ft.Network) -> float:
         return float((network.weights * apart[network.edges[:, 0], network.edges[:, 1]]).sum())
 
-    program, projection = learning.regular(apart, DEGREE), learning.regular_by_projection(apart, DEGREE)
+    program, projection = learning.regular(apart, DEGREE), learning.regular(apart, DEGREE, projected=True)
     found.append(Found("(7.6) by projection, by linear programming", "ΣAD", cost(projection), cost(program)))
     budget = DEGREE * len(apart) // 2
     pairs = apart[torch.ones_like(apart).triu(1) > 0]

@@ -70,7 +70,7 @@ def primal_dual_clusters(case: Case) -> Tensor:
 WAYS: dict[str, Callable[[Case], Tensor]] = {
     "no sharing": lambda case: torch.arange(len(case.labels)),
     "one model": lambda case: torch.zeros_like(case.labels),
-    "k-means": lambda case: recipes.clusters_of_parameters(case.data, CLUSTERS, case.key),
+    "k-means": lambda case: clustering.k_means(discrepancy.maximum_likelihood(case.data), CLUSTERS, case.key),
     "spectral": lambda case: clustering.spectral(case.network, CLUSTERS, case.key),
     "primal–dual": primal_dual_clusters,
     "true clusters": lambda case: case.labels,

@@ -78,7 +78,7 @@ def alice(data: ft.data.FederatedData, noise: float, rounds: int, seed: int) -> 
     found = 0
     for i in range(len(data)):
         guess = attacks.local_problem(answers[i], bob[:, i], LR, COUPLING)
-        found += int(attacks.nearest_problem(guess, attacks.Quadratics(q, linear))[0]) == i
+        found += int(guess.nearest(attacks.Quadratics(q, linear))[0]) == i
     return found / len(data)
 
 

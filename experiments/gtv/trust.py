@@ -128,7 +128,7 @@ def sensitivity(given: Stations) -> tuple[list[common.Row], dict[str, list[float
     ]
     curves: dict[str, list[float]] = {"exact": [], "Algorithm 5.1": [], "(8.3)": [], "(8.3) / m_i": []}
     counts = given.training.counts
-    rate = solvers.safe_rate(problem)
+    rate = problem.safe_rate
     descended = solvers.fedgd(problem, rate=rate, rounds=1000, tolerance=0).parameters
     for strength in STRENGTHS:
         noise = strength * ft.random.normal(key, given.training.rows[1].shape, torch.float64)

@@ -25,7 +25,7 @@ from fedtorch.federation.lightning._trainer_settings import check_loader, check_
 from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.populations.population import Population, check_population
-from fedtorch.federation.runs.cohorts import Cohort
+from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
@@ -51,8 +51,8 @@ class Federation(L.LightningModule):
         algorithm: what clients and server compute.
         population: who computes, and where.
         parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round (uniformly without replacement), or a function of the round's
-            key, such as `ft.poisson_cohort`; None asks everybody.
+        cohort: how many clients are asked each round (uniformly without replacement), which, by their ids, or a
+            function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
         metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, losses of torch, or functions
             (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
@@ -90,7 +90,7 @@ class Federation(L.LightningModule):
         population: Population,
         parameters: Tree = None,
         *,
-        cohort: int | Cohort | None = None,
+        cohort: Asked = None,
         validation: FederatedData | None = None,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,

@@ -107,7 +107,7 @@ def inverted() -> None:
 
 OTHERS: dict[str, Callable[[], object]] = {
     "GTV minimisation": solved,
-    "Learning the network": lambda: learning.greedy_connected(8, 4),
+    "Learning the network": lambda: learning.regular(1 - torch.eye(8), 4, projected=True),
     "Representing the nodes": lambda: discrepancy.maximum_likelihood(DATA),
     "Blinding identifiers": lambda: alignment.intersect({"clinic": ["a", "b"], "lab": ["b", "c"]}, "clinic"),
     "Audit": lambda: privacy.audit(

@@ -92,13 +92,13 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
     curve, excess = _curve(whole, cells), sum(count * release.excess for release, count in releases.items())
     if not excess:
         return curve(delta)
-    bound, found = -1.0, 0.0
-    while found > bound:  # from below, so that it ends at the least that will do
-        bound = found * (1 + _CLOSE) + _CLOSE
+    bound, least = -1.0, 0.0
+    while least > bound:  # from below, so that it ends at the least that will do
+        bound = least * (1 + _CLOSE) + _CLOSE
         left = delta - (1 + math.exp(min(bound, 700.0))) * excess
-        found = curve(left) if left > 0 else math.inf
-        if found == math.inf:
-            return found
+        least = curve(left) if left > 0 else math.inf
+        if least == math.inf:
+            return least
     return bound
 
 
