@@ -27,7 +27,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from fedtorch.data.catalogue import DATA_SETS, DataSet, File, describe
+from fedtorch.data import catalogue
+from fedtorch.data.catalogue import DataSet, File, describe
 from fedtorch.data.download import digest, download
 
 
@@ -46,7 +47,9 @@ def data_sets(*, present: bool = False) -> tuple[DataSet, ...]:
         >>> "digits" in [data_set.name for data_set in ft.data.data_sets(present=True)]  # scikit-learn has it
         True
     """
-    return tuple(each for each in DATA_SETS if not present or all(is_present(each, file) for file in each.files))
+    return tuple(
+        each for each in catalogue.DATA_SETS if not present or all(is_present(each, file) for file in each.files)
+    )
 
 
 def locate(name: str, filename: str) -> Path:

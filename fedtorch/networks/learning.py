@@ -36,6 +36,7 @@ __all__ = ["edge_budget", "nearest", "regular"]
 
 _TITLE = "Learning the network"
 _STEP, _STEPS = 1e4, 100  # of projected gradients: η times the mean discrepancy, and at most so many
+_NEWTON_STEPS = 200  # of a projection, at most
 _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this are rounding
 
 
@@ -161,7 +162,7 @@ def _check(discrepancy: Tensor) -> Tensor:
     return matrix
 
 
-def _project(matrix: Tensor, degree: float, rounds: int = 200) -> Tensor:
+def _project(matrix: Tensor, degree: float) -> Tensor:
     """Return the nearest symmetric matrix with weights in [0, 1], zero diagonal and this degree.
 
     It is clip(M + μ_i + μ_j) for the μ that give the degree, found by Newton steps on the dual: its gradient is how
@@ -179,7 +180,7 @@ def _project(matrix: Tensor, degree: float, rounds: int = 200) -> Tensor:
         outside = inside - inside.clamp(0, 1)
         return float((inside.square() - outside.square()).sum() / 4 - degree * shift.sum())
 
-    for _ in range(rounds):
+    for _ in range(_NEWTON_STEPS):
         current = weights(shift)
         lack = degree - current.sum(1)
         if float(lack.abs().max()) < 1e-12 * n:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch import linalg
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
@@ -40,7 +39,7 @@ def fedrelax(
     Where there are several solutions the one of least norm is returned: nodes of a component then average once.
     """
     monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
-    inverse, adjacency = linalg.pseudo_inverse(problem.blocks), problem.adjacency
+    inverse, adjacency = problem.inverse_blocks, problem.adjacency
     w = start_at(problem, start)
     right = torch.empty_like(w)
     while True:

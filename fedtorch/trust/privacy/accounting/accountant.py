@@ -112,9 +112,9 @@ def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], flo
     return _pld_curve(releases, cells)
 
 
-def pld_epsilon(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
+def pld_epsilon(releases: Mapping[Release, int], delta: float) -> float:
     """Return `spent` by privacy-loss distributions, also beside a closed form; infinite for noise below 1e-3."""
-    return _pld_curve(releases, cells)(delta)
+    return _pld_curve(releases, FINE)(delta)
 
 
 def _pld_curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], float]:
