@@ -209,7 +209,7 @@ def draw(curves: dict[str, list[float]], iterations: int) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Does all assignments, prints ours beside the references and draws the curves."""
+    """Do all assignments, print ours beside the references and draw the curves."""
     options = common.arguments(__doc__).parse_args(argv)
     steps, iterations = (1000, 200) if options.smoke else (3000, 20_000)
     runs = [

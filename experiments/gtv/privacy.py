@@ -279,7 +279,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all parts, prints their tables and draws them."""
+    """Run all parts, print their tables and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     runs = []
     for seed in range(1, options.seeds + 1):

@@ -273,7 +273,7 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the assignments, prints their tables and draws them."""
+    """Run the assignments, print their tables and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     stations, rounds = (12, 20) if options.smoke else (None, 300)
     given = load(stations)
