@@ -136,30 +136,30 @@ class Federation(L.LightningModule):
 
     @property
     def round(self) -> int:
-        """Communication rounds done."""
+        """Return the number of communication rounds done."""
         return self.run.number
 
     @property
     def server(self) -> Tree:
-        """The server's state."""
+        """Return the server's state."""
         return self.run.server
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per round; see `Run.history`."""
+        """Return the history, a row per round; see `Run.history`."""
         return self.run.history
 
     @property
     def client_losses(self) -> pd.DataFrame:
-        """The clients' training losses; see `Run.client_losses`."""
+        """Return the clients' training losses; see `Run.client_losses`."""
         return self.run.client_losses
 
     def client_module(self, client: int | str) -> nn.Module:
-        """A copy of the module with the tensors that `client` (number or name) predicts with."""
+        """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
         return self.run.client_module(client)
 
     def global_module(self) -> nn.Module:
-        """A copy of the module with the server's parameters; see `Run.global_module`."""
+        """Return a copy of the module with the server's parameters; see `Run.global_module`."""
         return self.run.global_module()
 
     def evaluate(
@@ -170,7 +170,7 @@ class Federation(L.LightningModule):
         *,
         unseen: bool = False,
     ) -> dict[str, Score]:
-        """Scores as of `Run.evaluate`; metrics default to those of construction."""
+        """Return scores as `Run.evaluate` does; metrics default to those of construction."""
         return self.run.evaluate(data, metrics or self._metrics, split or self._split, unseen=unseen)
 
     # -- Lightning -------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Federation(L.LightningModule):
         self.optimizers().step()  # type: ignore[union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Scores every client's model on its validation rows."""
+        """Score every client's model on its validation rows."""
         assert self._validation is not None
         if self._own is not None:
             scores = self._own(self.run, self._validation)
@@ -202,15 +202,15 @@ class Federation(L.LightningModule):
         self._log_values(values, prog_bar=tuple(scores))
 
     def train_dataloader(self) -> Iterable[int]:
-        """One item: an epoch is a round."""
+        """Return one item: an epoch is a round."""
         return _ONE_ROUND
 
     def val_dataloader(self) -> Iterable[int]:
-        """One item: all clients are scored in one step."""
+        """Return one item: all clients are scored in one step."""
         return _ONE_ROUND
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """An optimiser without parameters, stepped once a round, because Lightning counts optimiser steps."""
+        """Return an optimiser without parameters, stepped once a round, because Lightning counts its steps."""
         return _RoundCounter()
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -239,7 +239,7 @@ class Federation(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
-        """Refused: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
+        """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
             "but got load_from_checkpoint, for which a checkpoint says too little"
@@ -273,7 +273,7 @@ class Federation(L.LightningModule):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """All of the run, flat; see `Run.state_dict`."""
+        """Return all of the run, flat; see `Run.state_dict`."""
         flat = self.run.state_dict()
         size = tree.nbytes(flat)
         if size > _LARGE and not self._warned:
