@@ -214,7 +214,7 @@ def describe(task: str, size: Size) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compares all systems; with --smoke only ours and the plain loop, on tiny work, in one process."""
+    """Compare all systems; with --smoke only ours and the plain loop, on tiny work, in one process."""
     parser = common.arguments(__doc__)
     parser.add_argument("--repeat", type=int, default=5, help="interleaved repetitions (default 5)")
     parser.add_argument("--task", nargs="+", choices=sorted(TASKS), default=list(TASKS), help="some tasks only")
