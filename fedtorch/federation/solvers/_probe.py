@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, tree
+from fedtorch import functional, random, stacked_layers, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
@@ -22,6 +23,7 @@ from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _ROWS = 16
 _CHECKPOINTED = (
     "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
@@ -145,7 +147,7 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
         if not stacked.probed:
             loss, moved, asked = _alone(stacked, tensors, rows, key)
             if stacked.batched:
-                whole = _check_stacked(stacked, tensors, rows, loss, key)
+                whole = _choose(stacked, tensors, rows, loss, key)
             if stacked.eager is None:
                 _check_captured(stacked, tensors, rows, asked)
             if any(not torch.equal(a, b) for a, b in zip(tensors[trained:], moved)):
@@ -170,6 +172,31 @@ def _alone(
     trainer.asked |= asked
     refuse_changed_buffers(module, before)
     return loss, new, questions
+
+
+def _choose(
+    stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor
+) -> tuple[Tensor, ...] | None:
+    """Check that clients can be stacked; where they need not be, evaluate them one by one if that is faster.
+
+    Return losses and logs of two stacked copies, if they are.
+    """
+    module, why = stacked.objective.module, "stacking gains nothing"
+    name = type(module).__name__
+    if not (stacked.automatic and stacked_layers.faster_alone(module)):
+        try:
+            whole = _check_stacked(stacked, own, rows, alone, key)
+        except RuntimeError as error:
+            if not stacked.automatic:
+                raise
+            why = str(error).splitlines()[0]
+        else:
+            if stacked.automatic:
+                _LOG.info("batched='auto' evaluates the clients of %s together", name)
+            return whole
+    stacked.batched = False
+    _LOG.info("batched='auto' evaluates the clients of %s one by one: %s", name, why)
+    return None
 
 
 def _check_stacked(

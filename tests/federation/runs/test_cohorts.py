@@ -12,13 +12,13 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.runs.cohorts import Cohort
+from fedtorch.federation.runs.cohorts import Cohort, fixed_cohort
 
 K = 7
 WEIGHTS = [1.0, 2.0, 3.0, 1.0, 5.0, 0.5, 2.5]
 COHORTS: dict[str, Cohort] = {
     "uniform": ft.uniform_cohort(3, K),
-    "fixed": ft.fixed_cohort([5, 0, 2]),
+    "fixed": fixed_cohort([5, 0, 2]),
     "poisson": ft.poisson_cohort(0.4, K),
     "weighted": ft.weighted_cohort(WEIGHTS, 3),
 }
@@ -133,16 +133,16 @@ def test_refusals() -> None:
         ft.poisson_cohort(0.5, 0)
     for ids in ([-1, 2], [2, 2]):
         with pytest.raises(ValueError, match="distinct ascending ids"):
-            ft.fixed_cohort(ids)
+            fixed_cohort(ids)
     for ids in ([1.7, 2.0], [True, False]):
         with pytest.raises(TypeError, match="Expected ids of clients as whole numbers, but got torch"):
-            ft.fixed_cohort(ids)
+            fixed_cohort(ids)
 
 
 @pytest.mark.parametrize(
     "cohort",
     [
-        ft.fixed_cohort([1, 3]),
+        fixed_cohort([1, 3]),
         ft.poisson_cohort(1.0, 5),
         ft.weighted_cohort([1.0] * 5, 5),
         lambda key: torch.tensor([1, 0]),

@@ -225,7 +225,7 @@ def test_a_cyclic_graph_is_found(p: int, rounds: int) -> None:
         algorithm(8, 2), ft.InProcess(data), graphical.start(p), rounds=rounds, burn_in=rounds // 3, keep=False
     )
     theta, inclusion = (graphical.square(sampler.mean()[name]) for name in ("theta", "prior.included"))
-    assert torch.equal(graphical.arrows(inclusion, 0.1), truth != 0)
+    assert torch.equal(graphical.edges(inclusion, 0.1), truth != 0)
     assert float((theta - truth).abs().max()) < 0.3
 
 
