@@ -165,7 +165,7 @@ class StackedLoss:
     def _alone(
         self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """One client's (loss, logs, new buffers, gradients); the loss draws from a key, and tensors stay as they are."""
+        """One client's (loss, logs, new buffers, gradients), drawn from a key; its tensors stay as they are."""
         count = len(self.tensors)
         trained = [value.detach().requires_grad_() for value in values[:count]]
         with torch.enable_grad():
