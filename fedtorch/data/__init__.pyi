@@ -34,3 +34,4 @@ from .partition import (
     split_features as split_features,
 )
 from .sources import from_datasets as from_datasets, from_frame as from_frame, from_tensors as from_tensors
+from .stored import from_file as from_file, to_file as to_file

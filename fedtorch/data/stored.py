@@ -1,0 +1,96 @@
+"""Clients' rows in a safetensors file, of which a round reads those of its clients only."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data.federated import FederatedData
+
+_COUNTS = "counts"
+
+
+def to_file(data: FederatedData, file: Path | str) -> None:
+    """Write clients' rows to a safetensors file, of which `ft.data.from_file` makes a population's data.
+
+    A file of other programs will do that has a tensor `counts` `(K,)` int64, how many rows each client has, and the
+    fields: `0`, `1`, … for a tuple such as (x, y), or names for a dict.
+
+    Args:
+        data: of a tuple or a dict of tensors.
+        file: its place; it appears whole.
+
+    Raises:
+        ValueError: rows of another form.
+    """
+    fields = dict(tree.items(data.rows))
+    if fields.keys() != {name for name in _names(data.rows) if name != _COUNTS}:
+        raise ValueError(
+            f"Expected rows as a tuple or dict of tensors, none of them called {_COUNTS!r}, but got the fields "
+            f"{sorted(fields)}; put them into one, such as (x, y)"
+        )
+    numbered = data.names == tuple(map(str, range(len(data))))
+    names = () if numbered else data.names
+    about = {"fields": list(fields), "names": names, "features": data.features, "allow_empty": data.allow_empty}
+    path = Path(file)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in fields.items()}
+        save_file({**tensors, _COUNTS: data.counts}, partial, {"fedtorch": json.dumps(about)})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def from_file(file: Path | str) -> FederatedData:
+    """Return the rows of a safetensors file, which stay there until they are needed; see `ft.data.to_file`.
+
+    `ft.InProcess` reads and prepares those of a round's clients, so that there may be more than memory holds; what
+    makes other rows of them, such as `select`, `split` or `to`, takes them into memory, and so do evaluation and
+    `ft.Distributed`. A client's rows are looked at for NaN and Inf when they are read. The file must stay as it is.
+
+    Raises:
+        ValueError: the file is damaged, or has no counts.
+
+    Example:
+        >>> import tempfile, torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     ft.data.to_file(data, f"{folder}/rows.safetensors")
+        ...     stored = ft.InProcess(ft.data.from_file(f"{folder}/rows.safetensors"))
+        ...     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), stored, rounds=2)
+        >>> run.server["weight"].round(decimals=3)
+        tensor([[2., 3.]])
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            fields = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            about = json.loads((opened.metadata() or {}).get("fedtorch", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"Expected a safetensors file in {file}, but got a damaged or another one: {error}") from None
+    if _COUNTS not in fields:
+        raise ValueError(
+            f"Expected a tensor {_COUNTS!r} of how many rows each client has, but got {sorted(fields)}; write the file "
+            "with ft.data.to_file"
+        )
+    counts = fields.pop(_COUNTS)
+    order = about.get("fields", sorted(fields))
+    rows: tuple[Tensor, ...] | dict[str, Tensor] = {name: fields[name] for name in order if name in fields}
+    if fields.keys() == {str(i) for i in range(len(fields))}:
+        rows = tuple(fields[str(i)] for i in range(len(fields)))
+    names, features = tuple(about.get("names", ())), tuple(about.get("features", ()))
+    return FederatedData(rows, counts, names, bool(about.get("allow_empty")), features, on_disk=True)
+
+
+def _names(rows: tree.Tree) -> list[str]:
+    """The names of the fields of a tuple or dict of tensors; none of other rows."""
+    if isinstance(rows, dict):
+        return [str(name) for name in rows]
+    return [str(i) for i in range(len(rows))] if type(rows) is tuple else []
