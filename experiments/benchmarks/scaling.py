@@ -1,10 +1,11 @@
 """The cost of a round against the number of clients and of processes: a linear model, 40 rows and 5 full-batch steps.
 
-`clients` stacks them in one process, and `few` asks a hundred of them. `roofline` sets a round beside one pass over the
-clients' rows in memory, ten of which its five steps need, and beside its matrix products alone. `start` is the processor
-time of a fresh process up to the end of the first round of the README's first example. `processes` has one and two of them, started by torchrun with one thread each,
-which take turns: with the same clients in all ("strong") and with the same clients each ("weak"). Seconds are those of
-the quickest round, for the machine may have other work.
+`clients` stacks them in one process, and `few` asks a hundred of them. `roofline` sets a round beside passes over the
+clients' rows in memory, two of which each of its five steps needs, and beside its matrix products alone. `start` is
+the processor time of a fresh process up to the end of the first round of the README's first example. `processes` has
+one and two of them, started by torchrun with one thread each, which take turns: with the same clients in all ("strong")
+and with the same clients each ("weak"). Seconds are those of the quickest round, for the machine may have other work,
+unless they are the processor's.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ def start() -> list[common.Row]:
     program = [TIMED]
     for line in example.replace("max_epochs=50", "max_epochs=1, logger=False, enable_checkpointing=False").splitlines():
         program.append(line)
-        program += [f"said({name!r})" for name in ("torch", "lightning") if line.startswith(f"import {name}")]
+        program += ["said('torch and lightning')"] * (line == "import torch")
     command = [sys.executable, "-W", "ignore", "-c", "\n".join([*program, "said('first round')"])]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=README.parent, timeout=600)
     said = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("until "))

@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,10 +55,11 @@ def work(clients: Sequence[int]) -> dict[str, float]:
     """Seconds of a round for so many clients, and of sums of so many numbers."""
     found = {}
     for count in clients:
-        run = linear_run(ft.Distributed(linear_data(count)))
+        population = ft.Distributed(linear_data(count))
+        run = linear_run(population)
         rounds = 150 if count <= 1000 else 15
         found[f"{count} clients"] = least_round(run, rounds)
-        found |= {f"{count} clients, {name}": value for name, value in meetings(run, rounds).items()}
+        found |= {f"{count} clients, {name}": value for name, value in meetings(run, population.ranks, rounds).items()}
     ranks = ft.Distributed(linear_data(2)).ranks
     for numbers in SUMS:
         value = torch.ones(numbers, dtype=torch.float64)
@@ -64,18 +67,18 @@ def work(clients: Sequence[int]) -> dict[str, float]:
     return found
 
 
-def meetings(run: ft.Run, rounds: int) -> dict[str, float]:
+def meetings(run: ft.Run, ranks: Any, rounds: int) -> dict[str, float]:
     """Of a round on this rank, means: processor time, and how many collectives it has, of which bytes and seconds."""
-    ranks, calls = run.population.ranks, []
+    calls: list[tuple[float, int]] = []
     together = ranks._together
 
     def noted(collective: Callable[..., object], *tensors: Any) -> None:
         seconds = common.seconds(lambda: together(collective, *tensors))
         calls.append((seconds, tree.nbytes(tensors[-1])))
 
-    ranks._together = noted  # type: ignore[method-assign]
+    ranks._together = noted
     processor = common.seconds(lambda: [run.step() for _ in range(rounds)], time.process_time)
-    ranks._together = together  # type: ignore[method-assign]
+    ranks._together = together
     waiting, sent = (sum(call[i] for call in calls) / rounds for i in (0, 1))
     return {
         "processor time": processor / rounds,
