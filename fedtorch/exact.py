@@ -19,9 +19,11 @@ Mathematik 18, 1971, sections 4 and 5).
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -30,7 +32,6 @@ LARGEST = 2.0**148  # what a number must stay below
 _BITS, _MASK = 32, 2**32 - 1
 _SCALE = 160  # a unit of the last limb is 2^−160
 _SPLIT = 2.0**27 + 1
-_NOT_FINITE = -(2**62)  # in place of limbs that are not finite; no sum of limbs comes here
 
 
 class Whole(NamedTuple):
@@ -48,7 +49,7 @@ class Whole(NamedTuple):
 
 
 def limbs(value: Tensor) -> Tensor:
-    """A number as limbs; what lies below 2⁻¹⁶⁰ is cut off towards zero.
+    """Return a number as limbs; what lies below 2⁻¹⁶⁰ is cut off towards zero.
 
     Nothing is asked of a device: the limbs of a number that has none are NaN, which populations refuse in messages.
 
@@ -75,37 +76,35 @@ def limbs(value: Tensor) -> Tensor:
 
 
 def read(*totals: Tensor) -> list[Whole]:
-    """The sums that `totals`, `(..., LIMBS)` each, stand for, by one look at all: a device is waited for once.
+    """Return the sums that `totals`, `(..., LIMBS)` each, stand for; a device is waited for once.
 
     Raises:
         ValueError: limbs are NaN or infinite.
     """
     flat = [total.reshape(-1, LIMBS) for total in totals]
-    joined = torch.cat(flat)
-    whole = torch.where(joined.isfinite(), joined, _NOT_FINITE).to(torch.int64)
-    rows = iter(whole.tolist())
-    return [Whole([_integer(next(rows)) for _ in part], total) for part, total in zip(flat, totals)]
+    numbers = iter(_integers(torch.cat(flat).cpu()))
+    return [Whole(list(itertools.islice(numbers, len(part))), total) for part, total in zip(flat, totals)]
 
 
 def value(total: Tensor | Whole) -> Tensor:
-    """The float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
+    """Return the float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
     numbers, like = read(total)[0] if isinstance(total, Tensor) else total
     return _tensor([_divide(number, 1 << _SCALE) for number in numbers], like)
 
 
 def values(*totals: Tensor) -> list[Tensor]:
-    """`value` of each, by one look at all of them."""
+    """Return `value` of each, by one look at all of them."""
     return [value(whole) for whole in read(*totals)]
 
 
 def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """w·x and w·x² as sums of float64 numbers without rounding: two and four terms, in the arguments' shape."""
+    """Return w·x and w·x² as sums of float64 numbers without rounding: two and four terms, in the arguments' shape."""
     first = _product(weight, value)
     return first, (*_product(first[0], value), *_product(first[1], value))
 
 
 def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ w, Σ w (x − c) and Σ w (x − c)², each rounded once.
+    """Return Σ w, Σ w (x − c) and Σ w (x − c)², each rounded once.
 
     Args:
         zeroth: Σ w, as `read`.
@@ -137,7 +136,7 @@ def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Te
 
 
 def _product(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded product and its rounding error (Dekker 1971, Mul12 after Veltkamp's splitting)."""
+    """Return the rounded product and its rounding error (Dekker 1971, Mul12 after Veltkamp's splitting)."""
     product = first * second
     one, two = _split(first), _split(second)
     error = one[0] * two[0] - product
@@ -147,21 +146,29 @@ def _product(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """A number as the sum of two with 26 bits each."""
+    """Return a number as the sum of two with 26 bits each."""
     scaled = value * _SPLIT
     high = scaled - (scaled - value)
     return high, value - high
 
 
-def _integer(parts: list[int]) -> int:
-    """Return the sum of one number's limbs."""
-    if _NOT_FINITE in parts:
+def _integers(total: Tensor) -> list[int]:
+    """Return the numbers that limbs `(n, LIMBS)` stand for: carried, they are the words of two's complement."""
+    if not bool(total.isfinite().all()):
         raise ValueError("Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them")
-    return sum(limb << _BITS * i for i, limb in enumerate(parts))
+    digits = total.to(torch.int64).T.contiguous().numpy()
+    carry: Any = 0
+    for place in range(LIMBS):
+        digits[place] += carry
+        carry = digits[place] >> _BITS
+        digits[place] &= _MASK
+    words = numpy.stack([*(digits[0::2] | digits[1::2] << _BITS), carry], 1).astype("<i8").tobytes()
+    size = 4 * LIMBS + 8
+    return [int.from_bytes(words[i : i + size], "little", signed=True) for i in range(0, len(words), size)]
 
 
 def _divide(numerator: int, denominator: int) -> float:
-    """Correctly rounded, as the division of integers is."""
+    """Return the quotient, correctly rounded, as the division of integers is."""
     return numerator / denominator if numerator else 0.0
 
 

@@ -96,12 +96,12 @@ def test_nothing_is_sent_without_leaves():
 
 
 def test_size_is_cheap_and_bounded():
-    wire.size_of.cache_clear()
+    wire._size_of.cache_clear()
     sent = {"weight": torch.zeros(3, 4)}
     assert wire.size(sent) == wire.size(tree.map(torch.ones_like, sent))
     assert wire.row_size(tree.expand(sent, 7)) == wire.size(sent)
-    assert (wire.size_of.cache_info().misses, wire.size_of.cache_info().hits) == (1, 3)
-    assert wire.size_of.cache_info().maxsize is not None
+    assert (wire._size_of.cache_info().misses, wire._size_of.cache_info().hits) == (1, 3)
+    assert wire._size_of.cache_info().maxsize is not None
 
 
 def test_row_size_needs_rows():
@@ -392,7 +392,7 @@ def hostile(draw: random.Random, header: dict[str, Any], data: bytes) -> tuple[s
     return kind, kinds[kind]()
 
 
-@pytest.mark.parametrize("count", [20_000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [6_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_hostile_payloads_are_refused_or_valid(count):
     draw = random.Random(0)
     likes = [LIKE, {"a": torch.ones(2, 3), "b": torch.ones((), dtype=torch.float64), "c": torch.zeros(0, 2)}]

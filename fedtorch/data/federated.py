@@ -22,16 +22,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
+from fedtorch.data._row_files import read_rows, write_rows
+from fedtorch.data._rows import first_not_finite, gather_rows
 from fedtorch.tree import Tree
-
-_ROWS = 2**16  # that are looked at together for NaN and Inf
-_NOT_OF_NUMPY = (torch.bfloat16, torch.complex32)
 
 
 class ClientData(NamedTuple):
@@ -67,7 +67,7 @@ class FederatedData:
         allow_empty: whether a client may have no rows, as in a validation split.
         features: the names of the columns of the first field, x `(total, d)`, where they are known.
         on_disk: whether rows are looked at for NaN and Inf when they are stacked only, as those of a file are; see
-            `ft.data.from_file`.
+            `from_file`.
 
     Raises:
         TypeError: something is not a tensor, or the counts are not int64.
@@ -113,7 +113,7 @@ class FederatedData:
                     f"Expected all fields on {leaves[0][1].device}, but got {leaf.device} for "
                     f"{field_name(path)}; move them to one device"
                 )
-            if not self.on_disk and (row := _first_not_finite(leaf)) is not None:
+            if not self.on_disk and (row := first_not_finite(leaf)) is not None:
                 client = int(torch.searchsorted(self.starts + self.counts, row, right=True))
                 raise self._not_finite(path, client, row - int(self.starts[client]))
         first = leaves[0][1]
@@ -131,7 +131,7 @@ class FederatedData:
 
     @property
     def clients(self) -> int:
-        """The number of clients, `K`."""
+        """Return the number of clients, `K`."""
         return len(self.counts)
 
     def __len__(self) -> int:
@@ -155,7 +155,7 @@ class FederatedData:
         )
 
     def stack(self, ids: Tensor | Sequence[int], size: int | None = None) -> ClientData:
-        """The data of clients `ids` `(C,)` as one block, in the order of `ids`.
+        """Return the data of clients `ids` `(C,)` as one block, in the order of `ids`.
 
         Args:
             ids: of the clients.
@@ -174,16 +174,16 @@ class FederatedData:
 
         batch = tree.map(block, self.rows)
         for path, leaf in tree.items(batch) if self.on_disk else ():
-            if (row := _first_not_finite(leaf.flatten(0, 1))) is not None:
+            if (row := first_not_finite(leaf.flatten(0, 1))) is not None:
                 raise self._not_finite(path, int(ids[row // size]), row % size)
         return ClientData(batch, counts.to(tree.leaves(self.rows)[0].device))
 
     def buckets(self, max_ratio: float = 1.5, small: int = 0) -> list[tuple[Tensor, ClientData]]:
-        """All clients as blocks of similar size: `(ids, data)`; see `groups`."""
+        """Return all clients as blocks of similar size: `(ids, data)`; see `groups`."""
         return [(ids, self.stack(ids)) for ids in self.groups(max_ratio, small)]
 
     def groups(self, max_ratio: float = 1.5, small: int = 0) -> list[Tensor]:
-        """The ids of all clients in groups of similar size, each ascending, the smallest clients first.
+        """Return the ids of all clients in groups of similar size, each ascending, the smallest clients first.
 
         Args:
             max_ratio: a bound on largest / smallest number of rows within a block, at least 1; 1 pads
@@ -205,7 +205,7 @@ class FederatedData:
         return found
 
     def select(self, ids: Tensor | Sequence[int]) -> FederatedData:
-        """The clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
+        """Return the clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
         ids = self._ids(ids)
         counts = self.counts[ids]
         shift = self.starts[ids] - (counts.cumsum(0) - counts)
@@ -241,7 +241,7 @@ class FederatedData:
         )
 
     def pool(self) -> FederatedData:
-        """The rows of all clients in one, called `"pool"`: what a central fit sees."""
+        """Return the rows of all clients in one, called `"pool"`: what a central fit sees."""
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
@@ -252,8 +252,29 @@ class FederatedData:
         return replace(self, rows=function(self.rows), features=(), on_disk=False)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:
-        """The rows on `device`, and the floating point fields in `dtype`."""
+        """Return the rows on `device`, and the floating point fields in `dtype`."""
         return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows), on_disk=False)
+
+    def to_file(self, file: Path | str) -> None:
+        """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
+        write_rows(self, file)
+
+    @classmethod
+    def from_file(cls, file: Path | str) -> FederatedData:
+        """Return the rows of a safetensors file, which stay there until they are needed.
+
+        `ft.InProcess` reads and prepares those of a round's clients, so that there may be more than memory holds; what
+        makes other rows of them, such as `select`, `split` or `to`, takes them into memory, and so do evaluation and
+        `ft.Distributed`. A client's rows are looked at for NaN and Inf when they are read. The file must stay as it is.
+
+        Args:
+            file: of `to_file`, or of another program: with a tensor `counts` `(K,)` int64, how many rows each client
+                has, and the fields, called `0`, `1`, … for a tuple such as (x, y), or by names for a dict.
+
+        Raises:
+            ValueError: the file is damaged, or has no counts.
+        """
+        return cls(**read_rows(file), on_disk=True)
 
     def _take(self, index: Tensor) -> Tree:
         return tree.map(lambda leaf: gather_rows(leaf, index), self.rows)
@@ -269,20 +290,8 @@ class FederatedData:
         return ids.long()
 
 
-def gather_rows(leaf: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of `leaf` at `index` `(n,)`; NumPy copies small rows three times as fast as torch.
-
-    >>> gather_rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
-    tensor([[3.],
-            [1.]])
-    """
-    if leaf.device.type == "cpu" and not leaf.requires_grad and leaf.dtype not in _NOT_OF_NUMPY:
-        return torch.from_numpy(leaf.numpy().take(index.numpy(), 0))
-    return leaf.index_select(0, index.to(leaf.device))
-
-
 def described_rows(rows: Tree, dims: int = 2) -> str:
-    """The fields of stacked rows with dtype and shape, without the leading `dims` dimensions.
+    """Return the fields of stacked rows with dtype and shape, without the leading `dims` dimensions.
 
     >>> described_rows({"x": torch.zeros(4, 9, 3), "y": torch.zeros(4, 9, dtype=torch.int64)})
     'x: float32 (3,), y: int64 ()'
@@ -301,18 +310,6 @@ def field_name(path: str) -> str:
     ("field '0'", 'the tensor of rows')
     """
     return f"field {path!r}" if path else "the tensor of rows"
-
-
-def _first_not_finite(leaf: Tensor) -> int | None:
-    """Return the first row with NaN or Inf, None if there is none."""
-    number = leaf.is_floating_point() or leaf.is_complex()
-    if not number or bool(leaf.sum().isfinite()):  # no temporaries; sums of large numbers may overflow
-        return None
-    for start in range(0, len(leaf), _ROWS):
-        finite = leaf[start : start + _ROWS].isfinite()
-        if not bool(finite.all()):
-            return start + int((~finite).nonzero()[0, 0])
-    return None
 
 
 def _to(leaf: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

@@ -181,7 +181,7 @@ def describe(task: str, size: work.Size) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compares all systems; with --smoke only ours and the plain loop, on tiny work, in one process."""
+    """Compare all systems; with --smoke only ours and the plain loop, on tiny work, in one process."""
     parser = common.arguments(__doc__)
     parser.add_argument("--repeat", type=int, default=3, help="interleaved repetitions (default 3)")
     parser.add_argument("--task", choices=sorted(work.TASKS), help="one task only")

@@ -43,7 +43,7 @@ class Cohorts(FedAvg):
 
 
 def client_app(file: str, task: str) -> ClientApp:
-    """Loads the model it is sent, trains, and sends it back."""
+    """Load the model it is sent, train, and send it back."""
     app = ClientApp()
 
     @app.train()

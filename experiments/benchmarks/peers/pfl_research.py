@@ -58,7 +58,7 @@ class Module(nn.Module):
 
 
 def rounds(mine: work.Work, count: int) -> nn.Module:
-    """Trains a new model."""
+    """Train a new model."""
     module = Module(mine)
     model = PyTorchModel(module, mine.task.optimizer, torch.optim.SGD(module.parameters(), lr=1.0))
     asked = ((number, client) for number in range(count) for client in mine.cohorts[number])

@@ -12,7 +12,7 @@ from experiments.benchmarks.peers import work
 
 
 def rounds(model: nn.Module, mine: work.Work, count: int) -> None:
-    """Trains `model` in place."""
+    """Train `model` in place."""
     server = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for number in range(count):
         cohort = mine.cohorts[number]

@@ -141,7 +141,7 @@ def load(file: str, name: str) -> Work:
 
 
 def write(file: Path, sizes: dict[str, Size], schedule: Schedule) -> None:
-    """Writes all tasks.
+    """Write all tasks.
 
     Args:
         file: where to.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch import random, tree
+from fedtorch import progress, random, tree
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep import posterior, settled
 from fedtorch.federation.algorithms.ep._start import Factors
@@ -466,6 +468,17 @@ def test_few_devices_far_from_the_prior(levels: list[float], means: float, sds: 
     assert (better.posterior.stddev / sd - 1).abs().max() < error
 
 
+def test_a_correction_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = settle(algorithm(linear(1)), devices(3, 1))
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=itertools.count(0.0, 3.0).__next__))
+    found = corrected(run, points=2048)
+    assert len(found.nodes) == 2048
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Correction: 1,536 of 6,144 nodes")  # of three devices
+    assert lines[-1].startswith("Correction: 6,144 of 6,144 nodes")
+
+
 def test_a_prior_in_conflict_with_the_data_is_named() -> None:
     """Thirty devices at 20 ± 0.3 under μ ~ N(0, 1): a wide τ at μ near 0, or a small one at μ near 20."""
     levels = [20 + 0.3 * math.sin(7 * k) for k in range(30)]
@@ -478,7 +491,7 @@ def test_a_prior_in_conflict_with_the_data_is_named() -> None:
     posterior(settle(algorithm(linear(1, noise=1e-2, sd=20.0)), around(levels, 1e-2)))  # a wider one is fine
 
 
-@pytest.mark.parametrize("freedom", [3, 6])
+@pytest.mark.parametrize("freedom", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_correction_has_tails_like_those_of_t(freedom: int) -> None:
     """One factor that is t itself, under a prior that hardly matters: sds by quadrature over the radius."""
 

@@ -18,7 +18,7 @@ SIZES = [3, 12, 5, 9, 40, 1]
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    ft.data.to_file(linear_clients(SIZES), tmp_path / "rows.safetensors")
+    linear_clients(SIZES).to_file(tmp_path / "rows.safetensors")
     return tmp_path / "rows.safetensors"
 
 
@@ -29,7 +29,7 @@ def some_rounds(population: ft.InProcess, **settings: Any) -> ft.Run:
 @pytest.mark.parametrize("settings", [{}, {"cohort": 2}])
 @pytest.mark.parametrize("chunk", [None, 1])
 def test_rounds_are_the_same_to_the_bit(file: Path, settings: dict[str, Any], chunk: int | None) -> None:
-    stored = some_rounds(ft.InProcess(ft.data.from_file(file), chunk=chunk), **settings)
+    stored = some_rounds(ft.InProcess(FederatedData.from_file(file), chunk=chunk), **settings)
     held = some_rounds(ft.InProcess(linear_clients(SIZES), chunk=chunk), **settings)
     assert distance(stored.server, held.server) == 0.0
     assert distance(stored.tensors(), held.tensors()) == 0.0
@@ -37,7 +37,7 @@ def test_rounds_are_the_same_to_the_bit(file: Path, settings: dict[str, Any], ch
 
 
 def test_a_round_reads_the_rows_of_its_clients(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = ft.Run(ft.fedavg(sgd(0.1)), ft.InProcess(ft.data.from_file(file)), cohort=2)
+    run = ft.Run(ft.fedavg(sgd(0.1)), ft.InProcess(FederatedData.from_file(file)), cohort=2)
     run.step()  # before the first round a few rows are looked at
     stack, read = FederatedData.stack, []
 
@@ -52,8 +52,8 @@ def test_a_round_reads_the_rows_of_its_clients(file: Path, monkeypatch: pytest.M
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     rows = {"x": torch.ones(3, 2), "label": torch.tensor([1, 0, 1])}
     data = FederatedData(rows, torch.tensor([1, 2]), ("Oulu", "Turku"), features=("height", "weight"))
-    ft.data.to_file(data, tmp_path / "rows")
-    read = ft.data.from_file(tmp_path / "rows")
+    data.to_file(tmp_path / "rows")
+    read = FederatedData.from_file(tmp_path / "rows")
     assert (read.names, read.features, read.on_disk) == (data.names, data.features, True)
     assert torch.equal(read.counts, data.counts)
     assert all(torch.equal(read.rows[name], leaf) for name, leaf in rows.items())
@@ -65,7 +65,9 @@ def test_bad_rows_are_named_when_they_are_read(tmp_path: Path) -> None:
     x = torch.ones(5, 2)
     x[3, 1] = torch.nan
     save_file({"0": x, "1": torch.ones(5, 1), "counts": torch.tensor([2, 3])}, tmp_path / "rows")
-    run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(ft.data.from_file(tmp_path / "rows")))
+    run = ft.Run(
+        ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(FederatedData.from_file(tmp_path / "rows"))
+    )
     with pytest.raises(ValueError, match="NaN or Inf in field '0' of client '1', row 1"):
         run.step()
 
@@ -73,10 +75,10 @@ def test_bad_rows_are_named_when_they_are_read(tmp_path: Path) -> None:
 def test_other_files_and_rows_are_refused(tmp_path: Path) -> None:
     save_file({"0": torch.ones(5, 2)}, tmp_path / "uncounted")
     with pytest.raises(ValueError, match=r"Expected a tensor 'counts' .* but got \['0'\]"):
-        ft.data.from_file(tmp_path / "uncounted")
+        FederatedData.from_file(tmp_path / "uncounted")
     (tmp_path / "torn").write_bytes(b"\x08\0\0\0")
     with pytest.raises(ValueError, match=r"Expected a safetensors file in .*torn"):
-        ft.data.from_file(tmp_path / "torn")
+        FederatedData.from_file(tmp_path / "torn")
     for rows in (torch.ones(2, 1), {"counts": torch.ones(2)}, (torch.ones(2), {"y": torch.ones(2)})):
         with pytest.raises(ValueError, match="Expected rows as a tuple or dict of tensors"):
-            ft.data.to_file(FederatedData(rows, torch.tensor([2])), tmp_path / "rows")
+            FederatedData(rows, torch.tensor([2])).to_file(tmp_path / "rows")

@@ -67,7 +67,7 @@ def error(module: nn.Module) -> float:
 def posterior() -> ft.Run:
     """Three of four clients have been asked."""
     local = ft.gradient_descent(Regression(), steps=20, batched=False, buffers="average")
-    return ft.run(ft.fedavg(local), ft.InProcess(waves()), rounds=4, cohort=ft.fixed_cohort([0, 1, 2]))
+    return ft.run(ft.fedavg(local), ft.InProcess(waves()), rounds=4, cohort=[0, 1, 2])
 
 
 def test_the_server_and_clients_never_asked_predict_with_the_trained_posterior(posterior: ft.Run) -> None:
@@ -79,7 +79,7 @@ def test_the_server_and_clients_never_asked_predict_with_the_trained_posterior(p
 
 
 def test_a_late_joiner_goes_on_from_the_trained_posterior(posterior: ft.Run) -> None:
-    again = ft.Run(posterior.algorithm, ft.InProcess(waves()), cohort=ft.fixed_cohort([3]))
+    again = ft.Run(posterior.algorithm, ft.InProcess(waves()), cohort=[3])
     before = float(posterior.last.info["loss"].mean())
     again.server = posterior.server
     assert float(again.step().info["loss"][0]) < before + 0.3

@@ -6,29 +6,25 @@ import json
 import os
 import secrets
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data.federated import FederatedData
+
+if TYPE_CHECKING:
+    from fedtorch.data.federated import FederatedData
 
 _COUNTS = "counts"
 
 
-def to_file(data: FederatedData, file: Path | str) -> None:
-    """Write clients' rows to a safetensors file, of which `ft.data.from_file` makes a population's data.
-
-    A file of other programs will do that has a tensor `counts` `(K,)` int64, how many rows each client has, and the
-    fields: `0`, `1`, … for a tuple such as (x, y), or names for a dict.
-
-    Args:
-        data: of a tuple or a dict of tensors.
-        file: its place; it appears whole.
+def write_rows(data: FederatedData, file: Path | str) -> None:
+    """Write clients' rows to a safetensors file, which appears whole.
 
     Raises:
-        ValueError: rows of another form.
+        ValueError: rows that are no tuple or dict of tensors.
     """
     fields = dict(tree.items(data.rows))
     if fields.keys() != {name for name in _names(data.rows) if name != _COUNTS}:
@@ -49,25 +45,20 @@ def to_file(data: FederatedData, file: Path | str) -> None:
         partial.unlink(missing_ok=True)
 
 
-def from_file(file: Path | str) -> FederatedData:
-    """Return the rows of a safetensors file, which stay there until they are needed; see `ft.data.to_file`.
-
-    `ft.InProcess` reads and prepares those of a round's clients, so that there may be more than memory holds; what
-    makes other rows of them, such as `select`, `split` or `to`, takes them into memory, and so do evaluation and
-    `ft.Distributed`. A client's rows are looked at for NaN and Inf when they are read. The file must stay as it is.
+def read_rows(file: Path | str) -> dict[str, Any]:
+    """Return the arguments of `FederatedData`: rows that are mapped, and what is known of them.
 
     Raises:
         ValueError: the file is damaged, or has no counts.
 
-    Example:
-        >>> import tempfile, torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     ft.data.to_file(data, f"{folder}/rows.safetensors")
-        ...     stored = ft.InProcess(ft.data.from_file(f"{folder}/rows.safetensors"))
-        ...     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), stored, rounds=2)
-        >>> run.server["weight"].round(decimals=3)
-        tensor([[2., 3.]])
+    >>> import tempfile, torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     data.to_file(f"{folder}/rows.safetensors")
+    ...     stored = ft.InProcess(ft.data.FederatedData.from_file(f"{folder}/rows.safetensors"))
+    ...     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), stored, rounds=2)
+    >>> run.server["weight"].round(decimals=3)
+    tensor([[2., 3.]])
     """
     try:
         with safe_open(file, framework="pt") as opened:
@@ -78,15 +69,17 @@ def from_file(file: Path | str) -> FederatedData:
     if _COUNTS not in fields:
         raise ValueError(
             f"Expected a tensor {_COUNTS!r} of how many rows each client has, but got {sorted(fields)}; write the file "
-            "with ft.data.to_file"
+            "with data.to_file(file)"
         )
     counts = fields.pop(_COUNTS)
     order = about.get("fields", sorted(fields))
-    rows: tuple[Tensor, ...] | dict[str, Tensor] = {name: fields[name] for name in order if name in fields}
+    if sorted(order) != sorted(fields):
+        raise ValueError(f"Expected the fields {order} in {file}, but got {sorted(fields)}; write the file again")
+    rows: tuple[Tensor, ...] | dict[str, Tensor] = {name: fields[name] for name in order}
     if fields.keys() == {str(i) for i in range(len(fields))}:
         rows = tuple(fields[str(i)] for i in range(len(fields)))
-    names, features = tuple(about.get("names", ())), tuple(about.get("features", ()))
-    return FederatedData(rows, counts, names, bool(about.get("allow_empty")), features, on_disk=True)
+    known = {name: tuple(about.get(name, ())) for name in ("names", "features")}
+    return {"rows": rows, "counts": counts, "allow_empty": bool(about.get("allow_empty")), **known}
 
 
 def _names(rows: tree.Tree) -> list[str]:
