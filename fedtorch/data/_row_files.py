@@ -6,7 +6,7 @@ import json
 import os
 import secrets
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -14,32 +14,26 @@ from torch import Tensor
 
 from fedtorch import tree
 
-if TYPE_CHECKING:
-    from fedtorch.data.federated import FederatedData
-
 _COUNTS = "counts"
 
 
-def write_rows(data: FederatedData, file: Path | str) -> None:
-    """Write clients' rows to a safetensors file, which appears whole.
+def write_rows(file: Path | str, rows: tree.Tree, counts: Tensor, about: dict[str, Any]) -> None:
+    """Write clients' rows to a safetensors file, which appears whole, and what is known of them.
 
     Raises:
         ValueError: rows that are no tuple or dict of tensors.
     """
-    fields = dict(tree.items(data.rows))
-    if fields.keys() != {name for name in _names(data.rows) if name != _COUNTS}:
+    fields = dict(tree.items(rows))
+    if fields.keys() != {name for name in _names(rows) if name != _COUNTS}:
         raise ValueError(
             f"Expected rows as a tuple or dict of tensors, none of them called {_COUNTS!r}, but got the fields "
             f"{sorted(fields)}; put them into one, such as (x, y)"
         )
-    numbered = data.names == tuple(map(str, range(len(data))))
-    names = () if numbered else data.names
-    about = {"fields": list(fields), "names": names, "features": data.features, "allow_empty": data.allow_empty}
     path = Path(file)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in fields.items()}
-        save_file({**tensors, _COUNTS: data.counts}, partial, {"fedtorch": json.dumps(about)})
+        save_file({**tensors, _COUNTS: counts}, partial, {"fedtorch": json.dumps({"fields": list(fields), **about})})
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)

@@ -257,7 +257,9 @@ class FederatedData:
 
     def to_file(self, file: Path | str) -> None:
         """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
-        write_rows(self, file)
+        numbered = self.names == tuple(map(str, range(len(self))))
+        about = {"names": () if numbered else self.names, "features": self.features, "allow_empty": self.allow_empty}
+        write_rows(file, self.rows, self.counts, about)
 
     @classmethod
     def from_file(cls, file: Path | str) -> FederatedData:

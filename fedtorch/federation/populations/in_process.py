@@ -18,8 +18,8 @@ class InProcess:
     """All clients in this process, stacked in blocks of similar size.
 
     Args:
-        data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of its
-            clients.
+        data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of
+            its clients.
         chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
             of what is free on a CUDA device.
         device: where blocks and states live; default: where the data are.
