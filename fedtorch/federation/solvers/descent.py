@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,7 @@ class Descent:
         make: MakeOptimizer | None = None,
         reset: str = "round",
         buffers: str = "refuse",
-        batched: bool = True,
+        batched: bool | Literal["auto"] = True,
         compile: bool = False,
         clip: float | None = None,
         precision: str = "32",

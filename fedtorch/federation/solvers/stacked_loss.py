@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -28,11 +28,12 @@ class StackedLoss:
         objective: one client's loss.
         tensors: names of what is trained, in the order in which values come.
         buffers: names of buffers that are stacked too and may change.
-        batched: False evaluates client by client.
+        batched: False evaluates client by client; "auto" does so if `probe` finds that the module cannot run stacked.
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
         precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
 
     Attributes:
+        batched: whether clients are evaluated together.
         random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
             clients' keys.
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
@@ -45,11 +46,12 @@ class StackedLoss:
         objective: Objective,
         tensors: Sequence[str],
         buffers: Sequence[str],
-        batched: bool,
+        batched: bool | Literal["auto"],
         compile: bool = False,
         precision: str = "32",
     ) -> None:
-        self.objective, self.batched, self.compile, self.precision = objective, batched, compile, precision
+        self.objective, self.compile, self.precision = objective, compile, precision
+        self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.probed = False
         self.separable: bool | None = None

@@ -86,7 +86,7 @@ def gradient(server: MatrixNormalServer, known: SufficientStatistics) -> Tensor:
 def test_the_fixed_point_solves_the_stationarity_equations(steps: int | None, cohort: int | None) -> None:
     data, learn = related(SIZES), inverse_wishart(alpha=0.6, scale=3)
     algorithm = matrix_normal(ft.least_squares(head(), steps=steps), covariance=learn)
-    final = ft.run(algorithm, ft.InProcess(data), cohort=cohort, rounds=500 if steps == 1 else 150).last.server
+    final = ft.run(algorithm, ft.InProcess(data), cohort=cohort, rounds=400 if steps == 1 else 110).last.server
     close = 1e-9 if cohort is None else 1e-6  # it converges linearly, a cohort of half at half the pace
     assert float(gradient(final, statistics(data)).abs().max()) < close
     noise = noise_variance(final.summary)
@@ -103,7 +103,7 @@ def test_sweeps_with_a_known_covariance_find_its_exact_mode() -> None:
     factor = torch.randn(K, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     omega = low_rank.LowRank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
     algorithm = matrix_normal(ft.least_squares(head()), covariance=frozen(omega), noise=0.25)
-    final = ft.run(algorithm, ft.InProcess(data), rounds=300).last.server
+    final = ft.run(algorithm, ft.InProcess(data), rounds=220).last.server
     noise = torch.full((K,), 0.25, dtype=torch.float64)
     expected = posterior_mode(statistics(data), noise, omega, tolerance=1e-14).coefficients
     assert distance(final.parameters, expected) < 10 * ROUNDING

@@ -69,12 +69,12 @@ def test_a_checkpoint_is_flat_and_loads_safely(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_resumed_run_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = federation(name)
-    saving(tmp_path, 6).fit(whole)
-    for k in (1, 4):
+    saving(tmp_path, 4).fit(whole)
+    for k in (1, 3):
         resumed = federation(name)
-        outer = saving(tmp_path, 6)
+        outer = saving(tmp_path, 4)
         outer.fit(resumed, ckpt_path=tmp_path / f"epoch={k - 1}.ckpt")
-        assert (resumed.round, outer.global_step, outer.current_epoch) == (6, 6, 6)
+        assert (resumed.round, outer.global_step, outer.current_epoch) == (4, 4, 4)
         assert same_bits(everything(resumed), everything(whole))
 
 

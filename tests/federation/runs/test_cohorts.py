@@ -45,7 +45,7 @@ def test_distinct_ascending_ids_that_the_key_decides(name: str) -> None:
 
 
 def test_poisson_cohorts_are_independent_coins() -> None:
-    count, rate = 4000, 0.4
+    count, rate = 1500, 0.4
     cohorts = draws(ft.poisson_cohort(rate, K), count)
     error = (rate * (1 - rate) / count) ** 0.5
     assert float((inclusions(cohorts, K) - rate).abs().max()) < 4 * error
@@ -76,7 +76,7 @@ def exact_inclusions(weights: list[float], size: int) -> Tensor:
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_weighted_cohorts_draw_one_after_another(size: int) -> None:
-    count = 4000
+    count = 1500
     cohorts = draws(ft.weighted_cohort(WEIGHTS, size), count)
     assert all(len(ids) == size for ids in cohorts)
     expected = exact_inclusions(WEIGHTS, size)

@@ -166,7 +166,7 @@ def test_permuted_variables() -> None:
     data, order = normal_rows(CHAIN, [40, 60, 50]), [3, 1, 4, 0, 2]
     means = []
     for turned in (data, data.map(lambda y: y[:, order])):
-        sampler = sampled(field(4, 8), ft.InProcess(turned), graphical.start(5), rounds=26, burn_in=10, keep=False)
+        sampler = sampled(field(4, 8), ft.InProcess(turned), graphical.start(5), rounds=18, burn_in=7, keep=False)
         means.append(graphical.square(sampler.moments["theta"].mean))
     first, second = means[0][:, order][:, :, order], means[1]
     off = ~torch.eye(5, dtype=torch.bool)
