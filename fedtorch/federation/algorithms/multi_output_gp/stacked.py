@@ -59,6 +59,7 @@ class StackedGP:
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
         self.scales = [n for n in self.own if n not in self.trained]
+        self._swaps: dict[tuple[str, ...], functional.Swap] = {}  # by names, as looking for places walks the module
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -78,8 +79,10 @@ class StackedGP:
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """Call `function()` with `values` in the places of the module's tensors."""
-        names = [name for name in values if name in self.values]
-        with functional.Swap(self.module, names)([values[name] for name in names]):
+        names = tuple(name for name in values if name in self.values)
+        if names not in self._swaps:
+            self._swaps[names] = functional.Swap(self.module, names)
+        with self._swaps[names]([values[name] for name in names]):
             return function()
 
     def gradient(
