@@ -165,7 +165,7 @@ class Descent:
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
             traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
-        if not traits:
+        if all(bool((trait == trait[0]).all()) for trait in traits):
             return [torch.arange(len(count))]
         _, group = torch.stack(traits, 1).unique(dim=0, return_inverse=True)
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
@@ -196,7 +196,7 @@ class _Stack:
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(self.batches.total[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
-        self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
+        self.position = turn.round * self.batches.longest  # where those stand who have been away, too
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
         fused = possible(key.device) and FusedSteps.knows(self.optimizer)
@@ -204,10 +204,11 @@ class _Stack:
 
     def run(self) -> Local:
         """Take all steps."""
-        total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
-        longest, loss = int(total.max()), self.descent.loss
-        same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
-        same_steps = self.position == 0 or bool((total == longest).all())
+        batches, loss = self.batches, self.descent.loss
+        total, per_epoch, longest = batches.total, int(batches.per_epoch.max()), batches.longest
+        some_end = set() if batches.alike else set(total.unique().tolist()) - {longest}  # after so many steps
+        same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
+        same_steps = self.position == 0 or not some_end
         answers = self.descent.objective.trainer.answers
         rates, seen = [0.0], Seen(total)
         finished: Tree = None
@@ -218,14 +219,11 @@ class _Stack:
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
-            losses, logs, self.buffers, gradients = loss.gradients(
-                self.tensors, self.buffers, self.batches[t], t, self.key
-            )
+            losses, logs, self.buffers, gradients = loss.gradients(self.tensors, self.buffers, batches[t], t, self.key)
             self._descend(t, gradients)
             seen.add(t, {**logs, "loss": losses})
-            ends = total == t + 1
-            if t + 1 < longest and bool(ends.any()):
-                finished = _keep_rows(finished, self._now(), ends)
+            if t + 1 in some_end:
+                finished = _keep_rows(finished, self._now(), total == t + 1)
         finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
         tensors, kept = finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.means())
