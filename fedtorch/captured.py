@@ -139,9 +139,11 @@ def _simplify(graph: GraphModule) -> None:
 
 def _changes_nothing(node: Node, source: Node) -> bool:
     made, given = node.meta.get("tensor_meta"), source.meta.get("tensor_meta")
-    if made is None or given is None or (made.shape, made.stride, made.dtype) != (given.shape, given.stride, given.dtype):
+    if made is None or given is None:
         return False
-    return node.target in _VIEWS or (node.target is aten.mul.Scalar and node.args[1] == 1)
+    if (made.shape, made.stride, made.dtype) != (given.shape, given.stride, given.dtype):
+        return False
+    return node.target in _VIEWS or bool(node.target is aten.mul.Scalar and node.args[1] == 1)
 
 
 def _reorder(graph: GraphModule, node: Node) -> None:

@@ -71,9 +71,13 @@ class Batches:
         least, most = (int(each) for each in count.aminmax()) if len(count) else (0, 0)
         self._most, self.alike = most, least == most
         self._size = most if batch_size is None else batch_size
-        self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
-        self.total = self.per_epoch * epochs if epochs is not None else torch.full_like(count, steps or 0)
-        self.longest = int(self.total.max()) if len(count) else 0
+        self._steps = -(-most // max(self._size, 1))  # of an epoch of who has most rows
+        if self.alike:
+            self.per_epoch = torch.full_like(count, self._steps)
+        else:
+            self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
+        self.longest = (steps or 0) if epochs is None else epochs * self._steps
+        self.total = torch.full_like(count, self.longest) if self.alike or epochs is None else self.per_epoch * epochs
         self._full = batch_size is None
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
@@ -83,8 +87,8 @@ class Batches:
         if not self._full:
             self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
             self._permutations = random.fold_in(key, PERMUTATIONS)
-            longest = int((-(-self.total // self.per_epoch)).max()) if len(count) else 1
-            self._ahead = min(longest, max(1, _DRAWN // max(1, len(count) * self._width)))
+            passes = -(-self.longest // max(1, -(-least // self._size))) if epochs is None else epochs
+            self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
             self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
 
@@ -126,7 +130,7 @@ class Batches:
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """`_chosen` of clients with as many rows, whose batches of a step begin and end together."""
-        epoch, within = divmod(step, -(-self._most // self._size))
+        epoch, within = divmod(step, self._steps)
         if epoch >= int(self._first[0]) + self._ahead:
             self._shuffle(torch.full_like(self._count, epoch), self._all)
         start = within * self._size

@@ -15,7 +15,7 @@ from fedtorch.data import BadClients
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
-from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
+from fedtorch.federation.solvers._fused import DirectSteps, FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_rows, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
@@ -200,6 +200,7 @@ class _Stack:
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
         fused = possible(key.device) and FusedSteps.knows(self.optimizer)
+        self.direct = DirectSteps(self.optimizer)
         self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
     def run(self) -> Local:
@@ -210,7 +211,7 @@ class _Stack:
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or not some_end
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], Seen(total)
+        rates, seen = [0.0], Seen(total, longest if batches.alike else None)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
@@ -254,7 +255,7 @@ class _Stack:
                 tensor.grad.copy_(gradient)
         if self.descent.clip is not None:
             _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
-        self.optimizer.step()
+        self.direct.step()
 
     def _now(self) -> tuple[dict[str, Tensor], State]:
         """(tensors and buffers, the optimiser's state if it is kept) after the steps so far."""

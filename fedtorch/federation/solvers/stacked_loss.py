@@ -159,10 +159,15 @@ class StackedLoss:
 
 
 class Seen:
-    """Records values of all clients in each step, and averages them over each client's own steps."""
+    """Records values of all clients in each step, and averages them over each client's own steps.
 
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
+    Args:
+        total: `(K,)` steps of each client.
+        everywhere: the number of steps, if it is known to be that of all clients.
+    """
+
+    def __init__(self, total: Tensor, everywhere: int | None = None) -> None:
+        self.total, self.everywhere = total, everywhere
         self.values: dict[str, list[tuple[int, Tensor]]] = {}
 
     def add(self, step: int, values: dict[str, Tensor]) -> None:
@@ -175,6 +180,9 @@ class Seen:
         means = {}
         for name, seen in self.values.items():
             values = torch.stack([value for _, value in seen])
+            if len(values) == self.everywhere:
+                means[name] = values.sum(0) / len(values)
+                continue
             active = torch.tensor([step for step, _ in seen])[:, None] < self.total
             active = active.to(values.device)
             means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
