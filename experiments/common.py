@@ -14,7 +14,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,12 @@ class Row:
     published: float | None = None
     published_sd: float | None = None
     repeats: int | None = None  # of which `ours` is the mean
+    part: str | None = None  # of a benchmark in parts
+
+
+def of_part(name: str, rows: Sequence[Row]) -> list[Row]:
+    """Say of rows which part of a benchmark measured them."""
+    return [replace(row, part=name) for row in rows]
 
 
 def linear_module(features: int) -> nn.Linear:
@@ -112,7 +118,7 @@ def mean_with_error(values: Sequence[float], form: str = ".3f") -> str:
 class Parser(argparse.ArgumentParser):
     """A parser that keeps what it was given and when, for pages of results."""
 
-    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """The options, with `given`, `title` and the clocks `began` besides."""
         options = super().parse_args(args, namespace)
         options.given = list(sys.argv[1:] if args is None else args)

@@ -124,16 +124,16 @@ def horizontal(hub: Hub, data: Table, name: str, rounds: int) -> Found:
     say(f"{name}: {rounds} rounds in {seconds:.1f} s; the same in one process")
     alone = ft.run(ALGORITHMS[name](**settings), ft.InProcess(data.clients), rounds=rounds, seed=0)
     x, y = data.clients.rows
-    scores = [accuracy(x @ coefficients(each, name, x.shape[1]), y) for each in (run, alone)]
+    ours, central = (accuracy(x @ coefficients(each, name, x.shape[1]), y) for each in (run, alone))
     moved = (run.bytes_up + run.bytes_down) / 1e6
-    return Found(name, rounds, seconds, *scores, difference(run.server, alone.server), moved)
+    return Found(name, rounds, seconds, ours, central, difference(run.server, alone.server), moved)
 
 
 def coefficients(run: ft.Run, name: str, features: int) -> Tensor:
     """Those of the logistic regression of all clients together, `(features,)`."""
     if name == "ep":
         return posterior(run, tolerance=math.inf).mean[:features]
-    return run.global_module().weight.detach()[0]
+    return run.global_module().get_parameter("weight").detach()[0]
 
 
 def vertical(hub: Hub, data: Table, iterations: int) -> Found:
@@ -147,10 +147,10 @@ def vertical(hub: Hub, data: Table, iterations: int) -> Found:
     for _ in fit.rounds(iterations):
         pass
     server = fit.server
-    scores = [accuracy(logits(node, network), node.data.y), accuracy(logits(server, alone), server.data.y)]
+    ours, central = accuracy(logits(node, network), node.data.y), accuracy(logits(server, alone), server.data.y)
     found = [(dict(each.part.state_dict()), *each.values) for each in (node, server)]
     moved = (traffic.up + traffic.down) / 1e6
-    return Found("split network", iterations, seconds, *scores, difference(*found), moved)
+    return Found("split network", iterations, seconds, ours, central, difference(*found), moved)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ is FedAvg's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -55,8 +56,14 @@ def errors(algorithm: ft.Algorithm, data: ft.data.FederatedData, cohort: int | N
     found = []
     run = ft.Run(algorithm, ft.InProcess(data), cohort=cohort, seed=seed)
     for _ in run.rounds(rounds):
-        found.append((run.global_module().weight[0].detach() - best).norm() / best.norm())
+        found.append((run.global_module().get_parameter("weight")[0].detach() - best).norm() / best.norm())
     return torch.stack(found)
+
+
+STYLES: dict[str, dict[str, Any]] = {
+    "FedAvg": {"linewidth": 5, "alpha": 0.35},
+    "Ditto (shared)": {"linestyle": "--"},
+}
 
 
 def draw(curves: dict[str, dict[str, Tensor]]) -> Figure:
@@ -64,10 +71,9 @@ def draw(curves: dict[str, dict[str, Tensor]]) -> Figure:
     figure, axes = common.subplots(1, len(curves), figsize=(10, 4), sharey=True)
     for axis, (title, lines) in zip(axes, curves.items()):
         for i, (name, values) in enumerate(lines.items()):
-            style = {"FedAvg": {"linewidth": 5, "alpha": 0.35}, "Ditto (shared)": {"linestyle": "--"}}.get(name, {})
             every = max(1, len(values) // 100)  # readable where the cohort's noise is large
             at = torch.arange(every - 1, len(values), every)
-            axis.plot(at + 1, values[at], color=f"C{i}", label=name, **{"linewidth": 1.5, **style})
+            axis.plot(at + 1, values[at], color=f"C{i}", label=name, **{"linewidth": 1.5, **STYLES.get(name, {})})
         axis.set_yscale("log")
         axis.set_title(title)
         axis.set_xlabel("communication round")

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import torchmetrics
+from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
@@ -60,7 +61,7 @@ class LitClassifier(L.LightningModule):
         self.log("train_accuracy", self.accuracy)
         return loss
 
-    def configure_optimizers(self) -> dict[str, object]:
+    def configure_optimizers(self) -> OptimizerLRSchedulerConfig:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.2)
         return {
             "optimizer": optimizer,

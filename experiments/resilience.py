@@ -60,7 +60,7 @@ def imperfect(nodes: int, rounds: Sequence[int], seed: int) -> dict[str, dict[st
         seconds = torch.ones(nodes, dtype=torch.float64)  # times of mean one are exponential
         slow = ft.stragglers(-float(torch.tensor(share).log()), seconds) if share else None
         ways[f"stragglers, {share:.0%} of the nodes"] = exact, slow
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for name, (algorithm, faults) in ways.items():
         run, found[name] = ft.Run(algorithm, ft.InProcess(data), faults=faults, seed=seed), {}
         for count in rounds:

@@ -177,7 +177,7 @@ def verdict(found: Found) -> tuple[list[str], float, float]:
 def table(found: Found, metric: str) -> tuple[list[str], list[list[str]]]:
     """(columns, lines) of means and standard deviations."""
     rules = list(found["none"])
-    cell = lambda cases: common.number(np.mean(cases), common.spread(cases)) if cases else "refused"
+    cell = lambda cases: common.number(float(np.mean(cases)), common.spread(cases)) if cases else "refused"
     lines = [
         [attack, *(cell([each[metric] for each in by_rule.get(rule, [])]) for rule in rules)]
         for attack, by_rule in found.items()

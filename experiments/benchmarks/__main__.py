@@ -1,6 +1,7 @@
 """Runs benchmarks one after the other and writes each one's table to `experiments/benchmarks/results/<name>.md`.
 
-The notes below a table that was there are kept.
+A benchmark in parts has a section for each of them on its page. `python -m experiments.benchmarks fedlin -- --part HM1`
+measures one and replaces only its section. The notes at the end of a page are kept.
 
 `python -m experiments.benchmarks gtv fedlin` runs these two; what comes after `--` goes to each of them, as in
 `python -m experiments.benchmarks gtv -- --full`.
@@ -19,6 +20,7 @@ from pathlib import Path
 
 from experiments import common
 from experiments.benchmarks.parts.measure import circumstances, table
+from experiments.result_pages import NOTES
 
 NAMES = (
     "audit",
@@ -39,6 +41,7 @@ NAMES = (
     "vfl_split",
 )
 RESULTS = Path(__file__).parent / "results"
+HEADING = "\n## "
 
 
 def measure(name: str, options: Sequence[str]) -> list[dict]:
@@ -56,12 +59,33 @@ def title(name: str) -> str:
     return (module.__doc__ or name).strip().splitlines()[0]
 
 
-def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_before: float) -> str:
-    """A benchmark's table, and where it was measured."""
-    command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
-    head = [f"# {title(name)}", "", f"`{command}` on", *circumstances(load_before), ""]
+def section(rows: Sequence[dict], about: Sequence[str]) -> str:
+    """Return the table of rows below what is said about their measurement."""
     lines = [[row["setting"], row["metric"], common.number(row["ours"], row.get("sd"), ".4g")] for row in rows]
-    return "\n".join([*head, *table(["setting", "figure", "measured"], lines), ""])
+    return "\n".join([*about, "", *table(["setting", "figure", "measured"], lines)])
+
+
+def sections(page: str) -> dict[str, str]:
+    """Return a page's sections by part, without its title and notes; what is under no heading is that of ""."""
+    first, *others = page.partition(NOTES)[0].split(HEADING)
+    texts = {
+        "": first.partition("\n")[2],
+        **{part: text for part, _, text in (each.partition("\n") for each in others)},
+    }
+    return {part: text.strip() for part, text in texts.items() if text.strip()}
+
+
+def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_before: float, before: str = "") -> str:
+    """Return a benchmark's page, a section a part; `--part` keeps the other sections of the page `before`."""
+    command = " ".join(["python -m experiments.benchmarks", name, *(["--", *options] if options else [])])
+    about = [f"`{command}` on", *circumstances(load_before)]
+    by_part: dict[str, list[dict]] = {}
+    for row in rows:
+        by_part.setdefault(row.get("part") or "", []).append(row)
+    kept = sections(before) if any(option.partition("=")[0] == "--part" for option in options) else {}
+    texts = {**kept, **{part: section(measured, about) for part, measured in by_part.items()}}
+    headed = [f"## {part}\n\n{text}" if part else text for part, text in texts.items()]
+    return "\n\n".join([f"# {title(name)}", *headed]) + "\n"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -84,7 +108,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             if reason is not None and not file.exists():
                 common.write_results(file, f"# {title(name)}\n\n{reason}\n")
             continue
-        common.write_results(file, markdown(name, rows, options, before))
+        page = file.read_text() if file.exists() else ""
+        common.write_results(file, markdown(name, rows, options, before, page))
 
 
 if __name__ == "__main__":

@@ -56,7 +56,7 @@ def runs(folder: Path, size: int) -> Iterator[dict[str, ft.Run]]:
     for way in ("with records", "without"):
         host, keeps = Hub(), way == "with records"
         for name, own in members.items():
-            brought = SiteConfiguration(ft.data.FederatedData(data.rows, data.counts, [name]), {"it": make})
+            brought = SiteConfiguration(ft.data.FederatedData(data.rows, data.counts, (name,)), {"it": make})
             record = AuditRecord(folder / f"{name}.jsonl", own) if keeps else None
             dial = partial(memory.link, host, name)
             threads.append(threading.Thread(target=join, args=(dial, brought), kwargs={"record": record}, daemon=True))

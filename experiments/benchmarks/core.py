@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import lightning as L
 import torch
@@ -79,7 +80,9 @@ def digit_clients(count: int) -> list[Client]:
     return list(ft.data.partition(ft.data.digits(), ft.data.iid(), clients=count, seed=0))
 
 
-def plain_loop(module: L.LightningModule, clients: Sequence[Client], rounds: int, steps: int, size: int | None) -> None:
+def plain_loop(
+    module: Linear | Perceptron, clients: Sequence[Client], rounds: int, steps: int, size: int | None
+) -> None:
     """FedAvg as one writes it by hand in PyTorch: every client in turn, the same module and optimiser."""
     server = {name: p.detach().clone() for name, p in module.named_parameters()}
     generator = torch.Generator().manual_seed(0)
@@ -91,11 +94,11 @@ def plain_loop(module: L.LightningModule, clients: Sequence[Client], rounds: int
             optimizer = module.configure_optimizers()
             order = None if size is None else torch.randperm(len(y), generator=generator)
             for t in range(steps):
-                if order is not None:
+                if order is None or size is None:
+                    batch = (x, y)
+                else:
                     start = t * size % (len(y) - size + 1)
                     batch = (x[order[start : start + size]], y[order[start : start + size]])
-                else:
-                    batch = (x, y)
                 optimizer.zero_grad()
                 module.training_step(batch, t).backward()
                 optimizer.step()
@@ -104,15 +107,15 @@ def plain_loop(module: L.LightningModule, clients: Sequence[Client], rounds: int
         server = total
 
 
-def trainer(rounds: int, **arguments: object) -> L.Trainer:
+def trainer(rounds: int, **arguments: Any) -> L.Trainer:
     """A Lightning trainer without anything but what is asked for."""
-    quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
+    quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
     return L.Trainer(max_epochs=rounds, accelerator="cpu", enable_model_summary=False, **{**quiet, **arguments})
 
 
 def against_loop(
     name: str,
-    make: Callable[[], L.LightningModule],
+    make: Callable[[], Linear | Perceptron],
     clients: list[Client],
     steps: int,
     size: int | None,
@@ -145,7 +148,7 @@ def overhead(rounds: int, repeat: int) -> list[common.Row]:
     def alone() -> ft.Run:
         return ft.run(ft.fedavg(local), population, rounds=rounds)
 
-    def under(**arguments: object) -> Callable[[], None]:
+    def under(**arguments: Any) -> Callable[[], None]:
         return lambda: trainer(rounds, **arguments).fit(ft.Federation(ft.fedavg(local), population))
 
     class Lightnings(TQDMProgressBar):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -251,7 +251,7 @@ def _loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return (output[:, 0] - y).square().mean()
 
 
-def _sgd(parameters: list[torch.Tensor]) -> torch.optim.Optimizer:
+def _sgd(parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1e-9)
 
 

@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 sys.stderr.write(f"{name}\n")
                 found = measure() if small else attempted(measure)
                 if found is not None:
-                    done[name] = found
+                    done[name] = common.of_part(name, found)
                 if file is not None:
                     keep(file, done)
     rows = [row for name in parts(small, device) if name in done for row in done[name]]

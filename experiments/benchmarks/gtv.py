@@ -170,7 +170,7 @@ def rounds_to(nodes: int, error: float, limit: int, seed: int) -> dict[str, tupl
         "Chebyshev": solvers.chebyshev,
         "conjugate gradients": solvers.conjugate_gradient,
     }
-    found = {}
+    found: dict[str, tuple[int, int, str]] = {}
     for name, solve in ways.items():
         done = solve(problem, tolerance=0, rounds=limit, watch=lambda _, w: (w - best).norm() < goal)
         found[name] = (done.rounds, done.sums, done.scope)

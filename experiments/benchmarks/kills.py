@@ -192,7 +192,10 @@ def _watch_writes(tell: Callable[[str], None], file: Path, point: str, which: in
 
 def _live(work: Work, folder: Path, place: Path, pipe: int, point: str, which: int) -> None:
     """One process's life; what it tells goes through the pipe, a line each."""
-    tell = lambda text: os.write(pipe, f"{text}\n".encode())
+
+    def tell(text: str) -> None:
+        os.write(pipe, f"{text}\n".encode())
+
     tempfile.tempdir = str(place)
     _watch_writes(tell, folder / work.file, point, which)
     flat = work.do(folder, lambda number: tell(f"began {number}"))

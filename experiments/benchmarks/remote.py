@@ -189,7 +189,7 @@ def rounds(small: bool) -> list[common.Row]:
             here = ft.Run(make(), ft.InProcess(clients(names)), seed=0)
             there.step(), here.step()
             assert there.last is not None
-            ways = {"three sites": there.step, "one process": here.step}
+            ways: dict[str, Callable[[], object]] = {"three sites": there.step, "one process": here.step}
             before = processor_seconds([os.getpid(), *numbers])
             for _ in range(count):
                 there.step()
@@ -200,7 +200,9 @@ def rounds(small: bool) -> list[common.Row]:
             alone = 1000 * (processor_seconds([os.getpid()]) - before) / count
             found = in_turns(ways, count)
             extra = [a - b for a, b in zip(found["three sites"], found["one process"])]
-            setting = f"{make.__doc__.split()[0]}, three sites, {len(found['one process']) * BLOCK} rounds"
+            setting = (
+                f"{(make.__doc__ or algorithm).split()[0]}, three sites, {len(found['one process']) * BLOCK} rounds"
+            )
             rows += [
                 common.Row(setting, "ms a round", statistics.median(found["three sites"])),
                 common.Row(setting, "ms a round in one process", statistics.median(found["one process"])),
@@ -210,8 +212,8 @@ def rounds(small: bool) -> list[common.Row]:
                 common.Row(setting, "bytes down a round", there.last.bytes_down),
                 common.Row(setting, "bytes up a round", there.last.bytes_up),
             ]
-        alone = in_turns({"echo": partial(echo, host, "1")}, count)["echo"]
-    return [*rows, common.Row("a short frame to a site and back", "ms", statistics.median(alone))]
+        echoes = in_turns({"echo": partial(echo, host, "1")}, count)["echo"]
+    return [*rows, common.Row("a short frame to a site and back", "ms", statistics.median(echoes))]
 
 
 def vertical() -> list[common.Row]:
@@ -282,7 +284,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures; or, as `--sites`, `--parties` or `--ahead`, takes part in a measurement."""
     given = list(sys.argv[1:] if argv is None else argv)
     role, _, iterations = (given or [""])[0].partition("=")
-    bodies = {"--sites": sites, "--parties": party, "--ahead": partial(runs_ahead, iterations=int(iterations or 0))}
+    bodies: dict[str, Callable[..., None]] = {
+        "--sites": sites,
+        "--parties": party,
+        "--ahead": partial(runs_ahead, iterations=int(iterations or 0)),
+    }
     if role in bodies:
         body = bodies[role]
         started = [fork(partial(body, Path(given[1]), given[2], each.split(","))) for each in given[3:]]

@@ -92,8 +92,9 @@ def engine(folder: Path, names: Sequence[str] = SITES) -> Iterator[Callable[[str
         if name in started:
             stop(started[name])
         with (folder / f"{name}.log").open("ab") as log:
-            quiet = {"stdout": log, "stderr": subprocess.STDOUT, "start_new_session": True}
-            started[name] = subprocess.Popen(commands[name], env=environment(folder), **quiet)
+            started[name] = subprocess.Popen(
+                commands[name], env=environment(folder), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
 
     try:
         for name in commands:
@@ -165,7 +166,7 @@ def rows(rounds: int) -> list[common.Row]:
             found = {name: submit(folder, name, rounds) for name in ALGORITHMS}
         after = {name: over_grpc(name, 200) for name in ALGORITHMS}
     for name, make in ALGORITHMS.items():
-        setting = f"{make.__doc__.split()[0]}, two sites, {rounds} rounds"
+        setting = f"{(make.__doc__ or name).split()[0]}, two sites, {rounds} rounds"
         slow, fast = statistics.median(found[name]["seconds"][1:]), statistics.median(before[name] + after[name])
         result += [
             common.Row(setting, "s until both sites are met, Flower", found[name]["met"]),

@@ -80,7 +80,7 @@ def compare(repetitions: int) -> list[common.Row]:
     given = tables(repetitions)
     with tempfile.TemporaryDirectory() as folder:
         source, target = Path(folder) / "tables.npz", Path(folder) / "averages.npz"
-        np.savez(source, **{name: value.numpy() for name, value in given.items()})
+        np.savez(source, **{name: value.numpy() for name, value in given.items()})  # type: ignore[arg-type]
         command = [str(INTERPRETER), "-m", "experiments.benchmarks.peers.robust_rules", str(source), str(target)]
         subprocess.run(command, cwd=ROOT, check=True)
         theirs, versions = dict(np.load(target)), json.loads(target.with_suffix(".json").read_text())

@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if options.measure:
         measure(options.measure)
         return
-    found = [row for part in options.part or PARTS for row in PARTS[part](options.smoke)]
+    found = [row for part in options.part or PARTS for row in common.of_part(part, PARTS[part](options.smoke))]
     common.show(
         common.machine(), ["setting", "metric", "ours"], [[r.setting, r.metric, f"{r.ours:.4g}"] for r in found]
     )

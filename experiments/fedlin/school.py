@@ -127,6 +127,7 @@ def learnt_covariance(data: FederatedData, rounds: int) -> LowRank:
     """HM1's Ω on the first split."""
     training, _ = data.split(TRAINING, 0)
     best = chosen("HM1", training, rounds, 0).algorithm
+    assert best is not None
     return ft.run(best, ft.InProcess(training), rounds=rounds).server.covariance
 
 
@@ -153,7 +154,7 @@ def paired(first: Sequence[float], second: Sequence[float]) -> tuple[float, floa
     """
     found = np.subtract(first, second)
     n = len(found)
-    sd = common.spread(found)
+    sd = common.spread(found.tolist())
     return float(found.mean()), None if sd is None else sd * (1 / n + (1 - TRAINING) / TRAINING) ** 0.5
 
 

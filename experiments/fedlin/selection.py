@@ -32,8 +32,8 @@ from fedtorch.models.hierarchical import shrinkage
 
 NOISE = 0.05
 LEVEL = 0.9
-EIGHT = [3, 1.5, 0, 0, 2, 0, 0, 0]
-THIRTY = [3] * 10 + [0] * 10 + [3] * 10
+EIGHT = [3.0, 1.5, 0.0, 0.0, 2.0, 0.0, 0.0, 0.0]
+THIRTY = [3.0] * 10 + [0.0] * 10 + [3.0] * 10
 
 
 class Case(NamedTuple):

@@ -15,7 +15,8 @@ Where sharing helps. Ω = BB'/3 + 0.01 I with B (K × 3), noise variance 0.1: fe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -195,9 +196,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Table 1, the related devices, and with --out Figure 3 and the learnt correlation."""
     options = common.arguments(__doc__).parse_args(argv)
     devices, rounds = (12, 5) if options.smoke else (100, ROUNDS)
-    settings = {f"case {name}": lambda seed, name=name: case(name, devices, seed) for name in PUBLISHED}
-    for size in ((devices, 8, 20), (10 if options.smoke else 30, 40, 60)):
-        settings["related, K = {}, d = {}, N = {}".format(*size)] = lambda seed, size=size: related(*size, seed)
+    settings: dict[str, Callable[[int], Problem]] = {f"case {name}": partial(case, name, devices) for name in PUBLISHED}
+    for count, features, points in ((devices, 8, 20), (10 if options.smoke else 30, 40, 60)):
+        settings[f"related, K = {count}, d = {features}, N = {points}"] = partial(related, count, features, points)
     rows, lines = [], []
     for title, make in settings.items():
         runs = [compare(make(seed), rounds, seed) for seed in range(options.seeds)]

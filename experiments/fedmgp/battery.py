@@ -190,7 +190,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         x, y = [a[::4] for a in x[:6]], [b[::4] for b in y[:6]]
     whole = [k for k in range(len(x)) if len(x[k]) == max(map(len, x)) and k not in TUNED_ON]
     tests = [whole[i] for i in ft.random.choice(ft.random.key(0), len(whole), count)]
-    rows, errors, inside, widths, drawn = [], {}, {}, {}, []
+    rows, drawn = [], []
+    errors: dict[tuple[str, int], list[float]] = {}
+    inside: dict[str, list[float]] = {}
+    widths: dict[str, list[float]] = {}
     for number, fraction in enumerate(fractions):
         for cell in tests:
             inputs, outputs, at, lost = observed(x, y, cell, fraction)

@@ -51,7 +51,7 @@ def errors(
     for count in rounds:
         for _ in run.rounds(count):
             pass
-        models = [run.client_module(r * units) for r in range(len(problems))]
+        models = [fm.unit_model(run, r * units) for r in range(len(problems))]
         predicted = [fm.predict(model, at).mean for model, (_, _, at, _) in zip(models, problems)]
         found.append([float((f - truth).square().mean()) for f, (_, _, _, truth) in zip(predicted, problems)])
     return found
@@ -72,7 +72,7 @@ def algorithms(units: int) -> dict[str, ft.Algorithm]:
 def draw(columns: dict[str, dict[str, list[float]]]) -> Figure:
     """The mean errors by setting and method, with two standard errors over seeds."""
     figure, axes = common.subplots(figsize=(8, 3.8))
-    names = list(max(columns.values(), key=len))
+    names = max(map(list, columns.values()), key=len)
     for i, name in enumerate(names):
         at = [place + 0.16 * (i - 2) for place, column in enumerate(columns.values()) if name in column]
         errors = [column[name] for column in columns.values() if name in column]
@@ -96,7 +96,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     settings |= {f"{count} of {units} anomalous": (0.0, count) for count in ANOMALOUS[1:]}
     if options.smoke:
         settings = {name: settings[name] for name in list(settings)[1:4:2]}
-    rows, columns = [], {}
+    rows = []
+    columns: dict[str, dict[str, list[float]]] = {}
     for setting, (drop, anomalous) in settings.items():
         problems = [problem(units, anomalous, seed) for seed in range(options.seeds)]
         columns[setting] = {}

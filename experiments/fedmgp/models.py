@@ -137,10 +137,17 @@ def fedmgp(
     """Each unit's model after some rounds of `ft.fedmgp`, and the run."""
     algorithm = ft.fedmgp(module, accept_disclosure=True, **settings)  # type: ignore[arg-type]
     run = ft.run(algorithm, ft.InProcess(data), rounds=rounds)
-    models = [run.client_module(k) for k in range(len(data))]
+    models = [unit_model(run, k) for k in range(len(data))]
     for unit, rows in zip(models, data):
         unit.observe(*rows)
     return models, run
+
+
+def unit_model(run: ft.Run, number: int) -> ConvolvedGP:
+    """Return the model of one unit of a run."""
+    model = run.client_module(number)
+    assert isinstance(model, ConvolvedGP)
+    return model
 
 
 def predict(unit: ConvolvedGP, x: Tensor) -> Prediction:
@@ -171,7 +178,7 @@ def central(x: Sequence[Tensor], y: Sequence[Tensor], whole: ConvolvedGP, at: Te
         return Prediction(mean[0], (variance + whole.likelihood.noise).sqrt()[0])
 
 
-class _Exact(gpytorch.models.ExactGP):  # type: ignore[misc, name-defined]
+class _Exact(gpytorch.models.ExactGP):
     def __init__(self, x: Tensor, y: Tensor, likelihood: object) -> None:
         super().__init__(x, y, likelihood)
         self.mean_module = gpytorch.means.ZeroMean()

@@ -180,6 +180,11 @@ def before(given: Recordings, seed: int) -> list[common.Row]:
     return rows
 
 
+def blurred(hypothesis: Hypothesis, noise: Tensor) -> Hypothesis:
+    """Add noise to what the hypothesis predicts."""
+    return lambda x: hypothesis(x) + noise
+
+
 def after(given: Recordings, seed: int) -> list[common.Row]:
     """9.6.3: predictions with normal noise, fresh for every row."""
     hypothesis = learnt("forest", snapshot(given.x, given.y), given.x[:, :2], seed)
@@ -187,7 +192,7 @@ def after(given: Recordings, seed: int) -> list[common.Row]:
     return [
         common.Row(
             f"9.6.3 noise of {blur:g} degrees", "degrees off",
-            degrees(lambda x, blur=blur: hypothesis(x) + blur / 100 * noise, given),
+            degrees(blurred(hypothesis, blur / 100 * noise), given),
         )
         for blur in BLURS
     ]  # fmt: skip

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -53,6 +54,11 @@ class Stations(NamedTuple):
     raw: ft.Network
 
 
+def noised(noise: Tensor, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Add noise to the labels."""
+    return rows[0], rows[1] + noise
+
+
 def connected(network: ft.Network, places: Tensor) -> ft.Network:
     """The network with the shortest edge between two components, until there is one."""
     distances = torch.cdist(places, places)
@@ -69,8 +75,10 @@ def load(stations: int | None, neighbours: int = NEIGHBOURS) -> Stations:
     """The assignments' split and network, with what makes the bound infinite taken away."""
     split = gtv_fmi.load(SEED, stations)
     raw = ft.Network.k_nearest(split.coordinates, neighbours)
-    shorter = [data.map(lambda rows: (rows[0][:, :6], rows[1])) for data in (split.training, split.validation)]
-    return Stations(*shorter, connected(raw, split.coordinates), raw)
+    training, validation = (
+        data.map(lambda rows: (rows[0][:, :6], rows[1])) for data in (split.training, split.validation)
+    )
+    return Stations(training, validation, connected(raw, split.coordinates), raw)
 
 
 def by_hour(data: ft.data.FederatedData) -> ft.data.FederatedData:
@@ -124,7 +132,7 @@ def sensitivity(given: Stations) -> tuple[list[common.Row], dict[str, list[float
     descended = solvers.fedgd(problem, rate=rate, rounds=1000, tolerance=0).parameters
     for strength in STRENGTHS:
         noise = strength * ft.random.normal(key, given.training.rows[1].shape, torch.float64)
-        moved = given.training.map(lambda rows, noise=noise: (rows[0], rows[1] + noise))
+        moved = given.training.map(partial(noised, noise))
         other = solvers.linear_problem(moved, given.network, ALPHA)
         shares = torch.repeat_interleave(1 / counts.double(), counts)
         curves["exact"].append(float((exact(moved, given.network) - clean).square().sum()))

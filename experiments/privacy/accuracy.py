@@ -29,9 +29,9 @@ for these settings.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,7 @@ def module(hidden: int, seed: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
 
 
-def sgd(lr: float) -> Callable[[list[nn.Parameter]], torch.optim.Optimizer]:
+def sgd(lr: float) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
     """Plain gradient descent."""
     return lambda parameters: torch.optim.SGD(parameters, lr=lr)
 
@@ -81,7 +81,7 @@ def accuracy(run: ft.Run, data: ft.data.FederatedData) -> float:
 
 def example_solver(hidden: int, epsilon: float, releases: int, seed: int) -> ft.LocalSolver:
     """Five steps a round of a tenth of the rows, private at ε after so many steps."""
-    settings = {"steps": 5, "loss": F.cross_entropy, "optimizer": sgd(0.5)}
+    settings: dict[str, Any] = {"steps": 5, "loss": F.cross_entropy, "optimizer": sgd(0.5)}
     if math.isinf(epsilon):
         return ft.gradient_descent(module(hidden, seed), batch_size=16, **settings)
     noise = regressions.noise_for(epsilon, sampling_rate=0.1, rounds=releases)
@@ -127,6 +127,11 @@ def attacked(hidden: int, epsilon: float, size: Size, seed: int) -> float:
 Measure = Callable[[float, Size, int], float]
 
 
+def _over_rounds(score: Callable[[float, int, int], float], epsilon: float, size: Size, seed: int) -> float:
+    """Return a regression's score after the rounds of a size."""
+    return score(epsilon, size.rounds, seed)
+
+
 def _regressions() -> dict[str, tuple[str, Measure]]:
     """R² of every way of each regression."""
     found: dict[str, tuple[str, Measure]] = {}
@@ -138,7 +143,7 @@ def _regressions() -> dict[str, tuple[str, Measure]]:
         for way in ways:
             found[f"{name}, {way}"] = (
                 f"R², {name}",
-                lambda e, size, seed, measure=measure, way=way: measure(way, e, size.rounds, seed),
+                partial(_over_rounds, partial(measure, way)),
             )
     return found
 

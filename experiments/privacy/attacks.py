@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -159,7 +159,11 @@ def digits_network() -> nn.Module:
 
 def told_of(x: Tensor, y: Tensor, epsilon: float, seed: int) -> dict[str, Tensor]:
     """The change that a client of these rows sends after one gradient step."""
-    settings = {"steps": 1, "loss": nn.functional.cross_entropy, "optimizer": lambda p: torch.optim.SGD(p, lr=1.0)}
+    settings: dict[str, Any] = {
+        "steps": 1,
+        "loss": nn.functional.cross_entropy,
+        "optimizer": lambda p: torch.optim.SGD(p, lr=1.0),
+    }
     if math.isinf(epsilon):
         local = ft.gradient_descent(digits_network(), **settings)
     else:
@@ -189,11 +193,11 @@ def inversion_of_digits(count: int, seed: int) -> list[common.Row]:
         )
     together_rows, labels = x[:4], y[:4]
     change = told_of(together_rows, labels, math.inf, seed)
-    guess = attacks.gradient_inversion(
+    inverted = attacks.gradient_inversion(
         digits_network(), change, nn.functional.cross_entropy, shape=(4, 64), targets=labels, restarts=2, seed=seed
     )
-    off = torch.cdist(together_rows, guess.inputs).min(1).values.max() / apart
-    return [*found, common.Row("inversion, four rows, ε = inf", "distance", float(off))]
+    farthest = torch.cdist(together_rows, inverted.inputs).min(1).values.max()
+    return [*found, common.Row("inversion, four rows, ε = inf", "distance", float(farthest / apart))]
 
 
 def neighbours(stations: int | None, seed: int) -> list[common.Row]:

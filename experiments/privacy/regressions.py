@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from fedtorch.trust import privacy
 DELTA = 1e-4
 FEATURES, LENGTH, SD = 30, 0.7, 0.1  # of the Gaussian process; standard deviation of the noise of all responses
 DEVICE, APART = 4, 0.3  # coefficients of a device, and their standard deviation around the devices' mean
-BOUNDS = {"clip_features": 1.0, "clip_targets": 2.0}
+BOUNDS: dict[str, Any] = {"clip_features": 1.0, "clip_targets": 2.0}
 
 
 @cache
@@ -60,7 +61,11 @@ def predicted(w: Tensor, held_out: FederatedData, phi: Callable[[Tensor], Tensor
 
 def descent(module: torch.nn.Module, epsilon: float, lr: float, rounds: int, seed: int) -> ft.LocalSolver:
     """Five gradient steps a round on a tenth of the rows, private at ε after all rounds."""
-    settings = {"steps": 5, "loss": F.mse_loss, "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=lr)}
+    settings: dict[str, Any] = {
+        "steps": 5,
+        "loss": F.mse_loss,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=lr),
+    }
     if math.isinf(epsilon):
         return ft.gradient_descent(module, batch_size=32, **settings)
     noise = noise_for(epsilon, sampling_rate=0.1, rounds=5 * rounds)
@@ -103,7 +108,7 @@ def ep_on_sums(
     data: FederatedData, hierarchy: hierarchical.Hierarchy, epsilon: float, rounds: int, seed: int
 ) -> ft.Run:
     """EP, which has a prior and needs no ridge; on the sums over the rows as they are for ε = ∞."""
-    settings = {"noise": SD**2}
+    settings: dict[str, Any] = {"noise": SD**2}
     if math.isinf(epsilon):
         return ft.run(ft.ep(hierarchical.linear(hierarchy, **settings)), ft.InProcess(data), rounds=rounds, seed=seed)
     sums = privacy.NoisedSums(

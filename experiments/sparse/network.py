@@ -93,7 +93,9 @@ def without_server(data: ft.data.FederatedData, names: Sequence[str], sizes: Siz
     ring = ft.without_server(served, ft.Network.ring(len(data)))
     central, alone = (ft.run(each, ft.InProcess(data), start, rounds=sizes.rounds) for each in (served, ring))
     difference = (alone.server.variables.theta - central.server.variables.theta).abs().max()
-    megabytes = [(run.last.bytes_up + run.last.bytes_down) / 1e6 for run in (central, alone)]
+    megabytes = [
+        (run.history["round_bytes_up"][-1] + run.history["round_bytes_down"][-1]) / 1e6 for run in (central, alone)
+    ]
     figures = {
         "largest difference of a coefficient from the server's": float(difference),
         "megabytes per round, with a server": megabytes[0],
@@ -145,7 +147,7 @@ def simulated(sizes: Sizes, seeds: int) -> Report:
         y = ft.random.normal(ft.random.fold_in(key, 2), (600, p), torch.float64) @ factor.mT
         data = standardised(ft.data.FederatedData(y, torch.full((5,), 120)))
         found, truth = analyse(data, names, sizes, seed), (omega != 0) & ~torch.eye(p, dtype=torch.bool)
-        numbers = {}
+        numbers: dict[str, float] = {}
         for rule, symmetrise in RULES.items():
             edge = graphical.edges(symmetrise(found.inclusion), LEVEL)
             numbers |= {f"false discoveries, {rule}": share(~truth, edge), f"edges found, {rule}": share(edge, truth)}

@@ -173,8 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     heads = [cell for metric in METRICS for cell in (metric, "published")]
     title = f"{FOLDS}-fold cross-validation; published networks with {size.steps} steps"
     common.show(title, ["", "repetitions", *heads, "calibration error"], lines)
-    over = [cell for metric in METRICS[:2] for cell in (f"{metric} ± se over rows", "over repetitions")]
-    common.show("Paired differences from the logistic regression", ["", "repetitions", *over], gaps)
+    heads = [cell for metric in METRICS[:2] for cell in (f"{metric} ± se over rows", "over repetitions")]
+    common.show("Paired differences from the logistic regression", ["", "repetitions", *heads], gaps)
     common.finish("vfl.heart", rows, options, lambda: {"vfl_heart": draw(found, table, fold)})
 
 

@@ -132,7 +132,7 @@ def trained(
     model: vfl.SplitNetwork, rows: vfl.VerticalData, steps: int, size: Size, validation: vfl.VerticalData | None = None
 ) -> vfl.SplitNetwork:
     """The network after Lightning's `Trainer`, with early stopping where there are validation rows."""
-    callbacks = [] if validation is None else [vfl.StackedEarlyStopping(size.patience)]
+    callbacks: list[L.Callback] = [] if validation is None else [vfl.StackedEarlyStopping(size.patience)]
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -151,6 +151,7 @@ def chances(table: VerticalTable, fold: Folds, rhos: Sequence[float], size: Size
     x, new = standardised(table, fold)
     rows, validation = vertical(table, x, fold.train, fold.weight, len(rhos)), None
     if stopped:
+        assert rows.weight is not None
         held = (torch.arange(x.shape[1]) % 10 == 0).float()
         validation = rows._replace(weight=rows.weight * held)
         rows = rows._replace(weight=rows.weight * (1 - held))

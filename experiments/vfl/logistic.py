@@ -199,7 +199,7 @@ COLOURS = {"mean field": "C0", "amortised": "C1", "sums": "C2", "NUTS": "0.3", "
 def draw(found: dict[Key, Result], data: Problem, parties: int, rhos: Sequence[float]) -> Figure:
     """Bounds over ρ above, marginal densities of the first coefficient below; data with noise, as published."""
     figure = plt.figure(figsize=(4 * max(2, len(rhos)), 9), layout="constrained")
-    top, middle, bottom = figure.subfigures(3, 1)
+    top, middle, bottom = np.asarray(figure.subfigures(3, 1))
     for axis, name in zip(top.subplots(1, 2), ("augmented", "power")):
         for inference in ("mean field", "amortised", "sums"):
             values = [found[parties, rho, NOISES[0], name, inference].bound for rho in rhos]

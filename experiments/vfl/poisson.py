@@ -82,6 +82,7 @@ def variational(
 def densities(size: Size, seed: int) -> tuple[dict[tuple[float, str], tuple[Tensor, Tensor]], list[float]]:
     """Means and standard deviations of all coordinates, by ρ (0: the true model) and way of inference."""
     data, truth = problem(size.rows, seed)
+    assert data.offset is not None
     fast = data._replace(
         features=tuple(x.float() for x in data.features), response=data.response.float(), offset=data.offset.float()
     )

@@ -631,6 +631,31 @@ def test_benchmarks_write_their_tables(tmp_path):
         benchmarks.main(["nothing"])
 
 
+def test_a_part_measured_again_replaces_its_section_only(tmp_path, monkeypatch):
+    page = tmp_path / "fedlin.md"
+    measured = {"HM1": 1.0, "HM2": 2.0}
+
+    def rows(name, options):
+        wanted = [options[1]] if options else list(measured)
+        return [{"setting": "s", "metric": "m", "ours": measured[part], "part": part} for part in wanted]
+
+    monkeypatch.setattr(benchmarks, "measure", rows)
+    benchmarks.main(["fedlin", "--results", str(tmp_path)])
+    page.write_text(page.read_text() + "\n## Notes\n\nWhy it is so.\n")
+    measured["HM1"] = 3.0
+    benchmarks.main(["fedlin", "--results", str(tmp_path), "--", "--part", "HM1"])
+    text = page.read_text()
+    assert [part for part in text.split("\n") if part.startswith("#")][1:] == ["## HM1", "## HM2", "## Notes"]
+    first, second = text.split("## HM2")
+    assert "| s | m | 3 |" in first
+    assert "-- --part HM1` on" in first
+    assert "| s | m | 2 |" in second
+    assert "--part" not in second
+    assert text.endswith(" |\n\n## Notes\n\nWhy it is so.\n")
+    benchmarks.main(["fedlin", "--results", str(tmp_path)])
+    assert "--part" not in page.read_text()
+
+
 def test_runs_side_by_side_are_those_alone():
     """In float64 to rounding: with a collusion, with totals, and with a robust rule."""
     sets = [linear_clients([4, 9, 5, 7], seed=seed) for seed in range(3)]

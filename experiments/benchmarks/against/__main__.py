@@ -108,8 +108,8 @@ def summary(turns: Sequence[Turn]) -> Compared:
     low, _, high = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     before, after = (turn["value"] for turn in turns[-1])
     apart = abs(after - before) / max(abs(before), 1e-300)
-    medians = [statistics.median(each) for each in zip(*seconds)]
-    return Compared(*medians, statistics.median(ratios), (low, high), apart)
+    old, new = (statistics.median(each) for each in zip(*seconds))
+    return Compared(old, new, statistics.median(ratios), (low, high), apart)
 
 
 def cells(name: str, found: Compared) -> list[str]:

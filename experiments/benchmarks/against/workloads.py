@@ -58,9 +58,10 @@ def parameters_of(run: Any) -> float:
 
 def expectation_propagation(model: Any) -> Any:
     """`ft.ep` of a model, or of its parts."""
-    if "project" not in inspect.signature(ft.ep).parameters:
-        return ft.ep(model)
-    return ft.ep(model.project, model.prior, start=model.start, prepare=model.prepare)
+    ep: Any = ft.ep
+    if "project" not in inspect.signature(ep).parameters:
+        return ep(model)
+    return ep(model.project, model.prior, start=model.start, prepare=model.prepare)
 
 
 def linear_data(

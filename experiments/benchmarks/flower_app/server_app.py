@@ -32,5 +32,6 @@ def main(grid: Grid, context: Context) -> None:
     sites.finish(run)
     host.close()
     server = {name: leaf.tolist() for name, leaf in tree.items(run.server)}
+    assert run.last is not None
     about = {"met": met, "seconds": seconds, "server": server, "up": run.last.bytes_up, "down": run.last.bytes_down}
     Path(config["out"]).write_text(json.dumps(about))

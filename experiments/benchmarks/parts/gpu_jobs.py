@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -110,19 +111,20 @@ def precisions(small: bool, device: str) -> list[Row]:
     data = labelled(clients, rows, 64)
     module = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     changes, found = {}, []
-    for precision, dtype in (("64", torch.float64), ("32", torch.float32), ("tf32", None), ("bf16", None)):
+    short: tuple[Literal["32", "tf32", "bf16"], ...] = ("32", "tf32", "bf16")
+    for name, precision, dtype in (("64", short[0], torch.float64), *((each, each, torch.float32) for each in short)):
         local = ft.gradient_descent(
-            module.to(dtype or torch.float32), steps=2 if small else 10, loss=F.cross_entropy,
+            module.to(dtype), steps=2 if small else 10, loss=F.cross_entropy,
             optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-            precision="32" if precision == "64" else precision,
+            precision=precision,
         )  # fmt: skip
-        own = ft.InProcess(data.to(dtype=dtype or torch.float32), device=device)
+        own = ft.InProcess(data.to(dtype=dtype), device=device)
         run = ft.Run(ft.fedavg(local), own)
         server = run.step().server
-        changes[precision] = torch.cat([(server[n].cpu() - p).double().flatten() for n, p in local.parameters.items()])
+        changes[name] = torch.cat([(server[leaf].cpu() - p).double().flatten() for leaf, p in local.parameters.items()])
         time = timed(run.step, device)
-        setting = f"FedAvg, {clients} clients, 64-{width}-{width}-10, precision {precision}"
-        error = (changes[precision] - changes["64"]).norm() / changes["64"].norm()
+        setting = f"FedAvg, {clients} clients, 64-{width}-{width}-10, precision {name}"
+        error = (changes[name] - changes["64"]).norm() / changes["64"].norm()
         found.append(Row(setting, "ms a round", 1e3 * time.median, 1e3 * time.spread))
         found.append(Row(setting, "relative error of the first round", float(error)))
     return found
@@ -200,7 +202,8 @@ def propagation(small: bool, device: str) -> list[Row]:
 
 def split_networks(small: bool, device: str) -> list[Row]:
     """Hierarchical Bayes split networks at once beside one after another."""
-    found, times = [], {}
+    found: list[Row] = []
+    times: dict[int, float] = {}
     with torch.device(device):
         for count in (1, 2, 3) if small else (1, 40, 1000):
             for way, captured in (("", False), (", captured", True)):

@@ -38,7 +38,7 @@ def philox(small: bool, device: str) -> Case:
     keys, count = (3, 8) if small else (10_000, 10_000)
     key = ft.random.fold_in(ft.random.key(0).to(device), torch.arange(keys, device=device))
     ours = partial(ft.random.normal, key, (count,))
-    vendor = {"torch.randn": lambda: torch.randn(keys, count, device=device)}
+    vendor: dict[str, Callable[[], object]] = {"torch.randn": lambda: torch.randn(keys, count, device=device)}
     return Case(f"philox: {keys} × {count} normal numbers", 4.0 * keys * count, 30.0 * keys * count, True, ours, vendor)
 
 

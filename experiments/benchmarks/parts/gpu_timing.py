@@ -47,7 +47,8 @@ def device_of(smoke: bool) -> str | None:
 
 def timed(work: Callable[[], object], device: str, seconds: float = 1.0) -> Timed:
     """Seconds of a call, after two that do not count, over 5 to 200 repetitions within so many seconds."""
-    repeat, times = 1 if device == "cpu" else 5, []
+    repeat = 1 if device == "cpu" else 5
+    times: list[float] = []
     for _ in range(1 if device == "cpu" else 2):
         work()
     until = time.perf_counter() + seconds

@@ -80,12 +80,12 @@ def run(
     chosen, module = parts(options.smoke), f"experiments.benchmarks.{name}"
     with common.quiet():
         if options.part:
-            rows = chosen[options.part]()
+            rows = common.of_part(options.part, chosen[options.part]())
         elif own_processes:
             small = ["--smoke"] * options.smoke
             rows = [row for part in chosen for row in in_own_process(module, "--part", part, *small)]
         else:
-            rows = [row for measure in chosen.values() for row in measure()]
+            rows = [row for part, measure in chosen.items() for row in common.of_part(part, measure())]
     common.show_rows(f"{name} ({common.machine()})", rows, ".4g")
     figures = {} if options.part else draw or {}
     common.finish(f"benchmarks.{name}", rows, options, lambda: {title: each(rows) for title, each in figures.items()})

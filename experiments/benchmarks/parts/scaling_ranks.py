@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -55,7 +56,7 @@ def work(clients: Sequence[int]) -> dict[str, float]:
     ranks = ft.Distributed(linear_data(2)).ranks
     for numbers in SUMS:
         value = torch.ones(numbers, dtype=torch.float64)
-        found[f"sum of {numbers}"] = min(common.seconds(lambda value=value: ranks.sum(value)) for _ in range(100))
+        found[f"sum of {numbers}"] = min(common.seconds(partial(ranks.sum, value)) for _ in range(100))
     return found
 
 
@@ -66,8 +67,10 @@ def launched(processes: int, clients: Sequence[int], threads: int = 1) -> dict[s
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         command += ["-m", "experiments.benchmarks.parts.scaling_ranks", str(file), ",".join(map(str, clients))]
         environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "PYTHONPATH": str(ROOT)}
-        quiet = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(command, env=environment, cwd=ROOT, check=False, timeout=1200, **quiet)
+        done = subprocess.run(
+            command, env=environment, cwd=ROOT, timeout=1200,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"Expected {processes} ranks to end well, but got:\n{done.stdout[-3000:]}")
         return json.loads(file.read_text())

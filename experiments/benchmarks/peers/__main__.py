@@ -69,8 +69,8 @@ def python(environment: str | None) -> str:
         lines = (ROOT / "constraints.txt").read_text().splitlines()
         torch = next(line for line in lines if line.startswith("torch=="))  # the peers' other pins differ from ours
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-        install = [interpreter, "-m", "pip", "install", "--quiet", "--quiet"]  # errors only
-        subprocess.run([*install, torch, "-r", requirements], check=True)
+        install = [str(interpreter), "-m", "pip", "install", "--quiet", "--quiet"]  # errors only
+        subprocess.run([*install, torch, "-r", str(requirements)], check=True)
         ready.write_text(requirements.read_text())
     return str(interpreter)
 

@@ -24,7 +24,8 @@ def schedule(counts: np.ndarray, task: work.Task, rounds: int) -> tuple[np.ndarr
         keys = ft.random.fold_in(ft.random.fold_in(ft.random.key(0), number), torch.arange(2))  # cohort, clients
         everybody = torch.arange(len(count))
         asked = task.asked(len(count))
-        ids = everybody if asked is None else ft.uniform_cohort(asked, len(count))(keys[0])
+        drawn = None if asked is None else ft.uniform_cohort(asked, len(count))(keys[0])
+        ids = everybody if drawn is None else drawn
         cohorts.append(ids)
         if task.batch_size is None:
             orders.append(torch.zeros(len(ids), 0, 0, dtype=torch.int64))
@@ -85,7 +86,7 @@ def steps(mine: work.Work, compile: bool) -> ft.LocalSolver:
 
 def closed_form(mine: work.Work) -> ft.LocalSolver:
     """The same steps of the linear task at once, which full batches and squared errors allow."""
-    linear = mine.model()[0]
+    linear = next(mine.model().children())
     assert isinstance(linear, nn.Linear)
     return ft.least_squares(linear, steps=mine.task.steps, lr=mine.task.lr)
 

@@ -67,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             for peer, by in (("byzfl", by_byzfl), ("Flower", by_flower)):
                 for rule, value in by(table, int(name.split()[1])).items():
                     found[f"{name} {peer}: {rule}"] = value
-    np.savez(target, **found)
+    np.savez(target, **found)  # type: ignore[arg-type]
     versions = {"byzfl": importlib.metadata.version("byzfl"), "Flower": importlib.metadata.version("flwr")}
     Path(target).with_suffix(".json").write_text(json.dumps(versions))
 

@@ -157,7 +157,7 @@ def write(file: Path, sizes: dict[str, Size], schedule: Schedule) -> None:
         torch.manual_seed(0)
         stored.update({f"initial.{n}": p.detach().numpy() for n, p in task.model().state_dict().items()})
         arrays.update({f"{name}.{part}": value for part, value in stored.items()})
-    np.savez(file, **arrays)
+    np.savez(file, **arrays)  # type: ignore[arg-type]
 
 
 def _linear_data(clients: int) -> dict[str, np.ndarray]:

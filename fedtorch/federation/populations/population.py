@@ -96,11 +96,15 @@ class Clients(Protocol):
 class Population(Protocol):
     """Clients and where they run."""
 
-    data: FederatedData
     names: tuple[str, ...]
     device: torch.device  # where the server's state lives
     leads: bool  # whether this process writes what all processes know
     carry: Carry  # how messages travel; a run hands `bind` what it makes of the algorithm
+
+    @property
+    def data(self) -> FederatedData:
+        """The clients' data; a population that has none raises an error that says where they are."""
+        ...
 
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
         """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
