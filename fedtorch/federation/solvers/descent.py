@@ -26,6 +26,7 @@ from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
+_KEPT = 2**25 - 2**16  # bytes, the most for which glibc still moves its thresholds
 
 
 class Descent:
@@ -55,6 +56,8 @@ class Descent:
         project: Callable[[Tree], Tree] | None = None,
         ignore_hooks: Sequence[str] = (),
     ) -> None:
+        # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
+        torch.empty(_KEPT, dtype=torch.uint8)
         self.module = copy.deepcopy(module)
         self._original = weakref.ref(module)
         trained = training_copy(module, ignore_hooks)
