@@ -19,9 +19,11 @@ Mathematik 18, 1971, sections 4 and 5).
 
 from __future__ import annotations
 
+import itertools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -30,7 +32,6 @@ LARGEST = 2.0**148  # what a number must stay below
 _BITS, _MASK = 32, 2**32 - 1
 _SCALE = 160  # a unit of the last limb is 2^−160
 _SPLIT = 2.0**27 + 1
-_NOT_FINITE = -(2**62)  # in place of limbs that are not finite; no sum of limbs comes here
 
 
 class Whole(NamedTuple):
@@ -81,10 +82,8 @@ def read(*totals: Tensor) -> list[Whole]:
         ValueError: limbs are NaN or infinite.
     """
     flat = [total.reshape(-1, LIMBS) for total in totals]
-    joined = torch.cat(flat)
-    whole = torch.where(joined.isfinite(), joined, _NOT_FINITE).to(torch.int64)
-    rows = iter(whole.tolist())
-    return [Whole([_integer(next(rows)) for _ in part], total) for part, total in zip(flat, totals)]
+    numbers = iter(_integers(torch.cat(flat).cpu()))
+    return [Whole(list(itertools.islice(numbers, len(part))), total) for part, total in zip(flat, totals)]
 
 
 def value(total: Tensor | Whole) -> Tensor:
@@ -153,11 +152,19 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
     return high, value - high
 
 
-def _integer(parts: list[int]) -> int:
-    """Return the sum of one number's limbs."""
-    if _NOT_FINITE in parts:
+def _integers(total: Tensor) -> list[int]:
+    """Return the numbers that limbs `(n, LIMBS)` stand for: carried, they are the words of two's complement."""
+    if not bool(total.isfinite().all()):
         raise ValueError("Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them")
-    return sum(limb << _BITS * i for i, limb in enumerate(parts))
+    digits = total.to(torch.int64).T.contiguous().numpy()
+    carry: Any = 0
+    for place in range(LIMBS):
+        digits[place] += carry
+        carry = digits[place] >> _BITS
+        digits[place] &= _MASK
+    words = numpy.stack([*(digits[0::2] | digits[1::2] << _BITS), carry], 1).astype("<i8").tobytes()
+    size = 4 * LIMBS + 8
+    return [int.from_bytes(words[i : i + size], "little", signed=True) for i in range(0, len(words), size)]
 
 
 def _divide(numerator: int, denominator: int) -> float:

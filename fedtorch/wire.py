@@ -155,7 +155,7 @@ def metadata(
 
 def size(tree: Tree) -> int:
     """The bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves: nothing is sent."""
-    return size_of(layout(tree))
+    return _size_of(layout(tree))
 
 
 def row_size(tree: Tree) -> int:
@@ -167,17 +167,12 @@ def row_size(tree: Tree) -> int:
     >>> row_size({"weight": torch.zeros(50, 2, 3)}) == size({"weight": torch.zeros(2, 3)})  # of 50 clients, of one
     True
     """
-    return size_of(row_layout(tree))
+    return _size_of(row_layout(tree))
 
 
 @lru_cache(maxsize=1024)
-def size_of(layout: Layout) -> int:
-    """Return the bytes of a tree of this layout, counted once for each.
-
-    >>> from fedtorch.tree import layout
-    >>> size_of(layout({"weight": torch.zeros(2, 3)})) == size({"weight": torch.zeros(2, 3)})
-    True
-    """
+def _size_of(layout: Layout) -> int:
+    """Return the bytes of a tree of this layout, counted once for each."""
     fields = ordered(layout)
     return len(make_header(fields)) + sum(field.nbytes for field in fields) if fields else 0
 

@@ -30,7 +30,7 @@ import fedtorch as ft
 
 print("torch" in sys.modules)
 import torch
-ft.fedavg, ft.vfl, ft.plots
+ft.fedavg, ft.vfl, ft.plots, ft.data.digits()
 print([name for name in {LATER} if name in sys.modules])
 ft.gradient_descent(torch.nn.Linear(2, 1), epochs=1, loss=torch.nn.functional.mse_loss, optimizer=torch.optim.Adam)
 from fedtorch.metrics.stacked import as_stacked

@@ -34,6 +34,7 @@ LAYERS = (
         "wire",
         "metrics",
         "module_randomness",
+        "stacked_layers",
         "expected",
         "history",
         "captured",

@@ -96,12 +96,12 @@ def test_nothing_is_sent_without_leaves():
 
 
 def test_size_is_cheap_and_bounded():
-    wire.size_of.cache_clear()
+    wire._size_of.cache_clear()
     sent = {"weight": torch.zeros(3, 4)}
     assert wire.size(sent) == wire.size(tree.map(torch.ones_like, sent))
     assert wire.row_size(tree.expand(sent, 7)) == wire.size(sent)
-    assert (wire.size_of.cache_info().misses, wire.size_of.cache_info().hits) == (1, 3)
-    assert wire.size_of.cache_info().maxsize is not None
+    assert (wire._size_of.cache_info().misses, wire._size_of.cache_info().hits) == (1, 3)
+    assert wire._size_of.cache_info().maxsize is not None
 
 
 def test_row_size_needs_rows():

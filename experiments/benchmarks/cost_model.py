@@ -214,7 +214,7 @@ def named(here: Here) -> list[list[str]]:
     return [
         ["a, a round in one process (linear model, 8 features, 40 rows, 5 steps)", f"{1e3 * here.round:.3g} ms"],
         ["b, a client in it", f"{1e6 * here.client:.3g} µs"],
-        ["h, Python's part in a round's six collectives", f"{1e3 * here.meet:.3g} ms"],
+        ["h, Python's part in a round's sum over ranks", f"{1e3 * here.meet:.3g} ms"],
         ["α, a step of a sum between two processes (gloo, loopback)", f"{1e6 * here.hop:.3g} µs"],
         ["β, the pace of a sum between them", f"{here.pace / 1e9:.3g} GB/s"],
         ["L, a short frame to a site and back (gRPC with TLS, loopback)", f"{1e3 * here.line:.3g} ms"],

@@ -30,6 +30,9 @@ from torch import Tensor
 from fedtorch import expected, random, tree
 from fedtorch.tree import Tree
 
+_ROWS = 2**16  # that are looked at together for NaN and Inf
+_NOT_OF_NUMPY = (torch.bfloat16, torch.complex32)
+
 
 class ClientData(NamedTuple):
     """The data of `K` clients as one block, padded to the largest of them.
@@ -79,14 +82,13 @@ class FederatedData:
 
     def __post_init__(self) -> None:
         _check_counts(self.counts)
-        names = tuple(self.names) or tuple(str(k) for k in range(len(self.counts)))
-        _check_names(names, len(self.counts))
-        object.__setattr__(self, "names", names)
+        object.__setattr__(self, "names", tuple(self.names) or tuple(map(str, range(len(self.counts)))))
+        _check_names(self.names, len(self.counts))
         object.__setattr__(self, "starts", self.counts.cumsum(0) - self.counts)
         if not self.allow_empty and bool((self.counts == 0).any()):
             raise ValueError(
                 "Expected at least one row per client, but got none for client "
-                f"{names[int(self.counts.argmin())]!r}; leave the client out, or make it with "
+                f"{self.names[int(self.counts.argmin())]!r}; leave the client out, or make it with "
                 "FederatedData(..., allow_empty=True) where an empty client means something"
             )
         self._check_rows()
@@ -118,10 +120,9 @@ class FederatedData:
             )
 
     def _check_finite(self, path: str, leaf: Tensor) -> None:
-        finite = leaf.isfinite()
-        if bool(finite.all()):
+        row = _first_not_finite(leaf)
+        if row is None:
             return
-        row = int((~finite).nonzero()[0, 0])
         client = int(torch.searchsorted(self.starts + self.counts, row, right=True))
         raise ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
@@ -164,7 +165,7 @@ class FederatedData:
         index = (self.starts[ids, None] + within).flatten().index_fill_(0, padding, 0)
 
         def block(leaf: Tensor) -> Tensor:
-            taken = leaf.index_select(0, index.to(leaf.device)).index_fill_(0, padding.to(leaf.device), 0)
+            taken = gather_rows(leaf, index).index_fill_(0, padding.to(leaf.device), 0)
             return taken.reshape(len(ids), size, *leaf.shape[1:])
 
         return ClientData(tree.map(block, self.rows), counts.to(tree.leaves(self.rows)[0].device))
@@ -244,7 +245,7 @@ class FederatedData:
         return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows))
 
     def _take(self, index: Tensor) -> Tree:
-        return tree.map(lambda leaf: leaf.index_select(0, index.to(leaf.device)), self.rows)
+        return tree.map(lambda leaf: gather_rows(leaf, index), self.rows)
 
     def _ids(self, ids: Tensor | Sequence[int]) -> Tensor:
         ids = torch.as_tensor(ids, device="cpu")
@@ -255,6 +256,18 @@ class FederatedData:
         if bool(((ids < 0) | (ids >= self.clients)).any()):
             raise IndexError(f"Expected client ids in 0…{self.clients - 1}, but got {ids.tolist()}")
         return ids.long()
+
+
+def gather_rows(leaf: Tensor, index: Tensor) -> Tensor:
+    """Return the rows of `leaf` at `index` `(n,)`; NumPy copies small rows three times as fast as torch.
+
+    >>> gather_rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
+    tensor([[3.],
+            [1.]])
+    """
+    if leaf.device.type == "cpu" and not leaf.requires_grad and leaf.dtype not in _NOT_OF_NUMPY:
+        return torch.from_numpy(leaf.numpy().take(index.numpy(), 0))
+    return leaf.index_select(0, index.to(leaf.device))
 
 
 def described_rows(rows: Tree, dims: int = 2) -> str:
@@ -279,6 +292,17 @@ def field_name(path: str) -> str:
     return f"field {path!r}" if path else "the tensor of rows"
 
 
+def _first_not_finite(leaf: Tensor) -> int | None:
+    """Return the first row with NaN or Inf, None if there is none."""
+    if bool(leaf.sum().isfinite()):  # a pass without temporaries; sums of large numbers may overflow
+        return None
+    for start in range(0, len(leaf), _ROWS):
+        finite = leaf[start : start + _ROWS].isfinite()
+        if not bool(finite.all()):
+            return start + int((~finite).nonzero()[0, 0])
+    return None
+
+
 def _to(leaf: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
     return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
 
@@ -300,6 +324,8 @@ def _check_counts(counts: Tensor) -> None:
 def _check_names(names: tuple[str, ...], clients: int) -> None:
     if len(names) != clients:
         raise ValueError(f"Expected {clients} client names, but got {len(names)}; pass one per client")
+    if set(map(type, names)) == {str} and len(set(names)) == clients:
+        return
     seen: set[str] = set()
     for name in names:
         if not isinstance(name, str):

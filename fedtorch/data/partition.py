@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import _shares
-from fedtorch.data.federated import FederatedData
+from fedtorch.data.federated import FederatedData, gather_rows
 from fedtorch.data.sources import as_rows
 from fedtorch.tree import Tree
 
@@ -70,8 +70,8 @@ def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None
             f"Expected clients in 0…{count - 1}, but the partitioner returned {int(assignment.min())}…"
             f"{int(assignment.max())}"
         )
-    order = assignment.argsort(stable=True)
-    taken = tree.map(lambda leaf: leaf.index_select(0, order.to(leaf.device)), rows)
+    order = assignment.to(torch.int32).argsort(stable=True)
+    taken = tree.map(lambda leaf: gather_rows(leaf, order), rows)
     return FederatedData(taken, assignment.bincount(minlength=count))
 
 
@@ -82,8 +82,7 @@ def iid() -> Partitioner:
         total = _count_rows(rows)
         count = _check_clients(clients, total)
         assignment = torch.empty(total, dtype=torch.int64)
-        assignment[random.permutation(key, total)] = torch.arange(total) % count
-        return assignment
+        return assignment.scatter_(0, random.permutation(key, total), torch.arange(total) % count)
 
     return assign
 

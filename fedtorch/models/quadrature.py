@@ -30,6 +30,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 
 _POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, a dimension, by dimension
@@ -158,19 +159,21 @@ def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: 
     at, ratio, values = evaluate(mean, root)
     if nodes.shape[1] == 0:
         return _weighted(at, weights.log() + ratio, values)
+    seen = partial(_seen, _Powers.of(nodes, weights))
     settled = torch.zeros_like(mean[:, 0], dtype=torch.bool)
     for move in range(_MOVES - 1):
-        shift, half, enough = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
+        shift, half, enough = seen(torch.ones_like(ratio[:, 0]), ratio)
         settled = settled | (enough & (_misfit(shift, half) < _FITS) & (move > 0))
         all_settled, all_enough = torch.stack([settled.all(), enough.all()]).tolist()
         if all_settled:
             return _weighted(at, weights.log() + ratio, values)
         if not all_enough:
-            shift, half, _ = _seen(_power(enough, ratio, nodes, weights), ratio, nodes, weights)
+            few = ~enough
+            shift[few], half[few], _ = seen(_power(seen, ratio[few]), ratio[few])
         mean = torch.where(settled[:, None], mean, mean + (root @ shift[..., None])[..., 0])
         root = torch.where(settled[:, None, None], root, root @ half)
         at, ratio, values = evaluate(mean, root)
-    shift, half, _ = _seen(torch.ones_like(ratio[:, 0]), ratio, nodes, weights)
+    shift, half, _ = seen(torch.ones_like(ratio[:, 0]), ratio)
     lost = ~settled & ~(_misfit(shift, half) < _LOST)
     return _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
 
@@ -198,27 +201,37 @@ def _misfit(mean: Tensor, factor: Tensor) -> Tensor:
     return torch.maximum(mean.abs().amax(1), (factor - eye).abs().amax((1, 2)))
 
 
-def _power(enough: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> Tensor:
-    """Return the greatest power in (0, 1] of the ratios of which nodes see enough, `(K,)`; 1 where that is `enough`."""
-    high = torch.ones_like(ratio[:, 0])
-    low, top = torch.zeros_like(high), high
+def _power(seen: Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], ratio: Tensor) -> Tensor:
+    """Return the greatest power in (0, 1) of the ratios of which nodes see enough, `(K,)`."""
+    low, top = torch.zeros_like(ratio[:, 0]), torch.ones_like(ratio[:, 0])
     for _ in range(_BISECTIONS):
         middle = (low + top) / 2
-        good = _seen(middle, ratio, nodes, weights)[2]
+        good = seen(middle, ratio)[2]
         low, top = torch.where(good, middle, low), torch.where(good, top, middle)
-    return torch.where(enough, high, low)
+    return low
 
 
-def _seen(power: Tensor, ratio: Tensor, nodes: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+class _Powers(NamedTuple):
+    """A rule's nodes and their products, of which all moments are sums."""
+
+    nodes: Tensor  # (R, s)
+    products: Tensor  # (R, s (s + 1) / 2)
+    weights: Tensor  # (R,)
+    log_weights: Tensor  # (R,)
+
+    @staticmethod
+    def of(nodes: Tensor, weights: Tensor) -> _Powers:
+        return _Powers(nodes, gaussian.pack(nodes[:, :, None] * nodes[:, None]), weights, weights.log())
+
+
+def _seen(rule: _Powers, power: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and Cholesky factor of the rule's nodes weighted by ratio ** power, and whether they see enough."""
-    log = weights.log() + power[:, None] * ratio
-    own = torch.softmax(log, 1)
-    mean = own @ nodes
-    centred = nodes - mean[:, None]
-    covariance = (own[..., None] * centred).mT @ centred
-    effective = (2 * log.logsumexp(1) - (log + power[:, None] * ratio).logsumexp(1)).exp()
+    own = torch.softmax(rule.log_weights + power[:, None] * ratio, 1)
+    mean = own @ rule.nodes
+    covariance = gaussian.unpack(own @ rule.products) - mean[:, :, None] * mean[:, None]
+    effective = 1 / (own.square() @ (1 / rule.weights))
     factor, info = torch.linalg.cholesky_ex(covariance)
-    least = _LEAST_SPREAD * torch.eye(nodes.shape[1], dtype=nodes.dtype, device=nodes.device)
+    least = _LEAST_SPREAD * torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
     spread = torch.linalg.cholesky_ex(covariance - least).info == 0
     return mean, factor, (effective >= _SHARE) & (mean.abs().amax(1) <= _FARTHEST) & spread & (info == 0)
 

@@ -57,15 +57,15 @@ class RankLink:
             fedtorch.wire.PayloadError: what came is something else.
         """
         source = int(step.sender)
-        length = int.from_bytes(self.streams.read(source, 8), "little")
-        longest = _LONGEST if step.rows else wire.size(step.like)
+        length = int.from_bytes(self.streams.read(source, 8, step.seconds), "little")
+        longest = _LONGEST if step.rows or callable(step.like) else wire.size(step.like)
         if length > longest:
             raise wire.PayloadError(
                 f"payload of rank {source}: expected {longest} bytes, but got {length}; start all ranks with the "
                 "same model, guide and number of rows"
             )
         self.received += length
-        return decode(self.streams.read(source, length), step, f"rank {source}")
+        return decode(self.streams.read(source, length, step.seconds), step, f"rank {source}")
 
     def close(self) -> None:
         """End the streams."""

@@ -103,19 +103,20 @@ class Streams:
             wanted = [stream] if len(ahead) < _AHEAD else []
             readable, writable, _ = select.select(wanted, [stream], [], self.seconds)
             if not readable and not writable:
-                raise self._silent(other)
+                raise self._silent(other, self.seconds)
             if writable:
                 left = left[self._do(other, stream.send, left[:_PART]) :]
             elif not self._fill(other):
                 raise self._gone(other)
 
-    def read(self, other: int, count: int) -> bytes:
-        """So many bytes.
+    def read(self, other: int, count: int, seconds: float | None = None) -> bytes:
+        """So many bytes, for each part of which so many seconds are waited, or those of all streams.
 
         Raises:
             RuntimeError: the other rank has gone, or sends nothing in time.
         """
         ahead = self.ahead[other]
+        self.sockets[other].settimeout(self.seconds if seconds is None else seconds)
         while len(ahead) < count:
             if not self._fill(other, count - len(ahead)):
                 raise self._gone(other)
@@ -132,12 +133,12 @@ class Streams:
         try:
             return call(argument)
         except TimeoutError:
-            raise self._silent(other) from None
+            raise self._silent(other, self.sockets[other].gettimeout()) from None
         except OSError as error:
             raise self._gone(other) from error
 
-    def _silent(self, other: int) -> RuntimeError:
-        return RuntimeError(f"Expected rank {other} to answer within {self.seconds:g} s, but got nothing")
+    def _silent(self, other: int, seconds: float | None) -> RuntimeError:
+        return RuntimeError(f"Expected rank {other} to answer within {seconds:g} s, but got nothing")
 
     def _gone(self, other: int) -> RuntimeError:
         return RuntimeError(f"Expected rank {other} to answer, but got the end of its stream; see what it says itself")

@@ -4,7 +4,8 @@ A half yields what it wants done, is given what it receives, and returns its res
 bytes. A *driver* moves the values: `together` runs all halves in one process and counts the bytes, `drive` runs one
 half over any two functions that send and receive: `fedtorch.protocol.ranks` has such a pair for `torchrun`, and
 `fedtorch.sites.vertical.remote` for parties that connect to a server. Private alignment (`alignment`) and training
-(`iteration`, of any vertical model) are halves.
+(`iteration`, of any vertical model) are halves, and so are a federation's round over sites and the secure sums in it
+(`fedtorch.sites.rounds.server` and `site`), whose driver is `fedtorch.sites.rounds.sites`.
 
 >>> import torch
 >>> def server():
@@ -39,8 +40,9 @@ class Send(NamedTuple):
     """Wanted by a half: that a message goes to another node; the half goes on at once."""
 
     to: Name
-    message: Tree
+    message: Tree  # bytes travel as they are
     rows: bool = False  # whether the payload says how many rows its tensors have, which the receiver cannot know
+    sequence: int = 0  # of a request, by which a driver over streams that break tells its answer from earlier ones
 
 
 class Receive(NamedTuple):
@@ -61,10 +63,11 @@ class Receive(NamedTuple):
     """
 
     sender: Any  # a name, or a tuple of names
-    like: Tree  # its structure, shapes and dtypes; anything else is refused
+    like: Any  # its structure, shapes and dtypes, or for bytes a function of sender and payload; the rest is refused
     rows: bool = False  # whether the payload says how many rows there are in place of those of `like`
     most: int = 10_000_000  # so many rows at most, where the payload says it
     least: int = 0  # of several senders, so many are waited for also where they are not connected
+    seconds: float | None = None  # the longest wait; None for the driver's own
 
 
 class Heard(NamedTuple):
@@ -72,6 +75,14 @@ class Heard(NamedTuple):
 
     messages: dict[Any, Tree]  # by sender
     missing: dict[Any, str]  # why the others said nothing
+
+
+def hear(heard: Heard, sender: Any, read: Callable[[], Tree]) -> None:
+    """Add a sender's message, or why it is refused."""
+    try:
+        heard.messages[sender] = read()
+    except wire.PayloadError as error:
+        heard.missing[sender] = str(error)
 
 
 class Traffic(NamedTuple):
@@ -110,6 +121,8 @@ def unpacked(message: Tensor) -> bytes:
 
 def encode(step: Send) -> bytes:
     """The payload of a message."""
+    if isinstance(step.message, bytes):
+        return step.message
     return wire.encode(step.message, {"rows": len(tree.leaves(step.message)[0])} if step.rows else None)
 
 
@@ -125,6 +138,8 @@ def decode(payload: bytes, step: Receive, sender: str) -> Tree:
         fedtorch.wire.PayloadError: what came is something else, or more rows than are taken.
     """
     like = step.like
+    if callable(like):
+        return like(sender, payload)
     if step.rows:
         rows = wire.metadata(payload, client=sender).get("rows")
         if type(rows) is not int or not 0 <= rows <= step.most:
@@ -217,7 +232,8 @@ def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dic
 
     def post(sender: Name, step: Send) -> None:
         boxes[sender, step.to].append(step.message)
-        counted[sender == hub] += len(encode(step)) if step.rows else wire.size(step.message)
+        whole = step.rows or isinstance(step.message, bytes)
+        counted[sender == hub] += len(encode(step)) if whole else wire.size(step.message)
 
     def comes(name: Any, wanted: Receive | None) -> bool:
         senders = () if wanted is None else wanted.sender if isinstance(wanted.sender, tuple) else (wanted.sender,)
@@ -225,9 +241,12 @@ def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dic
 
     def take(name: Any, wanted: Receive | None) -> Tree:
         if wanted is None or not isinstance(wanted.sender, tuple):
-            return None if wanted is None else boxes[wanted.sender, name].popleft()
-        there = {sender: boxes[sender, name].popleft() for sender in wanted.sender if boxes[sender, name]}
-        return Heard(there, {sender: "it has said nothing" for sender in wanted.sender if sender not in there})
+            return None if wanted is None else _taken(wanted, wanted.sender, boxes[wanted.sender, name].popleft())
+        heard = Heard({}, {sender: "it has said nothing" for sender in wanted.sender if not boxes[sender, name]})
+        for sender in wanted.sender:
+            if sender not in heard.missing:
+                hear(heard, sender, partial(_taken, wanted, sender, boxes[sender, name].popleft()))
+        return heard
 
     results: dict[Any, Any] = {}
     waiting: dict[Any, Receive | None] = dict.fromkeys(halves)
@@ -243,6 +262,11 @@ def together(halves: Mapping[Any, Half], *, dropouts: bool = False) -> tuple[dic
             if wanted is not None:
                 waiting[name] = wanted
     return results, Traffic(*counted)
+
+
+def _taken(wanted: Receive, sender: Name, message: Tree) -> Tree:
+    """Return a message as the receiver wants it, which trees in one process are already."""
+    return wanted.like(sender, message) if callable(wanted.like) else message
 
 
 def _advance(half: Half, message: Tree, send: Callable[[Send], None]) -> tuple[Receive | None, Any]:

@@ -30,6 +30,8 @@ from torch import Tensor
 from fedtorch.random import philox
 from fedtorch.random.philox import check_key
 
+_MANY, _FEW = 2**14, 32  # of so many, at most the 32nd part is drawn one after the other
+
 
 def _check_real(dtype: torch.dtype) -> None:
     if not dtype.is_floating_point:
@@ -300,6 +302,8 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
 def choice(key: Tensor, population: int, count: int) -> Tensor:
     """Distinct integers from 0 to `population − 1`, every subset equally likely.
 
+    A few of very many are drawn one after the other, and repetitions are dropped; otherwise all are permuted.
+
     Returns:
         `(*key.shape, count)`, int64 in ascending order.
 
@@ -315,4 +319,11 @@ def choice(key: Tensor, population: int, count: int) -> Tensor:
     """
     if not 0 <= count <= population:
         raise ValueError(f"Expected a count between 0 and the population of {population}, but got {count}")
+    if population >= _MANY and 0 < _FEW * count <= population:
+        drawn = randint(key, population, (2 * count + 64,))
+        value, place = drawn.sort(dim=-1, stable=True)
+        place[..., 1:].masked_fill_(value[..., 1:] == value[..., :-1], drawn.shape[-1])  # a repetition
+        last = place.sort(dim=-1).values[..., count - 1 : count]
+        if bool((last < drawn.shape[-1]).all()):
+            return value[place <= last].reshape(*key.shape, count)
     return permutation(key, population)[..., :count].sort(dim=-1).values

@@ -18,8 +18,8 @@ HERE = Here(
 
 def test_rounds_over_ranks() -> None:
     assert formulas.over_ranks(HERE, 1000, 1, 72) == pytest.approx(formulas.stacked(HERE, 1000)) == pytest.approx(13e-3)
-    # 250 clients each; h; 6 collectives of 2 · 2 steps; three quarters of 2 · 8 MB and of 16 bytes a client
-    wanted = 3e-3 + 250e-5 + 1e-3 + 6 * 4 * 1e-4 + 0.75 * (16e6 + 16_000) / 1e9
+    # 250 clients each; h; a sum of 2 · 2 steps; three quarters of 2 · (8 MB and 16 bytes a client)
+    wanted = 3e-3 + 250e-5 + 1e-3 + 4 * 1e-4 + 0.75 * 2 * (8e6 + 16_000) / 1e9
     assert formulas.over_ranks(HERE, 1000, 4, 8_000_000) == pytest.approx(wanted)
 
 
@@ -37,7 +37,7 @@ def test_rounds_on_gpus() -> None:
         assert one.talk == 0 < node.talk < every.talk
         assert one.seconds > node.seconds > every.seconds > one.seconds / 128
     large = formulas.on_gpus(formulas.WORKS[3], cluster, HERE, 128)
-    size, hops = 2 * 8 * 110e6 + 16 * 1280, 6 * 2 * (3 * 3e-6 + 4 * 8e-6)
+    size, hops = 2 * (8 * 110e6 + 16 * 1280), 2 * (3 * 3e-6 + 4 * 8e-6)
     inside, outside = 7 / 8 * size / cluster.near[1], 15 / 16 * size / 8 / cluster.far[1]
     assert large.talk == pytest.approx(HERE.meet + hops + inside + outside, rel=1e-4)
 

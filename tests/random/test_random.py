@@ -272,6 +272,19 @@ def test_choice_is_uniform():
     assert random.choice(keys[:2], 5, 0).shape == (2, 0)
 
 
+def test_a_few_of_very_many_are_a_uniform_choice():
+    keys, many = random.fold_in(random.key(9), torch.arange(4000)), 2**14
+    chosen = random.choice(keys, many, 5)
+    assert chosen.shape == (4000, 5)
+    assert bool((chosen[:, 1:] > chosen[:, :-1]).all())
+    assert int(chosen.min()) >= 0
+    assert int(chosen.max()) < many
+    assert stats.chisquare((chosen // (many // 64)).flatten().bincount(minlength=64).numpy()).pvalue > 1e-4
+    assert torch.equal(random.choice(keys[7], many, 5), chosen[7])
+    assert random.choice(keys[:0], many, 5).shape == (0, 5)
+    assert random.choice(keys[0], many, 512).unique().shape == (512,)  # with repetitions among those drawn
+
+
 def test_draws_of_neighbouring_keys_are_uncorrelated():
     keys = random.fold_in(random.key(9), torch.arange(200))
     sample = random.normal(keys, (500,), torch.float64)

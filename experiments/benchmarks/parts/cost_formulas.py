@@ -3,9 +3,9 @@
 Seconds everywhere; K clients, P ranks, n sites, M bytes of a model's float64 sums or B of its message.
 
 - `InProcess`: T = a + b K.
-- `Distributed`: T = a + b ⌈K/P⌉ + h + 6 · 2 log₂P · α + 2 (P − 1)/P · M/β + (P − 1)/P · 16 K/β. A round has four sums
-  and two gatherings: what names there are, everybody's ids and diagnostics (16 bytes a client), counts, and the
-  aggregate, which travels in float64. Small sums go along trees, large ones round a ring.
+- `Distributed`: T = a + b ⌈K/P⌉ + h + 2 log₂P · α + 2 (P − 1)/P · (M + 16 K)/β. A round has one sum in float64: of the
+  aggregate, counts, and a row for each client that was asked, whether it has answered and a diagnostic. Small sums go
+  along trees, large ones round a ring.
 - `Remote`, all on one machine, m sites in a process: T = L + max(r + n s + c, m c, (r + n (s + c))/cores).
 - `Remote`, on machines of their own: T = L + r + n (s + 2 w B) + c + B/up + B/down + n · 2B/link, for the server works
   on one answer after the other.
@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-COLLECTIVES = 6  # of a round over ranks
-ROW = 16  # bytes of a client's id and a diagnostic
+ROW = 16  # bytes of a client in a round's sum: whether it has answered, and a diagnostic
 
 
 class Here(NamedTuple):
@@ -27,7 +26,7 @@ class Here(NamedTuple):
 
     round: float  # a: of a round, whoever takes part
     client: float  # b: of a client in a round
-    meet: float  # h: of Python's part in six collectives
+    meet: float  # h: of Python's part in a round's sum over ranks
     hop: float  # α: of a step of a collective
     pace: float  # β: bytes a second in a sum
     line: float  # L: a short frame to a site and back
@@ -89,16 +88,16 @@ def stacked(here: Here, clients: float) -> float:
     return here.round + here.client * clients
 
 
-def collectives(hops: float, share: float, size: float, clients: int, hop: float, pace: float) -> float:
-    """What a round's sums and gatherings take over links of one kind, of `hops` steps, and `share` of bytes passing."""
-    return COLLECTIVES * 2 * hops * hop + share * (2 * size + ROW * clients) / pace
+def summed(hops: float, share: float, size: float, clients: int, hop: float, pace: float) -> float:
+    """What a round's sum takes over links of one kind, of `hops` steps, and `share` of bytes passing."""
+    return 2 * hops * hop + 2 * share * (size + ROW * clients) / pace
 
 
 def over_ranks(here: Here, clients: int, ranks: int, size: float) -> float:
     """A round over ranks on this machine; `size` bytes of sums."""
     share = (ranks - 1) / ranks
     own = stacked(here, math.ceil(clients / ranks)) + here.meet * (ranks > 1)
-    return own + collectives(math.log2(ranks), share, size, clients, here.hop, here.pace)
+    return own + summed(math.log2(ranks), share, size, clients, here.hop, here.pace)
 
 
 def over_sites(here: Here, sites: int, in_a_process: int, cores: int) -> float:
@@ -127,8 +126,8 @@ def on_gpus(work: Work, cluster: Cluster, here: Here, ranks: int) -> Parts:
     step = max(arithmetic, traffic) + cluster.kernels * cluster.launch
     inside, nodes = min(ranks, cluster.gpus), max(1, ranks // cluster.gpus)
     size = 8.0 * work.parameters
-    near = collectives(math.log2(inside), (inside - 1) / inside, size, work.clients, *cluster.near)
-    far = collectives(math.log2(nodes), (nodes - 1) / nodes, size / inside, work.clients, *cluster.far)
+    near = summed(math.log2(inside), (inside - 1) / inside, size, work.clients, *cluster.near)
+    far = summed(math.log2(nodes), (nodes - 1) / nodes, size / inside, work.clients, *cluster.far)
     return Parts(here.round + work.steps * step, here.meet * (ranks > 1) + near + far)
 
 

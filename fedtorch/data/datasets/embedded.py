@@ -1,7 +1,16 @@
-"""Data sets that ship inside scikit-learn, so that they are at hand without a file or a network."""
+"""Data sets that ship inside scikit-learn, so that they are at hand without a file or a network.
+
+Their files are read where scikit-learn has them, without an import of it, which takes as long as all else that a first
+round needs.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import numpy
 import torch
 from torch import Tensor
 
@@ -18,9 +27,8 @@ def digits() -> tuple[Tensor, Tensor]:
     >>> x.shape, y.shape, float(x.max())
     (torch.Size([1797, 64]), torch.Size([1797]), 1.0)
     """
-    from sklearn.datasets import load_digits  # here and below: it takes long to import
-
-    x, y = load_digits(return_X_y=True)
+    table = _table("digits.csv.gz", delimiter=",")
+    x, y = table[:, :-1], table[:, -1]
     return torch.tensor(x, dtype=torch.float32) / 16, torch.tensor(y, dtype=torch.int64)
 
 
@@ -38,9 +46,8 @@ def breast_cancer(standardise: bool = True) -> tuple[Tensor, Tensor]:
     >>> x.shape, int(y.sum())
     (torch.Size([569, 30]), 357)
     """
-    from sklearn.datasets import load_breast_cancer
-
-    x, y = load_breast_cancer(return_X_y=True)
+    table = _table("breast_cancer.csv", delimiter=",", skiprows=1)
+    x, y = table[:, :-1], table[:, -1]
     return torch.tensor(scaled(x, standardise), dtype=torch.float32), torch.tensor(y, dtype=torch.int64)
 
 
@@ -59,7 +66,13 @@ def diabetes(standardise: bool = True) -> tuple[Tensor, Tensor]:
     >>> x.shape, float(y.min()), float(y.max())
     (torch.Size([442, 10]), 25.0, 346.0)
     """
-    from sklearn.datasets import load_diabetes
-
-    x, y = load_diabetes(return_X_y=True, scaled=False)
+    x, y = _table("diabetes_data_raw.csv.gz"), _table("diabetes_target.csv.gz")
     return torch.tensor(scaled(x, standardise), dtype=torch.float32), torch.tensor(y, dtype=torch.float32)
+
+
+def _table(name: str, **options: Any) -> numpy.ndarray:
+    """The numbers of a file of scikit-learn's."""
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None
+    assert package.origin is not None
+    return numpy.loadtxt(Path(package.origin).parent / "datasets" / "data" / name, **options)

@@ -61,9 +61,9 @@ class Ranks:
         leaves = tree.leaves(partial)
         if self.world_size == 1 or not leaves:
             return partial
-        total = self.sum(torch.cat([leaf.flatten().to(torch.float64) for leaf in leaves]))
+        total = self.sum(torch.cat([leaf.flatten().to(self.device, torch.float64) for leaf in leaves]))
         parts = total.split([leaf.numel() for leaf in leaves])
-        return tree.refill(partial, [p.reshape(leaf.shape).to(leaf.dtype) for p, leaf in zip(parts, leaves)])
+        return tree.refill(partial, [p.reshape(leaf.shape).to(leaf) for p, leaf in zip(parts, leaves)])
 
     def gather(self, rows: Tree) -> Tree:
         """All ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""

@@ -115,12 +115,8 @@ class LocalClients:
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
         """The cohort in blocks: (ids, prepared data); everybody as views."""
-        member = None
-        if cohort is not None:
-            member = torch.zeros(self.clients, dtype=torch.bool)
-            member[cohort] = True
         for (ids, data), size in zip(self._blocks, self._sizes):
-            rows = None if member is None else member[ids].nonzero()[:, 0]
+            rows = None if cohort is None else _places(cohort, ids)
             if rows is not None and len(rows) == len(ids):
                 rows = None
             for start in range(0, len(ids) if rows is None else len(rows), size):
@@ -279,6 +275,14 @@ class LocalClients:
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
         """There is nobody to compare it with."""
+
+
+def _places(cohort: Tensor, ids: Tensor) -> Tensor:
+    """The places in `ids` of those that are in the cohort; both are ascending."""
+    place = torch.searchsorted(ids, cohort)
+    inside = place < len(ids)
+    place, cohort = place[inside], cohort[inside]
+    return place[ids[place] == cohort]
 
 
 def _as_slice(ids: Tensor) -> Rows:

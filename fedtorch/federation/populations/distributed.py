@@ -11,6 +11,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,6 +97,14 @@ class Distributed:
         return f"Distributed({self.data!r}, rank {self.rank} of {self.world_size})"
 
 
+class Table(NamedTuple):
+    """A round's diagnostics, which ranks add up."""
+
+    rows: Tensor  # (M, 1 + F) of the clients asked: whether it has answered, and its diagnostics; zeros of other ranks
+    told: Tensor  # (F,) how many ranks have told a diagnostic
+    news: Tensor  # how many ranks have diagnostics of names that are not known yet
+
+
 class _DistributedClients:
     """All ranks' clients, as this rank sees them.
 
@@ -109,6 +118,7 @@ class _DistributedClients:
         self.local, self.population = local, population
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
+        self._names: tuple[str, ...] = ()  # of the diagnostics that ranks have told so far
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
@@ -128,6 +138,8 @@ class _DistributedClients:
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Run this rank's part of the cohort and meet the others; see `Clients.step`."""
+        if self.population.world_size == 1:
+            return self.local.step(outbox, cohort, turn, lost)
         ranks, exchange = self.ranks, self.local.algorithm.exchange
         gathered = self.local.gather(outbox, cohort, turn, lost)
         partial, message = gathered.partial, gathered.message
@@ -135,10 +147,14 @@ class _DistributedClients:
             block = self.local.empty_block()
             message = self.local.reply(block, outbox, turn).message
             partial = exchange.gather(message, block[0])
-        ids, info = self._join_infos(gathered.ids, gathered.info)
-        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused)], dtype=torch.int64)
-        up, down, refusals = ranks.sum(counts).tolist()
-        partial = ranks.add(partial) if exchange.additive else ranks.gather(partial)
+        table = self._table(cohort, gathered.ids, gathered.info)
+        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused)])
+        if exchange.additive:
+            counts, table, partial = ranks.add((counts, table, partial))
+        else:
+            (counts, table), partial = ranks.add((counts, table)), ranks.gather(partial)
+        up, down, refusals = counts.tolist()
+        ids, info = self._joined(cohort, table, gathered.ids, gathered.info)
         aggregate = self.local.finish(partial, message) if len(ids) else None
         refused = self._join_refused(gathered.refused) if refusals else {}
         return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(gathered.states), refused=refused)
@@ -183,14 +199,28 @@ class _DistributedClients:
     def _join_refused(self, refused: dict[int, str]) -> dict[int, str]:
         return {client: field for part in self.ranks.texts(list(refused.items())) for client, field in part}
 
-    def _join_infos(self, ids: Tensor, info: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Everybody's diagnostics; ranks without clients do not know the names and learn them."""
-        if self.population.world_size == 1:
-            return ids, info
-        union = sorted({name for names in self.ranks.texts(sorted(info)) for name in names})
+    def _table(self, cohort: Tensor | None, ids: Tensor, info: Mapping[str, Tensor]) -> Table:
+        """Who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
+        names = self._names
+        rows = torch.zeros(self.local.clients if cohort is None else len(cohort), 1 + len(names), dtype=torch.float64)
+        mine = ids if cohort is None else torch.searchsorted(cohort, ids)
         missing = torch.full((len(ids),), torch.nan, dtype=torch.float64)
-        rows = self.ranks.gather((ids, {name: info.get(name, missing) for name in union}))
-        return tree.take(rows, rows[0].argsort())
+        rows[mine] = torch.stack([torch.ones_like(missing), *(info.get(name, missing) for name in names)], 1)
+        told = torch.tensor([name in info for name in names], dtype=torch.int64)
+        return Table(rows, told, torch.tensor(int(not info.keys() <= set(names))))
+
+    def _joined(
+        self, cohort: Tensor | None, table: Table, ids: Tensor, info: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Who has answered on any rank, and everybody's diagnostics; names that are new to a rank are learnt first."""
+        if table.news:
+            told = [name for names in self.ranks.texts(sorted(info)) for name in names]
+            self._names = tuple(sorted({*self._names, *told}))
+            table = self.ranks.add(self._table(cohort, ids, info))
+        answered = table.rows[:, 0].nonzero()[:, 0]
+        values = zip(self._names, table.rows[answered, 1:].unbind(1), table.told.tolist())
+        every = {name: value for name, value, ranks in values if ranks}
+        return answered if cohort is None else cohort[answered], every
 
 
 def own_device(device: torch.device | str | None) -> torch.device | None:

@@ -64,8 +64,8 @@ def gradient_descent(
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
             error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
             a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
-        batched: False evaluates the loss client by client, for modules that `vmap` cannot run (LSTM, `.item()`,
-            boolean masks); everything else stays stacked.
+        batched: False evaluates the loss client by client, for modules that `vmap` cannot run (`.item()`,
+            boolean masks, packed sequences); everything else stays stacked.
         compile: True captures a step's tensor operations once per shape and replays them, 1.3 to 1.6 times faster
             for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers or

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch import functional, random, tree
+from fedtorch import functional, random, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness import KeyedRandomness, drawn, drawn_if_random
 from fedtorch.tree import Tree
 
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
@@ -53,6 +53,8 @@ class StackedLoss:
         self.random = self.probed = False
         self.separable: bool | None = None
         self.told: list[str] = []  # names of what the module logged last
+        if batched:
+            stacked_layers.adapt(objective.module)
         self._swap = functional.Swap(objective.module, [*tensors, *buffers])
         self._captured = CapturedStep()
 
@@ -139,23 +141,29 @@ class StackedLoss:
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, every = random.fold_in(key, index), [], []
-        trained = len(self.tensors)
-        active = batch.active.nonzero()[:, 0].tolist()
+        keys, replies, every = random.fold_in(key, index).unbind(), [], []
+        each = list(zip(*(value.detach().unbind() for value in values)))
+        active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
         for k in active:
-            size = int(batch.size[k])
-            rows = tree.map(lambda leaf, k=k, size=size: leaf[k, :size], batch.rows)
-            client_values = [
-                v[k].detach().requires_grad_() if i < trained else v[k].clone() for i, v in enumerate(values)
-            ]
-            with torch.enable_grad(), KeyedRandomness(keys[k]):
-                with self._cast(keys.device):
-                    loss, logs, new = self.single(client_values, rows, None, index)
-                every.append(_gradients(loss, client_values[:trained]))
+            rows = tree.map(lambda leaf, k=k: leaf[k, : sizes[k]], batch.rows)
+            alone = partial(self._alone, each[k], rows, index)
+            loss, logs, new, gradients = drawn(alone, keys[k]) if self.random else drawn_if_random(alone, keys[k])
             replies.append((loss.detach(), logs, new))
+            every.append(gradients)
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
         gradients = [_spread(each, active, len(keys)) for each in zip(*every)]
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
+
+    def _alone(
+        self, values: Sequence[Tensor], rows: Tree, index: int
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
+        """One client's (loss, logs, new buffers, gradients); its tensors stay as they are."""
+        count = len(self.tensors)
+        trained = [value.detach().requires_grad_() for value in values[:count]]
+        with torch.enable_grad():
+            with self._cast(values[0].device):
+                loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
+            return loss, logs, new, _gradients(loss, trained)
 
 
 class Seen:
@@ -213,6 +221,8 @@ def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:
     some = next((value for value in each if value is not None), None)
     if some is None:
         return None
+    if len(at) == count and all(value is not None for value in each):
+        return torch.stack([value.detach() for value in each if value is not None])
     whole = some.new_zeros(count, *some.shape)
     for k, value in zip(at, each):
         if value is not None:

@@ -3,7 +3,10 @@ r"""Hierarchical logistic and Poisson regression: θ_k is integrated around its 
 Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have the mode û of
 :math:`\sum_i \log p(y_i \mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method, and the curvature H there. The
 nodes of a rule, moved to N(û, H⁻¹), then weigh what the normal approximation gets wrong, so that evidence, mean and
-covariance are not those of Laplace's method but corrected ones; `rule=None` leaves it at Laplace's.
+covariance are not those of Laplace's method but corrected ones; `inner=None` leaves it at Laplace's.
+
+All coefficients at which a device's rows are evaluated are columns of one product with X, and second derivatives are
+another with the products of its columns, so that no array has rows × coefficients × nodes.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next models; Rue, Martino, Chopin (2009),
 "Approximate Bayesian inference for latent Gaussian models by using integrated nested Laplace approximations".
@@ -11,13 +14,14 @@ Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next m
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import softplus
 
+from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
@@ -30,24 +34,28 @@ _NEWTON_STEPS = 30
 _HALVINGS = 8
 _PRODUCT = 2  # dimensions of θ up to which the default inner rule is a product
 _FURTHEST = 30.0  # of a linear predictor, before its exponential
+_CACHED = 2**16  # linear predictors at a time
+_TOGETHER = 512  # rows of whose probabilities the product is taken
 
 
 class _Rows(NamedTuple):
     """The rows of `K` clients, in float64."""
 
     x: Tensor  # (K, N, d), zero beyond a client's count
-    y: Tensor  # (K, N)
+    columns: Tensor  # (K, d, N) the same in another order, which products with many coefficients take four times faster
+    statistic: Tensor  # (K, d) Σ t x
     mask: Tensor  # (K, N)
     constant: Tensor  # (K,) the part of the log-likelihood that has no θ
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
-class RowTerms(NamedTuple):
-    """log p(y | η) up to a constant, its first derivative in the linear predictor η, and minus its second."""
+class Family(NamedTuple):
+    """A log-concave family: log p(y | η) = t(y) η − b(η), up to a constant, for linear predictors η = x'θ."""
 
-    log: Tensor
-    score: Tensor
-    information: Tensor
+    response: Callable[[Tensor], Tensor]  # y -> t(y); raises ValueError for responses that do not fit
+    constant: Callable[[Tensor], Tensor]  # y -> the rest of log p
+    cumulant: Callable[[Tensor, _Rows], Tensor]  # η (K, R, N), which it may overwrite, of rows -> Σ b (K, R)
+    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
 
 
 def logistic(
@@ -64,11 +72,7 @@ def logistic(
     tensor([[0.7310]], dtype=torch.float64)
     """
 
-    def terms(y: Tensor, eta: Tensor) -> RowTerms:
-        p = torch.sigmoid(eta)
-        return RowTerms(y * eta - softplus(eta), y - p, p * (1 - p))
-
-    return generalised(hierarchy, terms, _binary, rule=rule, inner=inner)
+    return generalised(hierarchy, _BINARY, rule=rule, inner=inner)
 
 
 def poisson(
@@ -85,17 +89,12 @@ def poisson(
     tensor([[0.1840]], dtype=torch.float64)
     """
 
-    def terms(y: Tensor, eta: Tensor) -> RowTerms:
-        rate = eta.clamp(max=_FURTHEST).exp()
-        return RowTerms(y * eta - rate, y - rate, rate)
-
-    return generalised(hierarchy, terms, _counts, rule=rule, inner=inner)
+    return generalised(hierarchy, _COUNTS, rule=rule, inner=inner)
 
 
 def generalised(
     hierarchy: Hierarchy,
-    terms: Callable[[Tensor, Tensor], RowTerms],
-    constant: Callable[[Tensor], Tensor],
+    family: Family,
     *,
     rule: QuadratureRule | None = None,
     inner: QuadratureRule | str | None = "default",
@@ -104,13 +103,10 @@ def generalised(
 
     Args:
         hierarchy: of the coefficients, such as `hierarchical.normal(d)`.
-        terms: (y, linear predictor η) -> `RowTerms`.
-        constant: y -> the rest of log p; raises ValueError for responses that do not fit.
+        family: of the responses given the linear predictor.
         rule: nodes over the shared scales ζ.
-        inner: nodes over θ_k, to correct its normal approximation; None for Laplace's method. Default: five points a
+        inner: nodes over θ_k, to correct its normal approximation; None for Laplace's method. Default: seven points a
             coordinate for up to two, designs on two spheres beyond.
-
-    Waiting times y > 0, exponential with log rate x'θ_k:
     """
     features = hierarchy.mean.shape[0]
     if isinstance(inner, str):
@@ -118,90 +114,155 @@ def generalised(
 
     def prepare(data: Any) -> _Rows:
         x, y = regression_rows(data, features)
-        return _Rows(x, y, data.mask, (constant(y) * data.mask).sum(1), data.count)
+        response = (family.response(y) * data.mask)[:, None]
+        constant = (family.constant(y) * data.mask).sum(1)
+        return _Rows(x, x.mT.contiguous(), (response @ x)[:, 0], data.mask, constant, data.count)
 
     def local(data: _Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
-        root = torch.linalg.cholesky_ex(covariance).L
-        design, offset = data.x[:, None] @ root, mean @ data.x.mT
-        y, mask = data.y[:, None], data.mask[:, None]
-
-        def objective(u: Tensor) -> Tensor:
-            return (terms(y, _predictor(design, offset, u)).log * mask).sum(-1) - 0.5 * u.square().sum(-1)
-
-        u, curvature = _mode(objective, lambda u: terms(y, _predictor(design, offset, u)), design, mask, mean)
+        prior = _White(mean, torch.linalg.cholesky_ex(covariance).L)
+        u, best, curvature = _mode(family, data, prior)
         factor = torch.linalg.cholesky_ex(curvature).L
         eye = torch.eye(features, dtype=mean.dtype, device=mean.device)
         half = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
-        log_evidence = objective(u) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + data.constant[:, None]
-        shift, spread = torch.zeros_like(u), eye.expand_as(factor)
+        log_evidence = best - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + data.constant[:, None]
+        centre, whole = prior.at(u), prior.root @ half
+        found = Moments(centre, whole @ whole.mT)
         if inner is not None:
-            shift, spread, correction = _corrected(objective, u, half, inner)
+            ratios = _log_likelihood(family, data, _placed(centre, whole, inner)) - best[..., None]
+            shift, spread, correction = _seen(ratios, _placed(u, half, inner), inner)
             log_evidence = log_evidence + correction
-        whole = root @ half
-        centre = mean + (root @ u[..., None] + whole @ shift[..., None])[..., 0]
-        found = Moments(centre, whole @ spread @ whole.mT)
+            found = Moments(centre + (whole @ shift[..., None])[..., 0], whole @ spread @ whole.mT)
         return Conditional(log_evidence, lambda weights: derivatives(mean, covariance, found, weights), lambda: found)
 
     def size(data: _Rows) -> int:
-        return data.x.shape[1] * (features + (1 if inner is None else len(inner.weights)))
+        return max(data.x.shape[1], features * (1 if inner is None else len(inner.weights)))
 
-    return of(hierarchy, DeviceLikelihood(prepare, local, None, lambda data: data.count, size), rule=rule)
-
-
-def _predictor(design: Tensor, offset: Tensor, u: Tensor) -> Tensor:
-    """Return η = x'(a + L u), `(K, R, N)`."""
-    return offset + (design @ u[..., None])[..., 0]
+    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size)
+    return of(hierarchy, likelihood, rule=rule)
 
 
-def _mode(
-    objective: Callable[[Tensor], Tensor],
-    terms: Callable[[Tensor], RowTerms],
-    design: Tensor,
-    mask: Tensor,
-    like: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Find the mode û `(K, R, d)` by Newton's method with halved steps, and minus the second derivatives there."""
-    u = torch.zeros_like(like)
-    eye = torch.eye(u.shape[-1], dtype=u.dtype, device=u.device)
+class _White(NamedTuple):
+    """The normal prior of θ, a + L u with standard normal u."""
+
+    mean: Tensor  # (K, R, d) a
+    root: Tensor  # (K, R, d, d) L
+
+    def at(self, u: Tensor) -> Tensor:
+        """Return θ."""
+        return self.mean + (self.root @ u[..., None])[..., 0]
+
+
+def _log_likelihood(family: Family, data: _Rows, theta: Tensor) -> Tensor:
+    """Return Σ log p(y | x'θ), up to its constant, `(K, ...)`, for θ `(K, ..., d)`."""
+    points = theta.flatten(1, -2)
+    (total,) = _in_blocks(lambda eta: (family.cumulant(eta, data),), data, points)
+    return ((points @ data.statistic[..., None])[..., 0] - total).reshape(theta.shape[:-1])
+
+
+def _in_blocks(sums: Callable[[Tensor], tuple[Tensor, ...]], data: _Rows, theta: Tensor) -> list[Tensor]:
+    """Call sums over rows, functions of η, for some θ of `(K, P, d)` at a time, so that η stays in a cache."""
+    size = max(1, _CACHED // max(1, data.mask.numel()))
+    return [torch.cat(parts, 1) for parts in zip(*[sums(part @ data.columns) for part in torch.split(theta, size, 1)])]
+
+
+def _mode(family: Family, data: _Rows, prior: _White) -> tuple[Tensor, Tensor, Tensor]:
+    """Find the mode û `(K, R, d)` by Newton's method with halved steps; its log density, and minus its curvature."""
+    u = torch.zeros_like(prior.mean)
+    products = gaussian.pack(data.x[..., :, None] * data.x[..., None, :])
+
+    def objective(u: Tensor) -> Tensor:
+        return _log_likelihood(family, data, prior.at(u)) - 0.5 * u.square().sum(-1)
+
+    def slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = family.slopes(eta)
+        return first @ data.x, second @ products
+
+    def expanded(u: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = _in_blocks(slopes, data, prior.at(u))
+        gradient = (prior.root.mT @ (data.statistic[:, None] - first)[..., None])[..., 0] - u
+        information = prior.root.mT @ gaussian.unpack(second) @ prior.root
+        information.diagonal(dim1=-2, dim2=-1).add_(1)
+        return gradient, information
+
     value = objective(u)
     for _ in range(_NEWTON_STEPS):
-        now = terms(u)
-        gradient = ((now.score * mask)[..., None, :] @ design)[..., 0, :] - u
-        curvature = eye + design.mT @ ((now.information * mask)[..., None] * design)
+        gradient, curvature = expanded(u)
         step = torch.linalg.solve_ex(curvature, gradient[..., None]).result[..., 0]
         length = torch.ones_like(value)
         for _ in range(_HALVINGS):
-            worse = ~(objective(u + length[..., None] * step) >= value - 1e-12 * value.abs())
+            reached = objective(u + length[..., None] * step)
+            worse = ~(reached >= value - 1e-12 * value.abs())
             if not bool(worse.any()):
                 break
             length = torch.where(worse, length / 2, length)
-        u = u + length[..., None] * step
-        value = objective(u)
+        else:
+            reached = objective(u + length[..., None] * step)
+        u, value = u + length[..., None] * step, reached
         if bool((step.abs().amax(-1) < 1e-8).all()):
             break
-    return u, eye + design.mT @ ((terms(u).information * mask)[..., None] * design)
+    return u, value, expanded(u)[1]
 
 
-def _corrected(
-    objective: Callable[[Tensor], Tensor], mode: Tensor, half: Tensor, rule: QuadratureRule
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean and covariance in units of the normal approximation, and the logarithm of what its evidence lacks."""
-    nodes, weights = rule.nodes.to(mode), rule.weights.to(mode)
-    best = objective(mode)
-    log = torch.stack([objective(mode + (half @ z)) - best + 0.5 * z @ z for z in nodes], -1) + weights.log()
+def _placed(centre: Tensor, root: Tensor, rule: QuadratureRule) -> Tensor:
+    """Return the rule's nodes moved to N(centre, root root'), `(K, R, J, d)`."""
+    moved = root.flatten(0, -2) @ rule.nodes.to(centre).mT  # one product for all roots
+    return centre[..., None, :] + moved.unflatten(0, root.shape[:-1]).mT
+
+
+def _seen(ratios: Tensor, at: Tensor, rule: QuadratureRule) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean and covariance in units of the normal approximation, and the logarithm of what its evidence lacks.
+
+    Args:
+        ratios: log likelihoods at the nodes, less the log density at the mode, `(K, R, J)`.
+        at: u there, `(K, R, J, d)`.
+        rule: the J nodes.
+    """
+    nodes, weights = rule.nodes.to(at), rule.weights.to(at)
+    log = ratios - 0.5 * at.square().sum(-1) + (weights.log() + 0.5 * nodes.square().sum(-1))
     own = torch.softmax(log, -1)
     shift = own @ nodes
-    second = torch.einsum("krj,ja,jb->krab", own, nodes, nodes)
+    second = gaussian.unpack(own @ gaussian.pack(nodes[:, :, None] * nodes[:, None, :]))
     return shift, second - shift[..., :, None] * shift[..., None, :], log.logsumexp(-1)
+
+
+def _sum_log_cosh(eta: Tensor, rows: _Rows) -> Tensor:
+    """Return Σ log (2 cosh η/2) = Σ |η|/2 − Σ log σ(|η|), of whose logarithms one is taken for many rows.
+
+    Rows that are none have η = 0 and count log 2 each; products of 512 numbers of at least ½ do not underflow.
+    """
+    none = (eta.shape[-1] - rows.count).to(eta.dtype)[:, None]
+    total = eta.abs_().sum(-1).div_(2).sub_(none, alpha=math.log(2))
+    for part in torch.split(eta.sigmoid_(), _TOGETHER, -1):
+        total.sub_(part.prod(-1).log_())
+    return total
+
+
+def _logistic_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
+    p = eta.sigmoid_()
+    second = torch.addcmul(p, p, p, value=-1)
+    return p.sub_(0.5), second
+
+
+def _sum_exp(eta: Tensor, rows: _Rows) -> Tensor:
+    return (eta.clamp_(max=_FURTHEST).exp_() @ rows.mask.to(eta.dtype)[..., None])[..., 0]
+
+
+def _poisson_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
+    rate = eta.clamp_(max=_FURTHEST).exp_()
+    return rate, rate
 
 
 def _binary(y: Tensor) -> Tensor:
     if not bool(((y == 0) | (y == 1)).all()):
         raise ValueError(f"Expected responses 0 or 1, but got {float(y.min())} to {float(y.max())}; use another model")
-    return torch.zeros_like(y)
+    return y - 0.5
 
 
 def _counts(y: Tensor) -> Tensor:
     if not bool(((y >= 0) & (y == y.round())).all()):
         raise ValueError(f"Expected counts, but got {float(y.min())} to {float(y.max())}; use a linear model")
-    return -torch.lgamma(y + 1)
+    return y
+
+
+_BINARY = Family(_binary, torch.zeros_like, _sum_log_cosh, _logistic_slopes)
+_COUNTS = Family(_counts, lambda y: -torch.lgamma(y + 1), _sum_exp, _poisson_slopes)

@@ -14,6 +14,7 @@ from fedtorch import wire
 from fedtorch.chained_log import digest
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.budget import Budget
+from fedtorch.protocol.halves import Heard
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
@@ -21,12 +22,14 @@ from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.sites import Ask, Question
 
 _LOG = logging.getLogger(__name__)
 _ASKS = ("run", "round", "sequence", "clients", "lost", "metrics")  # of a request's metadata
 _BEGINS = ("run", "algorithm", "settings", "fingerprint", "clients", "first")
 _RELEASES = {"round", "evaluate"}  # what is on the disk before the answer leaves
 _GROUP, _REASON = 20, 150  # sites in an entry, and characters of each one's reason
+Do = Callable[[Frame], bytes | None]
 READABLE = "the server reads what every site sends"
 
 
@@ -78,23 +81,27 @@ class SiteRecording:
             about |= {"server": server, **({} if refused is None else {"refused": refused})}
             self._record.note("begin", digest=digest(frame.payload), durable=True, **about)
 
-    def request(self, frame: Frame) -> None:
-        """Write what the server asks for, before anything of it is computed."""
-        if self._record is not None:
-            about = {name: frame.about[name] for name in _ASKS if name in frame.about}
-            self._record.note("request", kind=frame.kind, digest=digest(frame.payload), **about)
+    def around(self, do: Do, budget: Callable[[], Budget | None]) -> Do:
+        """Return what is done in the place of `do`, from a request to its answer: it writes both.
 
-    def answer(self, frame: Frame, answer: bytes | None, algorithm: Algorithm | None) -> None:
-        """Write what the site answers, before it leaves."""
-        if self._record is None:
-            return
+        Args:
+            do: answers a request.
+            budget: of the run, as it is at the answer.
+        """
+        return do if self._record is None else partial(self._answered, self._record, do, budget)
+
+    def _answered(self, record: AuditRecord, do: Do, budget: Callable[[], Budget | None], frame: Frame) -> bytes | None:
+        asked = {name: frame.about[name] for name in _ASKS if name in frame.about}
+        record.note("request", kind=frame.kind, digest=digest(frame.payload), **asked)
+        answer = do(frame)
         about: dict[str, Any] = {"kind": frame.kind, "run": frame.about.get("run")}
         if answer is not None:
             said = wire.metadata(answer)
             about |= {"digest": digest(answer), "bytes": len(answer)}
             about |= {"clients": said["clients"]} if "clients" in said else {}
-        about |= _spent(None if algorithm is None else algorithm.budget)
-        self._record.note("answer", durable=frame.kind in _RELEASES, **about)
+        about |= _spent(budget())
+        record.note("answer", durable=frame.kind in _RELEASES, **about)
+        return answer
 
     def refuse(self, payload: bytes, reason: str) -> None:
         """Write what the site does not do, and why."""
@@ -130,24 +137,22 @@ class ServerRecording:
         self._record.note("begin", run=about["run"], digests={site: digest(frame)})
         return frame
 
-    def asked(
-        self, run: str, requests: Mapping[str, bytes], read: Callable[[str, Frame], Any]
-    ) -> tuple[Callable[[str, Frame], Any], dict[str, str]]:
-        """Write what sites are about to be asked; return a `read` that also takes digests of answers, and those."""
-        if self._record is None or not requests:
-            return read, {}
-        self._write_asked(self._record, run, requests)
-        digests: dict[str, str] = {}
-        return partial(_read_with_digest, read, digests), digests
+    def around(self, ask: Ask) -> Ask:
+        """Return what is done in the place of `ask`: it writes whom it asks, who answers, and why others do not."""
+        return ask if self._record is None else partial(self._asked, self._record, ask)
 
-    def answered(self, run: str, number: int, answers: Mapping[str, str], missing: Mapping[str, str]) -> None:
-        """Write who has answered, with digests, and why the others have not."""
-        if self._record is None:
-            return
-        for group in _groups(answers):
-            self._record.note("answered", run=run, sequence=number, digests=group)
-        for group in _groups(missing):
-            self._record.note("missing", run=run, sequence=number, reasons=_short(group))
+    def _asked(self, record: AuditRecord, ask: Ask, question: Question) -> Heard:
+        digests: dict[str, str] = {}
+        if question.requests:
+            self._write_asked(record, question.run, {site: send.message for site, send in question.requests.items()})
+            read = partial(_read_with_digest, question.wanted.like, digests)
+            question.wanted = question.wanted._replace(like=read)
+        heard, number = ask(question), next((send.sequence for send in question.requests.values()), 0)
+        for group in _groups(digests):
+            record.note("answered", run=question.run, sequence=number, digests=group)
+        for group in _groups(heard.missing):
+            record.note("missing", run=question.run, sequence=number, reasons=_short(group))
+        return heard
 
     def left_out(self, run: str, reasons: Mapping[str, str]) -> None:
         """Write which answers are not in a sum."""
@@ -165,11 +170,6 @@ class ServerRecording:
         """Write that a site's part was taken out of the run."""
         if self._record is not None:
             self._record.note("withdrawn", run=run, site=site, durable=True)
-
-    def sync(self) -> None:
-        """Force a round's entries to the disk."""
-        if self._record is not None:
-            self._record.sync()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return number and hash of the last entry, nothing without a record."""

@@ -15,7 +15,8 @@ from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import sum_over
 from fedtorch.networks.network import Network
-from fedtorch.sites.envelopes.keyring import DIRECTORY, Ask, SiteKeys
+from fedtorch.protocol.halves import Half, Send
+from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys, Wait
 from fedtorch.sites.envelopes.sealer import Sealer
 from fedtorch.sites.identity.key_directory import Speaker
 from fedtorch.sites.rounds.policy import Refusal
@@ -30,27 +31,28 @@ class Envelopes:
 
     Args:
         request: (site, number of the request) -> a request for envelopes.
-        ask: how sites are asked.
+        wait: makes the step that waits for sites.
         next_sequence: a number for requests.
     """
 
-    def __init__(self, request: Callable[[str, int], bytes], ask: Ask, next_sequence: Callable[[], int]) -> None:
-        self._request, self._ask, self._next = request, ask, next_sequence
+    def __init__(self, request: Callable[[str, int], Send], wait: Wait, next_sequence: Callable[[], int]) -> None:
+        self._request, self._wait, self._next = request, wait, next_sequence
         self._held: dict[str, dict[str, bytes]] = {}  # by sender and receiver
         self._fresh: set[str] = set()  # whose envelopes are sealed for the keys of the directory
         self._directory = b""
 
-    def begin(self, sites: Sequence[str], directory: bytes) -> None:
+    def gather(self, sites: Sequence[str], directory: bytes) -> Half:
         """Ask those sites for envelopes whose last ones are not for the keys of this directory."""
         if directory != self._directory:
             self._fresh.clear()
             self._directory = directory
         number, wanted = self._next(), [site for site in sites if site not in self._fresh]
         if wanted:
-            requests = {site: self._request(site, number) for site in wanted}
-            answers = self._ask(requests, number, lambda site, frame: frame.blobs()).answers
-            self.keep(answers)
-            self._fresh.update(answers)
+            for site in wanted:
+                yield self._request(site, number)
+            heard = yield self._wait(wanted, lambda site, frame: frame.blobs())
+            self.keep(heard.messages)
+            self._fresh.update(heard.messages)
 
     def forget(self) -> None:
         """Sites are asked for their envelopes again, as they stand in another round."""

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
+from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.sites.identity import key_directory
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.identity.key_directory import KeyDirectory, Speaker
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.policy import Refusal
-from fedtorch.sites.rounds.sites import Answers
 from fedtorch.wire import PayloadError
 
 DIRECTORY = "directory"  # its name beside other bytes of a frame
-Ask = Callable[[Mapping[str, bytes], int, Callable[[str, Frame], object]], Answers]
+Wait = Callable[[Iterable[str], Callable[[str, Frame], Any]], Receive]  # (sites, how their answers are read) -> step
 
 
 class Keyring:
@@ -23,34 +24,45 @@ class Keyring:
 
     Args:
         roster: as the authority has signed it.
-        ask: how sites are asked.
+        clients: the numbers of each site's clients, by name, in their order.
+        rotate: so many rounds keys are used; then sites make others.
+        wait: makes the step that waits for sites.
         next_sequence: a number for requests.
-
-    Attributes:
-        epoch: of the keys; in another one sites make others.
     """
 
-    def __init__(self, roster: bytes, ask: Ask, next_sequence: Callable[[], int]) -> None:
-        self._roster, self._ask, self._next, self.epoch = roster, ask, next_sequence, 0
+    def __init__(
+        self, roster: bytes, clients: Mapping[str, range], rotate: int, wait: Wait, next_sequence: Callable[[], int]
+    ) -> None:
+        self._roster, self._clients, self._rotate = roster, clients, rotate
+        self._wait, self._next, self._epoch, self._rounds = wait, next_sequence, 0, 0
         self._said: dict[str, tuple[bytes, Speaker]] = {}
 
-    def gather(self, sites: Mapping[str, range], run: str, epoch: int) -> dict[str, str]:
-        """Ask sites, with the numbers of their clients, for keys of an epoch; return why some have none."""
-        number, self.epoch = self._next(), epoch
+    def gather(self, sites: Sequence[str], run: str) -> Half:
+        """Ask sites for their keys, and for new ones when it is time; return why some have none."""
+        epoch = self._rounds // self._rotate
+        missing = yield from self._ask(sites, run, self._epoch)
+        if not missing and epoch > self._epoch:
+            missing = yield from self._ask(sites, run, epoch)
+        self._rounds += 1
+        return missing
+
+    def _ask(self, sites: Sequence[str], run: str, epoch: int) -> Half:
+        number, self._epoch = self._next(), epoch
         request = frames.encode("keys", run=run, sequence=number, epoch=epoch)
-        read = partial(self._read, sites, run)
-        heard = self._ask(dict.fromkeys(sites, request), number, read)
-        self._said.update(heard.answers)
+        for site in sites:
+            yield Send(site, request, sequence=number)
+        heard = yield self._wait(sites, partial(self._read, run))
+        self._said.update(heard.messages)
         return heard.missing
 
-    def _read(self, sites: Mapping[str, range], run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
+    def _read(self, run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
         """An announcement that others will believe, so that one site does not spoil the directory for all."""
         word = frame.blob("keys")
         try:
             said = key_directory.speaker(word, self._roster, run)
         except ValueError as error:
             raise PayloadError(str(error)) from None
-        if said.name != site or range(said.first, said.first + said.clients) != sites[site]:
+        if said.name != site or range(said.first, said.first + said.clients) != self._clients[site]:
             raise frame.refused(f"keys of {site!r} with its clients", said[:3])
         return word, said
 

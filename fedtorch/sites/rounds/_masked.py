@@ -8,30 +8,34 @@ in is decided by `past_sums`, when it hears who is asked and again before it con
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.exchanges.exchange import RowsOf
-from fedtorch.protocol import halves as halves
-from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked
-from fedtorch.sites.envelopes.keyring import SiteKeys
+from fedtorch.protocol.halves import Half, Heard, Receive, Send, packed, unpacked, wrapped
+from fedtorch.sites.envelopes.keyring import Keyring, SiteKeys, Wait
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.past_sums import digest_of_start
+from fedtorch.sites.rounds.plan import Lost
 from fedtorch.sites.rounds.policy import Refusal
-from fedtorch.sites.rounds.sites import Answers
 from fedtorch.sites.secure.halves import client_half, server_half
 from fedtorch.sites.secure.masked import Masked, Parties
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
 from fedtorch.sites.secure.server import Server
 from fedtorch.tree import Tree
+
+_LOG = logging.getLogger(__name__)
 
 
 class Guard(Protocol):
@@ -80,63 +84,115 @@ class SumLost(RuntimeError):
         self.failed, self.bound = failed, bound
 
 
-class Added(NamedTuple):
-    """A sum of sites."""
-
-    aggregate: Tree
-    sites: list[str]  # that are in it
-    guilty: dict[str, str]  # how sites have broken the protocol
-
-
-def add_up(
-    masks: Masked,
-    parties: Parties,
-    firsts: Mapping[str, int],
-    message: Tree,
-    first: Mapping[str, bytes],
-    wanted: Asked,
-    ask: Callable[[int, Mapping[str, bytes]], Answers],
-) -> Added:
-    """Return the sum of what sites have under masks: the server's half, driven over requests.
+class Sums:
+    """The server's: adds up what sites have under masks, and knows who is left out of later sums.
 
     Args:
         masks: of the population.
-        parties: who adds up.
-        firsts: the number of each site's first client, by name.
-        message: what clients send, `(0, ...)`.
-        first: what sites have said in the first phase.
-        wanted: what the server asks for.
-        ask: (phase, what sites are sent) -> what they say.
-
-    Raises:
-        SumLost: there is no sum.
+        keyring: of the run.
+        clients: the numbers of each site's clients, by name, in their order.
+        wait: makes the step that waits for sites.
+        next_sequence: a number for requests.
+        lost: what has become of sums, to which this one adds.
     """
-    server, names = masks.server(parties, message), {number + 1: name for name, number in firsts.items()}
-    requests: dict[str, bytes] = {}
-    phases = iter(PHASES)
 
-    def send(step: Send) -> None:
-        requests[names[int(step.to)]] = unpacked(step.message)
+    def __init__(
+        self,
+        masks: Masked,
+        keyring: Keyring,
+        clients: Mapping[str, range],
+        wait: Wait,
+        next_sequence: Callable[[], int],
+        lost: Lost,
+    ) -> None:
+        self._masks, self._keyring, self._clients = masks, keyring, clients
+        self._wait, self._next, self._lost = wait, next_sequence, lost
 
-    def hear(step: Receive) -> halves.Heard:
-        phase = next(phases)
-        heard = Answers(dict(first), {}, 0) if phase == ADVERT else ask(phase, requests)
-        requests.clear()
-        numbers = {name: number + 1 for name, number in firsts.items()}
-        said = {numbers[name]: packed(answer) for name, answer in heard.answers.items()}
-        return halves.Heard(said, {numbers[name]: why for name, why in heard.missing.items()})
+    def left_out(self, sites: Iterable[str], start: bytes) -> dict[str, str]:
+        """Return why some sites are not to be asked for a sum over a start."""
+        bound = self._lost.bound.get(start)
+        if bound is None:
+            return {site: self._lost.failed[site] for site in sites if site in self._lost.failed}
+        why = "others have confirmed a sum over the same start without it, which was lost"
+        return {site: why for site in sites if site not in bound}
 
-    try:
-        total = halves.drive(server_half(server, wanted.least, names), send, _nobody, hear)
-        aggregate = masks.aggregate(total, message)
-    except RuntimeError as error:
-        raise _lost(error, server, names, wanted.missing) from error
-    guilty = {names[number]: why for number, why in server.guilty.items()}
-    return Added(aggregate, [names[number] for number in server.survivors], guilty)
+    def add_up(self, sites: Sequence[str], first: Mapping[str, bytes], run: str, message: Tree, wanted: Asked) -> Half:
+        """Return (the aggregate of what sites have under masks, the sites in it).
+
+        Args:
+            sites: of the directory that was sent.
+            first: what they have said in the first phase.
+            run: the run.
+            message: what clients send, `(0, ...)`.
+            wanted: of the sum.
+
+        Raises:
+            SumLost: there is no sum; who has ended it is left out of those over other starts.
+        """
+        numbers = {site: self._clients[site].start + 1 for site in sites}
+        names, signing = {number: site for site, number in numbers.items()}, self._keyring.signing(sites)
+        parties = parties_of(run, wanted.number, wanted.about, dict(zip((n - 1 for n in names), signing)))
+        server, phases = self._masks.server(parties, message), _Phases(self, numbers, first, run, wanted.number)
+        try:
+            total = yield from wrapped(server_half(server, wanted.least, names), phases)
+            aggregate = self._masks.aggregate(total, message)
+        except RuntimeError as error:
+            lost = _lost(error, server, names, wanted.missing)
+            if wanted.start:
+                self._leave_out(lost.failed)
+                if lost.bound:
+                    self._lost.bound[wanted.start] = lost.bound
+            raise lost from error
+        survivors = [names[number] for number in server.survivors]
+        self._lost.bound.pop(wanted.start, None)
+        for site in survivors:
+            self._lost.failed.pop(site, None)
+        self._leave_out({names[number]: f"it sent {why}" for number, why in server.guilty.items()})
+        return aggregate, survivors
+
+    def ask(self, run: str, number: int, phase: int, sent: Mapping[str, Tensor]) -> Half:
+        """Ask sites for their messages of a later phase of a sum."""
+        sequence = self._next()
+        encode = partial(frames.encode_blobs, "phase", run=run, sequence=sequence, sum=number, phase=phase)
+        for site, payload in sent.items():
+            yield Send(site, encode({"payload": unpacked(payload)}), sequence=sequence)
+        return (yield self._wait(sent, lambda site, frame: frame.blob("said")))
+
+    def _leave_out(self, sites: Mapping[str, str]) -> None:
+        """Leave sites out of later sums, but for one that others have confirmed with them."""
+        for site, why in sites.items():
+            self._lost.failed[site] = f"it is left out of sums under masks, in one of which {why}"
+            _LOG.warning("site %r is left out of sums under masks: in one %s", site, why)
 
 
-def _nobody(step: Receive) -> Tree:
-    raise AssertionError(f"Expected to hear all sites at once, but got {step}")
+class _Phases:
+    """Takes the steps of the server's half of a sum, whose first messages have come as answers to a round.
+
+    Args:
+        sums: of the server.
+        numbers: of the parties, by site.
+        first: what sites have said in the first phase.
+        run: the run.
+        number: of the sum.
+    """
+
+    def __init__(
+        self, sums: Sums, numbers: Mapping[str, int], first: Mapping[str, bytes], run: str, number: int
+    ) -> None:
+        self._sums, self._numbers, self._first, self._run, self._sum = sums, numbers, first, run, number
+        self._sites = {number: site for site, number in numbers.items()}
+        self._phases, self._sent = iter(PHASES), dict[str, Tensor]()
+
+    def __call__(self, step: Send | Receive) -> Half:
+        if isinstance(step, Send):
+            self._sent[self._sites[int(step.to)]] = step.message
+            return None
+        phase, sent, self._sent = next(self._phases), self._sent, {}
+        heard = Heard(dict(self._first), {})
+        if phase != ADVERT:
+            heard = yield from self._sums.ask(self._run, self._sum, phase, sent)
+        said = {self._numbers[site]: packed(answer) for site, answer in heard.messages.items()}
+        return Heard(said, {self._numbers[site]: why for site, why in heard.missing.items()})
 
 
 def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing: Mapping[str, str]) -> SumLost:

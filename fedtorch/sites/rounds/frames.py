@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -152,6 +152,22 @@ def read(payload: bytes, sender: str) -> Frame:
     if not isinstance(kind, str):
         raise PayloadError(f"payload of client {sender!r}: expected a kind of frame, but got none")
     return Frame(kind, about, payload, sender)
+
+
+def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | Frame], Any]:
+    """Return a `Receive.like` of answers: of a payload, or of the frame where a driver has read it already.
+
+    Args:
+        read_answer: (site, frame) -> the answer; raises `PayloadError` for something else, as is done for a refusal.
+    """
+
+    def like(sender: str, came: bytes | Frame) -> Any:
+        frame = came if isinstance(came, Frame) else read(came, sender)
+        if frame.kind == "refusal":
+            raise PayloadError(frame.text("reason")[:1000])
+        return read_answer(sender, frame)
+
+    return like
 
 
 def run_of(begin: Frame) -> str:

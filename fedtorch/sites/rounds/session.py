@@ -65,8 +65,9 @@ class SiteSession:
     ) -> None:
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
         self.algorithm, self._carry = _built(configuration, begin)
-        total = begin.integer("clients", len(configuration.data), MOST_CLIENTS)
-        self.first = begin.integer("first", 0, total - len(configuration.data))
+        self._count = len(configuration.data)
+        total = begin.integer("clients", self._count, MOST_CLIENTS)
+        self.first = begin.integer("first", 0, total - self._count)
         watch.begin(self.algorithm, total)
         start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
         server, like = self.algorithm.init(start, total)
@@ -81,7 +82,7 @@ class SiteSession:
         self._envelopes = self._correspond(server, like)
         here = self._carry.carried(self.algorithm)
         here = replace(here, exchange=frames.at_site(here.exchange))
-        names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - len(configuration.data))
+        names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - self._count)
         blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
         self.clients = LocalClients(here, state, names, blocks, total, configuration.chunk)
         self._lasting = bool(tree.leaves(state))
@@ -92,7 +93,7 @@ class SiteSession:
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Keys, where the server may not read what clients send."""
-        carry, own = self._carry, len(self.configuration.data)
+        carry = self._carry
         try:
             carry.check(clients)
         except ValueError as error:
@@ -100,7 +101,7 @@ class SiteSession:
         if carry.masks is not None:
             self._past.open()
         hidden = carry.masks is not None or carry.network is not None
-        return SiteKeys(identity, self.run, self.first, own) if hidden else None
+        return SiteKeys(identity, self.run, self.first, self._count) if hidden else None
 
     def _correspond(self, server: Tree, state: Tree) -> SiteEnvelopes | None:
         """Envelopes, where neighbours hear each other through the server."""
@@ -113,7 +114,7 @@ class SiteSession:
     @property
     def _own(self) -> range:
         """The numbers of the site's clients."""
-        return range(self.first, self.first + len(self.configuration.data))
+        return range(self.first, self.first + self._count)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -134,14 +135,15 @@ class SiteSession:
             self._version = None  # until all of it is loaded
             self.clients.load_state_dict(states)
         self._version = kept
-        self._versions.retain({kept, *keep})
+        if self._lasting:
+            self._versions.retain({kept, *keep})
 
     def round(self, frame: Frame) -> bytes:
         """Run the clients that are asked, keeps their new states as a version of its own, and answers."""
-        own, number = len(self.configuration.data), frame.integer("sequence", 1)
+        number = frame.integer("sequence", 1)
         if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
             return self._part.begun
-        silent = frame.integer("lost", 0, own)
+        silent = frame.integer("lost", 0, self._count)
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
         heard, more, blobs = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))

@@ -8,9 +8,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from fedtorch import _files as files
+from fedtorch.federation.budget import Budget
+from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import SiteRecording
@@ -117,35 +120,29 @@ def _join(dial: Callable[[], Link], site: Site, timeout: Timeout) -> SiteSession
             link = dial()
             try:
                 site.recording.connected()
-                _say(link, site.hello())
-                site.log.connected(len(site.configuration.data), int(site.configuration.data.counts.sum()))
-                while site.ended is None:
-                    payload = _next(link, site, timeout)
-                    timeout.heard()
-                    _say(link, site.answer(payload))
-                return site.ended
+                return drive(site.half(), partial(_say, link), partial(_next, link, site, timeout.seconds))
             finally:
+                timeout.heard(link.heard)
                 link.close()
         except (ConnectionError, TimeoutError) as error:
             _LOG.warning("no server, connecting again: %s", error)
             timeout.again(error)
 
 
-def _next(link: Link, site: Site, timeout: Timeout) -> bytes:
+def _next(link: Link, site: Site, seconds: float, wanted: Receive) -> bytes:
     """The server's next frame; where it has said that its run is without this site, however late that comes."""
     while True:
         try:
-            return link.receive(timeout.seconds)
+            return link.receive(seconds)
         except TimeoutError:
             if not site.unlisted:
                 raise
 
 
-def _say(link: Link, frame: bytes | None) -> None:
-    """Send a frame, if there is one; a server that does not take it is one that is lost."""
+def _say(link: Link, step: Send) -> None:
+    """Send a frame; a server that does not take it is one that is lost."""
     try:
-        if frame is not None:
-            link.send(frame)
+        link.send(encode(step))
     except TimeoutError as error:
         raise ConnectionResetError(str(error)) from error
 
@@ -176,6 +173,7 @@ class Site:
         self.configuration, self.folder, self._identity = configuration, folder, identity
         self._watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
+        self._recorded = self.recording.around(self._do, self._budget)
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
@@ -189,6 +187,16 @@ class Site:
         schema = frames.described(data.rows)
         about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema}
         return frames.encode("hello", protocol=PROTOCOL, **about)
+
+    def half(self, server: Name = 0) -> Half:
+        """Say who is here, and answer the server's frames until its run is over; return the site's part in it."""
+        yield Send(server, self.hello())
+        self.log.connected(len(self.configuration.data), int(self.configuration.data.counts.sum()))
+        while self.ended is None:
+            answer = self.answer((yield Receive(server, lambda sender, payload: payload)))
+            if answer is not None:
+                yield Send(server, answer)
+        return self.ended
 
     def answer(self, payload: bytes) -> bytes | None:
         """Answer a frame of the server; None for nothing."""
@@ -205,10 +213,7 @@ class Site:
                 (self._begin if frame.kind == "begin" else self._end)(frame)
                 return None
             sequence = frame.integer("sequence", 1)
-            self.recording.request(frame)
-            answer = self._do(frame)
-            self.recording.answer(frame, answer, None if self._session is None else self._session.algorithm)
-            return answer
+            return self._recorded(frame)
         except Refusal as error:
             return self._refuse(payload, sequence, str(error))
         except PayloadError as error:
@@ -260,6 +265,10 @@ class Site:
         answer = answers[frame.kind](frame)
         self.log.answered(frame)
         return answer
+
+    def _budget(self) -> Budget | None:
+        """The budget of the algorithm that is run now."""
+        return None if self._session is None else self._session.algorithm.budget
 
     def _end(self, frame: Frame) -> None:
         if self._session is not None and self._session.run == run_of(frame):

@@ -1,16 +1,23 @@
-"""The sites as their server meets them: who is here, what they bring, and asking all of them at once."""
+"""The sites as their server meets them: who is here, what they bring, and the driver of the server's halves.
+
+A site may be away, come back, answer late or answer anything. The driver asks all sites of a `Receive` at once, again
+where one connects anew, and goes on when as many have answered as the half says, or its time is up.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
+from fedtorch.protocol.halves import Half, Heard, Receive, Send, Traffic, drive, hear
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame
 from fedtorch.sites.streams.hub import Hub
@@ -30,64 +37,52 @@ class Brings(NamedTuple):
     schema: Any  # of its rows, as JSON
 
 
-class Answers(NamedTuple):
-    """Holds the answers of sites."""
-
-    answers: dict[str, Any]  # by site, as they were read, in the order of the sites
-    missing: dict[str, str]  # why the others did not answer
-    bytes_up: int
-
-
 class Question:
-    """Asks some sites, and keeps what they have answered so far.
+    """Holds what some sites are asked, and what they have answered so far.
 
     Args:
         run: the identity of the run.
         begin: site -> the frame that begins the run there.
-        requests: by site.
-        sequence: of the requests.
-        read: (site, frame) -> the answer; may raise PayloadError, which is no answer.
+        requests: by site, all of one number.
+        wanted: how the answers are read, how many are waited for, and how long.
 
     Attributes:
         asked: the sites that have the request on their stream.
         waiting: the sites that have neither answered nor refused, in their order.
+        heard: their answers, in the order in which they came, and why others have none.
+        bytes_up: of the answers that were taken.
     """
 
-    def __init__(
-        self,
-        run: str,
-        begin: Callable[[str], bytes],
-        requests: Mapping[str, bytes],
-        sequence: int,
-        read: Callable[[str, Frame], Any],
-    ) -> None:
-        self.run, self.begin, self.requests, self.sequence, self._read = run, begin, requests, sequence, read
-        self.answers: dict[str, Any] = {}
-        self.missing: dict[str, str] = {}
+    def __init__(self, run: str, begin: Callable[[str], bytes], requests: Mapping[str, Send], wanted: Receive) -> None:
+        self.run, self.begin, self.requests, self.wanted = run, begin, requests, wanted
         self.asked: set[str] = set()
         self.waiting = dict.fromkeys(requests)
-        self._bytes = 0
+        self.heard, self.bytes_up = Heard({}, {}), 0
+
+    @property
+    def bytes_down(self) -> int:
+        """Return the bytes of all requests."""
+        return sum(len(request.message) for request in self.requests.values())
 
     def hear(self, frame: Frame) -> None:
         """Take in a site's frame, if it belongs to the question."""
         name = frame.sender
         if frame.kind == "hello":
             self.asked.discard(name)
-        elif name in self.asked and name in self.waiting and frame.about.get("sequence") == self.sequence:
-            try:
-                if frame.kind == "refusal":
-                    self.missing[name] = frame.text("reason")[:1000]
-                else:
-                    self.answers[name] = self._read(name, frame)
-                    self._bytes += len(frame.payload)
-            except PayloadError as error:
-                self.missing[name] = str(error)
+        elif name in self.asked and name in self.waiting:
+            if frame.about.get("sequence") != self.requests[name].sequence:
+                return
             del self.waiting[name]
+            hear(self.heard, name, partial(self.wanted.like, name, frame))
+            self.bytes_up += len(frame.payload) * (name in self.heard.messages)
 
-    def heard(self, gone: Mapping[str, str]) -> Answers:
-        """All that was heard; `gone` are the sites that are waited for no longer, and why."""
-        answers = {name: self.answers[name] for name in self.requests if name in self.answers}
-        return Answers(answers, {**self.missing, **gone}, self._bytes)
+    def end(self, gone: Mapping[str, str]) -> Heard:
+        """Return all that was heard, in the order of the sites; `gone` are those not waited for any more, and why."""
+        messages, missing = self.heard
+        return Heard({name: messages[name] for name in self.requests if name in messages}, {**missing, **gone})
+
+
+Ask = Callable[[Question], Heard]
 
 
 class Sites:
@@ -109,6 +104,7 @@ class Sites:
         self.bring: dict[str, Brings] = {}
         self.troubles: dict[str, str] = {}
         self.on_drop: Callable[[str, str], None] = lambda name, reason: None
+        self._dropped: dict[str, str] = {}  # why sites were disconnected that have not come back
         self._begun: dict[str, str] = {}  # the run that a site's stream has begun
         self._here: set[str] = set()  # sites whose stream has said hello
         self._owes: dict[str, int] = {}  # the request that a site has not answered yet: it gets no other meanwhile
@@ -139,38 +135,55 @@ class Sites:
         self._sequence += 1
         return self._sequence
 
-    def ask(self, question: Question, *, seconds: float, least: int) -> Answers:
+    def drive(self, half: Half, run: str, begin: Callable[[str], bytes], ask: Ask | None = None) -> tuple[Any, Traffic]:
+        """Run a half of the server, whose messages are requests; return its result, and the bytes that it moved.
+
+        Args:
+            half: of the server; it waits for all whom it has sent something together.
+            run: the identity of the run.
+            begin: site -> the frame that begins the run there.
+            ask: in the place of the method, such as one that keeps a record too.
+        """
+        requests, questions = dict[str, Send](), list[Question]()
+
+        def send(step: Send) -> None:
+            requests[str(step.to)] = step
+
+        def several(wanted: Receive) -> Heard:
+            questions.append(Question(run, begin, {name: requests.pop(name) for name in wanted.sender}, wanted))
+            return (ask or self.ask)(questions[-1])
+
+        result = drive(half, send, _single, several)
+        return result, Traffic(sum(each.bytes_up for each in questions), sum(each.bytes_down for each in questions))
+
+    def ask(self, question: Question) -> Heard:
         """Ask sites, and return once all that are here have answered, and `least` of them at least, or time is up.
 
         A site that connects anew meanwhile is asked again; one that still works on an earlier request is asked once it
         has answered that.
-
-        Args:
-            question: what they are asked.
-            seconds: that are waited.
-            least: so many answers are waited for also from sites that are not here.
         """
-        ends, waiting, frame = time.monotonic() + seconds, question.waiting, None
+        wanted, waiting = question.wanted, question.waiting
+        ends, frame = time.monotonic() + (math.inf if wanted.seconds is None else wanted.seconds), None
         while True:
             if frame is None:  # at first, and when none came for a while, a look at all of them
                 question.asked &= self.host.connected
             for name in list(waiting) if frame is None else [frame.sender]:
                 here = name in waiting and name in self._here
                 free = here and name not in question.asked and name not in self._owes
-                if free and self._send(name, question.run, question.begin, question.requests[name]):
+                if free and self._send(name, question.run, question.begin, question.requests[name].message):
                     question.asked.add(name)
-                    self._owes[name] = question.sequence
-            found, left = len(question.answers), ends - time.monotonic()
+                    self._owes[name] = question.requests[name].sequence
+            found, left = len(question.heard.messages), ends - time.monotonic()
             alone = question.asked.isdisjoint(waiting)
-            if not waiting or (found >= least and alone) or found + len(waiting) < least or left <= 0:
+            if not waiting or (found >= wanted.least and alone) or found + len(waiting) < wanted.least or left <= 0:
                 break
             frame = self._next(min(left, _LOOK))
             if frame is not None:
                 question.hear(frame)
         working, yet = self._owes.keys() & self.host.connected, LATE if left <= 0 else "it had not answered yet"
-        gone = {name: yet if name in working else "it is not connected" for name in waiting}
-        self._note(question.missing | gone)
-        return question.heard(gone)
+        gone = {name: yet if name in working else self._dropped.get(name, "it is not connected") for name in waiting}
+        self._note(question.heard.missing | gone)
+        return question.end(gone)
 
     def is_here(self, name: str) -> bool:
         """Return whether a site is connected and has said what it brings."""
@@ -219,6 +232,7 @@ class Sites:
         except (PayloadError, ValueError) as error:
             self._note({peer: str(error)})
             self._forget(peer)
+            self._dropped[peer] = str(error)
             self.host.drop(peer, str(error))
             self.on_drop(peer, str(error))
             return None
@@ -251,6 +265,7 @@ class Sites:
             raise ValueError(f"Expected the clients and rows with which {name!r} first came, but got others; run anew")
         self.bring.setdefault(name, brings)
         self._here.add(name)
+        self._dropped.pop(name, None)
 
     def _turn_away(self, name: str) -> None:
         """Tell a site that is in no run now to wait for another."""
@@ -269,6 +284,10 @@ class Sites:
             if self.troubles.get(name) != why:
                 _LOG.warning("site %r: %s", name, why)
             self.troubles[name] = why
+
+
+def _single(wanted: Receive) -> Any:
+    raise AssertionError(f"Expected to hear all sites that were asked together, but got {wanted}")
 
 
 def reasons(missing: Mapping[str, str]) -> str:

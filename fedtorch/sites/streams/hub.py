@@ -242,6 +242,9 @@ class Link:
         limits: of the line.
         hang_up: ends the stream.
 
+    Attributes:
+        heard: when the last frame of the other side was taken, by `time.monotonic`; None before the first.
+
     >>> from fedtorch.sites.streams import memory
     >>> host = Hub()
     >>> at_site: Link = memory.link(host, "ward 7")
@@ -254,6 +257,7 @@ class Link:
 
     def __init__(self, line: Line, limits: Limits, hang_up: Callable[[], None]) -> None:
         self._line, self._limits, self._hang_up = line, limits, hang_up
+        self.heard: float | None = None
 
     def send(self, frame: bytes) -> None:
         """Put a frame on the stream.
@@ -277,6 +281,7 @@ class Link:
         frame = self._line.inward.get(seconds)
         if self._line.admitted is not None:
             self._line.admitted()
+        self.heard = time.monotonic()
         return frame
 
     def close(self) -> None:

@@ -16,11 +16,12 @@ class Timeout:
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.heard()
+        self.heard(time.monotonic())
 
-    def heard(self) -> None:
-        """The server has said something."""
-        self._since, self._pause = time.monotonic(), _PAUSES[0]
+    def heard(self, at: float | None) -> None:
+        """Note when the server has said something, by `time.monotonic`; None for not at all."""
+        if at is not None:
+            self._since, self._pause = at, _PAUSES[0]
 
     def again(self, error: Exception) -> None:
         """Wait before the next attempt, longer each time.

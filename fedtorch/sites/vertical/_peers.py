@@ -36,7 +36,7 @@ class Peer:
     def receive(self, step: Receive) -> Tree:
         """Return the next message; raise `PeerLost` where none comes, and `PayloadError` where it is another."""
         with naming(self.name):
-            payload = self.link.receive(self._seconds)
+            payload = self.link.receive(self._seconds if step.seconds is None else step.seconds)
         self.received += len(payload)
         if payload == _END:
             raise wire.PayloadError(f"payload of {self.name}: expected another message, but its half is done")

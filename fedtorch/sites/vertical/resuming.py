@@ -129,7 +129,7 @@ def resuming_over_link(
                 moved = [moved[0] + more.up, moved[1] + more.down]
             except PeerLost as error:
                 if party.entered:
-                    waits.heard()
+                    waits.heard(time.monotonic())
                 if not party.done:
                     _LOG.warning("connecting again: %s", error)
                     waits.again(error)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch import random, tree
+from fedtorch import progress, random, tree
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep import posterior, settled
 from fedtorch.federation.algorithms.ep._start import Factors
@@ -464,6 +466,17 @@ def test_few_devices_far_from_the_prior(levels: list[float], means: float, sds: 
     assert error < 0.06
     assert ((better.posterior.mean - mean) / sd).abs().max() < error
     assert (better.posterior.stddev / sd - 1).abs().max() < error
+
+
+def test_a_correction_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    run = settle(algorithm(linear(1)), devices(3, 1))
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=itertools.count(0.0, 3.0).__next__))
+    found = corrected(run, points=2048)
+    assert len(found.nodes) == 2048
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("Correction: 1,536 of 6,144 nodes")  # of three devices
+    assert lines[-1].startswith("Correction: 6,144 of 6,144 nodes")
 
 
 def test_a_prior_in_conflict_with_the_data_is_named() -> None:

@@ -146,6 +146,13 @@ def test_more_ranks_than_clients(odd: dict[str, Any], clients: int) -> None:
         assert numbers == pytest.approx(expected, rel=ROUNDING, abs=ROUNDING)
 
 
+def test_ranks_meet_once_a_round(odd: dict[str, Any]) -> None:
+    first, second = odd["collectives"]
+    assert first == second
+    assert first[0] > 1  # they compare what they run, and learn the names of diagnostics
+    assert first[1:] == [1, 1, 1]
+
+
 ODD = {  # what differs: (how the message calls it, the rank that differs)
     "data": ("rows", 1),
     "names": ("clients", 0),

@@ -6,14 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.oracles.stacked_losses import COUNTS, block_of, linear, stacked
+from torch import nn
 
 from fedtorch import functional, random, tree
 from fedtorch.federation.solvers.batches import Batch
 
 
-def step(found, block, sizes, key=None):
-    module = linear()
-    tensors = tree.map(lambda p: p.expand(3, *p.shape).clone().requires_grad_(), functional.parameters(module))
+def step(found, block, sizes, module=None):
+    named = functional.parameters(linear() if module is None else module)
+    tensors = {n: p.expand(3, *p.shape).clone().requires_grad_() for n, p in named.items()}
     width = max(sizes)
     rows = tree.map(lambda leaf: leaf[:, :width], block.batch)
     batch = Batch(rows, torch.tensor(sizes), torch.ones(3, dtype=torch.bool))
@@ -63,3 +64,55 @@ def test_only_clients_that_still_train_are_evaluated_one_by_one():
     assert calls == [2, 3]
     assert losses[1] == 0
     assert all(gradient[1].abs().max() == 0 for gradient in gradients)
+
+
+class LateDropout(nn.Module):
+    """Draws from the second step on, which nobody has seen before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = linear(), 0
+
+    def forward(self, x):
+        return F.dropout(self.net(x), 0.5) if self.calls else self.net(x)
+
+
+def test_a_module_that_draws_later_draws_from_keys_and_leaves_the_generator():
+    module = LateDropout()
+    found = stacked(module=module, batched=False)
+    assert not found.random
+    found.objective.module.calls = 1
+    before = torch.get_rng_state()
+    seldom = step(found, block_of(), COUNTS, module=module)
+    assert torch.equal(torch.get_rng_state(), before)
+    found.random = True
+    torch.testing.assert_close(step(found, block_of(), COUNTS, module=module), seldom, rtol=0, atol=0)
+
+
+def test_steps_one_by_one_that_draw_nothing_are_not_intercepted():
+    modes = []
+
+    def loss(output, target):
+        modes.append(torch._C._len_torch_dispatch_stack())
+        return F.cross_entropy(output, target)
+
+    found = stacked(loss, batched=False)
+    modes.clear()
+    step(found, block_of(), COUNTS)
+    assert modes == [0, 0, 0]
+
+
+def test_recurrent_modules_stacked_equal_those_one_by_one():
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn, self.head = nn.GRU(1, 4, batch_first=True), nn.Linear(4, 3)
+
+        def forward(self, x):
+            return self.head(self.rnn(x[..., None])[0][:, -1])
+
+    module = Recurrent().double()
+    for i, p in enumerate(module.parameters()):
+        p.data = random.normal(random.key(i), p.shape, p.dtype)
+    answers = [step(stacked(module=module, batched=b), block_of(), COUNTS, module=module) for b in (True, False)]
+    torch.testing.assert_close(*answers)

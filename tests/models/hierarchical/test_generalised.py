@@ -46,3 +46,20 @@ def test_responses_that_do_not_fit() -> None:
     negative = ft.data.from_tensors([(x, torch.tensor([0.0, -1.0, 2.0]).double())]).stack([0])
     with pytest.raises(ValueError, match=r"Expected counts, but got -1\.0 to 2\.0"):
         generalised.poisson(hierarchical.normal(1)).prepare(negative)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+@pytest.mark.parametrize("counts", [(3, 1100), (7,)])
+def test_without_deviations_a_factor_is_the_likelihood(kind: str, counts: tuple[int, ...]) -> None:
+    """Of few rows beside many, of far predictors, and of more nodes than are computed at a time."""
+    x = [draw(count, 2, seed=count) * torch.tensor([1.0, 12.0 if kind == "logistic" else 1.0]) for count in counts]
+    y = [(draw(count, seed=1) > 0).double() for count in counts]
+    model = getattr(generalised, kind)(hierarchical.normal(2, random=[]))
+    phi = draw(len(counts), 80, 2, seed=2)
+    found = model.log_factor(phi, model.prepare(ft.data.from_tensors(list(zip(x, y))).stack(list(range(len(counts))))))
+    for k in range(len(counts)):
+        eta = phi[k] @ x[k].mT
+        law = Bernoulli(logits=eta) if kind == "logistic" else Poisson(eta.exp())
+        expected, score = law.log_prob(y[k]).sum(-1), (y[k] - law.mean) @ x[k]
+        variance = torch.finfo(torch.float64).eps * score.square().sum(-1)  # of a fixed effect: one rounding error
+        assert ((found[k] - expected).abs() < 1e-12 * expected.abs() + variance).all()

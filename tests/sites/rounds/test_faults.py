@@ -259,7 +259,7 @@ def test_a_site_that_leaves_has_what_it_told_withdrawn(tmp_path: Path, resumed: 
     run.save(file)
     run = made.run().load(file) if resumed else run
     run.population.withdraw(run, "b")
-    held, initial = in_process(alone(2)), run.clients._local.table.initial
+    held, initial = in_process(alone(2)), run.clients.session.local.table.initial
     told = [scaffold().told.of(tree.unflatten(held[name], initial, "state")) for name in "ac"]
     wanted = tree.add(*(tree.map(lambda leaf: leaf.sum(0), each) for each in told))
     assert distance(run.server.total, wanted) < ROUNDING

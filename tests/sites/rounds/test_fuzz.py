@@ -156,30 +156,38 @@ def hidden_goes_on(make: Any, count: int) -> None:
     host = Loopback(offers(linear_clients([5, 2, 9, 4]), make, sites=4), None, certified().identities)
     settings = {"seconds": 1.0, "quorum": 0.25, "roster": certified().roster, "carry": make.carry}
     sites = Remote(host, list("abcd"), "it", **settings)
-    run, done = ft.Run(make(), sites, seed=1), 0
+    run, done, other, site = ft.Run(make(), sites, seed=1), 0, 0, host.sites["b"]
     for k in range(count):
-        up = k % 2
+        changed = 0
 
-        def hostile(name: str, frame: bytes, up: int = up) -> bytes:
-            return mutated(frame, dice) if name == "b" and up and dice.random() < 0.5 else frame
+        def hostile(name: str, frame: bytes, up: int = k % 2) -> bytes:
+            nonlocal changed
+            if name == "b" and up and dice.random() < 0.5:
+                frame, changed = mutated(frame, dice), changed + 1
+            return frame
 
-        def towards(name: str, frame: bytes, up: int = up) -> bool:
+        def towards(name: str, frame: bytes, up: int = k % 2) -> bool:
+            nonlocal changed
             if name == "b" and not up and dice.random() < 0.5:
+                changed += 1
                 reply = host.sites["b"].answer(mutated(frame, dice))
                 host.frames.extend([("b", reply)] if reply is not None else [])
                 return dice.random() < 0.5
             return True
 
         host.after, host.before = hostile, towards
-        if "b" not in host.sites:
-            host.start("b")
         try:
             run.step()
             done += 1
         except RuntimeError:
             pass
+        other += changed
+        if changed:  # it connects anew, with a stream that has lost nothing, and is let into sums again
+            sites.plan.lost.failed.clear()
+            host.sites["b"] = site
+            host.frames.append(("b", site.hello()))
+    assert other > count // 2
     host.after, host.before = lambda name, reply: reply, lambda name, frame: True
-    host.start("b")
     for _ in range(3):
         run.step()
     assert run.last.ids.tolist() == [0, 1, 2, 3]

@@ -271,14 +271,14 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
 def test_a_server_that_sends_sites_different_models_gets_no_sum() -> None:
     made = Federation(masked(fedavg))
     run = made.run()
-    scatter = run.clients.algorithm.exchange.scatter
+    scatter = run.clients.session.algorithm.exchange.scatter
 
     def unlike(outbox: Any, ids: Any) -> Any:
         heard = scatter(outbox, ids)
         return tree.map(lambda leaf: leaf + 1, heard) if 2 in torch.arange(6)[ids] else heard
 
-    exchange = run.clients.algorithm.exchange._replace(scatter=unlike)
-    run.clients.algorithm = dataclasses.replace(run.clients.algorithm, exchange=exchange)
+    exchange = run.clients.session.algorithm.exchange._replace(scatter=unlike)
+    run.clients.session.algorithm = dataclasses.replace(run.clients.session.algorithm, exchange=exchange)
     with pytest.raises(RuntimeError, match="Expected at least"):
         run.step()
 
@@ -288,7 +288,7 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
     made = Federation(masked(fedavg, dropouts=0.2), sites=6, quorum=0.5)
     one, other = made.run(), made.run()
     one.step()
-    other.clients.run = one.clients.run
+    other.clients.session.run = one.clients.run
     other._draw = lambda key: torch.arange(5)
     with pytest.raises(RuntimeError, match="takes part in others with the same sites only"):
         other.step()
@@ -331,7 +331,7 @@ def test_the_server_that_is_meant_is_agreed_on_and_on_record() -> None:
 def test_a_roster_that_another_authority_has_signed_is_not_believed() -> None:
     """Sites' own keys are those of the roster, so that the server notices nothing."""
     run = Federation(masked(fedavg)).run()
-    keyring, folder = run.clients._hidden._keyring, certified("abd").folder
+    keyring, folder = run.clients.session._keyring, certified("abd").folder
     sites = {name: identity.fingerprint(certified().identities[name].certificate) for name in "abc"}
     other = Roster(folder / "other.json")
     [other.add(name, key) for name, key in sites.items()]
@@ -345,7 +345,7 @@ def test_an_older_roster_is_not_believed() -> None:
     made = Federation(masked(fedavg))
     run, folder = made.run(), certified().folder
     run.step()
-    run.clients._hidden._keyring._roster = key_directory.sign_roster(
+    run.clients.session._keyring._roster = key_directory.sign_roster(
         folder, Roster(folder / "roster.json"), now=lambda: 0.0
     )
     with pytest.raises(RuntimeError, match="older than one that the site has seen"):

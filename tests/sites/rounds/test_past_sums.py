@@ -248,7 +248,7 @@ def test_totals_are_of_all_sites_that_have_told_something(tmp_path: Path) -> Non
     total = run.clients.total()
     assert distance(total, run.server.total) < 1e-8
     assert distance(run.clients.total(), total) == 0
-    run.clients._members = lambda: [(0, "a"), (1, "b"), (2, "c")]
+    run.clients.session.members = lambda: ["a", "b", "c"]
     assert run.clients.total() is None
     assert (
         "only with all sites that it has added up with in the run, and ['d'] (1 in all)" in run.population.troubles["a"]
@@ -260,15 +260,15 @@ def test_totals_are_not_told_by_a_site_that_went_back(tmp_path: Path) -> None:
     host = sites_in(tmp_path, scaffold, "abcd")
     run = run_on(host, "abcd", scaffold)
     run.step()
-    kept = run.clients._kept[3]
+    kept = run.clients.session.kept[3]
     run.step(), run.clients.state_dict()  # both versions are kept
-    after, run.clients._kept[3] = run.clients._kept[3], kept
+    after, run.clients.session.kept[3] = run.clients.session.kept[3], kept
     assert run.clients.total() is None
     assert "'d' has gone back" not in run.population.troubles
     assert "has gone back behind a sum" in run.population.troubles["d"]
-    run.clients._kept[3] = after
+    run.clients.session.kept[3] = after
     assert run.clients.total() is not None
-    run.clients._kept[3] = kept
+    run.clients.session.kept[3] = kept
     run.step()  # the lost part stays lost
     host.start("d")
     assert run.clients.total() is None

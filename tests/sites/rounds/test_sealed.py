@@ -185,7 +185,7 @@ def test_a_server_that_goes_back_makes_sites_write_anew(tmp_path: Path) -> None:
 
 
 def envelopes_of(run: ft.Run) -> dict[str, dict[str, bytes]]:
-    return run.clients._hidden._envelopes._held
+    return run.clients.session._envelopes._held
 
 
 def flip(envelope: bytes, place: int) -> bytes:
@@ -222,12 +222,12 @@ def test_envelopes_for_keys_that_are_gone() -> None:
     run = made.run()
     run.step(), run.step()
     old = envelopes_of(run)["a"]["b"]
-    keep = run.clients._hidden._envelopes.keep
+    keep = run.clients.session._envelopes.keep
 
     def stale(envelopes: Any) -> None:
         keep({name: {**found, **({"b": old} if name == "a" else {})} for name, found in envelopes.items()})
 
-    run.clients._hidden._envelopes.keep = stale
+    run.clients.session._envelopes.keep = stale
     assert run.step().ids.tolist() == [0, 1, 4, 5]
     assert "with a key that is not there" in run.population.troubles["b"]
 

@@ -76,6 +76,18 @@ def alone(clients: int) -> list[float]:
     return [*numbers(run), score.overall, float(run.tensors()["weight"].sum()), len(run.state_dict())]
 
 
+def collectives(rank: int) -> Any:
+    """Return how many collectives each of four rounds takes, whose cohorts leave a rank out now and then."""
+    run, counts = made(cohort=1), []
+    together, ranks = run.population.ranks._together, run.population.ranks
+    for _ in range(4):
+        calls: list[Any] = []
+        ranks._together = lambda *given, calls=calls: (calls.append(given), together(*given))
+        run.step()
+        counts.append(len(calls))
+    return counts
+
+
 def odd(where: int, **changes: Callable[[], Any]) -> Callable[[int], Any]:
     """One round, on one rank of another run."""
 
@@ -161,7 +173,10 @@ GROUPS: dict[str, tuple[int, Callable[[int], Any]]] = {
             round=other_rounds,
         ),
     ),
-    "two": (2, in_turn(**{"rate": odd(1, rate=lambda: 0.1), "evaluation first": first_evaluates})),
+    "two": (
+        2,
+        in_turn(**{"collectives": collectives, "rate": odd(1, rate=lambda: 0.1), "evaluation first": first_evaluates}),
+    ),
 }
 
 

@@ -38,10 +38,12 @@ from fedtorch.models import gaussian
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
+from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 _FREEDOM = 2.0  # degrees of freedom of the second half of the nodes
 _FEWEST = 100  # effective nodes
+_PART = 512  # nodes at a time
 _NOWHERE = -1e30  # log density of nodes without weight
 
 
@@ -124,7 +126,11 @@ def _summed(
     """
 
     def client(inbox: Tensor, state: Tree, data: Any, turn: Turn) -> Reply:
-        values = log_factor(inbox, data)
+        parts = []
+        for part in inbox.split(_PART, 1):
+            parts.append(log_factor(part, data))
+            shown.update(part.shape[0] * part.shape[1])
+        values = torch.cat(parts, 1)
         return Reply(Sum(torch.where(values.isnan() | values.isneginf(), _NOWHERE, values)), state, {})
 
     # Without a server, neighbours find the sums as in the run, and every one of them has the nodes.
@@ -138,7 +144,9 @@ def _summed(
         prepare=prepare,
         exchange=star() if networked is None else run.algorithm.exchange,
     )
-    done, clients = Run(algorithm, run.population, {}).step(), len(run.population.names)
+    clients = len(run.population.names)
+    with Progress("Correction", clients * len(nodes), unit="node", shown=run.population.leads) as shown:
+        done = Run(algorithm, run.population, {}).step()
     if len(done.ids) < clients:
         raise RuntimeError(f"Expected an answer of all {clients} clients, but got {len(done.ids)}; repeat")
     return done.server

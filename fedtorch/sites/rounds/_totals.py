@@ -1,0 +1,81 @@
+"""The server's halves of what it asks sites beside rounds: totals of what clients tell for good, and scores."""
+
+from __future__ import annotations
+
+import torch
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.exchange import Sum
+from fedtorch.protocol.halves import Half
+from fedtorch.sites.rounds._masked import Asked, SumLost
+from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.server import ServerSession
+from fedtorch.sites.rounds.sites import reasons
+from fedtorch.tree import Tree
+
+
+def total(session: ServerSession) -> Half:
+    """Ask for what all clients tell for good; return the total, None unless all sites answer."""
+    exchange, members, initial = session.algorithm.exchange, session.members(), session.local.table.initial
+    if session.plan.carry.network is not None:
+        return None  # nodes have it, a row each
+    if (yield from session.prepare(members)):
+        return None
+    number, counts = session.plan.sites.next_sequence(), dict(zip(session.plan.sites.names, session.plan.counts))
+
+    def read(site: str, frame: Frame) -> Tree:
+        if session.hidden:
+            return frame.blob("said")
+        like = told_by(session.algorithm, initial, 0 if exchange.additive else counts[site])
+        return frame.tree({"told": like})["told"]
+
+    for site in members:
+        yield session.request("total", site, number)
+    heard = yield session.wait(members, read)
+    if heard.missing:
+        return None
+    if session.hidden:
+        try:
+            messages = told_messages(session.algorithm, initial, 0)
+            made, _ = yield from session.add_up(heard.messages, messages, Asked(number, len(members)))
+            return made.value
+        except SumLost:
+            return None
+    left = [told_by(session.algorithm, initial, counts[site]) for site in counts if site not in members]
+    return exchange.finish(exchange.merge([*heard.messages.values(), *left])).value
+
+
+def scores(session: ServerSession, outbox: Tree, like: Tree) -> Half:
+    """Ask for the sums of metrics, by name as in `like` `(0, ...)`; return them of all clients, zeros where one left.
+
+    Raises:
+        RuntimeError: a site does not answer; the message says why.
+    """
+    if session.plan.carry.network is not None:
+        yield from session.prepare([])
+    number, members = session.plan.sites.next_sequence(), session.members()
+    for site in members:
+        inboxes = session.inboxes(outbox, session.of_site(site))
+        yield session.request("evaluate", site, number, inboxes, metrics=list(like))
+    nothing = {
+        site: tree.map(lambda leaf, n=n: leaf.new_zeros(n, *leaf.shape[1:]), like)
+        for site, n in zip(session.plan.sites.names, session.plan.counts)
+    }
+    read = lambda site, frame: frame.tree({"sums": nothing[site]}, finite=False)["sums"]
+    heard = yield session.wait(members, read)
+    if heard.missing:
+        raise RuntimeError(f"Expected scores of all sites, but got none of {reasons(heard.missing)}")
+    return tree.concatenate([heard.messages.get(site, none) for site, none in nothing.items()])
+
+
+def told_by(algorithm: Algorithm, initial: Tree, clients: int) -> Tree:
+    """Return the partial aggregate of what so many clients tell in their initial state, of one client."""
+    return algorithm.exchange.gather(told_messages(algorithm, initial, clients), torch.arange(clients))
+
+
+def told_messages(algorithm: Algorithm, initial: Tree, clients: int) -> Sum:
+    """Return what so many clients tell in their initial state, of one client."""
+    assert algorithm.told is not None
+    told = algorithm.told.of(tree.expand(initial, 1))
+    return Sum(tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), told))

@@ -1,0 +1,324 @@
+"""The server's halves of a run over sites: what it asks of them, and how their answers to a round become its result.
+
+The halves send and receive as any other; `Sites` drives them over streams. What sites have to know of each other before
+a round, keys and envelopes, is asked for first; a sum under masks goes on after it.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithms.fedavg import rows_weight
+from fedtorch.federation.exchanges.exchange import has_negative_weights, is_finite, not_finite, weights
+from fedtorch.federation.populations.clients import LocalClients, joined
+from fedtorch.federation.populations.population import Pending
+from fedtorch.protocol.halves import Half, Receive, Send
+from fedtorch.sites.audit.recording import ServerRecording
+from fedtorch.sites.envelopes.envelopes import Envelopes
+from fedtorch.sites.envelopes.keyring import DIRECTORY, Keyring
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._account import Account
+from fedtorch.sites.rounds._masked import Asked, Sums, name_of_sum, start_for_all
+from fedtorch.sites.rounds.fingerprint import fingerprint
+from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.plan import Plan
+from fedtorch.sites.rounds.sites import LATE, reasons
+from fedtorch.tree import Tree
+
+_NOBODY = torch.zeros(0, dtype=torch.int64)
+
+
+class Answer(NamedTuple):
+    """A site's part of a round."""
+
+    ids: Tensor  # (M,) of its clients that answered
+    info: dict[str, Tensor]  # (M,) each
+    refused: dict[int, str]
+    partial: Tree  # None if none of them answered; bytes by name where the server may not read it
+
+
+class ServerSession:
+    """The server's part in a run.
+
+    Args:
+        plan: of the population.
+        algorithm: what clients compute.
+        state: one client's initial state.
+        account: of what sites have told for good, and which of them have left.
+        recording: of what sites answer.
+
+    Attributes:
+        run: the run's identity, in hexadecimal.
+        local: clients of nobody, which know how messages look and become an aggregate.
+        message: `(0, ...)` what clients answer, before the first round None.
+        kept: the last request of each site whose answer was taken in.
+        saved: the same at the last checkpoints.
+        hidden: whether the server may not read what sites send.
+    """
+
+    def __init__(
+        self, plan: Plan, algorithm: Algorithm, state: Tree, account: Account, recording: ServerRecording
+    ) -> None:
+        self.plan, self.algorithm, self.account, self._recording = plan, algorithm, account, recording
+        self.run, sites = secrets.token_hex(16), len(plan.sites.names)
+        self.hidden = plan.carry.masks is not None or plan.carry.network is not None
+        self._own = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
+        self._keyring, self._sums, self._envelopes = self._hide()
+        here = algorithm
+        if self.hidden:  # what comes of it are aggregates
+            here = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
+        self.local = LocalClients(here, state, plan.names, [(_NOBODY, plan.nobody)], len(plan.names), None)
+        self.message: Tree = None
+        self._shape: Tree = None  # what becomes of it in a partial aggregate
+        self._directory, self._speakers = b"", list[str]()
+        self.kept = [0] * sites
+        self.saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
+
+    def _hide(self) -> tuple[Keyring | None, Sums | None, Envelopes | None]:
+        """What passes on what the server may not read, if the run has such messages."""
+        plan, carry = self.plan, self.plan.carry
+        carry.check(len(plan.names))
+        if not self.hidden:
+            return None, None, None
+        least = 2 if carry.masks is None else carry.masks.sites
+        if plan.roster is None or len(plan.sites.names) < least:
+            raise ValueError(
+                f"Expected roster=identity.sign_roster(authority, roster) and at least {least} sites, which "
+                f"believe each other's keys by it, but got {len(plan.sites.names)} sites and "
+                f"{'no roster' if plan.roster is None else 'a roster'}"
+            )
+        carry.check(len(plan.names), len(plan.sites.names))
+        wait, number = self.wait, plan.sites.next_sequence
+        keyring = Keyring(plan.roster, self._own, plan.rotate, wait, number)
+        if carry.masks is None:
+            return keyring, None, Envelopes(lambda site, number: self.request("envelopes", site, number), wait, number)
+        return keyring, Sums(carry.masks, keyring, self._own, wait, number, plan.lost), None
+
+    # -- a round ---------------------------------------------------------------------------------------------------
+
+    def round(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Half:
+        """Ask the sites of the cohort; return `Pending`, see `Clients.step`.
+
+        Raises:
+            RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
+        """
+        if self.message is None:
+            self.message = self.local.reply(self.local.empty_block(), outbox, turn).message
+        asked = [site for site in self.members() if len(self.of_site(site, cohort))]
+        start = b"" if self._sums is None else start_for_all(self.algorithm, self.plan.carry, outbox)
+        missing = yield from self.prepare(asked, start)
+        number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
+        named = [site for site in asked if site not in missing]
+        for site in named:
+            ids, silent = self.of_site(site, cohort), self.of_site(site, _NOBODY if lost is None else lost)
+            more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
+            yield self.request("round", site, number, self.inboxes(outbox, ids), more, **about)
+        heard = yield self.wait(named, self.read)
+        missing = {**missing, **heard.missing}
+        self._check_quorum(heard.messages, missing, len(asked))
+        about_sum = b"" if self._sums is None else name_of_sum(start, turn)
+        wanted = Asked(number, self.least(len(asked)), start, about_sum, missing)
+        aggregate, answers = yield from self._meet(heard.messages, wanted)
+        if fell := [site for site in heard.messages if site not in answers]:
+            out = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in fell}
+            self._recording.left_out(self.run, out)
+            missing = {**out, **missing}
+        if self.plan.record is not None:
+            self.plan.record.sync()
+        self._check_quorum(answers, missing, len(asked))
+        found = [answer for answer in answers.values() if answer.partial is not None]
+        ids, info = joined([(answer.ids, answer.info) for answer in found])
+        late = [site for site, why in missing.items() if why == LATE]
+        away = [site for site in self.plan.sites.names if site not in answers and site not in late]
+        return Pending(
+            aggregate,
+            ids,
+            info,
+            bytes_up=0,
+            bytes_down=0,
+            commit=lambda: self._keep(answers, number),
+            refused={client: field for answer in answers.values() for client, field in answer.refused.items()},
+            away=self._asked_of(away, cohort, lost),
+            late=self._asked_of(late, cohort, lost),
+        )
+
+    def _meet(self, answers: dict[str, Answer], wanted: Asked) -> Half:
+        """(the aggregate, the answers that are in it)."""
+        found = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
+        exchange = self.algorithm.exchange
+        if not found:
+            return None, answers
+        if self._sums is not None:
+            first = {site: said.get("said", b"") for site, said in found.items()}
+            wanted = wanted._replace(least=wanted.least - len(answers) + len(found))  # others have nothing to add
+            made, there = yield from self.add_up(first, self.message, wanted)
+            answers = {site: answer for site, answer in answers.items() if site in there or answer.partial is None}
+        elif self._envelopes is not None:
+            made = exchange.finish(exchange.gather(self.message, _NOBODY))  # of what neighbours hear, nothing
+        else:
+            made = exchange.merge(list(found.values()))
+        return self.local.finish(made, self.message), answers
+
+    def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:
+        if len(answers) < (least := self.least(asked)):
+            raise RuntimeError(
+                f"Expected answers of at least {least} of {asked} sites, but got {len(answers)}, without "
+                f"{reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
+            )
+
+    def _asked_of(self, sites: Iterable[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
+        """The clients of some sites that were asked, but for those whose messages are lost in any case."""
+        ids = torch.cat([_NOBODY, *(self.of_site(site, cohort) for site in sites)])
+        return ids if lost is None else ids[~torch.isin(ids, lost)]
+
+    def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
+        for index, site in enumerate(self.plan.sites.names):
+            if site in answers:
+                self.kept[index], partial = number, answers[site].partial
+                if self._envelopes is not None and partial is not None:
+                    self._envelopes.keep({site: partial})
+                told = partial is not None and self.algorithm.told is not None
+                if self.plan.withdrawals and not self.hidden and told:
+                    self.account.add(index, partial.told.value)
+
+    # -- what sites answer -----------------------------------------------------------------------------------------
+
+    def read(self, site: str, frame: Frame) -> Answer:
+        """Read an answer to a round; raise `PayloadError` for something else."""
+        count, names = frame.integer("clients", 0, len(self._own[site])), frame.texts("info")
+        refused = {
+            int(k): str(field)[:200] for k, field in frame.names("refused").items() if len(k) < 20 and k.isdecimal()
+        }
+        ids = torch.empty(count, dtype=torch.int64)
+        like = {
+            "ids": ids,
+            "info": {name: torch.empty(count, dtype=torch.float64) for name in names},
+            "partial": frame.room() if self.hidden else self._partial(count) if count else None,
+        }
+        came = frame.tree(like, finite=False)
+        clients = [*came["ids"].tolist(), *refused]
+        if any(client not in self._own[site] for client in clients) or len(set(clients)) != len(clients):
+            own = self._own[site]
+            raise frame.refused(f"different clients from {own.start} to {own.stop - 1}", clients)
+        if self.hidden:
+            return Answer(came["ids"], came["info"], refused, frames.plain(came["partial"]) if count else None)
+        if not torch.equal(getattr(came["partial"], "ids", came["ids"]), came["ids"]):
+            raise frame.refused("a message of each client that answered", "messages of others")
+        if count and not is_finite(came["partial"]):
+            field = next(iter(not_finite(tree.map(lambda leaf: leaf[None], came["partial"])).values()))
+            raise frame.refused(f"finite numbers in {field!r}", "NaN or Inf")
+        self._check_weights(frame, site, came["ids"], came["partial"])
+        return Answer(came["ids"], came["info"], refused, came["partial"])
+
+    def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
+        """Refuse messages that count for less than nothing, or for more rows than the site says its clients have."""
+        if has_negative_weights(partial):
+            raise frame.refused("weights of at least 0", "negative ones")
+        if self.algorithm.settings.get("weight") is not rows_weight:
+            return
+        rows = sum(self.plan.sites.bring[site].rows[client - self._own[site].start] for client in ids.tolist())
+        for weight in weights(partial):
+            if float(weight.sum()) > rows:
+                raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(weight.sum()))
+
+    def _partial(self, count: int) -> Tree:
+        """A partial aggregate of so many clients, as it looks; sums look alike of any number."""
+        exchange = self.algorithm.exchange
+        if exchange.additive and self._shape is not None:
+            return self._shape
+        rows = 0 if exchange.additive else count
+        messages = tree.map(lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), self.message)
+        self._shape = exchange.gather(messages, torch.arange(rows))
+        return self._shape
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    def prepare(self, asked: list[str], start: bytes = b"") -> Half:
+        """See to keys and envelopes, neighbours' envelopes of all; return why sites are not to be asked."""
+        if self._keyring is None:
+            return {}
+        sites = asked if self._envelopes is None else self.members()
+        out = {} if self._sums is None else self._sums.left_out(sites, start)
+        missing = yield from self._keyring.gather([site for site in sites if site not in out], self.run)
+        missing = {**out, **missing}
+        self._speakers = [site for site in self._own if site in sites and site not in missing]
+        self._directory = self._keyring.directory(self._speakers if self._envelopes is None else self._own)
+        if self._envelopes is not None:
+            yield from self._envelopes.gather([site for site in sites if site not in missing], self._directory)
+        self.plan.sites.troubles.update(missing)
+        return missing
+
+    def request(
+        self, kind: str, site: str, number: int, heard: frames.Inboxes | None = None, more: Tree = None, **about: Any
+    ) -> Send:
+        """A request of this number to a site: inboxes of its clients, tensors beside them, and what is passed on."""
+        index = self.plan.sites.names.index(site)
+        keep = sorted({saved[index] for saved in self.saved})
+        about = {**about, "run": self.run, "sequence": number, "kept": self.kept[index], "keep": keep}
+        blobs = {} if self._keyring is None else {DIRECTORY: self._directory}
+        blobs |= {} if self._envelopes is None else self._envelopes.to(site)
+        if heard is None:
+            return Send(site, frames.encode_blobs(kind, blobs, **about), sequence=number)
+        tensors, sizes = frames.coded(blobs)
+        frame = frames.encode_inboxes(kind, heard, {"more": more, "blobs": tensors}, sizes=sizes, **about)
+        return Send(site, frame, sequence=number)
+
+    def inboxes(self, outbox: Tree, ids: Tensor) -> frames.Inboxes:
+        """What clients of a site hear, where that is not made there of envelopes."""
+        if self._envelopes is not None:
+            return frames.Inboxes(ids, None)
+        return frames.Inboxes(ids, self.algorithm.exchange.scatter(outbox, frames.consecutive(ids)))
+
+    def wait(self, sites: Iterable[str], read: Callable[[str, Frame], Any]) -> Receive:
+        """Return the step that waits for the answers of sites, for those of the quorum also where they are away."""
+        names = tuple(sites)
+        return Receive(names, frames.reading(read), least=self.least(len(names)), seconds=self.plan.seconds)
+
+    def least(self, asked: int) -> int:
+        """Return how many of the sites that are asked have to answer."""
+        return math.ceil(self.plan.quorum * asked)
+
+    def members(self) -> list[str]:
+        """The sites that have not left."""
+        return [site for site, left in zip(self.plan.sites.names, self.account.left.tolist()) if not left]
+
+    def of_site(self, site: str, ids: Tensor | None = None) -> Tensor:
+        """Those of `ids`, None for all, that are at a site."""
+        own = self._own[site]
+        if ids is None:
+            return torch.arange(own.start, own.stop)
+        return ids[(ids >= own.start) & (ids < own.stop)] if len(ids) else ids
+
+    def add_up(self, first: Mapping[str, bytes], message: Tree, wanted: Asked) -> Half:
+        """(the sum under masks of messages like `message`, the sites in it), of those that were prepared."""
+        assert self._sums is not None
+        return self._sums.add_up(self._speakers, first, self.run, message, wanted)
+
+    def forget(self) -> None:
+        """Go back to another round, maybe of another run; sites have to announce keys and write envelopes anew."""
+        if self._keyring is not None:
+            self._keyring.forget()
+        if self._envelopes is not None:
+            self._envelopes.forget()
+
+    def begin(self, site: str) -> bytes:
+        """The frame that begins the run at a site."""
+        about = {
+            "run": self.run,
+            "algorithm": self.plan.algorithm,
+            "settings": self.plan.settings,
+            "fingerprint": fingerprint(self.algorithm, self.plan.carry),
+            "clients": len(self.plan.names),
+            "first": self._own[site].start,
+        }
+        return self._recording.begin(site, about, {"state": self.local.table.initial})

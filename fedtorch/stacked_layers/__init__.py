@@ -1,0 +1,18 @@
+"""Layers that `torch.vmap` cannot batch, or batches client by client: recurrent ones, and attention on the CPU.
+
+Importing the package gives `torch.vmap` a rule for each, below autograd and above the kernels: operations for which
+torch has none keep their meaning and their gradients, and nothing else changes. Where a later torch has a rule of its
+own, that one stays.
+
+>>> import torch
+>>> import fedtorch.stacked_layers
+>>> net = torch.nn.GRU(3, 4, batch_first=True)
+>>> clients = {name: torch.stack([p, 2 * p]) for name, p in net.named_parameters()}
+>>> rows = torch.ones(2, 5, 7, 3)  # of two clients: five sequences of seven steps
+>>> run = lambda tensors, x: torch.func.functional_call(net, tensors, (x,))[0]
+>>> torch.vmap(run)(clients, rows).shape
+torch.Size([2, 5, 7, 4])
+"""
+
+from fedtorch.stacked_layers import _recurrent  # noqa: F401
+from fedtorch.stacked_layers._attention import adapt as adapt

@@ -1,0 +1,60 @@
+"""Rules by which `torch.vmap` evaluates operations of torch that it cannot batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.autograd_function import VmapInfo
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+from torch._functorch.vmap import unwrap_batched, wrap_batched
+
+_KEY = torch._C.DispatchKey.FuncTorchBatched
+# Of draws, vmap takes note also where no tensor is batched.
+_OUTSIDE = torch._C.DispatchKeySet(_KEY).add(torch._C.DispatchKey.FuncTorchVmapMode)
+_LIBRARY = torch.library.Library("aten", "IMPL")
+
+# (what vmap is told, at which dimension each tensor has the batch, the operation's arguments) -> results, batch first
+Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], tuple[Tensor, ...]]
+
+
+def register(operation: Any, rule: Rule) -> None:
+    """Let `torch.vmap` evaluate an operation by `rule`, unless torch knows how.
+
+    Args:
+        operation: an overload in `torch.ops.aten`.
+        rule: is called outside of this vmap with all arguments of the schema, in its order.
+    """
+    name = operation._schema.name
+    if operation._schema.overload_name:
+        name += "." + operation._schema.overload_name
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY.name):
+        return
+    schema = operation._schema.arguments
+    single = len(operation._schema.returns) == 1
+
+    def evaluate(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        rest = schema[len(args) :]
+        whole = (*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest))
+        interpreter: Any = retrieve_current_functorch_interpreter()
+        level = interpreter.level()
+        arguments, dims = unwrap_batched(whole, level)
+        info = VmapInfo(interpreter.batch_size(), interpreter.randomness())
+        with torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
+            results = rule(info, dims, arguments)
+        wrapped = wrap_batched(results, (0,) * len(results), level)
+        return wrapped[0] if single else tuple(wrapped)
+
+    _LIBRARY.impl(name.removeprefix("aten::"), evaluate, _KEY.name, with_keyset=True)
+
+
+def in_front(info: VmapInfo, tensor: Tensor, dim: int | None) -> Tensor:
+    """Return a tensor with the batch as its first dimension; expanded, if it has none."""
+    return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+
+
+def all_in_front(info: VmapInfo, tensors: Sequence[Tensor], dims: Sequence[int | None]) -> list[Tensor]:
+    """Return `in_front` of each."""
+    return [in_front(info, tensor, dim) for tensor, dim in zip(tensors, dims)]

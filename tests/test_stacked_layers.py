@@ -1,0 +1,147 @@
+"""Layers under `torch.vmap` that torch cannot batch: each client gets what it gets alone."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functional_call, vmap
+
+from fedtorch import random, stacked_layers
+from fedtorch.module_randomness import KeyedRandomness
+
+CLIENTS, ROWS, STEPS, SIZE = 3, 2, 4, 3
+
+
+def drawn(number, *shape, dtype=torch.float64):
+    return random.normal(random.key(number), shape, dtype)
+
+
+def clients_of(module):
+    """Other parameters for each client."""
+    named = module.named_parameters()
+    return {n: drawn(i, CLIENTS, *p.shape, dtype=p.dtype).mul_(0.4).requires_grad_() for i, (n, p) in enumerate(named)}
+
+
+def at(tensors, k):
+    return {name: tensor[k] for name, tensor in tensors.items()}
+
+
+def gradients(outputs, leaves):
+    weighted = [(o * drawn(50 + i, *o.shape, dtype=o.dtype)).sum() for i, o in enumerate(outputs)]
+    return torch.autograd.grad(sum(weighted), leaves)
+
+
+def recurrent(kind, dtype, **options):
+    """(a run of it, clients' tensors, inputs and states)"""
+    module = kind(SIZE, 5, dtype=dtype, **options)
+    order = (ROWS, STEPS) if module.batch_first else (STEPS, ROWS)
+    sides = module.num_layers * (1 + module.bidirectional)
+    states = [drawn(31 + i, CLIENTS, sides, ROWS, 5, dtype=dtype).requires_grad_() for i in range(2)]
+    inputs = drawn(30, CLIENTS, *order, SIZE, dtype=dtype).requires_grad_()
+
+    def run(tensors, x, *states):
+        states = states if kind is nn.LSTM else states[0]
+        outputs, last = functional_call(module, tensors, (x, states))
+        return outputs, *(last if kind is nn.LSTM else (last,))
+
+    return run, clients_of(module), [inputs, *states[: 1 + (kind is nn.LSTM)]]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.GRU, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+        (nn.GRU, {"bias": False}),
+        (nn.LSTM, {"num_layers": 2, "bidirectional": True, "batch_first": True}),
+        (nn.LSTM, {"bias": False}),
+        (nn.RNN, {"batch_first": True}),
+        (nn.RNN, {"bias": False, "nonlinearity": "relu"}),
+    ],
+)
+def test_recurrent_layers_and_their_gradients(kind, options, dtype, tolerance):
+    run, tensors, arguments = recurrent(kind, dtype, **options)
+    together = vmap(run)(tensors, *arguments)
+    alone = [torch.stack(each) for each in zip(*(run(at(tensors, k), *(a[k] for a in arguments)) for k in range(3)))]
+    leaves = [*tensors.values(), *arguments]
+    # In float32 torch's own kernels for one client and ours differ by the order of their sums.
+    compared = [*together, *gradients(together, leaves)], [*alone, *gradients(alone, leaves)]
+    torch.testing.assert_close(*compared, rtol=tolerance, atol=tolerance)
+
+
+def test_sequences_of_shared_weights_and_of_examples_inside():
+    run, tensors, (inputs, state) = recurrent(nn.GRU, torch.float64, batch_first=True)
+    shared = at(tensors, 0)
+    expected = torch.stack([run(shared, inputs[k], state[k])[0] for k in range(CLIENTS)])
+    torch.testing.assert_close(vmap(lambda x, h: run(shared, x, h)[0])(inputs, state), expected)
+
+    def by_example(tensors, rows):
+        return vmap(lambda row: run(tensors, row[None], rows.new_zeros(1, 1, 5))[0][0])(rows)
+
+    nested = vmap(by_example)(tensors, inputs)
+    zeros = torch.zeros_like(state)
+    torch.testing.assert_close(nested, vmap(run)(tensors, inputs, zeros)[0])
+
+
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_dropout_between_layers_is_drawn_from_each_client_s_key(kind):
+    run, tensors, arguments = recurrent(kind, torch.float64, num_layers=3, batch_first=True, dropout=0.5)
+    keys = random.fold_in(random.key(1), torch.arange(CLIENTS))
+    with KeyedRandomness(keys):
+        together = vmap(run, randomness="different")(tensors, *arguments)
+    for k in range(CLIENTS):
+        with KeyedRandomness(keys[k]):
+            alone = run(at(tensors, k), *(a[k] for a in arguments))
+        torch.testing.assert_close(tuple(result[k] for result in together), alone)
+    with pytest.raises(RuntimeError, match=r"Expected randomness='different' .*dropout=0.5"):
+        vmap(run, randomness="same")(tensors, *arguments)
+
+
+def test_projections_are_refused_by_name():
+    module = nn.LSTM(SIZE, 5, proj_size=2, dtype=torch.float64)
+    inputs = drawn(1, CLIENTS, STEPS, ROWS, SIZE)
+    with pytest.raises(NotImplementedError, match="proj_size is not supported on stacked clients; use batched=False"):
+        vmap(lambda tensors, x: functional_call(module, tensors, (x,))[0])(clients_of(module), inputs)
+
+
+MASKS = {
+    "none": {},
+    "causal": {"attn_mask": nn.Transformer.generate_square_subsequent_mask(STEPS, dtype=torch.float64)},
+    "bools": {"attn_mask": torch.ones(STEPS, STEPS, dtype=torch.bool).triu(1)},
+    "padding": {"key_padding_mask": torch.tensor([[False] * STEPS, [False] * 3 + [True]])},
+    "both": {
+        "attn_mask": torch.ones(STEPS, STEPS, dtype=torch.bool).triu(1),
+        "key_padding_mask": torch.tensor([[False] * STEPS, [False] * 3 + [True]]),
+    },
+    "weights": {"need_weights": True},
+}
+
+
+@pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
+def test_attention_and_its_gradients(masks):
+    module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    adapted = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
+    stacked_layers.adapt(adapted)
+    tensors, inputs = clients_of(module), drawn(1, CLIENTS, ROWS, STEPS, 8).requires_grad_()
+    options = {"need_weights": False, **masks}
+
+    def run(net):
+        return lambda tensors, x: functional_call(net, tensors, (x, x, x), options)[0]
+
+    with warnings.catch_warnings(action="error"):  # such as that of client by client
+        together = vmap(run(adapted))(tensors, inputs)
+    alone = torch.stack([run(module)(at(tensors, k), inputs[k]) for k in range(CLIENTS)])
+    leaves = [*tensors.values(), inputs]
+    torch.testing.assert_close(together, alone)
+    torch.testing.assert_close(gradients([together], leaves), gradients([alone], leaves))
+
+
+def test_fused_attention_of_gradients_inside():
+    """Those of each client's own, as private training takes them."""
+    q = drawn(1, CLIENTS, ROWS, 2, STEPS, 3)
+    slope = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos()).square().sum())
+    torch.testing.assert_close(vmap(slope)(q), torch.stack([slope(each) for each in q]))
