@@ -124,7 +124,7 @@ def _simplify(graph: GraphModule) -> None:
     handed_out = set(graph.graph.output_node().all_input_nodes)
     computed: dict[Any, Node] = {}
     for node in nodes:
-        if node in handed_out:
+        if node in handed_out:  # as memory of its own
             _reorder(graph, node)
             continue
         source = node.args[0] if node.args else None
@@ -133,8 +133,20 @@ def _simplify(graph: GraphModule) -> None:
             node.replace_all_uses_with(source)
         elif again is not node and torch.Tag.nondeterministic_seeded not in node.target.tags:
             node.replace_all_uses_with(again)
+    output = graph.graph.output_node()
+    for node in output.all_input_nodes:
+        if _memory(node).op == "placeholder":  # whoever takes it may change it in place
+            with graph.graph.inserting_before(output):
+                output.replace_input_with(node, graph.graph.call_function(aten.clone.default, (node,)))
     graph.graph.eliminate_dead_code()
     graph.recompile()
+
+
+def _memory(node: Node) -> Node:
+    """Return the node whose memory a node has."""
+    while isinstance(node.target, OpOverload) and node.target.is_view:
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _changes_nothing(node: Node, source: Node) -> bool:
