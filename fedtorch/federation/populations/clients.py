@@ -288,15 +288,20 @@ def _places(cohort: Tensor, ids: Tensor) -> Tensor:
 def _as_slice(ids: Tensor) -> Rows:
     """Consecutive ids as a slice, so that they are read as views."""
     first, last = int(ids[0]), int(ids[-1]) + 1
-    if last - first == len(ids) and (len(ids) < 3 or bool((ids[1:] - ids[:-1] == 1).all())):
-        return slice(first, last)
-    return ids
+    return slice(first, last) if last - first == len(ids) and _ascend(ids) else ids
+
+
+def _ascend(ids: Tensor) -> bool:
+    """Return whether distinct ids ascend."""
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
     """(ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
+    if len(infos) == 1 and _ascend(infos[0][0]):
+        return infos[0][0], tree.to(infos[0][1], "cpu", torch.float64, copy=True)
     names = list(dict.fromkeys(name for _, info in infos for name in info))
     info = {
         name: torch.cat(

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.func import vmap
 
 from fedtorch import functional, random, stacked_layers, tree
 from fedtorch.captured import CapturedStep
@@ -132,8 +131,7 @@ class StackedLoss:
             self.told = list(logs)
             return loss, *logs.values(), *self.objective.recorded, *new
 
-        # Flat tensors in and out: vmap's walk through nested containers would cost more than a small step itself.
-        return vmap(one, randomness=randomness)(*flat)
+        return tuple(functional.mapped(one, flat, randomness))
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
