@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
 # Half of the suite by what it takes, with the tests that fork from one process.
-HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py fedtorch
+HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
+	tests/test_layers.py fedtorch
 
 .PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-install test-matrix lint format docs bench bench-peers clean
 

@@ -95,7 +95,7 @@ def test_a_posterior_that_would_be_set_anew_with_every_call_is_refused() -> None
 def test_gtv_keeps_flags_with_the_nodes_and_evaluates_each_by_itself() -> None:
     """Nodes that are not coupled are trained as each alone; GPyTorch caches what it has evaluated of another node."""
     data = waves().to(dtype=torch.float64)
-    local = ft.gradient_descent(Regression().double(), steps=15, batched=False, buffers="local", reset="never")
+    local = ft.gradient_descent(Regression().double(), steps=8, batched=False, buffers="local", reset="never")
     run = ft.Run(ft.gtv(local, ft.Network.ring(4), alpha=0.0), ft.InProcess(data))
     square = {"error": lambda prediction, target: (prediction - target).square()}
     for _ in range(2):  # what was cached in one round must not be used in the next

@@ -27,7 +27,7 @@ def step(found, block, sizes, module=None):
 def test_losses_and_gradients_of_each_client(batched, compile, sizes):
     found, block = stacked(batched=batched, compile=compile), block_of()
     for _ in range(2):  # captured, then replayed
-        losses, logs, buffers, gradients = step(found, block, sizes)
+        losses, logs, buffers, gradients, _ = step(found, block, sizes)
         assert (logs, buffers) == ({}, {})
         for k, size in enumerate(sizes):
             net = linear()
@@ -60,7 +60,7 @@ def test_only_clients_that_still_train_are_evaluated_one_by_one():
     calls.clear()
     tensors = tree.map(lambda p: p.expand(3, *p.shape).clone(), functional.parameters(linear()))
     batch = Batch(block_of().batch, torch.tensor(COUNTS), torch.tensor([True, False, True]))
-    losses, _, _, gradients = found.gradients(tensors, {}, batch, 0, random.fold_in(random.key(4), torch.arange(3)))
+    losses, _, _, gradients, _ = found.gradients(tensors, {}, batch, 0, random.fold_in(random.key(4), torch.arange(3)))
     assert calls == [2, 3]
     assert losses[1] == 0
     assert all(gradient[1].abs().max() == 0 for gradient in gradients)
@@ -87,6 +87,27 @@ def test_a_module_that_draws_later_draws_from_keys_and_leaves_the_generator():
     assert torch.equal(torch.get_rng_state(), before)
     found.random = True
     torch.testing.assert_close(step(found, block_of(), COUNTS, module=module), seldom, rtol=0, atol=0)
+
+
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_backward_passes_one_by_one_draw_from_keys(random):
+    module = linear()
+    found = stacked(lambda output, target: F.cross_entropy(NoisyGradient.apply(output), target), batched=False)
+    found.random = random
+    before = torch.get_rng_state()
+    first, again = (step(found, block_of(), COUNTS, module) for _ in range(2))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_steps_one_by_one_that_draw_nothing_are_not_intercepted():
