@@ -9,9 +9,11 @@ HM1 has two loops beside it. *Module*: a module, a loss and an optimiser for eac
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,9 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import measure
 from fedtorch.federation.algorithms.ep import settled
+from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.models import gaussian, hierarchical
+from fedtorch.models.hierarchical import generalised
 from fedtorch.models.linear import LinearHead
 
 STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
@@ -163,12 +167,28 @@ def nuts(model: hierarchical.Model, data: ft.data.FederatedData, draws: int) -> 
     return chain.get_samples()["phi"]
 
 
+def logistic(count: int, rows: int, features: int, rounds: int, points: int) -> list[common.Row]:
+    """A logistic hierarchy with correlated coefficients, as of hospitals: processor time of rounds and a correction."""
+    x, eta = devices(count, rows, features)
+    y = (ft.random.uniform(ft.random.key(1), (count, rows), torch.float64) < torch.sigmoid(eta)).to(torch.float64)
+    model = generalised.logistic(hierarchical.normal(features, correlated=True))
+    run = ft.Run(ft.ep(model), ft.InProcess(ft.data.from_tensors(list(zip(x, y)))))
+    spent = [common.seconds(run.step, time.process_time) for _ in range(rounds)]
+    more = common.seconds(partial(corrected, run, points=points, tolerance=math.inf), time.process_time)
+    title = f"HM2, logistic: K = {count}, N = {rows}, d = {features}, correlated"
+    return [
+        common.Row(title, "processor s a round", statistics.median(spent[1:])),
+        common.Row(title, f"processor s, correction by {points} nodes", more),
+    ]
+
+
 def parts(smoke: bool) -> measure.Parts:
     """The benchmarks by name."""
     return {
         "HM1": lambda: against_loops(*((10, 20, 8, 2, 1) if smoke else (100, 200, 8, ROUNDS, 5))),
         "HM1, many devices": lambda: many_devices(1000 if smoke else 100_000, 8, 8, 2 if smoke else 5),
         "HM2": lambda: expectation_propagation(*(([6], 2, 10) if smoke else ([20, 200, 2000], 4, 500))),
+        "HM2, logistic": lambda: logistic(*((3, 10, 1, 2, 1024) if smoke else (20, 200, 5, 5, 4096))),
         "HM2, ten features": lambda: expectation_propagation(*(([6], 5, 2) if smoke else ([20, 200, 2000], 10, 200))),
     }
 

@@ -312,7 +312,7 @@ def test_paired_differences_of_splits_that_overlap():
 
 def test_fedlin_benchmark(tmp_path):
     fedlin.main(["--smoke", "--json", str(tmp_path / "rows.json")])
-    assert len(rows(tmp_path / "rows.json")) == 18
+    assert len(rows(tmp_path / "rows.json")) == 20
 
 
 @pytest.mark.slow
