@@ -21,7 +21,8 @@ from fedtorch.federation.solvers._probe import check_rows, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
 from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import Seen, StackedLoss
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.solvers.training_logs import RoundLogs
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -210,7 +211,7 @@ class _Stack:
         same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or bool((total == longest).all())
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], Seen(total)
+        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
@@ -219,17 +220,20 @@ class _Stack:
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
-            losses, logs, self.buffers, gradients = loss.gradients(
-                self.tensors, self.buffers, self.batches[t], t, self.key
+            batch = self.batches[t]
+            losses, logs, self.buffers, gradients, recorded = loss.gradients(
+                self.tensors, self.buffers, batch, t, self.key
             )
             self._descend(t, gradients)
-            seen.add(t, {**logs, "loss": losses})
+            weighted = loss.batched and batch.weights is not None
+            seen.add(t, {**logs, "loss": losses}, recorded, batch.size, weighted)
             ends = total == t + 1
             if t + 1 < longest and bool(ends.any()):
                 finished = _keep_rows(finished, self._now(), ends)
         finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
         tensors, kept = finished
-        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.means())
+        info = seen.reduced(loss.objective.reductions)
+        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), info)
 
     def _descend(self, t: int, gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():

@@ -45,7 +45,9 @@ def gradient_descent(
     """A local solver that trains `module` by its own optimiser, on stacked clients.
 
     The added `Quadratic` enters as its gradient λx − h, before the optimiser's step. `Local.info` has `loss`, the mean
-    training loss over the client's steps, and what the module logs by `self.log`.
+    training loss over the client's steps, and what the module logs by `self.log`: numbers by their mean over the steps
+    (over rows with `on_epoch=True`), or as `reduce_fx` says; a torchmetrics metric by its value over all of the
+    client's batches in the round, and a value that a metric's call returned by its mean over the steps.
 
     Args:
         module: an unmodified LightningModule, or an `nn.Module` together with `loss` and `optimizer`. Parameters with

@@ -18,11 +18,12 @@ from fedtorch.federation.solvers.objective import Objective
 from fedtorch.module_randomness import KeyedRandomness, drawn, drawn_if_random
 from fedtorch.tree import Tree
 
-Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
+# Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
+Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
 
 
 class StackedLoss:
-    """`(losses (K,), logs, new buffers, gradients)` of stacked tensors on a stacked batch.
+    """`(losses (K,), logs, new buffers, gradients, recorded)` of stacked tensors on a stacked batch.
 
     Args:
         objective: one client's loss.
@@ -75,7 +76,7 @@ class StackedLoss:
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
     ) -> Gradients:
-        """(losses `(K,)`, logs `(K,)` each, new buffers, each client's gradient) of one step.
+        """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
 
         Args:
             tensors: what is trained, `(K, ...)`.
@@ -113,12 +114,12 @@ class StackedLoss:
             ):
                 losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
             gradients = _gradients(losses, trainable)
-        logged = len(self.told)
-        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[logged:])}
-        return losses.detach(), dict(zip(self.told, others)), new, gradients
+        logs, last = dict(zip(self.told, others)), len(others) - len(self.buffers)
+        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
+        return losses.detach(), logs, new, gradients, others[len(logs) : last]
 
     def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
-        """(losses, logs, new buffers) of a flat list as that of `step`."""
+        """Return losses, logs, metrics' arguments and new buffers of a flat list as that of `step`."""
         first = len(self.tensors) + len(self.buffers)
         last = first + len(tree.leaves(rows))
 
@@ -126,7 +127,7 @@ class StackedLoss:
             client_rows = tree.refill(rows, flat[first:last])
             loss, logs, new = self.single(flat[:first], client_rows, flat[last] if len(flat) > last else None, index)
             self.told = list(logs)
-            return loss, *logs.values(), *new
+            return loss, *logs.values(), *self.objective.recorded, *new
 
         # Flat tensors in and out: vmap's walk through nested containers would cost more than a small step itself.
         return vmap(one, randomness=randomness)(*flat)
@@ -145,7 +146,7 @@ class StackedLoss:
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, every = random.fold_in(key, index).unbind(), [], []
+        keys, replies, every, recorded = random.fold_in(key, index).unbind(), [], [], []
         each = list(zip(*(value.detach().unbind() for value in values)))
         active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
         for k in active:
@@ -154,9 +155,11 @@ class StackedLoss:
             loss, logs, new, gradients = drawn(alone, keys[k]) if self.random else drawn_if_random(alone, keys[k])
             replies.append((loss.detach(), logs, new))
             every.append(gradients)
+            recorded.append(self.objective.recorded)
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
         gradients = [_spread(each, active, len(keys)) for each in zip(*every)]
-        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
+        arguments = [dict(zip(active, each)) for each in zip(*recorded)]
+        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients, arguments
 
     def _alone(
         self, values: Sequence[Tensor], rows: Tree, index: int
@@ -168,29 +171,6 @@ class StackedLoss:
             with self._cast(values[0].device):
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             return loss, logs, new, _gradients(loss, trained)
-
-
-class Seen:
-    """Records values of all clients in each step, and averages them over each client's own steps."""
-
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-        self.values: dict[str, list[tuple[int, Tensor]]] = {}
-
-    def add(self, step: int, values: dict[str, Tensor]) -> None:
-        """Take in one step."""
-        for name, value in values.items():
-            self.values.setdefault(name, []).append((step, value.detach()))
-
-    def means(self) -> dict[str, Tensor]:
-        """`(K,)` each; NaN for what a client has not told."""
-        means = {}
-        for name, seen in self.values.items():
-            values = torch.stack([value for _, value in seen])
-            active = torch.tensor([step for step, _ in seen])[:, None] < self.total
-            active = active.to(values.device)
-            means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
-        return means
 
 
 @contextmanager

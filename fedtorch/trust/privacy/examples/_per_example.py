@@ -96,7 +96,7 @@ class PrivateLoss(StackedLoss):
         noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
-        return losses, {}, {}, noised
+        return losses, {}, {}, noised, None  # logs and metrics of rows have no noise
 
     def clipped(
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
