@@ -101,7 +101,7 @@ class Batch:
 
     @property
     def whole(self) -> bool:
-        """Whether all clients take the step, and no row is padding."""
+        """Return whether all clients take the step, and no row is padding."""
         widths = {t.shape[1] for t, cut in zip(self.tensors, self.padded) if cut}
         return bool((self.sizes > 0).all()) and all(bool((self.sizes == width).all()) for width in widths)
 
