@@ -14,8 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
+
+aten = torch.ops.aten
+_VIEWS = (aten.detach.default, aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.alias.default)
 
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
 _WARM = 3  # runs before a CUDA graph is recorded, in which libraries take their memory
@@ -103,7 +108,63 @@ def capture(step: Step, *tensors: Tensor) -> Step:
         raise IndexUsed() from error
     if next(iter(graph.graph.nodes)).users:
         raise IndexUsed()
-    return lambda *plain: graph(index, *plain)
+    _simplify(graph)
+    run = graph.forward
+    return lambda *plain: run(index, *plain)
+
+
+def _simplify(graph: GraphModule) -> None:
+    """Take out what changes no number: views of what has their shape, factors of one, what is computed twice.
+
+    A product that is handed out transposed is computed in that order, so that it lies in memory as its parameter does.
+    """
+    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    if not all(isinstance(node.target, OpOverload) and not node.target._schema.is_mutable for node in nodes):
+        return
+    handed_out = set(graph.graph.output_node().all_input_nodes)
+    computed: dict[Any, Node] = {}
+    for node in nodes:
+        if node in handed_out:  # as memory of its own
+            _reorder(graph, node)
+            continue
+        source = node.args[0] if node.args else None
+        again = computed.setdefault((node.target, repr((node.args, node.kwargs))), node)
+        if isinstance(source, Node) and _changes_nothing(node, source):
+            node.replace_all_uses_with(source)
+        elif again is not node and torch.Tag.nondeterministic_seeded not in node.target.tags:
+            node.replace_all_uses_with(again)
+    output = graph.graph.output_node()
+    for node in output.all_input_nodes:
+        if _memory(node).op == "placeholder":  # whoever takes it may change it in place
+            with graph.graph.inserting_before(output):
+                output.replace_input_with(node, graph.graph.call_function(aten.clone.default, (node,)))
+    graph.graph.eliminate_dead_code()
+    graph.recompile()
+
+
+def _memory(node: Node) -> Node:
+    """Return the node whose memory a node has."""
+    while isinstance(node.target, OpOverload) and node.target.is_view:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _changes_nothing(node: Node, source: Node) -> bool:
+    made, given = node.meta.get("tensor_meta"), source.meta.get("tensor_meta")
+    if made is None or given is None:
+        return False
+    if (made.shape, made.stride, made.dtype) != (given.shape, given.stride, given.dtype):
+        return False
+    return node.target in _VIEWS or bool(node.target is aten.mul.Scalar and node.args[1] == 1)
+
+
+def _reorder(graph: GraphModule, node: Node) -> None:
+    """Compute (A B)' as B' A' in place of a transposed product."""
+    product = node.args[0] if node.target is aten.transpose.int and node.args[1:] == (1, 2) else None
+    if isinstance(product, Node) and product.target is aten.bmm.default:
+        with graph.graph.inserting_before(node):
+            turned = [graph.graph.call_function(aten.transpose.int, (part, 1, 2)) for part in reversed(product.args)]
+            node.replace_all_uses_with(graph.graph.call_function(aten.bmm.default, tuple(turned)))
 
 
 def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch.vmap import lazy_load_decompositions
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -135,6 +136,25 @@ def with_counts(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]
         {'weight': tensor([1., 1.]), 'batches': tensor(3)}
     """
     return {**tensors, **{name: counted(tensors[name], dtype) for name, dtype in dtypes.items()}}
+
+
+def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor], randomness: str) -> list[Tensor]:
+    """Return what `torch.vmap(function, randomness=randomness)(*stacked)` does, of flat tensors in and out.
+
+    `torch.vmap` walks through nested containers, which costs more than a small step itself.
+
+    Example:
+        >>> mapped(lambda x, y: (x @ y, x.sum()), [torch.ones(3, 2), torch.ones(3, 2)], randomness="error")
+        [tensor([2., 2., 2.]), tensor([2., 2., 2.])]
+    """
+    lazy_load_decompositions()
+    maps, count = torch._C._functorch, len(stacked[0])
+    level = maps._vmap_increment_nesting(count, randomness)
+    try:
+        results = function(*[maps._add_batch_dim(tensor, 0, level) for tensor in stacked])
+        return [maps._remove_batch_dim(result, level, count, 0) for result in results]
+    finally:
+        maps._vmap_decrement_nesting()
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch.captured import CapturedStep, IndexUsed, capture, recorded
 
@@ -15,6 +18,18 @@ def gradient(index: int, x: Tensor, y: Tensor) -> tuple[Tensor, dict[str, Tensor
     with torch.enable_grad():
         loss = own[0].sin().square().sum()
     return loss.detach(), {"cosine": x.cos()}, torch.autograd.grad(loss, own, allow_unused=True)
+
+
+class Seen(TorchDispatchMode):
+    """Takes down the operations of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def test_a_replay_is_the_step() -> None:
@@ -45,6 +60,45 @@ def test_the_oldest_graph_goes_first() -> None:
         captured(gradient, torch.ones(size), torch.ones(1))
         assert len(captured.graphs) <= 2
     assert [shapes[0][0][0] for shapes in captured.graphs] == [3, 1]
+
+
+def test_products_are_handed_out_in_the_order_of_their_parameters() -> None:
+    torch.manual_seed(0)
+    weight, bias, x = (torch.randn(shape, dtype=torch.float64) for shape in ((3, 4, 5), (3, 4), (3, 7, 5)))
+
+    def step(index: int, weight: Tensor, bias: Tensor, x: Tensor) -> tuple[Tensor, ...]:
+        own = [leaf.detach().requires_grad_() for leaf in (weight, bias)]
+        with torch.enable_grad():
+            losses = torch.vmap(lambda w, b, x: torch.nn.functional.linear(x, w, b).relu().square().sum())(*own, x)
+        return torch.autograd.grad(losses, own, torch.ones_like(losses))
+
+    wanted, found = step(0, weight, bias, x), capture(step, weight, bias, x)(weight, bias, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+    assert not wanted[0].is_contiguous()  # so it was worth it
+    assert all(gradient.is_contiguous() for gradient in found)
+
+
+def test_equal_operations_are_computed_once_unless_they_draw_or_change_in_place() -> None:
+    drawn = capture(lambda index, x: (torch.rand_like(x) + 0, torch.rand_like(x) + 0), torch.ones(20))
+    assert not torch.equal(*drawn(torch.ones(20)))
+
+    def changed(index: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = x.clone(), x.clone()
+        return one.add_(1), other
+
+    assert [part.tolist() for part in capture(changed, torch.ones(1))(torch.ones(1))] == [[2.0], [1.0]]
+    replay = capture(lambda index, x: x.sin() * 2 + x.sin() * 3, torch.ones(3))
+    with Seen() as seen:
+        replay(torch.ones(3))
+    assert seen.operations.count("aten.sin.default") == 1
+
+
+def test_what_is_handed_out_has_memory_of_its_own() -> None:
+    x = torch.ones(2, 3)
+    results = capture(lambda index, x: ((x * 1).view(3, 2).detach(), x.detach()), x)(x)
+    for result in results:
+        result.zero_()
+    assert x.sum() == 6
 
 
 @pytest.mark.parametrize(

@@ -92,11 +92,21 @@ def program(
         )
     if not differentiable and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
-    if torch._C._len_torch_dispatch_stack() or any(map(torch._C._functorch.is_functorch_wrapped_tensor, tensors)):
+    if traced(tensors):
         return None
     if not installed():
         return None
     return _launch.loaded(operation, interpreted=first.device.type == "cpu")
+
+
+def traced(tensors: Sequence[Tensor]) -> bool:
+    """Return whether operations on tensors are intercepted, or mapped over.
+
+    >>> traced([torch.ones(2)]), torch.vmap(lambda x: x * traced([x]))(torch.ones(2))
+    (False, tensor([1., 1.]))
+    """
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    return torch._C._len_torch_dispatch_stack() > 0 or any(map(wrapped, tensors))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random
 from fedtorch.random import philox as kernel
@@ -375,3 +376,15 @@ def test_errors():
         random.randint(key, 0)
     with pytest.raises(ValueError, match=r"Expected a count between 0 and the population of 3, but got 4"):
         random.choice(key, 3, 4)
+
+
+def test_words_are_the_same_where_operations_are_intercepted():
+    class Passed(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    for keys in (random.key(3), random.fold_in(random.key(-1), torch.arange(5)).expand(2, 5)):
+        with Passed():  # by torch's operations, otherwise by NumPy's
+            words, folded = bits(keys, 7), random.fold_in(keys, 2**40 + 1)
+        assert torch.equal(words, bits(keys, 7))
+        assert torch.equal(folded, random.fold_in(keys, 2**40 + 1))

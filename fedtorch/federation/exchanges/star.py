@@ -38,20 +38,13 @@ def star() -> Exchange:
     )
 
 
-def weighted_sum(weight: Tensor, value: Tensor) -> Tensor:
-    """Return Σ_k w_k v_k of weights `(K,)` and values `(K, ...)`, float64.
-
-    The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
-    their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.
-    """
-    dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
-    wide = weight.to(value.device, torch.float64)
+def _without_power(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(weights `(K,)` divided by the power of two above their sum, that power, the sum), float64."""
+    wide = weight.to(torch.float64)
     size = wide.sum()
     power = (size / torch.frexp(size).mantissa).clamp(max=_LARGEST)
     power = torch.where(power > 0, power, 1.0)  # not of NaN, Inf or nothing
-    rows = value.flatten(1) if value.ndim > 1 else value[:, None]
-    total = (wide / power).to(dtype) @ rows.to(dtype)
-    return (total.to(torch.float64) * power).reshape(value.shape[1:])
+    return wide / power, power, size
 
 
 def _add_up(messages: Tree, ids: Rows) -> Tree:
@@ -66,7 +59,20 @@ def _sum(message: Mean | Sum) -> Mean | Sum:
     """Return the partial aggregate of one block: Σ w v and Σ w, or Σ v."""
     if isinstance(message, Sum):
         return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
-    return Mean(tree.map(lambda v: weighted_sum(message.weight, v), message.value), message.weight.double().sum())
+    share, power, size = _without_power(message.weight)
+    return Mean(tree.map(lambda value: _weighted_sum(share, power, value), message.value), size)
+
+
+def _weighted_sum(share: Tensor, power: Tensor, value: Tensor) -> Tensor:
+    """Return Σ_k w_k v_k of values `(K, ...)`, float64, of weights as `_without_power` returns them.
+
+    The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
+    their sum. So it is at most the largest value, and no bit changes where it would have been finite anyway.
+    """
+    dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
+    rows = value.flatten(1) if value.ndim > 1 else value[:, None]
+    total = share.to(value.device, dtype) @ rows.to(dtype)
+    return (total.to(torch.float64) * power.to(value.device)).reshape(value.shape[1:])
 
 
 def _divide(partial: Mean | Sum) -> Mean | Sum:

@@ -115,18 +115,18 @@ class LocalClients:
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
         """The cohort in blocks: (ids, prepared data); everybody as views."""
-        for (ids, data), size in zip(self._blocks, self._sizes):
+        for number, ((ids, _), size) in enumerate(zip(self._blocks, self._sizes)):
             rows = None if cohort is None else _places(cohort, ids)
             if rows is not None and len(rows) == len(ids):
                 rows = None
             for start in range(0, len(ids) if rows is None else len(rows), size):
-                if rows is None:
-                    stop = min(start + size, len(ids))
-                    whole = start == 0 and stop == len(ids)
-                    yield _as_slice(ids[start:stop]), data if whole else tree.take(data, slice(start, stop))
-                else:
-                    part = rows[start : start + size]
-                    yield _as_slice(ids[part]), tree.take(data, part.to(self.device))
+                part = slice(start, min(start + size, len(ids))) if rows is None else rows[start : start + size]
+                yield _as_slice(ids[part]), self._taken(number, part)
+
+    def _taken(self, number: int, rows: Rows) -> Tree:
+        """The prepared data of some clients of a block, as they are where it is all of them."""
+        ids, data = self._blocks[number]
+        return data if isinstance(rows, slice) and rows == slice(0, len(ids)) else tree.take(data, rows)
 
     def empty_block(self) -> Block:
         """A block of no clients, `K = 0`."""
@@ -288,15 +288,20 @@ def _places(cohort: Tensor, ids: Tensor) -> Tensor:
 def _as_slice(ids: Tensor) -> Rows:
     """Consecutive ids as a slice, so that they are read as views."""
     first, last = int(ids[0]), int(ids[-1]) + 1
-    if last - first == len(ids) and (len(ids) < 3 or bool((ids[1:] - ids[:-1] == 1).all())):
-        return slice(first, last)
-    return ids
+    return slice(first, last) if last - first == len(ids) and _ascend(ids) else ids
+
+
+def _ascend(ids: Tensor) -> bool:
+    """Return whether distinct ids ascend."""
+    return bool((ids[1:] > ids[:-1]).all())
 
 
 def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
     """(ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
+    if len(infos) == 1 and _ascend(infos[0][0]):
+        return infos[0][0], tree.to(infos[0][1], "cpu", torch.float64, copy=True)
     names = list(dict.fromkeys(name for _, info in infos for name in info))
     info = {
         name: torch.cat(

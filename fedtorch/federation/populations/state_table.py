@@ -69,9 +69,11 @@ class StateTable:
 
     def reserve(self, ids: Rows) -> None:
         """Take slots, side by side, for those of `ids` that have none."""
+        if self._empty:
+            return
         indices = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
         new = indices[self._slots[indices] < 0]
-        if self._empty or len(new) == 0:
+        if len(new) == 0:
             return
         if self._used + len(new) > self._capacity:
             size = max(len(new), min(self._used, self.clients - self._used - len(new)))

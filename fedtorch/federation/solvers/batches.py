@@ -25,14 +25,18 @@ class Batch:
         active: `(K,)` bool on the CPU, the clients that still train.
         leaves: the leaves of `rows`.
         weights: `(K, B)` summing to one over the rows that count, or None when all do.
+
+    Args:
+        rows, size, active: see above.
+        full: whether all rows are known to count.
     """
 
-    def __init__(self, rows: Tree, size: Tensor, active: Tensor) -> None:
+    def __init__(self, rows: Tree, size: Tensor, active: Tensor, full: bool = False) -> None:
         self.rows, self.size, self.active = rows, size, active
         self.leaves = tree.leaves(rows)
         first = self.leaves[0]
         self.weights: Tensor | None = None
-        if not bool((size == first.shape[1]).all()):
+        if not (full or bool((size == first.shape[1]).all())):
             counts = torch.arange(first.shape[1]) < size[:, None]
             self.weights = (counts / size[:, None].to(torch.float64)).to(first.device)
 
@@ -47,6 +51,11 @@ class Batches:
         epochs: passes over the data, or None.
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys.
+
+    Attributes:
+        total, per_epoch: `(K,)` batches of each client, and of an epoch of its.
+        alike: whether all clients have as many rows, so that all batches of a step are alike.
+        longest: the most batches that a client has.
     """
 
     def __init__(
@@ -59,18 +68,27 @@ class Batches:
         key: Tensor,
     ) -> None:
         self._rows, self._count = rows, count
-        self._size = int(count.max()) if batch_size is None else batch_size
-        self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
-        self.total = self.per_epoch * epochs if epochs is not None else torch.full_like(count, steps or 0)
+        least, most = (int(each) for each in count.aminmax()) if len(count) else (0, 0)
+        self._most, self.alike = most, least == most
+        self._size = most if batch_size is None else batch_size
+        self._steps = -(-most // max(self._size, 1))  # of an epoch of who has most rows
+        if self.alike:
+            self.per_epoch = torch.full_like(count, self._steps)
+        else:
+            self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
+        self.longest = (steps or 0) if epochs is None else epochs * self._steps
+        self.total = torch.full_like(count, self.longest) if self.alike or epochs is None else self.per_epoch * epochs
         self._full = batch_size is None
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
         self._client = torch.arange(len(count), device=self._device)[:, None]
+        self._all = torch.ones_like(count, dtype=torch.bool)
         self._everything: Batch | None = None
         if not self._full:
+            self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
             self._permutations = random.fold_in(key, PERMUTATIONS)
-            longest = int((-(-self.total // self.per_epoch)).max()) if len(count) else 1
-            self._ahead = min(longest, max(1, _DRAWN // max(1, len(count) * self._width)))
+            passes = -(-self.longest // max(1, -(-least // self._size))) if epochs is None else epochs
+            self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
             self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
 
@@ -79,16 +97,17 @@ class Batches:
         if self._full:
             return self._all_rows()
         chosen, size, active = self._chosen(step)
-        rows = tree.map(lambda leaf: leaf[self._client, chosen], self._rows)
-        return Batch(rows, torch.where(active, size, chosen.shape[1]), active)
+        at, shape = (chosen + self._client * self._width).flatten(), chosen.shape
+        rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
+        return Batch(rows, size if self.alike else torch.where(active, size, shape[1]), active, self.alike)
 
     def chosen(self) -> Tensor | None:
         """The rows of all batches, `(K, T, B)`, −1 where a batch has no more; None if every batch has all rows."""
         if self._full or self._size >= self._width:
             return None
-        steps = int(self.total.max()) if len(self.total) else 0
-        whole = torch.full((len(self._count), steps, self._size), -1, dtype=torch.int64, device=self._device)
-        for step in range(steps):
+        shape = (len(self._count), self.longest, self._size)
+        whole = torch.full(shape, -1, dtype=torch.int64, device=self._device)
+        for step in range(self.longest):
             chosen, size, active = self._chosen(step)
             there = (torch.arange(chosen.shape[1]) < size[:, None]) & active[:, None]
             whole[:, step, : chosen.shape[1]] = torch.where(there.to(self._device), chosen, -1)
@@ -96,6 +115,8 @@ class Batches:
 
     def _chosen(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """(rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
+        if self.alike:
+            return self._chosen_alike(step)
         epoch = step // self.per_epoch
         active = step < self.total
         self._shuffle(epoch, active)
@@ -107,15 +128,25 @@ class Batches:
         drawn = (epoch - self._first).clamp(0, self._ahead - 1)[:, None] * self._width
         return self._order.gather(1, (columns + drawn).to(self._device)), size, active
 
+    def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`_chosen` of clients with as many rows, whose batches of a step begin and end together."""
+        epoch, within = divmod(step, self._steps)
+        if epoch >= int(self._first[0]) + self._ahead:
+            self._shuffle(torch.full_like(self._count, epoch), self._all)
+        start = within * self._size
+        stop = min(start + self._size, self._most)
+        before = (epoch - int(self._first[0])) * self._width
+        return self._order[:, before + start : before + stop], self._count.clamp(max=stop - start), self._all
+
     def _all_rows(self) -> Batch:
         if self._everything is None:
             width, rows = self._size, self._rows
-            if not bool((self._count == width).all()):
+            if not self.alike:
                 columns = torch.arange(width).minimum(self._count[:, None] - 1).to(self._device)
                 rows = tree.map(lambda leaf: leaf[self._client, columns], rows)
             else:
                 rows = tree.map(lambda leaf: leaf[:, :width], rows)
-            self._everything = Batch(rows, self._count, torch.ones_like(self._count, dtype=torch.bool))
+            self._everything = Batch(rows, self._count, self._all, self.alike)
         return self._everything
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:

@@ -15,7 +15,7 @@ from fedtorch.data import BadClients
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
-from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
+from fedtorch.federation.solvers._fused import DirectSteps, FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_rows, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
@@ -27,6 +27,7 @@ from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
+_KEPT = 2**25 - 2**16  # bytes, the most for which glibc still moves its thresholds
 
 
 class Descent:
@@ -56,6 +57,8 @@ class Descent:
         project: Callable[[Tree], Tree] | None = None,
         ignore_hooks: Sequence[str] = (),
     ) -> None:
+        # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
+        torch.empty(_KEPT, dtype=torch.uint8)
         self.module = copy.deepcopy(module)
         self._original = weakref.ref(module)
         trained = training_copy(module, ignore_hooks)
@@ -168,6 +171,8 @@ class Descent:
             traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
         group = torch.zeros_like(count)
         for trait in traits:  # one after another: `unique` of rows takes microseconds a row
+            if bool((trait == trait[0]).all()):
+                continue
             _, code = trait.unique(return_inverse=True)
             _, group = (group * len(count) + code).unique(return_inverse=True)
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
@@ -198,20 +203,22 @@ class _Stack:
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(self.batches.total[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
-        self.position = turn.round * int(self.batches.total.max())  # where those stand who have been away, too
+        self.position = turn.round * self.batches.longest  # where those stand who have been away, too
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
         fused = possible(key.device) and FusedSteps.knows(self.optimizer)
+        self.direct = DirectSteps(self.optimizer)
         self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
     def run(self) -> Local:
         """Take all steps."""
-        total, per_epoch = self.batches.total, int(self.batches.per_epoch.max())
-        longest, loss = int(total.max()), self.descent.loss
-        same_epochs = self.descent.one_epoch or bool((self.batches.per_epoch == per_epoch).all())
-        same_steps = self.position == 0 or bool((total == longest).all())
+        batches, loss = self.batches, self.descent.loss
+        total, per_epoch, longest = batches.total, int(batches.per_epoch.max()), batches.longest
+        some_end = set() if batches.alike else set(total.unique().tolist()) - {longest}  # after so many steps
+        same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
+        same_steps = self.position == 0 or not some_end
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total)
+        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total, longest if batches.alike else None)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
@@ -220,16 +227,15 @@ class _Stack:
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
-            batch = self.batches[t]
+            batch = batches[t]
             losses, logs, self.buffers, gradients, recorded = loss.gradients(
                 self.tensors, self.buffers, batch, t, self.key
             )
             self._descend(t, gradients)
             weighted = loss.batched and batch.weights is not None
             seen.add(t, {**logs, "loss": losses}, recorded, batch.size, weighted)
-            ends = total == t + 1
-            if t + 1 < longest and bool(ends.any()):
-                finished = _keep_rows(finished, self._now(), ends)
+            if t + 1 in some_end:
+                finished = _keep_rows(finished, self._now(), total == t + 1)
         finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
         tensors, kept = finished
         info = seen.reduced(loss.objective.reductions)
@@ -261,7 +267,7 @@ class _Stack:
                 tensor.grad.copy_(gradient)
         if self.descent.clip is not None:
             _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
-        self.optimizer.step()
+        self.direct.step()
 
     def _now(self) -> tuple[dict[str, Tensor], State]:
         """(tensors and buffers, the optimiser's state if it is kept) after the steps so far."""

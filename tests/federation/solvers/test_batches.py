@@ -33,17 +33,20 @@ def expected(data, k, key, batch_size, epochs):
 
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 5, 20])
 @pytest.mark.parametrize("limit", [{"epochs": 2, "steps": None}, {"epochs": None, "steps": 7}], ids=str)
-def test_each_client_has_its_own_batches(batch_size, limit):
-    data, key = block(), keys(4)
+@pytest.mark.parametrize("counts", [COUNTS, (5, 5, 5)], ids=["ragged", "alike"])
+def test_each_client_has_its_own_batches(counts, batch_size, limit):
+    clients = len(counts)
+    data, key = block(counts), keys(clients)
     batches = Batches(data.batch, data.count, batch_size, limit["epochs"], limit["steps"], key)
-    per_epoch = [-(-n // batch_size) for n in COUNTS]
+    per_epoch = [-(-n // batch_size) for n in counts]
     assert batches.per_epoch.tolist() == per_epoch
     assert batches.total.tolist() == [2 * n if limit["epochs"] else 7 for n in per_epoch]
-    own = [expected(data, k, key[k], batch_size, 7) for k in range(4)]
+    own = [expected(data, k, key[k], batch_size, 7) for k in range(clients)]
+    assert batches.longest == int(batches.total.max())
     for t in range(int(batches.total.max())):
         batch = batches[t]
         assert batch.active.tolist() == (batches.total > t).tolist()
-        for k in range(4):
+        for k in range(clients):
             if not batch.active[k]:
                 continue
             size = int(batch.size[k])
