@@ -194,7 +194,9 @@ def test_the_noises_of_an_adaptive_clip_compose_to_the_one_that_is_accounted() -
     lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
 ], ids=["fedadam", "fedsgd", "personal_layers", "ditto"])  # fmt: skip
 @pytest.mark.parametrize(
-    "settings", [{}, {"sampling_rate": 0.5}, {"clip": AdaptiveClip()}], ids=["all", "some", "adaptive"]
+    "settings",
+    [pytest.param({}, marks=pytest.mark.slow), {"sampling_rate": 0.5}, {"clip": AdaptiveClip()}],
+    ids=["all", "some", "adaptive"],
 )
 def test_it_wraps_what_is_averaged_the_same_in_any_blocks(algorithm, settings: dict, monkeypatch) -> None:
     runs = []
