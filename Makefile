@@ -6,7 +6,9 @@ STAMP := $(VENV)/.installed
 # Quiet twice: errors only, for pip warns of every folder that its configuration names and that is not there.
 INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt
 PYTEST_ARGS ?=
-HALF := tests/federation tests/experiments tests/kernels tests/cli tests/networks tests/plots tests/test_conformance.py fedtorch  # of the suite, by what it takes
+# Half of the suite by what it takes, with the tests that fork from one process.
+HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
+	tests/test_layers.py fedtorch
 
 .PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-install test-matrix lint format docs bench bench-peers clean
 
@@ -38,7 +40,7 @@ test: $(STAMP)
 # What `make test` runs, in the environment that BIN names.
 suite:
 ifeq ($(strip $(PYTEST_ARGS)),)
-	@log=$$(mktemp); export OMP_NUM_THREADS=1; \
+	@log=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
 	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(HALF)); rest=$$?; \
 	wait $$half; half=$$?; cat $$log; rm $$log; exit $$((half + rest))

@@ -139,7 +139,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def write(name: str, rows: Sequence[Row], target: str | None) -> None:
-    """Writes the rows as JSON to a file, or to standard output for `-`."""
+    """Write the rows as JSON to a file, or to standard output for `-`."""
     if target is None:
         return
     text = json.dumps({"experiment": name, "rows": [asdict(row) for row in rows]}, indent=1)
@@ -163,7 +163,7 @@ def this_run(name: str, rows: Sequence[Row], options: argparse.Namespace) -> dic
 
 
 def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> None:
-    """Prints a table to standard error, the first column to the left, the others to the right."""
+    """Print a table to standard error, the first column to the left, the others to the right."""
     cells = [list(columns), *(list(line) for line in lines)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
     cells.insert(1, ["-" * width for width in widths])
@@ -175,7 +175,7 @@ def show(title: str, columns: Sequence[str], lines: Sequence[Sequence[str]]) -> 
 
 
 def show_rows(title: str, rows: Sequence[Row], form: str = ".3f") -> None:
-    """Prints rows: ours, and beside it the standard deviation and the published figure where any row has them.
+    """Print rows: ours, and beside it the standard deviation and the published figure where any row has them.
 
     The setting is left out where there is but one, which the title names.
     """
@@ -194,7 +194,7 @@ def finish(
     options: argparse.Namespace,
     draw: Callable[[], Mapping[str, Figure]] | None = None,
 ) -> None:
-    """Writes the rows where `--json` says, and their page with `--results`; with `--out` draws the figures, by name."""
+    """Write the rows where `--json` says, and their page with `--results`; with `--out` draw the figures, by name."""
     write(name, rows, options.json)
     if options.results is not None:
         result_pages.add(options.results, name, options.title, this_run(name, rows, options))
@@ -259,7 +259,7 @@ def subplots(rows: int = 1, columns: int = 1, **settings: Any) -> tuple[Figure, 
 
 
 def save(figure: Figure, folder: Path, name: str) -> Path:
-    """Writes a figure as `<folder>/<name>.png`, and closes it."""
+    """Write a figure as `<folder>/<name>.png`, and close it."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.png"
     figure.savefig(path, dpi=150)
@@ -268,5 +268,5 @@ def save(figure: Figure, folder: Path, name: str) -> Path:
 
 
 def show_path(path: Path) -> None:
-    """Says where a figure is."""
+    """Say where a figure is."""
     sys.stderr.write(f"figure: {path}\n")

@@ -55,8 +55,7 @@ def say(name: str, text: str) -> None:
 
 def table() -> Table:
     """Heart disease in four hospitals where its files are at hand, else breast cancer in four parts."""
-    (hearts,) = (each for each in ft.data.data_sets() if each.name == "heart_disease")
-    if all(ft.data.present(hearts, file) for file in hearts.files):
+    if "heart_disease" in [data_set.name for data_set in ft.data.data_sets(present=True)]:
         found = ft.data.heart_disease(standardise=True, dtype=torch.float64)
         pairs, names, name = [found[k] for k in range(len(found))], found.names, "heart disease, four hospitals"
     else:
@@ -150,7 +149,7 @@ def registry(data: Table, iterations: int) -> Half:
 
 def take_part(name: str, folder: str, address: str, iterations: str) -> None:
     """A site's whole life; its token comes by standard input, where no list of processes shows it."""
-    token = enrolment.read_token(sys.stdin.readline())
+    token = enrolment.Token.read(sys.stdin.readline())
     me = enrolment.enrol(token, Path(folder) / name)
     say(name, f"enrolled; its key has never left {name}'s folder")
     dial, data = partial(transport.connect, address, me), table()

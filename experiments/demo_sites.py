@@ -162,7 +162,7 @@ def logits(node: ServerNode, network: vfl.SplitNetwork) -> Tensor:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs everything, and prints a table."""
+    """Run everything, and print a table."""
     options = common.arguments(__doc__).parse_args(argv)
     averaging, propagation, iterations = (2, 2, 3) if options.smoke else (50, 8, 300)
     begun, data = time.perf_counter(), demo_site.table()

@@ -88,7 +88,7 @@ def in_one_place(data: ft.data.FederatedData) -> Found:
 
 
 def compare(count: int, rounds: int, seed: int) -> Result:
-    """Fits in all ways, the sampler for so many rounds, and scores them on every clinic's held-out rows."""
+    """Fit in all ways, the sampler for so many rounds, and score them on every clinic's held-out rows."""
     training, held_out = clinics(count, seed)
     population, head = ft.InProcess(training), ft.least_squares(ft.LinearHead(11, intercept=False, dtype=torch.float64))
     alone = ft.run(ft.separate(head), population, rounds=1)
@@ -150,7 +150,7 @@ def draw(result: Result) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fits, prints two tables with a line on each way, and draws them."""
+    """Fit, print two tables with a line on each way, and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     count, rounds = (4, 24) if options.smoke else (16, 360)
     results = [compare(count, rounds, seed) for seed in range(options.seeds)]

@@ -84,7 +84,7 @@ def draw(curves: dict[str, dict[str, Tensor]]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all algorithms at both participations, prints the final errors and draws their course."""
+    """Run all algorithms at both participations, print the final errors and draw their course."""
     options = common.arguments(__doc__).parse_args(argv)
     clients, cohort = (10, 2) if options.smoke else (40, 4)
     settings = {

@@ -162,7 +162,7 @@ def ways_of_training(data: ft.data.FederatedData, rounds: int, seed: int) -> lis
 
 
 def train(way: Way, rounds: int, seed: int) -> tuple[ft.Federation, float]:
-    """Runs the rounds with a progress bar; returns the federation and the seconds."""
+    """Run the rounds with a progress bar; return the federation and the seconds."""
     federation = ft.Federation(way.algorithm, ft.InProcess(way.data), seed=seed)
     trainer = L.Trainer(
         max_epochs=rounds,
@@ -176,7 +176,7 @@ def train(way: Way, rounds: int, seed: int) -> tuple[ft.Federation, float]:
 
 
 def compare(cameras: int, rounds: int, seed: int) -> list[Result]:
-    """Trains in all ways and scores each camera's model on the camera's own held-out pictures."""
+    """Train in all ways and score each camera's model on the camera's own held-out pictures."""
     training, validation = photographed(cameras, seed).split(0.7, seed=seed)
     metrics = {
         "accuracy": torchmetrics.classification.MulticlassAccuracy(10, average="micro"),
@@ -212,7 +212,7 @@ def draw(results: Sequence[Result]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compares the ways, prints a table with a line on each, and draws it."""
+    """Compare the ways, print a table with a line on each, and draw it."""
     options = common.arguments(__doc__).parse_args(argv)
     cameras, rounds = (10, 1) if options.smoke else (50, 40)
     with common.quiet():

@@ -122,7 +122,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs both parts, prints their tables and draws them."""
+    """Run both parts, print their tables and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     nodes, rounds, long = (12, (5, 20), 50) if options.smoke else (NODES, (50, 200), 300)
     parts = (

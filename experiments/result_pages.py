@@ -222,13 +222,13 @@ def add(folder: Path, name: str, title: str, run: Mapping[str, Any]) -> None:
 
 
 def write(kept: Path) -> None:
-    """Writes the page of what is kept in a JSON file, beside it."""
+    """Write the page of what is kept in a JSON file, beside it."""
     record = json.loads(kept.read_text())
     write_results(kept.with_suffix(".md"), page(record, reading(record["experiment"])))
 
 
 def write_results(file: Path, text: str) -> None:
-    """Writes Markdown, and keeps the notes below that of before."""
+    """Write Markdown, and keep the notes below that of before."""
     _, heading, notes = (file.read_text() if file.exists() else "").partition(NOTES)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text + heading + notes)

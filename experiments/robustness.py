@@ -202,7 +202,7 @@ def draw(found: Found) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all attacks against all rules, prints the table and says whether the rule fixed in advance holds."""
+    """Run all attacks against all rules, print the table and say whether the rule fixed in advance holds."""
     options = common.arguments(__doc__).parse_args(argv)
     clients, faulty, rounds = (12, 2, 2) if options.smoke else (100, 20, ROUNDS)
     rules, chosen = all_rules(clients, faulty, trusted=clients), all_attacks(list(range(faulty)))

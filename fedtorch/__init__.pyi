@@ -56,7 +56,6 @@ from .federation.populations.growing import Growing as Growing
 from .federation.populations.in_process import InProcess as InProcess
 from .federation.runs import recipes as recipes
 from .federation.runs.cohorts import (
-    fixed_cohort as fixed_cohort,
     poisson_cohort as poisson_cohort,
     uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,

@@ -54,12 +54,12 @@ class Field(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its numbers."""
+        """Return bytes of its numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
-    """The fields as they follow each other in a payload: wide elements first, so that all are aligned."""
+    """Return the fields as they follow each other in a payload: wide elements first, so that all are aligned."""
     for name, dtype, _ in leaves:
         if name == "__metadata__":
             raise ValueError("Expected leaf names other than '__metadata__', which safetensors keeps for itself")
@@ -71,7 +71,7 @@ def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field
 
 
 def make_header(fields: Sequence[Field], text: str | None = None) -> bytes:
-    """The count and the header, padded with spaces to a multiple of eight bytes."""
+    """Return the count and the header, padded with spaces to a multiple of eight bytes."""
     header: dict[str, JSON] = {} if text is None else {"__metadata__": {"fedtorch": text}}
     start = 0
     for field in fields:
@@ -84,7 +84,7 @@ def make_header(fields: Sequence[Field], text: str | None = None) -> bytes:
 
 
 def read_header(payload: bytes, limit: int, refuse: Refuse) -> tuple[dict[str, JSON], memoryview]:
-    """The header as a JSON object, and the numbers after it."""
+    """Read the header as a JSON object, and the numbers after it."""
     length = int.from_bytes(payload[:LENGTH], "little")
     longest = min(limit, len(payload) - LENGTH)
     if length > longest:
@@ -98,7 +98,7 @@ def read_header(payload: bytes, limit: int, refuse: Refuse) -> tuple[dict[str, J
 
 
 def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
-    """A JSON object; names that come twice and numbers outside JSON are errors, not choices."""
+    """Read a JSON object; names that come twice and numbers outside JSON are errors, not choices."""
 
     def distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
         names: dict[str, JSON] = {}
@@ -123,7 +123,7 @@ def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
 
 
 def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:
-    """The `__metadata__` of the format: texts by name."""
+    """Return the `__metadata__` of the format: texts by name."""
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
         raise refuse("__metadata__ to map names to texts", _short(metadata))
@@ -170,7 +170,7 @@ def _is_integers(value: JSON) -> bool:
 
 
 def _short(value: JSON) -> str:
-    """A value of the sender for a message: escaped, and never long or deep."""
+    """Return a value of the sender for a message: escaped, and never long or deep."""
     return _REPR.repr(value)
 
 

@@ -89,7 +89,7 @@ class CapturedStep:
 
 
 def capture(step: Step, *tensors: Tensor) -> Step:
-    """`step` at any index as a graph: a function of tensors of these shapes.
+    """Return `step` at any index as a graph: a function of tensors of these shapes.
 
     Raises:
         IndexUsed: it depends on the index.
@@ -168,7 +168,7 @@ def _reorder(graph: GraphModule, node: Node) -> None:
 
 
 def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
-    """(`graph` of tensors of these shapes as a CUDA graph, None), or (`graph`, why it cannot be one).
+    """Return (`graph` of tensors of these shapes as a CUDA graph, None), or (`graph`, why it cannot be one).
 
     A replay copies its tensors to where they were when it was recorded, and its results from there.
 

@@ -62,7 +62,7 @@ def read(path: Path | str) -> dict[str, Tensor]:
 
 
 def describe(value: Any) -> str:
-    """A value as text that is the same in another process; functions by name and by what they close over.
+    """Return a value as text that is the same in another process; functions by name and by what they close over.
 
     Of a long text it is the beginning, and the digest of all of it.
     """

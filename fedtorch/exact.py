@@ -49,7 +49,7 @@ class Whole(NamedTuple):
 
 
 def limbs(value: Tensor) -> Tensor:
-    """A number as limbs; what lies below 2⁻¹⁶⁰ is cut off towards zero.
+    """Return a number as limbs; what lies below 2⁻¹⁶⁰ is cut off towards zero.
 
     Nothing is asked of a device: the limbs of a number that has none are NaN, which populations refuse in messages.
 
@@ -76,7 +76,7 @@ def limbs(value: Tensor) -> Tensor:
 
 
 def read(*totals: Tensor) -> list[Whole]:
-    """The sums that `totals`, `(..., LIMBS)` each, stand for, by one look at all: a device is waited for once.
+    """Return the sums that `totals`, `(..., LIMBS)` each, stand for; a device is waited for once.
 
     Raises:
         ValueError: limbs are NaN or infinite.
@@ -87,24 +87,24 @@ def read(*totals: Tensor) -> list[Whole]:
 
 
 def value(total: Tensor | Whole) -> Tensor:
-    """The float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
+    """Return the float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
     numbers, like = read(total)[0] if isinstance(total, Tensor) else total
     return _tensor([_divide(number, 1 << _SCALE) for number in numbers], like)
 
 
 def values(*totals: Tensor) -> list[Tensor]:
-    """`value` of each, by one look at all of them."""
+    """Return `value` of each, by one look at all of them."""
     return [value(whole) for whole in read(*totals)]
 
 
 def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """w·x and w·x² as sums of float64 numbers without rounding: two and four terms, in the arguments' shape."""
+    """Return w·x and w·x² as sums of float64 numbers without rounding: two and four terms, in the arguments' shape."""
     first = _product(weight, value)
     return first, (*_product(first[0], value), *_product(first[1], value))
 
 
 def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Tensor, Tensor, Tensor]:
-    """Σ w, Σ w (x − c) and Σ w (x − c)², each rounded once.
+    """Return Σ w, Σ w (x − c) and Σ w (x − c)², each rounded once.
 
     Args:
         zeroth: Σ w, as `read`.
@@ -136,7 +136,7 @@ def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Te
 
 
 def _product(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-    """The rounded product and its rounding error (Dekker 1971, Mul12 after Veltkamp's splitting)."""
+    """Return the rounded product and its rounding error (Dekker 1971, Mul12 after Veltkamp's splitting)."""
     product = first * second
     one, two = _split(first), _split(second)
     error = one[0] * two[0] - product
@@ -146,7 +146,7 @@ def _product(first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _split(value: Tensor) -> tuple[Tensor, Tensor]:
-    """A number as the sum of two with 26 bits each."""
+    """Return a number as the sum of two with 26 bits each."""
     scaled = value * _SPLIT
     high = scaled - (scaled - value)
     return high, value - high
@@ -168,7 +168,7 @@ def _integers(total: Tensor) -> list[int]:
 
 
 def _divide(numerator: int, denominator: int) -> float:
-    """Correctly rounded, as the division of integers is."""
+    """Return the quotient, correctly rounded, as the division of integers is."""
     return numerator / denominator if numerator else 0.0
 
 

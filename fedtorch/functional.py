@@ -57,7 +57,7 @@ def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple
 
 
 def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
-    """A copy of `module` with parameters and buffers replaced by `tensors` (some or all of them).
+    """Return a copy of `module` with parameters and buffers replaced by `tensors` (some or all of them).
 
     Raises:
         KeyError: the module has no parameter or buffer of that name.
@@ -117,7 +117,7 @@ def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str
 
 
 def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Means of counts or flags as whole numbers, rounded up: a flag that one of several clients has raised is raised.
+    """Return means of counts or flags as whole numbers, rounded up: a flag that one client has raised is raised.
 
     What lies above a whole number by less than 0.001 is taken for the rounding of a mean.
 
@@ -158,7 +158,7 @@ def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor],
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:
-    """The module's own parameters and buffers of these names."""
+    """Return the module's own parameters and buffers of these names."""
     named = {
         **dict(module.named_parameters(remove_duplicate=False)),
         **dict(module.named_buffers(remove_duplicate=False)),
@@ -216,7 +216,7 @@ class Swap:
                     table[name] = next(originals)
 
     def current(self, index: int) -> Tensor:
-        """The tensor that is in place of name number `index` now."""
+        """Return the tensor that is in place of name number `index` now."""
         table, name = self.places[index][0]
         tensor = table[name]
         assert tensor is not None

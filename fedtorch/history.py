@@ -83,7 +83,7 @@ class Recorder(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """All that it knows, flat."""
+        """Return all that it knows, flat."""
         ...
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
@@ -142,7 +142,7 @@ class History:
         self._write(row)
 
     def __getitem__(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """A column, a number per round.
+        """Return a column, a number per round.
 
         Raises:
             KeyError: there is no such column.
@@ -162,7 +162,7 @@ class History:
                 self._column(name)[-1] = value
 
     def frame(self) -> pd.DataFrame:
-        """A row per round.
+        """Return the history as a table, a row per round.
 
         Columns: `round`; how many clients were `asked`, `answered`, `lost_before`, `late`, `lost_after`, `repeated` and
         `refused`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`,
@@ -182,7 +182,7 @@ class History:
         return table
 
     def losses(self, names: Sequence[str]) -> pd.DataFrame:
-        """The clients' training losses, in float32: columns `round`, `client` (of `names`) and `train_loss`."""
+        """Return the clients' training losses, in float32: columns `round`, `client` (of `names`) and `train_loss`."""
         import pandas as pd
 
         self._catch_up()
@@ -198,7 +198,7 @@ class History:
         )
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything as tensors, flat; the columns' names as the bytes of JSON."""
+        """Return everything as tensors, flat; the columns' names as the bytes of JSON."""
         self._catch_up()
         names = json.dumps(list(self._columns)).encode()
         values = np.array(list(self._columns.values()), dtype=np.float64)
@@ -234,7 +234,7 @@ class History:
             column.append(row.get(name, math.nan))
 
     def _column(self, name: str) -> array[float]:
-        """A column by name, a new one of NaN if need be."""
+        """Return a column by name, a new one of NaN if need be."""
         return self._columns.setdefault(name, array("d", [math.nan] * len(self._columns["round"])))
 
     def _keep(self, number: int, ids: Tensor, losses: Tensor) -> None:
@@ -247,7 +247,7 @@ class History:
 
 
 def means(info: Mapping[str, Tensor]) -> dict[str, float]:
-    """The means over clients of what they log, `loss` as `train_loss`."""
+    """Return the means over clients of what they log, `loss` as `train_loss`."""
     values = {name: float(value.nanmean()) for name, value in info.items()}
     if "loss" in values:
         values.setdefault("train_loss", values.pop("loss"))
@@ -271,7 +271,7 @@ def headline(round: Round) -> dict[str, str]:
 
 
 def _spread(values: Tensor) -> dict[str, float]:
-    """Least, quartiles and largest of the numbers among `(M,)` values, interpolated, and their worst tenth's mean."""
+    """Return least, quartiles and largest among `(M,)` values, interpolated, and their worst tenth's mean."""
     known = values[~values.isnan()].sort().values
     if len(known) == 0:
         return {}

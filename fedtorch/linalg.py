@@ -14,18 +14,18 @@ from torch import Tensor
 
 
 def symmetric(matrix: Tensor) -> Tensor:
-    """The symmetric part, which rounding leaves."""
+    """Return the symmetric part, which rounding leaves."""
     return (matrix + matrix.mT) / 2
 
 
 def inverse_factor(factor: Tensor) -> Tensor:
-    """L⁻¹ of lower triangular L, so that the inverse of LL' is its transpose times itself."""
+    """Return L⁻¹ of lower triangular L, so that the inverse of LL' is its transpose times itself."""
     eye = torch.eye(factor.shape[-1], dtype=factor.dtype, device=factor.device)
     return torch.linalg.solve_triangular(factor, eye.expand_as(factor), upper=False)
 
 
 def normal_draw(factor: Tensor, shift: Tensor, z: Tensor) -> Tensor:
-    """N(A⁻¹ b, A⁻¹) from standard normal z, with A = LL': L'⁻¹ (L⁻¹ b + z).
+    """Return N(A⁻¹ b, A⁻¹) from standard normal z, with A = LL': L'⁻¹ (L⁻¹ b + z).
 
     Args:
         factor: L, lower triangular, `(..., p, p)`.
@@ -45,11 +45,11 @@ class Equilibrated(NamedTuple):
 
     @property
     def rank(self) -> Tensor:
-        """Of A, `(...)`."""
+        """Return the rank of A, `(...)`."""
         return (self.values > 0).sum(-1)
 
     def null(self) -> Tensor:
-        """Orthonormal columns that span the null space of A in its own units; `(..., p, p)`, zeros beside them."""
+        """Return orthonormal columns that span A's null space in its own units; `(..., p, p)`, zeros beside them."""
         solution = torch.zeros_like(self.vectors)
         open_ = self.values.shape[-1] - self.rank
         for count in filter(None, open_.unique().tolist()):
@@ -68,7 +68,7 @@ class Equilibrated(NamedTuple):
         return solution
 
     def inverse_root(self, null: Tensor) -> Tensor:
-        """X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from what `null()` gives."""
+        """Return X `(..., p, p)` with XX' = A⁺, the pseudo-inverse in the units of A, from what `null()` gives."""
         known = self.values > 0
         root = torch.where(known, self.values, 1.0).rsqrt() * known
         root_columns = self.vectors * root[..., None, :] * self.scale[..., None]
@@ -79,7 +79,7 @@ class Equilibrated(NamedTuple):
 
 
 def equilibrated(matrix: Tensor) -> Equilibrated:
-    """The eigenvalues and -vectors of a positive semi-definite matrix between diagonal matrices that make it a unit's.
+    """Decompose a positive semi-definite matrix between diagonal matrices that give it a diagonal of ones.
 
     Eigenvalues below 64 p ε of the largest are taken for the rounding of sums over rows.
 
@@ -100,13 +100,13 @@ def _noise(matrix: Tensor) -> float:
 
 
 def unit_scale(diagonal: Tensor) -> Tensor:
-    """Powers of two s, which scale without rounding, such that s² times `diagonal` is in [0.5, 2); 1 for zeros."""
+    """Return powers of two s, which scale without rounding, with s² times `diagonal` in [0.5, 2); 1 for zeros."""
     exponent = torch.frexp(diagonal).exponent
     return torch.ldexp(torch.ones_like(diagonal), -exponent.div(2, rounding_mode="floor"))
 
 
 def pseudo_inverse(matrix: Tensor) -> Tensor:
-    """A⁺ of a positive semi-definite A, `(..., p, p)`: A⁺b is the solution of least norm, in the units of A."""
+    """Return A⁺ of a positive semi-definite A, `(..., p, p)`: A⁺b is the solution of least norm, in the units of A."""
     parts = equilibrated(matrix)
     root = parts.inverse_root(parts.null())
     return root @ root.mT

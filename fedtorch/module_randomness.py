@@ -98,7 +98,7 @@ class KeyedRandomness(TorchDispatchMode):
         return draw(self, fn, arguments)
 
     def key(self) -> Tensor:
-        """The clients' keys of the next call, in the shape of `keys`."""
+        """Return the clients' keys of the next call, in the shape of `keys`."""
         number = self.calls % _AHEAD
         if number == 0:
             calls = torch.arange(self.calls, self.calls + _AHEAD, device=self.keys.device)
@@ -107,7 +107,7 @@ class KeyedRandomness(TorchDispatchMode):
         return self._next[number]
 
     def row(self, fn: Any, shape: Sequence[int]) -> tuple[int, ...]:
-        """One client's part of a shape that has the clients in front."""
+        """Return one client's part of a shape that has the clients in front."""
         clients = tuple(self.keys.shape)
         if tuple(shape[: len(clients)]) != clients:
             raise _misplaced(fn, clients, shape)
@@ -191,7 +191,7 @@ def _bind(fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
 
 
 def _like(arguments: Arguments) -> tuple[Sequence[int], torch.dtype, torch.device]:
-    """Shape, dtype and device of what an elementwise operation returns."""
+    """Return shape, dtype and device of what an elementwise operation returns."""
     if "size" in arguments:
         dtype = arguments["dtype"] or torch.get_default_dtype()
         if isinstance(dtype, int):  # a schema's default comes as a number, and only integers have one
@@ -207,7 +207,7 @@ Values = Callable[[Tensor, tuple[int, ...], torch.dtype, Arguments], Tensor]
 
 
 def _elementwise(values: Values) -> Callable[[KeyedRandomness, Any, Arguments], Tensor]:
-    """A draw whose elements are independent, returned or written in place."""
+    """Return a draw whose elements are independent, returned or written in place."""
 
     def draw(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
         shape, dtype, device = _like(arguments)

@@ -68,13 +68,13 @@ class TreeOptimizer:
 
     @classmethod
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
-        """The optimiser that `make` gives for parameters of these names and shapes."""
+        """Return the optimiser that `make` gives for parameters of these names and shapes."""
         check_maker(make)
         stacked = {name: nn.Parameter(leaf.clone()) for name, leaf in parameters.items()}
         return cls(make(stacked.values()), stacked)
 
     def init(self, parameters: Mapping[str, Tensor]) -> State:
-        """The state before the first step, zeros in the structure of the state after it.
+        """Return the state before the first step, zeros in the structure of the state after it.
 
         Raises:
             TypeError: the optimiser needs a closure, or keeps something outside of its parameters' states.
@@ -94,7 +94,7 @@ class TreeOptimizer:
     def step(
         self, parameters: Mapping[str, Tensor], gradients: Mapping[str, Tensor | None], state: State
     ) -> tuple[dict[str, Tensor], State]:
-        """(parameters, state) after a step; those without a gradient stay, and nothing is changed in place."""
+        """Return (parameters, state) after a step; those without a gradient stay, and nothing is changed in place."""
         tensors = self._copies(parameters)
         optimizer = self.bind(tensors, state)
         for name, tensor in tensors.items():
@@ -105,7 +105,7 @@ class TreeOptimizer:
         return tensors, self.state(optimizer, tensors, state)
 
     def bind(self, tensors: Mapping[str, Tensor], state: State | None = None) -> Optimizer:
-        """An optimiser that steps `tensors` in place by their `grad`, in a state that is copied; None begins anew."""
+        """Return an optimiser that steps `tensors` in place by their `grad`, in a copied state; None begins anew."""
         optimizer = rebind(self.original, [[tensors[name] for name in group] for group in self.names])
         if state and self._numbers is None:
             self.init(tensors)
@@ -150,7 +150,7 @@ class TreeOptimizer:
         return parts
 
     def _seen(self, state: State) -> tuple[set[str], dict[str, dict[str, float]]]:
-        """(the parameters whose state is not zero everywhere, what of it is one number), by one look."""
+        """Return (the parameters whose state is not zero everywhere, what of it is one number), by one look."""
         parts = [(name, part, value) for name, saved in state.items() for part, value in saved.items()]
         if not parts:
             return set(), {}
@@ -165,7 +165,7 @@ class TreeOptimizer:
         return {name for (name, _, _), flag in zip(parts, read) if flag}, found
 
     def _loaded(self, part: str, value: Tensor, read: float | None) -> Any:
-        """A part of a state; `read` is its number on the host, where the optimiser wants it there."""
+        """Return a part of a state; `read` is its number on the host, where the optimiser wants it there."""
         kind = (self._numbers or {}).get(part)
         if kind is None:
             return value.clone()
@@ -176,7 +176,7 @@ class TreeOptimizer:
         return {name: parameters[name].detach().clone() for group in self.names for name in group}
 
     def _zero_step(self, tensors: dict[str, Tensor]) -> Optimizer:
-        """A bound optimiser after a step with gradients of zero, which shows the state that it keeps."""
+        """Return a bound optimiser after a step with gradients of zero, which shows the state that it keeps."""
         name, optimizer = type(self.original).__name__, self.bind(tensors)
         before = [dict(group) for group in optimizer.param_groups]
         for tensor in tensors.values():
@@ -202,7 +202,7 @@ def check_maker(make: MakeOptimizer) -> None:
 
 
 def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
-    """The same optimiser with the same hyperparameters on other tensors, in the state of its construction.
+    """Return the same optimiser with the same hyperparameters on other tensors, in the state of its construction.
 
     Raises:
         TypeError: the constructor gives a parameter a state that is not one number everywhere.
@@ -242,7 +242,7 @@ def _may_fuse(group: dict[str, Any]) -> bool:
 
 
 def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
-    """A constructor's state (Adagrad's sums) for a tensor of another shape."""
+    """Return a constructor's state (Adagrad's sums) for a tensor of another shape."""
     if not isinstance(value, Tensor) or value.ndim == 0:
         return _copied(value)
     if bool((value != value.flatten()[0]).any()):

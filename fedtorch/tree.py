@@ -102,7 +102,7 @@ def map(function: Callable[..., Any], first: Tree, *others: Tree, is_leaf: type 
 
 
 def _each(function: Callable[..., Any], node: Tree, kinds: tuple[Any, ...]) -> Tree:
-    """`map` over one tree, whose structure is that of nobody else."""
+    """Return `map` over one tree whose structure no other has."""
     if isinstance(node, kinds):
         return function(node)
     if isinstance(node, dict):
@@ -131,7 +131,7 @@ def items(tree: Tree, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def leaves(tree: Tree) -> list[Tensor]:
-    """The tensors of a tree, depth first."""
+    """Return the tensors of a tree, depth first."""
     if isinstance(tree, Tensor):
         return [tree]
     if isinstance(tree, (dict, tuple)):
@@ -142,7 +142,7 @@ def leaves(tree: Tree) -> list[Tensor]:
 
 
 def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
-    """The tree as a flat `dict[str, Tensor]` with path names joined by dots.
+    """Return the tree as a flat `dict[str, Tensor]` with path names joined by dots.
 
     Raises:
         ValueError: two leaves have the same path (a key with a dot in it hides another).
@@ -183,7 +183,7 @@ def row_layout(tree: Tree) -> Layout:
 
 
 def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
-    """The inverse of `flatten`: the values of `flat` in the structure of `like`.
+    """Return the inverse of `flatten`: the values of `flat` in the structure of `like`.
 
     Raises:
         KeyError: a leaf of `like` has no value in `flat`; extra values are ignored.
@@ -204,7 +204,7 @@ def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
 
 
 def refill(like: Tree, leaves: Sequence[Tensor]) -> Tree:
-    """A tree of the structure of `like` with other leaves, in the order of `leaves(like)`.
+    """Return a tree of the structure of `like` with other leaves, in the order of `leaves(like)`.
 
     Example:
         >>> parameters = {"w": torch.ones(2), "b": torch.ones(1)}
@@ -220,7 +220,7 @@ def along(vector: Tensor, leaf: Tensor) -> Tensor: ...
 @overload
 def along(vector: float, leaf: Tensor) -> float: ...
 def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
-    """`vector` `(K,)`, or of more leading dimensions, shaped to go with `leaf` `(K, ...)` row by row; numbers pass.
+    """Return `vector` `(K,)`, or of more leading dimensions, shaped to go with `leaf` `(K, ...)`; numbers pass.
 
     Example:
         >>> along(torch.tensor([1.0, 2.0]), torch.ones(2, 3, 4)).shape  # one number a client
@@ -232,7 +232,7 @@ def along(vector: Tensor | float, leaf: Tensor) -> Tensor | float:
 
 
 def where(condition: Tensor, first: Tree, second: Tree) -> Tree:
-    """Rows of `first` where the condition, `(K,)` or of everybody `()`, holds, and of `second` elsewhere.
+    """Return rows of `first` where the condition, `(K,)` or of everybody `()`, holds, and of `second` elsewhere.
 
     Example:
         >>> before, after = {"w": torch.zeros(3, 2)}, {"w": torch.ones(3, 2)}
@@ -243,24 +243,24 @@ def where(condition: Tensor, first: Tree, second: Tree) -> Tree:
 
 
 def add(first: Tree, second: Tree) -> Tree:
-    """`first + second`, leaf by leaf."""
+    """Return `first + second`, leaf by leaf."""
     return map(torch.add, first, second)
 
 
 def subtract(first: Tree, second: Tree) -> Tree:
-    """`first − second`, leaf by leaf."""
+    """Return `first − second`, leaf by leaf."""
     return map(torch.sub, first, second)
 
 
 def scale(tree: Tree, factor: Tensor | float) -> Tree:
-    """`factor · tree`; a factor `(K,)` scales the clients of a stacked tree, each leaf keeping its dtype."""
+    """Return `factor · tree`; a factor `(K,)` scales the clients of a stacked tree, each leaf keeping its dtype."""
     if isinstance(factor, Tensor):
         return map(lambda leaf: leaf * along(factor.to(leaf.device, leaf.dtype), leaf), tree)
     return map(lambda leaf: leaf * factor, tree)
 
 
 def add_scaled(tree: Tree, direction: Tree, factor: float | Tensor = 1.0) -> Tree:
-    """`tree + factor · direction`, computed in the wider dtype and returned in the dtype of `tree`.
+    """Return `tree + factor · direction`, computed in the wider dtype and returned in the dtype of `tree`.
 
     Example:
         >>> parameters, gradient = {"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([10.0, -10.0])}
@@ -271,7 +271,7 @@ def add_scaled(tree: Tree, direction: Tree, factor: float | Tensor = 1.0) -> Tre
 
 
 def zeros_like(tree: Tree) -> Tree:
-    """Zeros in the structure, dtypes and devices of `tree`.
+    """Return zeros in the structure, dtypes and devices of `tree`.
 
     Example:
         >>> zeros_like({"w": torch.ones(2), "count": torch.tensor(7)})
@@ -281,12 +281,12 @@ def zeros_like(tree: Tree) -> Tree:
 
 
 def stack(trees: Sequence[Tree]) -> Tree:
-    """Trees of one structure as one stacked tree, `(K, ...)`."""
+    """Stack trees of one structure as one tree, `(K, ...)`."""
     return map(lambda *each: torch.stack(each), trees[0], *trees[1:])
 
 
 def concatenate(trees: Sequence[Tree]) -> Tree:
-    """Stacked trees one after the other along the clients.
+    """Concatenate stacked trees along the clients.
 
     Example:
         >>> first, second = {"w": torch.zeros(2, 3)}, {"w": torch.ones(4, 3)}  # blocks of 2 and 4 clients
@@ -297,12 +297,12 @@ def concatenate(trees: Sequence[Tree]) -> Tree:
 
 
 def expand(tree: Tree, count: int) -> Tree:
-    """The same tree for `count` clients, `(count, ...)`, as views that share one memory: read only."""
+    """Return the same tree for `count` clients, `(count, ...)`, as views that share one memory: read only."""
     return map(lambda leaf: leaf.expand(count, *leaf.shape), tree)
 
 
 def take(tree: Tree, rows: Rows) -> Tree:
-    """Rows of a stacked tree: a copy for indices, a view for a slice.
+    """Return rows of a stacked tree: a copy for indices, a view for a slice.
 
     Example:
         >>> clients = {"w": torch.tensor([[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]])}
@@ -315,7 +315,7 @@ def take(tree: Tree, rows: Rows) -> Tree:
 
 
 def to(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
-    """`Tensor.to` on every leaf.
+    """Apply `Tensor.to` to every leaf.
 
     Example:
         >>> half = to({"w": torch.ones(3), "b": torch.ones(1)}, torch.bfloat16)
@@ -326,5 +326,5 @@ def to(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
 
 
 def nbytes(tree: Tree) -> int:
-    """Bytes that the leaves' elements occupy."""
+    """Return bytes that the leaves' elements occupy."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))

@@ -64,7 +64,7 @@ class PayloadError(ValueError):
 
 
 def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
-    """The safetensors bytes of a tree, the same for the same tree whatever the order of its keys.
+    """Return the safetensors bytes of a tree, the same for the same tree whatever the order of its keys.
 
     Args:
         tree: dense leaves on any device, views and shared memory included; `None` leaves no trace.
@@ -96,7 +96,7 @@ def decode(
     limit: int = 2**30,
     finite: bool = True,
 ) -> Tree:
-    """The tree of a payload, checked against `like` before anything is allocated.
+    """Return the tree of a payload, checked against `like` before anything is allocated.
 
     Args:
         payload: what arrived.
@@ -133,7 +133,7 @@ def metadata(
     client: str | int | None = None,
     round: int | None = None,
 ) -> dict[str, JSON]:
-    """The metadata of a payload, without its tensors.
+    """Return the metadata of a payload, without its tensors.
 
     Args:
         payload: what arrived.
@@ -154,12 +154,12 @@ def metadata(
 
 
 def size(tree: Tree) -> int:
-    """The bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves: nothing is sent."""
+    """Return the bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves: nothing is sent."""
     return _size_of(layout(tree))
 
 
 def row_size(tree: Tree) -> int:
-    """The bytes of one client's tree, of a stacked tree whose leaves are `(K, ...)`; `K = 0` will do.
+    """Return the bytes of one client's tree, of a stacked tree whose leaves are `(K, ...)`; `K = 0` will do.
 
     Raises:
         ValueError: a leaf has no leading dimension.
@@ -180,7 +180,7 @@ def _size_of(layout: Layout) -> int:
 def _refused(
     client: str | int | None, round: int | None, expected: str, got: object, field: str | None = None
 ) -> PayloadError:
-    """The error to raise."""
+    """Return the error to raise."""
     of_client = "" if client is None else f" of client {client!r}"
     in_round = "" if round is None else f" in round {round}"
     at = "" if field is None else f", field {field!r}"
@@ -206,7 +206,7 @@ def _to_bytes(leaf: Tensor) -> bytes:
 
 
 def _from_bytes(data: memoryview, field: Field, finite: bool, refuse: Refuse) -> Tensor:
-    """A tensor with memory of its own, writable."""
+    """Return a tensor with memory of its own, writable."""
     if not data:
         return torch.empty(field.shape, dtype=field.dtype)
     raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)

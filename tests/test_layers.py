@@ -8,12 +8,11 @@ is left out.
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.processes import TESTS, Process
 
 import fedtorch as ft
 
@@ -163,8 +162,6 @@ def test_no_private_names_of_other_modules(name: str) -> None:
 def test_vertical_federation_needs_no_federation() -> None:
     """Each module of `fedtorch.vfl` is imported in a process that refuses `fedtorch.federation`."""
     names = [name for name in MODULES if name.startswith("fedtorch.vfl")]
-    program = (
-        f"import importlib, sys; sys.modules['fedtorch.federation'] = None; [*map(importlib.import_module, {names})]"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
+    process = Process([str(TESTS / "support" / "scripts" / "without_federation.py"), *names])
+    said = process.communicate(timeout=120)
+    assert process.returncode == 0, said

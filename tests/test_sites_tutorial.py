@@ -15,7 +15,7 @@ import torch
 import fedtorch as ft
 from fedtorch import cli
 from fedtorch.sites import Roster, connect, join
-from fedtorch.sites.enrolment import EnrolmentServer, enrol, read_token
+from fedtorch.sites.enrolment import EnrolmentServer, Token, enrol
 from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds.configuration import read_configuration
 
@@ -60,7 +60,7 @@ def test_the_pages_lines_run_as_printed(
         capsys.readouterr()
         invite = [name if part == "ward 7" else part for part in every["invite"]]
         assert cli.main([part.replace("server.example:8443", f"127.0.0.1:{enrolling.port}") for part in invite]) == 0
-        me = enrol(read_token(capsys.readouterr().out), tmp_path / name)
+        me = enrol(Token.read(capsys.readouterr().out), tmp_path / name)
         patients(tmp_path / name / "patients.csv", site)
         text = block(page, "policy = Policy(smallest").replace(
             '"patients.csv"', f'"{tmp_path / name / "patients.csv"}"'

@@ -87,6 +87,16 @@ def test_sequences_of_shared_weights_and_of_examples_inside():
     torch.testing.assert_close(nested, vmap(run)(tensors, inputs, zeros)[0])
 
 
+def test_blocks_of_clients_whose_weights_fit_a_cache(monkeypatch):
+    run, tensors, arguments = recurrent(nn.LSTM, torch.float64, batch_first=True)
+    together = vmap(run)(tensors, *arguments)
+    monkeypatch.setattr("fedtorch.stacked_layers._recurrent._CACHED", 0)
+    blocks = vmap(run)(tensors, *arguments)
+    leaves = [*tensors.values(), *arguments]
+    compared = [*blocks, *gradients(blocks, leaves)], [*together, *gradients(together, leaves)]
+    torch.testing.assert_close(*compared, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
 def test_dropout_between_layers_is_drawn_from_each_client_s_key(kind):
     run, tensors, arguments = recurrent(kind, torch.float64, num_layers=3, batch_first=True, dropout=0.5)

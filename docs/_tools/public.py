@@ -138,6 +138,7 @@ def used_by_page(text: str) -> set[str]:
     return {*chains(program), *(re.sub(r"^ft\b", "fedtorch", chain) for chain in CHAIN.findall(text))}
 
 
+@functools.cache
 def uses() -> dict[str, set[str]]:
     """Return the chains that pages, experiments and their configurations use, without what is built of parts inside."""
     root = HERE.parent

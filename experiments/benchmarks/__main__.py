@@ -89,7 +89,7 @@ def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_befor
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the benchmarks that are named, or all."""
+    """Run the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(NAMES)}; default: all")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the folder for the tables")

@@ -227,7 +227,7 @@ def parts(smoke: bool) -> measure.Parts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all parts, or one."""
+    """Measure all parts, or one."""
     measure.run("core", __doc__, parts, argv, own_processes=True)
 
 

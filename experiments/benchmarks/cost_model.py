@@ -3,10 +3,13 @@
 The formulas and all that is assumed are in `cost_formulas`. Constants come from one process, from two ranks, and from
 one and six sites over gRPC; the model is then compared with rounds that it has not seen. Rounds are the quickest of
 many, for the machine may have other work. `--write` puts the tables into `results/cost_model.md`.
+
+`--kernels` is another table alone: what every program of `fedtorch.kernels` can save on an H100 and on this processor.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import time
 from collections import deque
@@ -19,7 +22,7 @@ import torch
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import remote
-from experiments.benchmarks.parts import cost_formulas as formulas, measure, scaling_ranks
+from experiments.benchmarks.parts import cost_formulas as formulas, kernel_bounds, measure, scaling_ranks
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 from experiments.benchmarks.parts.remote_problem import averaged
 from fedtorch.sites import Remote, SiteConfiguration
@@ -29,6 +32,7 @@ FIT = (100, 10_000)  # clients of the rounds that give a and b
 SEEN = (1000, 30_000)  # of those that check them
 MESSAGE = 1_000_000  # parameters, for the work that a byte makes
 RESULTS = Path(__file__).parent / "results" / "cost_model.md"
+KERNELS = RESULTS.with_name("kernel_bounds.md")
 PARAMETERS = 9  # of the linear model over ranks
 ASSUMED_OF_GPUS = """
 Assumed, not measured: no such machine was at hand. An H100 SXM at 30 % of its published float32 rate (67 Tflop/s) and
@@ -225,12 +229,32 @@ def named(here: Here) -> list[list[str]]:
     ]
 
 
+def of_kernels(options: argparse.Namespace, before: float) -> None:
+    """Show and write what programs can save."""
+    lines = kernel_bounds.lines(options.smoke)
+    ratios = {"H100": 7, "here": 10}
+    rows = [
+        common.Row(line[0], f"ratio, {name}", float(line[place])) for line in lines for name, place in ratios.items()
+    ]
+    common.show_rows(f"kernels ({common.machine()})", rows, ".4g")
+    common.finish("benchmarks.kernel_bounds", rows, options)
+    if options.write:
+        command = "`python -m experiments.benchmarks.cost_model --kernels --write`"
+        text = ["# What programs can save: bounds", "", f"By {command} on", *measure.circumstances(before), ""]
+        text += [*(kernel_bounds.__doc__ or "").strip().splitlines()[2:], ""]
+        common.write_results(KERNELS, "\n".join([*text, *measure.table(kernel_bounds.COLUMNS, lines), ""]))
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the constants, checks the model and prints what it says."""
     parser = common.arguments(__doc__)
     parser.add_argument("--write", action="store_true", help="write the tables into results/cost_model.md")
+    parser.add_argument("--kernels", action="store_true", help="bounds of the programs only; with --write their page")
     options = parser.parse_args(argv)
     before = os.getloadavg()[0]
+    if options.kernels:
+        of_kernels(options, before)
+        return
     with common.quiet():
         here, ranks = constants(options.smoke)
         lines = {"checks": checks(here, ranks, options.smoke)}

@@ -174,7 +174,7 @@ def parts(smoke: bool) -> measure.Parts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all parts, or one."""
+    """Measure all parts, or one."""
     measure.run("fedlin", __doc__, parts, argv)
 
 

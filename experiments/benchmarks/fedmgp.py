@@ -91,7 +91,7 @@ def draw(runs: dict[str, Curve]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs both in turns, prints the medians of the ratios and draws the bound against floats and time."""
+    """Run both in turns, print the medians of the ratios and draw the bound against floats and time."""
     options = common.arguments(__doc__).parse_args(argv)
     rounds, most, repeats = (10, 20, 1) if options.smoke else (40, 1500, 3)
     drawn = fm.signals(5, 60 if options.smoke else 200, (2, 10), 0)

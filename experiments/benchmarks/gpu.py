@@ -99,7 +99,7 @@ def kept_in(file: Path, fresh: bool) -> dict[str, list[common.Row]]:
 
 
 def keep(file: Path, done: dict[str, list[common.Row]]) -> None:
-    """Writes what has been measured, all or nothing."""
+    """Write what has been measured, all or nothing."""
     text = json.dumps(
         {"machine": common.machine(), "parts": {n: [asdict(r) for r in rows] for n, rows in done.items()}}
     )
@@ -120,7 +120,7 @@ def attempted(measure: Callable[[], list[common.Row]]) -> list[common.Row] | Non
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures what has not been measured, or says that there is no device."""
+    """Measure what has not been measured, or say that there is no device."""
     parser = common.arguments(__doc__)
     parser.add_argument(
         "--part", action="append", choices=sorted(parts(True, "cpu")), help="only this part; repeatable"

@@ -195,7 +195,7 @@ def draw(found: Sequence[tuple[int, float, float]]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures, prints the tables and draws the plot."""
+    """Measure, print the tables and draw the plot."""
     parser = common.arguments(__doc__)
     parser.add_argument("--full", action="store_true", help="the sizes of the targets: minutes, 15 GB")
     parser.add_argument("--one-size", type=int, metavar="NODES", help="one graph only")

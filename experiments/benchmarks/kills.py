@@ -161,7 +161,7 @@ def _die() -> None:
 
 
 def _watch_writes(tell: Callable[[str], None], file: Path, point: str, which: int) -> None:
-    """Tells of every write of the checkpoint, and dies at a point of write number `which`."""
+    """Tell of every write of the checkpoint, and die at a point of write number `which`."""
     fdopen, fsync, replace = os.fdopen, os.fsync, os.replace
     writes = 0
 
@@ -210,7 +210,7 @@ def _live(work: Work, folder: Path, place: Path, pipe: int, point: str, which: i
 
 
 def life(work: Work, folder: Path, place: Path, point: str = "", which: int = 0, after: float = _LONGEST) -> Life:
-    """Forks a process, kills it after so many seconds unless it has ended, and says what it left behind."""
+    """Fork a process, kill it after so many seconds unless it has ended, and say what it left behind."""
     began = time.monotonic()
     reading, writing = os.pipe()
     pid = fork(partial(_live, work, folder, place, writing, point, which))
@@ -251,7 +251,7 @@ def trials(name: str, kills: int, seed: int, where: Sequence[tuple[Path, Path]])
 
 
 def _lives(work: Work, base: Path, place: Path, at: Counter[str], draw: random.Random, kills: int) -> Iterator[str]:
-    """Kills one run again and again until it has come to its end; says what went wrong."""
+    """Kill one run again and again until it has come to its end; say what went wrong."""
     folder, copy, whole = (base / name for name in ("run", "copy", "whole"))
     folder.mkdir()
     whole.mkdir()
@@ -284,7 +284,7 @@ def _lives(work: Work, base: Path, place: Path, at: Counter[str], draw: random.R
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Kills, prints and writes; ends with an error if anything was lost."""
+    """Kill, print and write; end with an error if anything was lost."""
     parser = common.arguments(__doc__)
     parser.add_argument("--kills", type=int, metavar="N", help="in all, in equal parts of the kinds (default 201)")
     options = parser.parse_args(argv)

@@ -175,7 +175,7 @@ def parts(smoke: bool) -> measure.Parts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all or one of the parts."""
+    """Measure all or one of the parts."""
     measure.run("privacy", __doc__, parts, argv)
 
 

@@ -108,7 +108,7 @@ def engine(folder: Path, names: Sequence[str] = SITES) -> Iterator[Callable[[str
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """Kills it and what it has started."""
+    """Kill it and what it has started."""
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -127,7 +127,7 @@ def wait_for(port: int, seconds: float = 120.0) -> None:
 
 
 def submit(folder: Path, algorithm: str, rounds: int, seconds: float = 900.0) -> dict:
-    """Runs the app, and returns what its server has written."""
+    """Run the app, and return what its server has written."""
     out = folder / f"{algorithm}.json"
     config = f'sites="{",".join(SITES)}" algorithm="{algorithm}" rounds={rounds} out="{out}"'
     command = ["flwr", "run", str(APP), "--run-config", config]
@@ -182,7 +182,7 @@ def rows(rounds: int) -> list[common.Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures; --smoke does few rounds."""
+    """Measure; --smoke does few rounds."""
     options = common.arguments(__doc__).parse_args(argv)
     with common.quiet():
         found = [] if interpreter() is None else rows(3 if options.smoke else 6)

@@ -51,7 +51,7 @@ def parts(small: bool) -> dict[str, Callable[[], list[common.Row]]]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures all rules."""
+    """Measure all rules."""
     measure.run("robust", __doc__, parts, argv)
 
 

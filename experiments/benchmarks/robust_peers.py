@@ -93,7 +93,7 @@ def compare(repetitions: int) -> list[common.Row]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compares all rules; raises where one differs from its oracle."""
+    """Compare all rules; raise an error where one differs from its oracle."""
     options = common.arguments(__doc__).parse_args(argv)
     rows = compare(1 if options.smoke else 5) if INTERPRETER.exists() else []
     common.show_rows("Robust rules beside byzfl's and Flower's", rows, ".2g")

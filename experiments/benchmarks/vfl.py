@@ -168,7 +168,7 @@ def draw(found: Sequence[common.Row], folder: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures the parts, prints and writes them."""
+    """Measure the parts, print and write them."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--part", choices=sorted(PARTS), action="append", help="only this part")
     parser.add_argument("--measure", metavar="ROWS,GUIDE", help="used by the part memory")

@@ -75,7 +75,7 @@ def seconds(take: Callable[[int], None], steps: int) -> tuple[float, float]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Prints milliseconds of an iteration, minutes of all, and the ratio."""
+    """Print milliseconds of an iteration, minutes of all, and the ratio."""
     options = common.arguments(__doc__ or "").parse_args(argv)
     repeats, steps = (1, 2) if options.smoke else (7, 64)
     networks = 40

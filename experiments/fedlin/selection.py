@@ -121,7 +121,7 @@ def draw(device: tuple[Tensor, Tensor, Tensor], run: ft.Run, interval: tuple[Ten
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the cases, prints Table 2 beside the published figures and draws Figure 4."""
+    """Run the cases, print Table 2 beside the published figures and draw Figure 4."""
     options = common.arguments(__doc__).parse_args(argv)
     cases = {"I": CASES["I"]} if options.smoke else CASES
     rows, lines, device = [], [], []

@@ -140,7 +140,7 @@ def separate(problem: Problem, rounds: int) -> Tensor:
 def oracle(problem: Problem) -> Tensor:
     """The Bayes estimator, which knows Ω and the noise."""
     values, vectors = torch.linalg.eigh(problem.omega)
-    omega = low_rank.from_factor(values[0], vectors * (values - values[0]).clamp(min=0).sqrt(), len(values))
+    omega = low_rank.LowRank.from_factor(values[0], vectors * (values - values[0]).clamp(min=0).sqrt(), len(values))
     return posterior_mode(
         client_statistics(problem.data), torch.full((len(values),), problem.noise), omega
     ).coefficients

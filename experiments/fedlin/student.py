@@ -109,7 +109,7 @@ def draw(intervals: Tensor) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fits lasso and ridge, federated and centralised, and prints Table 3 beside the published figures."""
+    """Fit lasso and ridge, federated and centralised, and print Table 3 beside the published figures."""
     parser = common.arguments(__doc__)
     parser.add_argument("--subject", choices=["por", "mat"], default="por", help="whose grades (default por)")
     options = parser.parse_args(argv)

@@ -180,7 +180,7 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Scores five test cells at three fractions, prints them beside the published table and draws one."""
+    """Score five test cells at three fractions, print them beside the published table and draw one."""
     parser = common.arguments(__doc__)
     parser.add_argument("--every", type=int, default=1, help="take only every so many cycles")
     options = parser.parse_args(argv)

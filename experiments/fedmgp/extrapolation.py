@@ -103,7 +103,7 @@ def draw(seed: int, units: list[ConvolvedGP]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Repeats over seeds, prints ours beside the published table and draws the first seed."""
+    """Repeat over seeds, print ours beside the published table and draw the first seed."""
     options = common.arguments(__doc__).parse_args(argv)
     rounds = 8 if options.smoke else 60
     errors: dict[str, list[float]] = {name: [] for name in PUBLISHED}

@@ -89,7 +89,7 @@ def draw(columns: dict[str, dict[str, list[float]]]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs every method in every setting, prints a table and draws it."""
+    """Run every method in every setting, print a table and draw it."""
     options = common.arguments(__doc__).parse_args(argv)
     units, fast, slow = (5, (10,), (5, 10)) if options.smoke else (20, (60,), (50, 100))
     settings = {f"{p:.0%} drop out": (p, 0) for p in DROPOUTS}

@@ -164,7 +164,7 @@ def cover(found: Prediction, truth: Tensor, level: float) -> float:
 
 
 def band(axis: Axes, x: Tensor, found: Prediction, level: float, **style: Any) -> None:
-    """Fills `level` standard deviations on either side of what is predicted at x `(N,)`."""
+    """Fill `level` standard deviations on either side of what is predicted at x `(N,)`."""
     assert found.sd is not None
     axis.fill_between(x, found.mean - level * found.sd, found.mean + level * found.sd, linewidth=0, **style)
 

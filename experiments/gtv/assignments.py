@@ -176,7 +176,7 @@ def learnt_networks(iterations: int, smoke: bool) -> list[Found]:
     def cost(network: ft.Network) -> float:
         return float((network.weights * apart[network.edges[:, 0], network.edges[:, 1]]).sum())
 
-    program, projection = learning.regular(apart, DEGREE), learning.regular_by_projection(apart, DEGREE)
+    program, projection = learning.regular(apart, DEGREE), learning.regular(apart, DEGREE, projected=True)
     found.append(Found("(7.6) by projection, by linear programming", "ΣAD", cost(projection), cost(program)))
     budget = DEGREE * len(apart) // 2
     pairs = apart[torch.ones_like(apart).triu(1) > 0]
@@ -209,7 +209,7 @@ def draw(curves: dict[str, list[float]], iterations: int) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Does all assignments, prints ours beside the references and draws the curves."""
+    """Do all assignments, print ours beside the references and draw the curves."""
     options = common.arguments(__doc__).parse_args(argv)
     steps, iterations = (1000, 200) if options.smoke else (3000, 20_000)
     runs = [

@@ -70,7 +70,7 @@ def primal_dual_clusters(case: Case) -> Tensor:
 WAYS: dict[str, Callable[[Case], Tensor]] = {
     "no sharing": lambda case: torch.arange(len(case.labels)),
     "one model": lambda case: torch.zeros_like(case.labels),
-    "k-means": lambda case: recipes.clusters_of_parameters(case.data, CLUSTERS, case.key),
+    "k-means": lambda case: clustering.k_means(discrepancy.maximum_likelihood(case.data), CLUSTERS, case.key),
     "spectral": lambda case: clustering.spectral(case.network, CLUSTERS, case.key),
     "primal–dual": primal_dual_clusters,
     "true clusters": lambda case: case.labels,
@@ -78,7 +78,7 @@ WAYS: dict[str, Callable[[Case], Tensor]] = {
 
 
 def outcome(case: Case, way: str) -> Outcome:
-    """Finds clusters in one way, and fits a model to each."""
+    """Find clusters in one way, and fit a model to each."""
     labels = WAYS[way](case)
     alone = way == "no sharing"
     w = discrepancy.maximum_likelihood(case.data) if alone else recipes.clustered(case.data, labels).parameters
@@ -145,7 +145,7 @@ def draw_network(nodes: int) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs both sweeps, prints errors and who recovers the clusters, says when sharing helps, and draws it."""
+    """Run both sweeps, print errors and who recovers the clusters, say when sharing helps, and draw it."""
     options = common.arguments(__doc__).parse_args(argv)
     nodes = 15 if options.smoke else 20
     rows_of_node = (2, 10) if options.smoke else (1, 2, 3, 4, 6, 10, 20, 50)

@@ -227,7 +227,7 @@ def as_map(figure: Figure) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs one method, prints it beside the optimum and what is published, and draws maps and curves."""
+    """Run one method, print it beside the optimum and what is published, and draw maps and curves."""
     warnings.filterwarnings(
         "ignore", message="Expected columns of rank"
     )  # the year of a station is constant; neighbours decide

@@ -78,7 +78,7 @@ def alice(data: ft.data.FederatedData, noise: float, rounds: int, seed: int) -> 
     found = 0
     for i in range(len(data)):
         guess = attacks.local_problem(answers[i], bob[:, i], LR, COUPLING)
-        found += int(attacks.nearest_problem(guess, attacks.Quadratics(q, linear))[0]) == i
+        found += int(guess.nearest(attacks.Quadratics(q, linear))[0]) == i
     return found / len(data)
 
 
@@ -279,7 +279,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs all parts, prints their tables and draws them."""
+    """Run all parts, print their tables and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     runs = []
     for seed in range(1, options.seeds + 1):

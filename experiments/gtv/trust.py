@@ -128,7 +128,7 @@ def sensitivity(given: Stations) -> tuple[list[common.Row], dict[str, list[float
     ]
     curves: dict[str, list[float]] = {"exact": [], "Algorithm 5.1": [], "(8.3)": [], "(8.3) / m_i": []}
     counts = given.training.counts
-    rate = solvers.safe_rate(problem)
+    rate = problem.safe_rate
     descended = solvers.fedgd(problem, rate=rate, rounds=1000, tolerance=0).parameters
     for strength in STRENGTHS:
         noise = strength * ft.random.normal(key, given.training.rows[1].shape, torch.float64)
@@ -273,7 +273,7 @@ def draw(
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the assignments, prints their tables and draws them."""
+    """Run the assignments, print their tables and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     stations, rounds = (12, 20) if options.smoke else (None, 300)
     given = load(stations)

@@ -184,7 +184,7 @@ def label(epsilon: float) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the comparisons, prints a table and draws it."""
+    """Run the comparisons, print a table and draw it."""
     options = common.arguments(__doc__).parse_args(argv)
     size = SMOKE if options.smoke else FULL
     rows, lines = [], []

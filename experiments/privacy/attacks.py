@@ -75,7 +75,7 @@ def heard(
     lr: float,
     defence: Defence | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Trains by messages; what the first party sent and was sent, `(T, 1, 1, 1, n)` each."""
+    """Train by messages; what the first party sent and was sent, `(T, 1, 1, 1, n)` each."""
     server, parties = model.nodes(data, lambda parameters: torch.optim.Adam(parameters, lr=lr))
     messages: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the party has sent them
     half = server_half(server, iterations)
@@ -254,7 +254,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs the attacks, prints their tables and draws them."""
+    """Run the attacks, print their tables and draw them."""
     options = common.arguments(__doc__).parse_args(argv)
     steps, count, stations = (5, 2, 16) if options.smoke else (200, 20, None)
     runs = []

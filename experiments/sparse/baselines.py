@@ -121,7 +121,7 @@ def majority_vote(inclusion: Tensor) -> Tensor:
 
 
 def consensus(draws: Tensor) -> Tensor:
-    r"""Joins the sites' draws one by one: :math:`(\sum_k W_k)^{-1} \sum_k W_k \theta_k`, W_k the inverse covariance.
+    r"""Join the sites' draws one by one: :math:`(\sum_k W_k)^{-1} \sum_k W_k \theta_k`, W_k the inverse covariance.
 
     Exact for normal posteriors (Scott et al. 2016, section 3.2).
 

@@ -31,7 +31,7 @@ class Report(NamedTuple):
 
 
 def finish(name: str, reports: Sequence[Report], options: argparse.Namespace) -> None:
-    """Writes the rows of all studies, and draws their figures, as `common.finish` does."""
+    """Write the rows of all studies, and draw their figures, as `common.finish` does."""
     rows = [row for report in reports for row in report.rows]
     common.finish(name, rows, options, lambda: {k: v for report in reports for k, v in report.figures.items()})
 
@@ -58,7 +58,7 @@ def sample(
     seed: int,
     watch: Callable[[ft.Round], dict[str, Tensor]],
 ) -> Sampled:
-    """Runs the chains over sites in this process, and keeps what `watch` says of every round after the burn-in."""
+    """Run the chains over sites in this process, and keep what `watch` says of every round after the burn-in."""
     sampler, began = ft.Sampler(burn_in=burn_in, watch=watch), time.perf_counter()
     run = ft.run(algorithm, ft.InProcess(data), start, rounds=rounds, seed=seed, record=sampler)
     return Sampled(sampler, run, time.perf_counter() - began)

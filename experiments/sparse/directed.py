@@ -105,7 +105,7 @@ def simulated(sizes: Sizes, seeds: int) -> Report:
     for seed in range(seeds):
         data, truth = simulated_sites(seed)
         found = analyse(data, names, sizes, seed)
-        arrows, true = graphical.arrows(found.inclusion, LEVEL), truth != 0
+        arrows, true = graphical.edges(found.inclusion, LEVEL), truth != 0
         numbers = {
             "false discoveries": share(~true, arrows),
             "effects found": share(arrows, true),
@@ -124,7 +124,7 @@ def simulated(sizes: Sizes, seeds: int) -> Report:
     common.show(title, ["", "truth", "mean", "inclusion"], lines)
     rows = common.over_seeds("simulated", figures)
     common.show_rows(f"simulated graph, {seeds} repetitions, level {LEVEL}", rows)
-    shown = torch.where(graphical.arrows(first.inclusion, LEVEL), first.inclusion, 0.0)
+    shown = torch.where(graphical.edges(first.inclusion, LEVEL), first.inclusion, 0.0)
     figure = ft.plots.directed_network(shown, names, first.effects)
     return Report([*rows, *about("simulated", first)], {"sparse_directed_simulated": figure})
 
@@ -133,7 +133,7 @@ def expression(sizes: Sizes) -> Report:
     """The paper's section 3.3, on the samples that are public."""
     data = standardised(ft.data.tcga_brca_expression(GENES, minimum=30, dtype=torch.float64))
     found = analyse(data, GENES, sizes, 0)
-    arrows = graphical.arrows(found.inclusion, LEVEL)
+    arrows = graphical.edges(found.inclusion, LEVEL)
     pairs = [(j, h) for j in range(len(GENES)) for h in range(len(GENES)) if j != h]
     order = sorted(((float(found.inclusion[j, h]), j, h) for j, h in pairs), reverse=True)[:SHOWN]
     strongest = torch.zeros_like(found.inclusion)

@@ -41,7 +41,7 @@ PROTEINS = (
 )
 NAMED = (("LKB1", "p27_pT157"), ("p27_pT157", "p27_pT198"))  # first and second in the paper
 LEVEL = 0.2  # of the false discovery rate; the paper does not say its own
-RULES: dict[str, Callable[[Tensor], Tensor]] = {"or": graphical.union, "and": graphical.intersection}
+RULES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"or": torch.maximum, "and": torch.minimum}
 READING = result_pages.Reading(
     reasons=(
         result_pages.Reason(
@@ -81,9 +81,9 @@ def ranked(matrix: Tensor, names: Sequence[str]) -> list[tuple[float, str, str]]
 
 
 def network(inclusion: Tensor, names: Sequence[str]) -> ft.Network:
-    """The edges found, on a circle."""
+    """The edges found, on a circle; `inclusion` is symmetric."""
     angles = np.pi / 2 - 2 * np.pi * np.arange(len(names)) / len(names)
-    kept = torch.where(graphical.edges(inclusion, LEVEL), inclusion, 0.0)
+    kept = torch.where(graphical.edges(inclusion, LEVEL, torch.maximum), inclusion, 0.0)
     return ft.Network.from_matrix(kept, names, np.column_stack((np.cos(angles), np.sin(angles))))
 
 
@@ -116,10 +116,10 @@ def proteins(sizes: Sizes) -> Report:
     ]
     figures = {"sparse_network_heat_map": ft.plots.inclusion_map(found.inclusion, PROTEINS)}
     for rule, symmetrise in RULES.items():
-        matrix = symmetrise(found.inclusion)
+        matrix = symmetrise(found.inclusion, found.inclusion.mT)
         order = ranked(matrix, PROTEINS)
         lines = [[f"{a}–{b}", f"{q:.3f}"] for q, a, b in order[:10]]
-        count = int(graphical.edges(matrix, LEVEL).sum()) // 2
+        count = int(graphical.edges(found.inclusion, LEVEL, symmetrise).sum()) // 2
         title = f'proteins, rule "{rule}": {count} edges at an expected false discovery rate of {LEVEL:.0%}, R-hat'
         common.show(f"{title} {found.r_hat:.2f}, {found.seconds:.0f} s", ["pair", "inclusion"], lines)
         rows.append(common.Row(f"proteins, {rule}", "edges found", count))
@@ -149,7 +149,7 @@ def simulated(sizes: Sizes, seeds: int) -> Report:
         found, truth = analyse(data, names, sizes, seed), (omega != 0) & ~torch.eye(p, dtype=torch.bool)
         numbers: dict[str, float] = {}
         for rule, symmetrise in RULES.items():
-            edge = graphical.edges(symmetrise(found.inclusion), LEVEL)
+            edge = graphical.edges(found.inclusion, LEVEL, symmetrise)
             numbers |= {f"false discoveries, {rule}": share(~truth, edge), f"edges found, {rule}": share(edge, truth)}
         figures.append({**numbers, "largest R-hat": found.r_hat})
     rows = common.over_seeds("simulated", figures)

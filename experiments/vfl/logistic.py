@@ -229,7 +229,7 @@ def _density(axis: plt.Axes, result: Result, label: str, colour: str, style: str
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fits all combinations, prints a table per number of parties and draws the figures."""
+    """Fit all combinations, print a table per number of parties and draw the figures."""
     parser = common.arguments(__doc__ or "")
     parser.add_argument("--parties", type=int, choices=(2, 10), action="append", help="only this number of parties")
     parser.add_argument("--steps", type=int, default=5000, help="of variational inference (default 5000)")

@@ -130,7 +130,7 @@ def draw(found: dict[tuple[float, str], tuple[Tensor, Tensor]], truth: list[floa
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Fits everything, prints the moments of what Figure 4 shows and draws it."""
+    """Fit everything, print the moments of what Figure 4 shows and draw it."""
     parser = common.arguments(__doc__)
     parser.add_argument("--steps", type=int, default=4000, help="of variational inference (default 4000)")
     parser.add_argument("--draws", type=int, default=400, help="of NUTS (default 400)")

@@ -73,14 +73,14 @@ def named(path: str, where: str = "") -> Callable[..., Any]:
     place = f" as class_path of {where}" if where else " as class_path"
     parts = path.split(".")
     try:
-        found = importlib.import_module(parts[0])
+        value = importlib.import_module(parts[0])
     except ImportError as error:
         raise ValueError(f"Expected a package{place}, but got {parts[0]!r}: {error}") from error
     for i, name in enumerate(parts[1:], 1):
-        found = _attribute(found, ".".join(parts[:i]), name, place)
-    if not callable(found):
+        value = _attribute(value, ".".join(parts[:i]), name, place)
+    if not callable(value):
         raise ValueError(f"Expected a function or a class{place}, but got {path!r}, which is neither")
-    return found
+    return value
 
 
 def _attribute(owner: Any, path: str, name: str, place: str) -> Any:

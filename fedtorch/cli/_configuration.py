@@ -29,7 +29,7 @@ from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.federation.lightning.federation import Federation
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
-from fedtorch.federation.runs.cohorts import Cohort
+from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.wrapper import Wrapper
@@ -49,7 +49,7 @@ def federation(
     split: Split = inputs_and_targets,
     population: Callable[[FederatedData], InProcess | Distributed] = InProcess,
     parameters: Any = None,
-    cohort: int | Cohort | None = None,
+    cohort: Asked = None,
     faults: Faults | list[Faults] | None = None,
     wrap: list[Wrapper] | None = None,
     record: list[Recorder] | None = None,
@@ -68,7 +68,7 @@ def federation(
         split: the path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).
         population: where the clients run.
         parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round, or a function such as `fedtorch.poisson_cohort`.
+        cohort: how many clients are asked each round, which, by ids, or a function such as `fedtorch.poisson_cohort`.
         faults: what goes wrong, one or several.
         wrap: wrappers of the algorithm, the innermost first, as `algorithm | wrapper | wrapper` in Python.
         record: who follows the run, such as a `fedtorch.Sampler`.
@@ -214,9 +214,9 @@ def _refused(value: Any) -> NoReturn:
 
 def _files(arguments: Sequence[str]) -> list[Path]:
     """Return the configuration files that arguments name."""
-    found = []
+    files = []
     for argument, following in zip(arguments, [*arguments[1:], ""]):
         option, equals, value = argument.partition("=")
         if option in ("-c", "--config"):
-            found.append(Path(value if equals else following))
-    return found
+            files.append(Path(value if equals else following))
+    return files

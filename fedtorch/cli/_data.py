@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def _list(_: argparse.Namespace) -> int:
-    from fedtorch.data.catalogue import data_sets
+    from fedtorch.data.cache import data_sets
 
     rows = [("NAME", "FILES", "CLIENTS", "LICENCE", "WHAT")]
     rows += [(d.name, _files(d), d.clients, d.licence, d.what) for d in data_sets()]
@@ -42,19 +42,20 @@ def _list(_: argparse.Namespace) -> int:
 
 
 def _files(data_set: DataSet) -> str:
-    from fedtorch.data.cache import present
+    from fedtorch.data.cache import is_present
 
     if not data_set.files:
         return "in scikit-learn"
-    here = [present(data_set, file) for file in data_set.files]
-    if all(here):
+    ready = [is_present(data_set, file) for file in data_set.files]
+    if all(ready):
         return "at hand"
-    return "download" if all(file.url or at_hand for file, at_hand in zip(data_set.files, here)) else "by hand"
+    return "download" if all(file.url or at_hand for file, at_hand in zip(data_set.files, ready)) else "by hand"
 
 
 def _each(do: Callable[[DataSet], int], options: argparse.Namespace) -> int:
     """Call `do` with the data sets that are named, or all, and return its worst exit code."""
-    from fedtorch.data.catalogue import data_sets, describe
+    from fedtorch.data.cache import data_sets
+    from fedtorch.data.catalogue import describe
 
     try:
         chosen = [describe(name) for name in options.names] or data_sets()
@@ -86,10 +87,10 @@ def _get(data_set: DataSet) -> int:
     code = 0
     for file in data_set.files:
         try:
-            found = path(data_set, file)
+            file_path = path(data_set, file)
         except (OSError, ValueError) as error:
             print(f"fedtorch: {error}", file=sys.stderr)
             code = 1
         else:
-            print(f"  {file.name}\n    path    {found}\n    sha256  {digest(found)} (verified)")
+            print(f"  {file.name}\n    path    {file_path}\n    sha256  {digest(file_path)} (verified)")
     return code

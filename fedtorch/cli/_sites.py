@@ -64,9 +64,9 @@ def _add_site(commands: Any) -> None:
     enrol.add_argument("--renew", action="store_true", help="get a new certificate for the key that is there")
     join = _command(commands, "join", _join, "site: take part in what a server asks, until a run is over")
     join.add_argument("address", metavar="HOST:PORT", help="of the server of the run")
-    own = join.add_mutually_exclusive_group(required=True)
-    own.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, policy")
-    own.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
+    source = join.add_mutually_exclusive_group(required=True)
+    source.add_argument("--data", metavar="FILE", help="the site's own Python file: data, algorithms, policy")
+    source.add_argument("--half", metavar="FILE", help="a party's own Python file: its half, see protocol.journal")
     join.add_argument("--states", type=Path, metavar="DIR", help="where states are kept; default: beside the identity")
     join.add_argument("--save", type=Path, metavar="FILE", help="where the clients' tensors go when the run is over")
     join.add_argument(
@@ -165,7 +165,7 @@ def _enrol(options: argparse.Namespace) -> None:
     from fedtorch.sites import enrolment
     from fedtorch.sites.rounds import past_sums
 
-    made = enrolment.enrol(enrolment.read_token(options.token), options.identity, options.renew)
+    made = enrolment.enrol(enrolment.Token.read(options.token), options.identity, options.renew)
     if not options.renew:
         with suppress(FileExistsError):  # it is another identity of the same site
             past_sums.begin(options.identity / "states")

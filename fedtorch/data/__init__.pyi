@@ -1,6 +1,5 @@
 from .bad_clients import BadClients as BadClients
-from .cache import locate as locate, present as present
-from .catalogue import data_sets as data_sets
+from .cache import data_sets as data_sets, locate as locate
 from .datasets.education import school as school, student_performance as student_performance
 from .datasets.embedded import breast_cancer as breast_cancer, diabetes as diabetes, digits as digits
 from .datasets.engineering import battery as battery, cmapss as cmapss, cmapss_remaining_life as cmapss_remaining_life
@@ -13,7 +12,6 @@ from .datasets.hearts import (
     VerticalTable as VerticalTable,
     heart_disease as heart_disease,
     heart_failure as heart_failure,
-    heart_failure_frame as heart_failure_frame,
 )
 from .datasets.images import mnist as mnist
 from .datasets.weather import (

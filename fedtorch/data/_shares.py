@@ -12,7 +12,7 @@ from fedtorch import random
 
 
 def ranks(codes: Tensor, key: Tensor) -> Tensor:
-    """The place of each row in a random order of the rows of its class, 0…n_c−1."""
+    """Return the place of each row in a random order of the rows of its class, 0…n_c−1."""
     order = random.permutation(key, len(codes))
     order = order[codes[order].argsort(stable=True)]
     sizes = codes.bincount()
@@ -22,7 +22,7 @@ def ranks(codes: Tensor, key: Tensor) -> Tensor:
 
 
 def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) -> Tensor:
-    """Cuts the rows of each class, in random order, by Dirichlet proportions over the clients."""
+    """Cut the rows of each class, in random order, by Dirichlet proportions over the clients."""
     sizes = codes.bincount()
     bounds = _dirichlet(alpha, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)  # (C, K)
     place = (ranks(codes, random.fold_in(key, 1)).double() + 0.5) / sizes[codes]  # in (0, 1)
@@ -49,7 +49,7 @@ def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Ten
 
 
 def _level(counts: Tensor, minimum: int) -> Tensor:
-    """The sizes once small clients have `minimum` rows and the largest, lowered to one level, paid for it."""
+    """Return the sizes once small clients have `minimum` rows and the largest, lowered to one level, paid for it."""
     total, raised = int(counts.sum()), counts.clamp(min=minimum)
     low, high = minimum, int(raised.max())  # the highest level at which the sizes fit into the total
     while low < high:
@@ -92,7 +92,7 @@ def apportion(sizes: Tensor, clients: int, count: int) -> Tensor:
 
 
 def deal(shards: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
-    """Deals shards, `count` of different labels to every client: each shard's client, ordered by label.
+    """Deal shards, `count` of different labels to every client: each shard's client, ordered by label.
 
     A label with as many shards left as there are clients left must be taken; the others are drawn without
     replacement, in proportion to the shards left. This never runs out: no label ever has more shards than

@@ -16,8 +16,8 @@ Checksums are verified in every case.
 ...     _ = given.write_text("3,5")
 ...     file = File("depths.csv", sha256=(digest(given),), size=3)
 ...     wells = DataSet("wells", "depths", "1 client", "CC0", "https://example.org", "", folder="wells", files=(file,))
-...     print(cache.present(wells, file), cache.path(wells, file).read_text())
-...     print(cache.present(wells, file._replace(name="heights.csv")))
+...     print(cache.is_present(wells, file), cache.path(wells, file).read_text())
+...     print(cache.is_present(wells, file._replace(name="heights.csv")))
 True 3,5
 False
 """
@@ -27,19 +27,33 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from fedtorch.data import catalogue
 from fedtorch.data.catalogue import DataSet, File, describe
 from fedtorch.data.download import digest, download
 
 
 def cache_folder() -> Path:
-    """The folder that downloads go to."""
+    """Return the folder that downloads go to."""
     import pooch  # here, because data that is at hand does not need it
 
     return Path(os.environ.get("FEDTORCH_CACHE") or pooch.os_cache("fedtorch")).expanduser()
 
 
+def data_sets(*, present: bool = False) -> tuple[DataSet, ...]:
+    """Return all data sets, by name; `present`: those only whose files are at hand, without comparing checksums.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> "digits" in [data_set.name for data_set in ft.data.data_sets(present=True)]  # scikit-learn has it
+        True
+    """
+    return tuple(
+        each for each in catalogue.DATA_SETS if not present or all(is_present(each, file) for file in each.files)
+    )
+
+
 def locate(name: str, filename: str) -> Path:
-    """The file `filename` of the data set `name`, checked; downloaded if needed. Errors: see `path`.
+    """Return the file `filename` of the data set `name`, checked; downloaded if needed. Errors: see `path`.
 
     The way to the raw files: `pandas.read_csv(locate("heart_failure", "heart.csv"))`.
     """
@@ -51,7 +65,7 @@ def locate(name: str, filename: str) -> Path:
 
 
 def path(data_set: DataSet, file: File) -> Path:
-    """The file of a data set, checked; downloaded if needed.
+    """Return the file of a data set, checked; downloaded if needed.
 
     Raises:
         ValueError: the file in `FEDTORCH_DATA_DIR` has another checksum.
@@ -86,7 +100,7 @@ def path(data_set: DataSet, file: File) -> Path:
     return cached
 
 
-def present(data_set: DataSet, file: File) -> bool:
+def is_present(data_set: DataSet, file: File) -> bool:
     """Return whether the file is at hand; its checksum is not compared."""
     return _given(data_set, file) is not None or (cache_folder() / data_set.folder / file.name).is_file()
 

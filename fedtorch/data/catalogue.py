@@ -28,7 +28,7 @@ class File(NamedTuple):
 class DataSet(NamedTuple):
     """A data set and where it comes from; without files it ships inside scikit-learn.
 
-    >>> [data_set.name for data_set in data_sets() if not data_set.files]
+    >>> [data_set.name for data_set in DATA_SETS if not data_set.files]
     ['breast_cancer', 'diabetes', 'digits']
     """
 
@@ -42,13 +42,8 @@ class DataSet(NamedTuple):
     files: tuple[File, ...] = ()
 
 
-def data_sets() -> tuple[DataSet, ...]:
-    """All data sets, by name."""
-    return DATA_SETS
-
-
 def describe(name: str) -> DataSet:
-    """The data set called `name`.
+    """Return the data set called `name`.
 
     Raises:
         ValueError: there is none; the message lists those there are.

@@ -33,7 +33,7 @@ def download(
     timeout: float = 30.0,
     deadline: float = 3600.0,
 ) -> None:
-    """Downloads `url` to `file`, unless it is there already.
+    """Download `url` to `file`, unless it is there already.
 
     Args:
         url: an http or https address.
@@ -69,7 +69,7 @@ def download(
 
 
 def digest(file: Path) -> str:
-    """The sha256 of a file, in hexadecimal."""
+    """Return the sha256 of a file, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
@@ -115,7 +115,7 @@ def _receive(url: str, part: Path, max_bytes: int, timeout: float, end: float) -
 
 
 def _request(url: str, have: int, timeout: float) -> HTTPResponse:
-    """The server's answer: the bytes from `have` on if it can (status 206), otherwise all of them."""
+    """Return the server's answer: the bytes from `have` on if it can (status 206), otherwise all of them."""
     headers = {"User-Agent": "fedtorch", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"

@@ -132,7 +132,7 @@ class FederatedData:
 
     @property
     def clients(self) -> int:
-        """The number of clients, `K`."""
+        """Return the number of clients, `K`."""
         return len(self.counts)
 
     def __len__(self) -> int:
@@ -156,7 +156,7 @@ class FederatedData:
         )
 
     def stack(self, ids: Tensor | Sequence[int]) -> ClientData:
-        """The data of clients `ids` `(C,)` as one zero-padded block, in the order of `ids`."""
+        """Return the data of clients `ids` `(C,)` as one zero-padded block, in the order of `ids`."""
         ids = self._ids(ids)
         counts = self.counts[ids]
         size = int(counts.max()) if len(ids) else 0
@@ -171,7 +171,7 @@ class FederatedData:
         return ClientData(tree.map(block, self.rows), counts.to(tree.leaves(self.rows)[0].device))
 
     def buckets(self, max_ratio: float = 1.5, small: int = 0) -> list[tuple[Tensor, ClientData]]:
-        """All clients as blocks of similar size: `(ids, data)`, ids ascending, the smallest clients first.
+        """Return all clients as blocks of similar size: `(ids, data)`, ids ascending, the smallest clients first.
 
         Args:
             max_ratio: a bound on largest / smallest number of rows within a block, at least 1; 1 pads
@@ -194,7 +194,7 @@ class FederatedData:
         return blocks
 
     def select(self, ids: Tensor | Sequence[int]) -> FederatedData:
-        """The clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
+        """Return the clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
         ids = self._ids(ids)
         counts = self.counts[ids]
         shift = self.starts[ids] - (counts.cumsum(0) - counts)
@@ -230,7 +230,7 @@ class FederatedData:
         )
 
     def pool(self) -> FederatedData:
-        """The rows of all clients in one, called `"pool"`: what a central fit sees."""
+        """Return the rows of all clients in one, called `"pool"`: what a central fit sees."""
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
@@ -241,7 +241,7 @@ class FederatedData:
         return replace(self, rows=function(self.rows), features=())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:
-        """The rows on `device`, and the floating point fields in `dtype`."""
+        """Return the rows on `device`, and the floating point fields in `dtype`."""
         return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows))
 
     def _take(self, index: Tensor) -> Tree:
@@ -271,7 +271,7 @@ def gather_rows(leaf: Tensor, index: Tensor) -> Tensor:
 
 
 def described_rows(rows: Tree, dims: int = 2) -> str:
-    """The fields of stacked rows with dtype and shape, without the leading `dims` dimensions.
+    """Return the fields of stacked rows with dtype and shape, without the leading `dims` dimensions.
 
     >>> described_rows({"x": torch.zeros(4, 9, 3), "y": torch.zeros(4, 9, dtype=torch.int64)})
     'x: float32 (3,), y: int64 ()'

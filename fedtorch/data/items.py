@@ -21,12 +21,12 @@ from fedtorch.tree import Tree
 
 
 def items(dataset: Any, numbers: Tensor) -> Tree:
-    """The items of these numbers `(n,)`, stacked `(n, ...)`."""
+    """Return the items of these numbers `(n,)`, stacked `(n, ...)`."""
     return stack_items([dataset[i] for i in numbers.tolist()])
 
 
 def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
-    """The rows of clients that have numbers of items, read once; for evaluation, and where there is room for all.
+    """Read the rows of clients that have numbers of items, once; for evaluation, and where there is room for all.
 
     Args:
         data: from `partition(dataset, …)`.
@@ -53,7 +53,7 @@ def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's, NumPy's and Python's generators on the CPU seeded, and afterwards as they were."""
+    """Seed torch's, NumPy's and Python's generators on the CPU, and leave them afterwards as they were."""
     python, numpy = python_random.getstate(), np.random.get_state()  # noqa: NPY002
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -76,7 +76,7 @@ def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None
 
 
 def iid() -> Partitioner:
-    """Rows at random, in parts of equal size (up to one row)."""
+    """Assign rows at random, in parts of equal size (up to one row)."""
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         total = _count_rows(rows)
@@ -107,7 +107,7 @@ def dirichlet(alpha: float, label: Hashable | Sequence[int] | Tensor = 1, minimu
 
 
 def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
-    r"""Size skew: random rows in parts of relative size :math:`p \sim \mathrm{Dirichlet}(\alpha 1_K)`.
+    r"""Assign random rows in parts of relative size :math:`p \sim \mathrm{Dirichlet}(\alpha 1_K)` (size skew).
 
     Args:
         alpha: the concentration, above 0: a small one gives few clients most of the rows.
@@ -158,7 +158,7 @@ def labels_per_client(count: int, label: Hashable | Sequence[int] | Tensor = 1) 
 
 
 def by_column(values: Any) -> Partitioner:
-    """One client per distinct value, in sorted order: a hospital, a site, a writer.
+    """Make a client of each distinct value, in sorted order: a hospital, a site, a writer.
 
     Args:
         values: one per row, as a tensor, array or list of integers, booleans or strings `(total,)`, or a
@@ -241,7 +241,7 @@ def _check_alpha(alpha: float) -> None:
 
 
 def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
-    """The classes of the rows as codes 0…C−1, each of them present."""
+    """Return the classes of the rows as codes 0…C−1, each of them present."""
     if isinstance(label, (Tensor, numpy.ndarray, list)):
         values = torch.as_tensor(label)
         if values.shape != (_count_rows(rows),):

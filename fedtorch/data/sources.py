@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) -> FederatedData:
-    """One client per tree of tensors or NumPy arrays, whose leading dimension is the client's rows.
+    """Make a client of each tree of tensors or NumPy arrays, whose leading dimension is the client's rows.
 
     Every field keeps its dtype: a NumPy array of float64 stays float64.
 
@@ -65,7 +65,7 @@ def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) ->
 
 
 def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -> FederatedData:
-    """One client per torch `Dataset` (map-style or iterable) or `DataLoader`, read in full and in order.
+    """Make a client of each torch `Dataset` (map-style or iterable) or `DataLoader`, read in full and in order.
 
     Items are what `torch.utils.data.default_collate` can stack: tuples such as (x, y), or dicts, of tensors,
     arrays and numbers. Of a `DataLoader` only its `.dataset` is read: batch size, shuffling, `drop_last` and
@@ -100,7 +100,7 @@ def from_frame(
     target: str,
     dtype: torch.dtype = torch.float32,
 ) -> FederatedData:
-    """Rows (x, y) of a pandas frame, one client per value of a column, in order of first appearance.
+    """Read rows (x, y) of a pandas frame, one client per value of a column, in order of first appearance.
 
     A target of floats stays a number, in `dtype`. Any other target becomes int64 class codes 0, 1, …: a
     categorical in the order of its categories, also unused ones, so that two frames can share their codes;
@@ -165,7 +165,7 @@ def from_frame(
 
 
 def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
-    """A tree in which NumPy arrays have become tensors of the same dtype.
+    """Return a tree in which NumPy arrays have become tensors of the same dtype.
 
     Args:
         value: a tree of tensors and arrays.
@@ -262,7 +262,7 @@ def _read(dataset: Any, client: str) -> Tree:
 
 
 def stack_items(items: list[Any], where: str = "") -> Tree:
-    """Items of a data set as one tree `(n, ...)`.
+    """Return items of a data set as one tree `(n, ...)`.
 
     Raises:
         ValueError: they do not stack.
@@ -281,7 +281,7 @@ def stack_items(items: list[Any], where: str = "") -> Tree:
 
 
 def as_rows(value: Any) -> Tree:
-    """Tensors and arrays as `as_tensors`; a map-style data set of anything but tensors as the numbers of its items.
+    """Return tensors and arrays as `as_tensors`; a map-style data set of anything else as the numbers of its items.
 
     >>> tensors = TensorDataset(torch.zeros(4, 2), torch.zeros(4))
     >>> as_rows(torch.utils.data.ConcatDataset([tensors, tensors]))  # items are read later
@@ -296,7 +296,7 @@ def as_rows(value: Any) -> Tree:
 
 
 def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
-    """The fast path: a `TensorDataset`, or subsets of one, without reading item by item."""
+    """Return the tensors of a `TensorDataset`, or of subsets of one, without reading item by item."""
     if type(dataset) is TensorDataset:
         return dataset.tensors
     if type(dataset) is Subset and (tensors := _tensors(dataset.dataset)) is not None:
@@ -305,7 +305,7 @@ def _tensors(dataset: Any) -> tuple[Tensor, ...] | None:
 
 
 def _tuples(node: Any) -> Any:
-    """Collated items with the lists, into which `default_collate` turns tuples, turned back."""
+    """Return collated items with the lists, into which `default_collate` turns tuples, turned back."""
     if isinstance(node, dict):
         return {name: _tuples(child) for name, child in node.items()}
     if isinstance(node, list):

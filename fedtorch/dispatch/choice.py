@@ -70,7 +70,7 @@ def program(
     fits: bool = True,
     differentiable: bool = False,
 ) -> Any:
-    """The module of programs of an operation if they are to run on these tensors, None for the reference.
+    """Return the module of programs of an operation if they are to run on these tensors, None for the reference.
 
     Args:
         operation: name of the module of programs.

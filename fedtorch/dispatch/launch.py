@@ -46,11 +46,11 @@ def launch(kernel: Any, programs: int, *arguments: Any, warps: int = 4, **consta
 
 
 def tile(columns: int, size: int) -> tuple[int, int]:
-    """(rows, columns), powers of two, of a tile of `size` elements that covers few columns by many rows."""
+    """Return (rows, columns), powers of two, of a tile of `size` elements that covers few columns by many rows."""
     across = min(power_of_two(columns), size)
     return size // across, across
 
 
 def power_of_two(count: int) -> int:
-    """The smallest power of two of at least `count`, and at least 1."""
+    """Return the smallest power of two of at least `count`, and at least 1."""
     return 1 << max(count - 1, 0).bit_length()

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def wide(state: Tensor) -> torch.dtype:
-    """The dtype in which a state is added up over clients."""
+    """Return the dtype in which a state is added up over clients."""
     return torch.float64 if state.is_floating_point() else state.dtype
 
 
 def summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
-    """The initial states of a metric, if sums over clients make them up."""
+    """Return the initial states of a metric, if sums over clients make them up."""
     import torchmetrics  # here, because few need it and it takes long to import
 
     name = type(metric).__name__

@@ -82,7 +82,7 @@ def is_largest_best(given: bool | None, own: bool | None) -> bool:
 
 
 def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
-    """Metrics in whatever form, by name.
+    """Return metrics in whatever form, by name.
 
     Raises:
         TypeError: they have no names, or one of them is no metric.
@@ -95,7 +95,7 @@ def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
 
 
 def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
-    """The score of the clients' sums, leaves `(K, ...)`.
+    """Return the score of the clients' sums, leaves `(K, ...)`.
 
     Example:
         >>> import torch, fedtorch as ft

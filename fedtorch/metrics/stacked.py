@@ -43,7 +43,7 @@ class StackedMetric:
 
 
 def mean_of(function: PerExample, largest_is_best: bool | None = None) -> StackedMetric:
-    """The mean over examples of `function(prediction, target) -> (K, N)`, one value per example.
+    """Return the mean over examples of `function(prediction, target) -> (K, N)`, one value per example.
 
     The function takes predictions and targets `(K, N, ...)` with zeros in the padding.
 
@@ -68,7 +68,7 @@ def mean_of(function: PerExample, largest_is_best: bool | None = None) -> Stacke
 
 
 def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
-    """The mean over examples, and over an example's outputs, of a loss that torch has with `reduction=`.
+    """Return the mean over examples, and over an example's outputs, of a loss that torch has with `reduction=`.
 
     Args:
         loss: such as `torch.nn.functional.mse_loss` or `nn.HuberLoss()`, of predictions and targets `(n, ...)`. Targets
@@ -107,7 +107,7 @@ def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
 
 
 def accuracy() -> StackedMetric:
-    """The share of examples with the largest logit at the target: logits `(K, N, C)`, classes `(K, N)`.
+    """Return the share of examples with the largest logit at the target: logits `(K, N, C)`, classes `(K, N)`.
 
     Binary logits, `(K, N)` or `(K, N, 1)`, say class 1 where they are positive. NaN is never right.
     """
@@ -120,7 +120,7 @@ def accuracy() -> StackedMetric:
 
 
 def cross_entropy() -> StackedMetric:
-    r"""The mean of :math:`-\log p(y \mid x)`, in nats, from logits `(K, N, C)` and classes `(K, N)`.
+    r"""Return the mean of :math:`-\log p(y \mid x)`, in nats, from logits `(K, N, C)` and classes `(K, N)`.
 
     Binary logits, `(K, N)` or `(K, N, 1)`, are log odds of class 1.
     """
@@ -133,7 +133,7 @@ def cross_entropy() -> StackedMetric:
 
 
 def mean_squared_error() -> StackedMetric:
-    """The mean of squared differences, over examples and over an example's outputs if it has several."""
+    """Return the mean of squared differences, over examples and over an example's outputs if it has several."""
 
     def squared(prediction: Tensor, target: Tensor) -> Tensor:
         if prediction.shape == (*target.shape, 1):
@@ -150,7 +150,7 @@ def mean_squared_error() -> StackedMetric:
 
 
 def calibration_error(bins: int = 15) -> StackedMetric:
-    r"""The expected calibration error of the most likely class, from logits `(K, N, C)` and classes `(K, N)`.
+    r"""Return the expected calibration error of the most likely class, from logits `(K, N, C)` and classes `(K, N)`.
 
     .. math:: \mathrm{ECE} = \sum_b \frac{n_b}{n} |\mathrm{acc}_b - \mathrm{conf}_b|
         = \frac{1}{n} \sum_b \Big|\sum_{i \in b} (\mathrm{hit}_i - p_i)\Big|
@@ -190,7 +190,7 @@ def calibration_error(bins: int = 15) -> StackedMetric:
 
 
 def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
-    """A torchmetrics metric, all of whose states are sums, on stacked clients.
+    """Return a torchmetrics metric, all of whose states are sums, on stacked clients.
 
     The metric is copied, and runs client by client on the rows inside the mask. `compute` gives NaN for
     clients without rows and where the metric finds too little to work with (the R² of one row). What
@@ -247,7 +247,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
 
 
 def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> StackedMetric:
-    """A metric in whatever form: stacked, of torchmetrics, a loss of torch, or a function giving a value per example.
+    """Return a metric in whatever form: stacked, of torchmetrics, a loss of torch, or a function of values per example.
 
     Raises:
         TypeError: it is none of these.
@@ -270,7 +270,7 @@ def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> Stac
 
 
 def _ignored_class(loss: Callable[..., Tensor]) -> Any:
-    """The class that a loss ignores, None if it does not."""
+    """Return the class that a loss ignores, None if it does not."""
     known = inspect.signature(loss).parameters.get("ignore_index")
     return getattr(loss, "ignore_index", known and known.default)
 
@@ -280,12 +280,12 @@ def _rows(mask: Tensor) -> Tensor:
 
 
 def _masked(values: Tensor, mask: Tensor) -> Tensor:
-    """The values `(K, N)` in float64, zero in the padding."""
+    """Return the values `(K, N)` in float64, zero in the padding."""
     return values.detach().double().masked_fill(~mask, 0)
 
 
 def _zero_padding(values: Tensor, mask: Tensor) -> Tensor:
-    """The values `(K, N, ...)` with zeros in the padding, which are finite numbers and valid classes."""
+    """Return the values `(K, N, ...)` with zeros in the padding, which are finite numbers and valid classes."""
     if values.shape[:2] != mask.shape:
         raise ValueError(
             f"Expected examples (K, N, ...) with a mask (K, N), but got {tuple(values.shape)} and {tuple(mask.shape)}"
@@ -294,7 +294,7 @@ def _zero_padding(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def _classification(prediction: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Logits `(K, N, C)` and classes `(K, N)`; a binary logit z is the pair (0, z)."""
+    """Return logits `(K, N, C)` and classes `(K, N)`; a binary logit z is the pair (0, z)."""
     if target.ndim == 3 and target.shape[-1] == 1:
         target = target.squeeze(-1)
     if prediction.ndim == 2:

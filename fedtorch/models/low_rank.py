@@ -9,7 +9,7 @@ columns come last, so that a covariance whose rank grows keeps its shape.
 
 >>> import torch
 >>> from fedtorch.models import low_rank
->>> covariance = low_rank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [1.0]]), rank=1)
+>>> covariance = low_rank.LowRank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [1.0]]), rank=1)
 >>> low_rank.solve(covariance, torch.tensor([[3.0], [3.0]])).flatten().round(decimals=4)
 tensor([1., 1.])
 >>> low_rank.eigenvalue_bound(covariance).round(decimals=4)  # Ω⁻¹ = (2 −1; −1 2) / 3 ≼ 1.5 diag Ω⁻¹
@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LowRank", "from_factor"]
+__all__ = ["LowRank"]
 
 
 class LowRank(NamedTuple):
@@ -39,6 +39,24 @@ class LowRank(NamedTuple):
     multiple: Tensor  # () a > 0
     vectors: Tensor  # (K, r) V
     values: Tensor  # (r,) s ≥ 0, descending
+
+    @classmethod
+    def from_factor(cls, multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
+        """Return aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
+
+        The mean of the others goes into the multiple, which keeps the trace and is the nearest of this rank in the
+        sense of maximum likelihood (probabilistic principal components).
+        """
+        units = len(factor)
+        rank = min(units, rank)
+        left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
+        values = singular.square()
+        left, values = _canonical(left, values)
+        beyond = values[rank:].sum() / max(units - rank, 1)
+        missing = rank - min(rank, len(values))
+        vectors = torch.cat([left[:, :rank], left.new_zeros(units, missing)], 1)
+        kept = (values[:rank] - beyond).clamp(min=0)
+        return cls(multiple + beyond, vectors, torch.cat([kept, kept.new_zeros(missing)]))
 
     def dense(self) -> Tensor:
         """Return Ω itself, `(K, K)`; for few units."""
@@ -89,24 +107,6 @@ def identity(units: int, rank: int, multiple: float | Tensor = 1.0) -> LowRank:
     multiple = torch.as_tensor(multiple, dtype=torch.float64)
     rank = min(units, rank)
     return LowRank(multiple, multiple.new_zeros(units, rank), multiple.new_zeros(rank))
-
-
-def from_factor(multiple: Tensor, factor: Tensor, rank: int) -> LowRank:
-    """Return aI + FF' for F `(K, c)` with the largest `rank` of the eigenvalues of FF'.
-
-    The mean of the others goes into the multiple, which keeps the trace and is the nearest of this rank in the sense of
-    maximum likelihood (probabilistic principal components).
-    """
-    units = len(factor)
-    rank = min(units, rank)
-    left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
-    values = singular.square()
-    left, values = _canonical(left, values)
-    beyond = values[rank:].sum() / max(units - rank, 1)
-    missing = rank - min(rank, len(values))
-    vectors = torch.cat([left[:, :rank], left.new_zeros(units, missing)], 1)
-    kept = (values[:rank] - beyond).clamp(min=0)
-    return LowRank(multiple + beyond, vectors, torch.cat([kept, kept.new_zeros(missing)]))
 
 
 def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:

@@ -140,7 +140,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
         roots = (least.square() + singular.square()).sqrt()
         share = trace / (roots.sum() + (len(theta) - len(roots)) * least)
         factor = left * ((roots - least) * share).sqrt()
-        new = low_rank.from_factor(least * share, factor, len(covariance.values))
+        new = low_rank.LowRank.from_factor(least * share, factor, len(covariance.values))
         worse = penalty(new, theta, variance, units) > penalty(covariance, theta, variance, units)
         had = len(theta) * covariance.multiple + covariance.values.sum()  # of another trace it is no candidate
         return tree.where(worse & torch.isclose(had, torch.full_like(had, trace)), covariance, new)
@@ -161,12 +161,12 @@ def _towards_the_mode(alpha: float, terms: Callable[[Tensor, Tensor, int], tuple
     def update(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> LowRank:
         m, psi = terms(theta, variance, units)
         rank = len(covariance.values)
-        mode = low_rank.from_factor(psi / m, theta / m**0.5, rank)
+        mode = low_rank.LowRank.from_factor(psi / m, theta / m**0.5, rank)
         if alpha == 1:
             return mode
         parts = [covariance.vectors * ((1 - alpha) * covariance.values).sqrt(), theta * (alpha / m) ** 0.5]
         multiple = (1 - alpha) * covariance.multiple + alpha * psi / m
-        average = low_rank.from_factor(multiple, torch.cat(parts, 1), rank)
+        average = low_rank.LowRank.from_factor(multiple, torch.cat(parts, 1), rank)
         change = penalty(average, theta, variance, units) - penalty(covariance, theta, variance, units)
         return tree.where(change <= 0, average, mode)  # the mode where nothing was known, and the change is ∞ − ∞
 

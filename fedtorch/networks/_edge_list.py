@@ -11,35 +11,35 @@ from torch import Tensor
 
 
 def as_edges(edges: Any) -> Tensor:
-    """Pairs of nodes, `(E, 2)` int64."""
-    found = torch.as_tensor(edges).detach().cpu()
-    if found.numel() == 0 and found.ndim == 1:
+    """Return pairs of nodes, `(E, 2)` int64."""
+    pairs = torch.as_tensor(edges).detach().cpu()
+    if pairs.numel() == 0 and pairs.ndim == 1:
         return torch.empty(0, 2, dtype=torch.int64)
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-        raise TypeError(f"Expected edges as integers, but got {found.dtype}")
-    if found.ndim != 2 or found.shape[1] != 2:
-        raise ValueError(f"Expected edges (E, 2), but got shape {tuple(found.shape)}")
-    return found.to(torch.int64)
+    if pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool:
+        raise TypeError(f"Expected edges as integers, but got {pairs.dtype}")
+    if pairs.ndim != 2 or pairs.shape[1] != 2:
+        raise ValueError(f"Expected edges (E, 2), but got shape {tuple(pairs.shape)}")
+    return pairs.to(torch.int64)
 
 
 def as_weights(weights: Any, count: int) -> Tensor:
-    """One positive weight per edge, `(count,)` float64; ones if none are given."""
+    """Return one positive weight per edge, `(count,)` float64; ones if none are given."""
     if weights is None:
         return torch.ones(count, dtype=torch.float64)
-    found = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
-    if found.shape != (count,):
-        raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(found.shape)}")
-    bad = ~((found > 0) & found.isfinite())
+    given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    if given.shape != (count,):
+        raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(given.shape)}")
+    bad = ~((given > 0) & given.isfinite())
     if bool(bad.any()):
         raise ValueError(
-            f"Expected positive finite weights, but got {float(found[bad][0])} for edge {int(bad.nonzero()[0])}; "
+            f"Expected positive finite weights, but got {float(given[bad][0])} for edge {int(bad.nonzero()[0])}; "
             "leave out edges of weight zero"
         )
-    return found
+    return given
 
 
 def node_count(edges: Tensor, nodes: int | None, names: Sequence[str] | None, positions: Any) -> int:
-    """The number of nodes from whatever says it; the edges must be within."""
+    """Return the number of nodes from whatever says it; the edges must be within."""
     if nodes is None:
         known = [len(given) for given in (names, positions) if given is not None]
         nodes = known[0] if known else int(edges.max()) + 1 if len(edges) else 0
@@ -53,7 +53,7 @@ def node_count(edges: Tensor, nodes: int | None, names: Sequence[str] | None, po
 
 
 def canonical(edges: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, Tensor]:
-    """Each edge once as i < j, in order."""
+    """Return each edge once as i < j, in order."""
     low, high = edges.amin(1), edges.amax(1)
     if bool((low == high).any()):
         node = int(low[low == high][0])
@@ -76,29 +76,29 @@ def canonical(edges: Tensor, weights: Tensor, nodes: int) -> tuple[Tensor, Tenso
 
 
 def as_names(names: Sequence[str] | None, nodes: int) -> tuple[str, ...] | None:
-    """One different name per node, if they are given."""
+    """Return one different name per node, if they are given."""
     if names is None:
         return None
-    found = tuple(map(str, names))
-    if len(found) != nodes or len(set(found)) < nodes:
-        raise ValueError(f"Expected {nodes} different names, but got {len(found)}, {len(set(found))} of them different")
-    return found
+    texts = tuple(map(str, names))
+    if len(texts) != nodes or len(set(texts)) < nodes:
+        raise ValueError(f"Expected {nodes} different names, but got {len(texts)}, {len(set(texts))} of them different")
+    return texts
 
 
 def as_positions(positions: Any, nodes: int) -> Tensor | None:
-    """Coordinates `(nodes, 2)` or more in float64, if they are given."""
+    """Return coordinates `(nodes, 2)` or more in float64, if they are given."""
     if positions is None:
         return None
-    found = torch.as_tensor(positions, dtype=torch.float64).detach().cpu().clone()
-    if found.ndim != 2 or len(found) != nodes or found.shape[1] < 2:
-        raise ValueError(f"Expected positions ({nodes}, 2) or more, but got shape {tuple(found.shape)}")
-    return found
+    places = torch.as_tensor(positions, dtype=torch.float64).detach().cpu().clone()
+    if places.ndim != 2 or len(places) != nodes or places.shape[1] < 2:
+        raise ValueError(f"Expected positions ({nodes}, 2) or more, but got shape {tuple(places.shape)}")
+    return places
 
 
 def of_tuples(
     edges: Iterable[Sequence[Any]], names: Sequence[str] | None
 ) -> tuple[Tensor, list[float] | None, Sequence[str] | None]:
-    """Pairs `(E, 2)`, weights if there are any, and nodes' names, of tuples (i, j) or (i, j, weight) of one length."""
+    """Return pairs `(E, 2)`, weights if any, and nodes' names of tuples (i, j) or (i, j, weight) of one length."""
     rows = [tuple(edge) for edge in edges]
     lengths = {len(row) for row in rows}
     if len(lengths) > 1 or not lengths <= {2, 3}:
@@ -116,7 +116,7 @@ def of_tuples(
 
 
 def of_matrix(matrix: Any) -> tuple[Tensor, np.ndarray]:
-    """Pairs `(E, 2)` and weights of a symmetric matrix: a tensor (dense or sparse), array or SciPy matrix."""
+    """Return pairs `(E, 2)` and weights of a symmetric matrix: a tensor (dense or sparse), array or SciPy matrix."""
     from scipy.sparse import coo_matrix
 
     if isinstance(matrix, Tensor) and matrix.layout != torch.strided:
@@ -137,13 +137,13 @@ def of_matrix(matrix: Any) -> tuple[Tensor, np.ndarray]:
 
 
 def of_points(points: Tensor, k: int) -> Tensor:
-    """Pairs `(n k, 2)` of each of the points `(n, dimensions)` and its k nearest others."""
+    """Return pairs `(n k, 2)` of each of the points `(n, dimensions)` and its k nearest others."""
     from sklearn.neighbors import NearestNeighbors
 
     if points.ndim != 2 or not bool(points.isfinite().all()):
         raise ValueError(f"Expected finite points (n, dimensions), but got shape {tuple(points.shape)} or NaN or inf")
     if not 1 <= k < len(points):
         raise ValueError(f"Expected k from 1 to {len(points) - 1}, one less than the points, but got {k}")
-    found = NearestNeighbors(n_neighbors=k).fit(points.numpy()).kneighbors(return_distance=False)
-    ends = torch.from_numpy(found.astype(np.int64)).flatten()
+    neighbours = NearestNeighbors(n_neighbors=k).fit(points.numpy()).kneighbors(return_distance=False)
+    ends = torch.from_numpy(neighbours.astype(np.int64)).flatten()
     return torch.stack((torch.arange(len(points)).repeat_interleave(k), ends), 1)

@@ -23,13 +23,13 @@ _BLOCK = 2**20  # skips drawn at a time
 
 
 def independent_pairs(nodes: int, p: float, key: Tensor) -> Tensor:
-    """The pairs i < j of `nodes` that coins of probability p choose, `(E, 2)` in lexicographic order."""
+    """Draw pairs i < j of `nodes` by coins of probability p, `(E, 2)` in lexicographic order."""
     _check_probability("p", p)
     return pair(_skips(nodes * (nodes - 1) // 2, p, key), nodes)
 
 
 def stochastic_blocks(sizes: Sequence[int], within: float | Sequence[float], between: float, key: Tensor) -> Tensor:
-    """Edges `(E, 2)` within and between blocks of consecutive nodes; see `Network.stochastic_blocks`."""
+    """Draw edges `(E, 2)` within and between blocks of consecutive nodes; see `Network.stochastic_blocks`."""
     counts = torch.as_tensor(sizes, dtype=torch.int64)
     inside = torch.as_tensor(within, dtype=torch.float64).expand(counts.shape)
     if counts.ndim != 1 or not len(counts) or int(counts.min()) < 1:
@@ -44,7 +44,7 @@ def stochastic_blocks(sizes: Sequence[int], within: float | Sequence[float], bet
 
 
 def _within_blocks(sizes: Tensor, probabilities: Tensor, key: Tensor) -> Tensor:
-    """Edges within blocks: drawn with the largest probability, then kept in proportion to their own."""
+    """Draw edges within blocks with the largest probability, and keep them in proportion to their own."""
     pairs = sizes * (sizes - 1) // 2
     ends = pairs.cumsum(0)
     most = float(probabilities.max())
@@ -71,24 +71,24 @@ def _check_probability(name: str, p: float) -> None:
 
 
 def _skips(total: int, p: float, key: Tensor) -> Tensor:
-    """The numbers below `total` that coins of probability p choose, in ascending order."""
+    """Draw the numbers below `total` that coins of probability p choose, in ascending order."""
     if p == 0 or total == 0:
         return torch.empty(0, dtype=torch.int64)
     rate = -math.log1p(-p) if p < 1 else math.inf
-    found, last, block = [], -1, 0
+    blocks, last, block = [], -1, 0
     while last < total:
         expected = (total - last) * p
         count = min(_BLOCK, int(expected + 6 * math.sqrt(expected)) + 10)
         waits = random.exponential(random.fold_in(key, block), (count,), torch.float64)
         steps = (waits / rate).clamp(max=float(total)).to(torch.int64) + 1
-        found.append(last + steps.cumsum(0))
-        last, block = int(found[-1][-1]), block + 1
-    numbers = torch.cat(found)
+        blocks.append(last + steps.cumsum(0))
+        last, block = int(blocks[-1][-1]), block + 1
+    numbers = torch.cat(blocks)
     return numbers[numbers < total]
 
 
 def pair(number: Tensor, nodes: int | Tensor) -> Tensor:
-    """The pairs i < j of `nodes` with these numbers in lexicographic order, `(..., 2)`."""
+    """Return the pairs i < j of `nodes` with these numbers in lexicographic order, `(..., 2)`."""
     size = torch.as_tensor(nodes)
     before = lambda i: i * (2 * size - i - 1) // 2  # pairs whose first node is less than i
     root = ((2 * size - 1).double() ** 2 - 8 * number.double()).clamp(min=0).sqrt()
@@ -96,31 +96,3 @@ def pair(number: Tensor, nodes: int | Tensor) -> Tensor:
     i = i - (before(i) > number).to(torch.int64)
     i = i + (before(i + 1) <= number).to(torch.int64)
     return torch.stack((i, number - before(i) + i + 1), -1)
-
-
-def distinct(keys: Tensor, bound: int, count: int) -> Tensor:
-    """Different integers below `bound` for each key, `(K, count)`, every subset equally likely.
-
-    Repetitions are drawn anew until there are none; no integer is treated unlike another.
-    """
-    drawn = random.randint(keys, bound, (count,)).sort(1).values
-    attempt = 0
-    rows = torch.arange(len(keys))
-    while True:
-        again = torch.zeros_like(drawn[rows], dtype=torch.bool)
-        again[:, 1:] = drawn[rows].diff(dim=1) == 0
-        left = again.any(1)
-        if not bool(left.any()):
-            return drawn
-        rows, again, attempt = rows[left], again[left], attempt + 1
-        fresh = random.randint(random.fold_in(keys[rows], attempt), bound, (count,))
-        drawn[rows] = torch.where(again, fresh, drawn[rows]).sort(1).values
-
-
-def repeated(edges: Tensor, nodes: int) -> Tensor:
-    """The places of loops, and of edges that there are already."""
-    low, high = edges.amin(1), edges.amax(1)
-    code, order = (low * nodes + high).sort(stable=True)
-    again = torch.zeros(len(edges), dtype=torch.bool)
-    again[order[1:]] = code.diff() == 0
-    return (again | (low == high)).nonzero().flatten()

@@ -36,7 +36,7 @@ class ClusterBound(NamedTuple):
     alpha: float
 
     def deviation(self, noise: float, centre: float, outside: float) -> float:
-        r"""Σ_C |w_i − mean|² ≤ (Σ_C |ε_i|²/m_i + 2α|∂C|(|w̄|² + R²)) / (α λ₂).
+        r"""Bound Σ_C |w_i − mean|² by (Σ_C |ε_i|²/m_i + 2α|∂C|(|w̄|² + R²)) / (α λ₂).
 
         Args:
             noise: Σ_C |ε_i|²/m_i of y_i = X_i w̄ + ε_i.
@@ -78,13 +78,13 @@ class Diagnostics:
 
     @property
     def lower_bound(self) -> float:
-        """(5.6): a bound from below on all eigenvalues of Q; zero where it says nothing."""
+        """Bound all eigenvalues of Q from below by (5.6); zero where it says nothing."""
         squared = self.ratio**2
         return min(self.connectivity * self.alpha * squared, self.smallest_average / 2) / (1 + squared)
 
     @property
     def upper_bounds(self) -> tuple[float, float]:
-        """(5.5): bounds from above on all eigenvalues of Q, by λ_n and by d_max."""
+        """Bound all eigenvalues of Q from above by (5.5), by λ_n and by d_max."""
         return (
             self.largest_local + self.alpha * self.largest_laplacian,
             self.largest_local + 2 * self.alpha * self.largest_degree,
@@ -92,46 +92,46 @@ class Diagnostics:
 
     @property
     def ratio(self) -> float:
-        """ρ = λ̄_min / (4 λ_max), below (5.6)."""
+        """Return ρ = λ̄_min / (4 λ_max), below (5.6)."""
         return self.smallest_average / (4 * self.largest_local) if self.largest_local > 0 else 0.0
 
     @property
     def condition(self) -> float:
-        """The condition number of Q, on the complement of its null space if it is singular."""
+        """Return the condition number of Q, on the complement of its null space if it is singular."""
         return self.largest / self.smallest
 
     @property
     def learning_rate(self) -> float:
-        """(4.9): the step 1/(λ₁ + λ_dn) with which gradient descent contracts most."""
+        """Return (4.9), the step 1/(λ₁ + λ_dn) with which gradient descent contracts most."""
         return 1 / (self.smallest + self.largest)
 
     @property
     def safe_learning_rate(self) -> float:
-        """(4.11) by (5.5): a step below 1/λ_dn that needs no eigenvalue of Q."""
+        """Return (4.11) by (5.5): a step below 1/λ_dn that needs no eigenvalue of Q."""
         return 1 / self.upper_bounds[1]
 
     @property
     def contraction(self) -> float:
-        """(4.12): the factor by which gradient descent with `learning_rate` contracts, (κ − 1)/(κ + 1)."""
+        """Return (4.12), the factor by which gradient descent with `learning_rate` contracts, (κ − 1)/(κ + 1)."""
         return contraction(self.learning_rate, self.smallest, self.largest)
 
     @property
     def gradient_rounds(self) -> int:
-        """(4.8): gradient steps with `learning_rate` to `tolerance`."""
+        """Return (4.8), gradient steps with `learning_rate` to `tolerance`."""
         return gradient_rounds(self.condition, self.tolerance)
 
     @property
     def chebyshev_rounds(self) -> int:
-        """Chebyshev iterations with known eigenvalues to `tolerance`."""
+        """Return Chebyshev iterations with known eigenvalues to `tolerance`."""
         return chebyshev_rounds(self.condition, self.tolerance)
 
     @property
     def conjugate_gradient_rounds(self) -> int:
-        """Iterations after which conjugate gradients have surely reached `tolerance`."""
+        """Return iterations after which conjugate gradients have surely reached `tolerance`."""
         return conjugate_gradient_rounds(self.condition, self.tolerance)
 
     def deviation_bound(self, noise: float) -> float:
-        """(3.31): Σ_i |w_i − mean|² where all nodes share their true parameters.
+        """Bound Σ_i |w_i − mean|² where all nodes share their true parameters (3.31).
 
         Args:
             noise: Σ_i |ε_i|²/m_i of y_i = X_i w̄ + ε_i.
@@ -139,7 +139,7 @@ class Diagnostics:
         return noise / (self.connectivity * self.alpha) if self.connectivity > 0 else math.inf
 
     def sensitivity_bound(self, perturbation: float) -> float:
-        """(8.3): Σ_i |w_i − w̃_i|² when the labels y_i become y_i + ε_i.
+        """Bound Σ_i |w_i − w̃_i|² when the labels y_i become y_i + ε_i (8.3).
 
         Args:
             perturbation: Σ_i |ε_i|²; Σ_i |ε_i|²/m_i does, too, and is sharper.
@@ -148,7 +148,7 @@ class Diagnostics:
         return self.largest_local * perturbation / lower**2 if lower > 0 else math.inf
 
     def estimation_bound(self, noise: float) -> float:
-        """(8.9): |mean of w_i − w̄|² where all nodes share their true parameters w̄.
+        """Bound |mean of w_i − w̄|² where all nodes share their true parameters w̄ (8.9).
 
         Args:
             noise: Σ_i |ε_i|²/m_i of y_i = X_i w̄ + ε_i.
@@ -159,7 +159,7 @@ class Diagnostics:
         return 2 * factor * noise / (self.nodes * self.smallest_average**2)
 
     def lasting_error(self, perturbation: float, learning_rate: float | None = None) -> float:
-        """(4.14) after many rounds: |w − ŵ| when every round adds an error of at most `perturbation` (Euclidean)."""
+        """Bound |w − ŵ| after many rounds, each with an error of at most `perturbation` (Euclidean), by (4.14)."""
         rate = self.learning_rate if learning_rate is None else learning_rate
         factor = contraction(rate, self.smallest, self.largest)
         return perturbation / (1 - factor) if factor < 1 else math.inf
@@ -169,19 +169,19 @@ class Diagnostics:
 
 
 def contraction(learning_rate: float, smallest: float, largest: float) -> float:
-    """(4.7): the factor max(|1 − 2ηλ₁|, |1 − 2ηλ_dn|) by which a gradient step reduces the distance to the solution."""
+    """Return the factor max(|1 − 2ηλ₁|, |1 − 2ηλ_dn|) by which a gradient step reduces the distance (4.7)."""
     return max(abs(1 - 2 * learning_rate * smallest), abs(1 - 2 * learning_rate * largest))
 
 
 def gradient_rounds(condition: float, tolerance: float) -> int:
-    """(4.8) with (4.12): gradient steps with the best fixed learning rate to a relative error of `tolerance`."""
+    """Return (4.8) with (4.12): gradient steps with the best fixed learning rate to a relative error of `tolerance`."""
     if condition == 1:
         return 1
     return math.ceil(_tidy(math.log(1 / tolerance) / math.log((condition + 1) / (condition - 1))))
 
 
 def chebyshev_rounds(condition: float, tolerance: float) -> int:
-    r"""Chebyshev iterations to a relative error of `tolerance`: the least k with 1/T_k((κ + 1)/(κ − 1)) ≤ tolerance.
+    r"""Return the least k with 1/T_k((κ + 1)/(κ − 1)) ≤ tolerance, the Chebyshev iterations to that relative error.
 
     Source: Saad (2003), "Iterative methods for sparse linear systems", (6.113) and section 12.3.
     """
@@ -191,12 +191,12 @@ def chebyshev_rounds(condition: float, tolerance: float) -> int:
 
 
 def conjugate_gradient_rounds(condition: float, tolerance: float) -> int:
-    """Iterations that surely suffice for conjugate gradients: Chebyshev's, in the energy norm, so √κ times as sharp."""
+    """Return iterations that suffice for conjugate gradients: Chebyshev's in the energy norm, √κ times as sharp."""
     return chebyshev_rounds(condition, tolerance / math.sqrt(condition))
 
 
 def perturbed_gradient_bound(factor: float, start: float, perturbations: Sequence[float]) -> list[float]:
-    r"""(4.14), corrected: distances to the solution of gradient steps with errors, such as those of lost messages.
+    r"""Bound the distances to the solution of gradient steps with errors, as of lost messages: (4.14), corrected.
 
     .. math:: |w^{(k)} - \hat w| \le \kappa^k |w^{(0)} - \hat w| + \sum_{k'=1}^k \kappa^{k'-1} |\varepsilon^{(k-k')}|
 
@@ -220,7 +220,7 @@ def perturbed_gradient_bound(factor: float, start: float, perturbations: Sequenc
 
 
 def _tidy(rounds: float) -> float:
-    """Without the rounding that would make 5 + 1e-16 rounds six."""
+    """Return a number without the rounding that would make 5 + 1e-16 rounds six."""
     return rounds * (1 - 1e-12)
 
 

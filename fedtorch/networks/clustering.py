@@ -22,7 +22,7 @@ _DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
 
 
 def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) -> Tensor:
-    """k-means of the nodes' parameters, or of any vectors that represent them.
+    """Cluster the nodes' parameters, or any vectors that represent them, by k-means.
 
     Args:
         parameters: `(n, ...)`, flattened per node.
@@ -41,12 +41,12 @@ def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) ->
         raise ValueError("Expected finite parameters, but got NaN or infinity")
     _check_clusters(clusters, len(points))
     seed = int(random.randint(key, 2**31))
-    found = KMeans(clusters, n_init=starts, random_state=seed).fit_predict(points.numpy())
-    return _by_first_node(torch.from_numpy(found).to(torch.int64))
+    labels = KMeans(clusters, n_init=starts, random_state=seed).fit_predict(points.numpy())
+    return _by_first_node(torch.from_numpy(labels).to(torch.int64))
 
 
 def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
-    r"""Spectral clustering: k-means of the rows of the first eigenvectors of the normalised adjacency.
+    r"""Cluster nodes by k-means of the rows of the first eigenvectors of the normalised adjacency.
 
     The eigenvectors are those of the largest eigenvalues of :math:`D^{-1/2} A D^{-1/2}`, rows scaled to length one;
     a node without neighbours counts as its own neighbour.
@@ -69,7 +69,7 @@ def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
 
 
 def tied(network: Network, parameters: Tensor, tolerance: float = 1e-6) -> Tensor:
-    """Clusters read off a GTV solution: components of the edges over which parameters are equal.
+    """Read clusters off a GTV solution: components of the edges over which parameters are equal.
 
     Penalties without a square, |w_i − w_j|, make many of them exactly equal; squared ones only nearly so.
 
@@ -78,10 +78,10 @@ def tied(network: Network, parameters: Tensor, tolerance: float = 1e-6) -> Tenso
         parameters: w, `(n, ...)`.
         tolerance: the Euclidean distance up to which parameters are equal, times the largest norm of any node's.
     """
-    found = torch.as_tensor(parameters).detach().cpu()
-    if len(found) != network.nodes:
-        raise ValueError(f"Expected parameters of {network.nodes} nodes, but got shape {tuple(found.shape)}")
-    flat = found.reshape(network.nodes, -1).to(torch.float64)
+    w = torch.as_tensor(parameters).detach().cpu()
+    if len(w) != network.nodes:
+        raise ValueError(f"Expected parameters of {network.nodes} nodes, but got shape {tuple(w.shape)}")
+    flat = w.reshape(network.nodes, -1).to(torch.float64)
     apart = (flat[network.edges[:, 0]] - flat[network.edges[:, 1]]).norm(dim=1)
     equal = apart <= tolerance * flat.norm(dim=1).max()
     return Network(network.edges[equal], nodes=network.nodes).components.labels

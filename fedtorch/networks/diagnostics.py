@@ -39,7 +39,7 @@ _MOST_COMPONENTS = 10
 
 
 def diagnose(problem: LinearProblem, *, clusters: Tensor | None = None, tolerance: float = 1e-8) -> Diagnostics:
-    """Eigenvalues, bounds and expected rounds of a GTV problem; warns about several components or a singular problem.
+    """Compute eigenvalues, bounds and expected rounds of a GTV problem; warn of several components or a singular one.
 
     Args:
         problem: of n nodes with coupling, α positive; a node without labels has zeros. Computed in float64.
@@ -87,7 +87,7 @@ def diagnose(problem: LinearProblem, *, clusters: Tensor | None = None, toleranc
 
 
 def cluster_boundary(network: Network, inside: Tensor) -> float:
-    """|∂C| (6.1): the weight of the edges with one end in C.
+    """Return |∂C| (6.1): the weight of the edges with one end in C.
 
     Args:
         network: of n nodes.
@@ -112,19 +112,19 @@ def _check_gram(gram: Tensor) -> None:
 
 
 def _check_clusters(network: Network, clusters: Any) -> Tensor:
-    found = torch.as_tensor(clusters)
-    if found.shape != (network.nodes,) or found.is_floating_point():
-        raise ValueError(f"Expected the cluster of each node, ({network.nodes},) integers, but got {found.shape}")
-    return found
+    labels = torch.as_tensor(clusters)
+    if labels.shape != (network.nodes,) or labels.is_floating_point():
+        raise ValueError(f"Expected the cluster of each node, ({network.nodes},) integers, but got {labels.shape}")
+    return labels
 
 
 def _smallest(matrix: Tensor) -> float:
-    """The smallest eigenvalue, zero where it is rounding in whatever units."""
+    """Return the smallest eigenvalue, zero where it is rounding in whatever units."""
     return _smallest_positive(matrix, 0) if int(linalg.equilibrated(matrix).rank) == len(matrix) else 0.0
 
 
 def _smallest_positive(matrix: Tensor, nullity: int) -> float:
-    """The smallest eigenvalue beyond the null space: by the inverse, because beside large ones it may be rounding."""
+    """Return the smallest eigenvalue beyond the null space: by the inverse, as beside large ones it may be rounding."""
     parts = linalg.equilibrated(matrix)
     if int(parts.rank) != len(matrix) - nullity:
         return float(torch.linalg.eigvalsh(matrix)[nullity])
@@ -147,7 +147,7 @@ def _warn(network: Network, nullity: int) -> None:
 
 
 def _check_minimum(problem: LinearProblem) -> None:
-    """b must be orthogonal to the null space, or the objective falls without end."""
+    """Raise ValueError unless b is orthogonal to the null space: else the objective falls without end."""
     b, (labels, number), (component, vectors) = problem.cross, problem.components, problem.null_space
     if not bool(b.isfinite().all()):
         raise ValueError("Expected finite right-hand sides X'y/m, but got NaN or infinity")
@@ -162,7 +162,7 @@ def _check_minimum(problem: LinearProblem) -> None:
 
 
 def _extremes(problem: LinearProblem) -> tuple[float, float]:
-    """The smallest positive and the largest eigenvalue of Q."""
+    """Return the smallest positive and the largest eigenvalue of Q."""
     matrix, nullity = problem.matrix(), len(problem.null_space[0])
     if matrix.shape[0] <= _DENSE:
         dense = torch.from_numpy(matrix.toarray())

@@ -2,10 +2,9 @@ r"""Discrepancies between nodes' data sets (Jung, "Federated learning: from theo
 
 Most ways have two steps: a vector z_i that represents the data set of node i, and the distance :math:`D(i, j) = |z_i -
 z_j|` of two of them. Functions that return vectors `(n, m)` go with `Network.k_nearest`, which never forms all pairs;
-`distances` forms them, for `learning.regular` and `learning.edge_budget`. The label sets of `label_overlap` have no
-vector: it returns the discrepancies `(n, n)` themselves.
+`distances` forms them, for `learning.regular` and `learning.edge_budget`.
 
-Vectors leave the nodes, and tell about their data: a mean, a histogram or a gradient at least as much as it says.
+Vectors leave the nodes, and tell about their data: a mean or a gradient at least as much as it says.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks import discrepancy
@@ -42,15 +41,15 @@ _TITLE = "Representing the nodes"
 
 
 def distances(vectors: Tensor) -> Tensor:
-    """Euclidean distances `(n, n)` of vectors `(n, m)`, symmetric with a zero diagonal."""
-    found = torch.as_tensor(vectors).detach().to(torch.float64)
-    if found.ndim != 2 or not bool(found.isfinite().all()):
-        raise ValueError(f"Expected finite vectors (n, m), but got shape {tuple(found.shape)} or NaN or inf")
-    return torch.cdist(found, found, compute_mode="donot_use_mm_for_euclid_dist")
+    """Return Euclidean distances `(n, n)` of vectors `(n, m)`, symmetric with a zero diagonal."""
+    points = torch.as_tensor(vectors).detach().to(torch.float64)
+    if points.ndim != 2 or not bool(points.isfinite().all()):
+        raise ValueError(f"Expected finite vectors (n, m), but got shape {tuple(points.shape)} or NaN or inf")
+    return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
 
 
 def mean_label(data: FederatedData, label: int | str = 1) -> Tensor:
-    """The mean label of each node, `(n, p)`: the maximum-likelihood estimate of a constant with Gaussian noise.
+    """Return the mean label of each node, `(n, p)`: the maximum-likelihood estimate of a constant with Gaussian noise.
 
     Args:
         data: the nodes' rows.
@@ -60,37 +59,8 @@ def mean_label(data: FederatedData, label: int | str = 1) -> Tensor:
     return _sums(data, target.flatten(1) if target.ndim > 1 else target[:, None]) / data.counts[:, None]
 
 
-def label_histogram(data: FederatedData, label: int | str = 1) -> Tensor:
-    """The share of each label among a node's rows, `(n, labels)`, labels in ascending order.
-
-    >>> labels = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
-    >>> data = FederatedData((torch.zeros(8, 1), labels), counts=torch.tensor([4, 4]))
-    >>> label_histogram(data).tolist()
-    [[0.75, 0.25, 0.0], [0.0, 0.5, 0.5]]
-    """
-    counts = _label_counts(data, label)
-    return counts / counts.sum(1, keepdim=True)
-
-
-def label_overlap(data: FederatedData, label: int | str = 1) -> Tensor:
-    """One minus the share of two nodes' rows whose labels both nodes have, `(n, n)` between 0 and 1.
-
-    Source: the second example of section 7.3.
-
-    >>> labels = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2])
-    >>> data = FederatedData((torch.zeros(8, 1), labels), counts=torch.tensor([4, 4]))
-    >>> label_overlap(data).tolist()  # three of the eight rows have the label 1, which both nodes have
-    [[0.0, 0.625], [0.625, 0.0]]
-    """
-    counts = _label_counts(data, label)
-    present = (counts > 0).to(counts.dtype)
-    shared = counts @ present.T  # rows of i with a label that j has
-    sizes = counts.sum(1)
-    return (1 - (shared + shared.T) / (sizes[:, None] + sizes)).fill_diagonal_(0.0)
-
-
 def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None = None) -> Tensor:
-    """The maximum-likelihood parameters of each node's own model, `(n, m)`.
+    """Return the maximum-likelihood parameters of each node's own model, `(n, m)`.
 
     Args:
         data: the nodes' rows.
@@ -108,18 +78,18 @@ def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None
 
 
 def linear_regression(rows: Tree) -> Tensor:
-    """Least squares without intercept of rows (x `(m, d)`, y `(m,)` or `(m, p)`); of minimum norm if there are many.
+    """Fit rows (x `(m, d)`, y `(m,)` or `(m, p)`) by least squares without intercept, of minimum norm.
 
     >>> linear_regression((torch.tensor([[1.0, 1.0]]), torch.tensor([4.0]))).round(decimals=6)
     tensor([2., 2.], dtype=torch.float64)
     """
     x, y = rows
-    found = torch.linalg.pinv(x.to(torch.float64)) @ (y[:, None] if y.ndim == 1 else y).to(torch.float64)
-    return found.flatten()
+    coefficients = torch.linalg.pinv(x.to(torch.float64)) @ (y[:, None] if y.ndim == 1 else y).to(torch.float64)
+    return coefficients.flatten()
 
 
 def pooled_gradient(data: FederatedData) -> Tensor:
-    r"""The gradient of each node's mean squared error at the linear model that fits all rows best, `(n, d)`.
+    r"""Return the gradient of each node's mean squared error at the linear model that fits all rows best, `(n, d)`.
 
     .. math:: z_i = \frac{2}{m_i} X_i'(X_i \hat w - y_i), \quad \hat w = \arg\min_w |Xw - y|^2
 
@@ -138,7 +108,7 @@ def pooled_gradient(data: FederatedData) -> Tensor:
 
 
 def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: FederatedData) -> Tensor:
-    """The gradient of each node's loss at common parameters, `(n, m)`, leaves flattened one after the other.
+    """Return the gradient of each node's loss at common parameters, `(n, m)`, leaves flattened one after the other.
 
     Args:
         loss: takes parameters and one node's rows, and returns a scalar.
@@ -150,17 +120,17 @@ def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: Fede
     tensor([[ 2.],
             [-6.]])
     """
-    found = []
+    rows_of = []
     for rows in tracked(data, _TITLE, unit="node"):
         at = tree.map(lambda leaf: leaf.detach().requires_grad_(), parameters)
         leaves = list(tree.leaves(at))
         parts = torch.autograd.grad(loss(at, rows), leaves)
-        found.append(torch.cat([part.detach().flatten() for part in parts]))
-    return torch.stack(found)
+        rows_of.append(torch.cat([part.detach().flatten() for part in parts]))
+    return torch.stack(rows_of)
 
 
 def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str = 0, seed: int = 0) -> Tensor:
-    """Weights, means and covariances of a Gaussian mixture of each node's features, `(n, m)`.
+    """Return weights, means and covariances of a Gaussian mixture of each node's features, `(n, m)`.
 
     The components are ordered by their means, and the covariance's upper triangle is taken once.
 
@@ -186,20 +156,20 @@ def gaussian_mixture(data: FederatedData, components: int = 1, field: int | str 
         raise ValueError(f"Expected {max(2, components)} rows or more at every node, but got {int(data.counts.min())}")
     features = _field(data, field).to(torch.float64)
     upper = torch.triu_indices(features.shape[1], features.shape[1])
-    found = []
+    vectors = []
     for rows in tracked(features.split(data.counts.tolist()), _TITLE, unit="node"):
         mixture = GaussianMixture(components, random_state=seed).fit(rows.cpu().numpy())
         means, weights = torch.from_numpy(mixture.means_), torch.from_numpy(mixture.weights_)
         order = torch.tensor(sorted(range(components), key=lambda c: tuple(means[c].tolist())))
         triangles = torch.from_numpy(mixture.covariances_)[order][:, upper[0], upper[1]]
-        found.append(torch.cat((weights[order], means[order].flatten(), triangles.flatten())))
-    return torch.stack(found)
+        vectors.append(torch.cat((weights[order], means[order].flatten(), triangles.flatten())))
+    return torch.stack(vectors)
 
 
 def autoencoder_code(
     data: FederatedData, key: Tensor, *, code: int = 2, hidden: int = 16, iterations: int = 200
 ) -> Tensor:
-    """The mean code of each node's rows in an autoencoder that was trained on all rows, `(n, code)`.
+    """Return the mean code of each node's rows in an autoencoder that was trained on all rows, `(n, code)`.
 
     Rows are all fields side by side, standardised; encoder and decoder have one layer of `hidden` tanh units each, or
     none with `hidden=0`, which is principal components. Trained by L-BFGS on the mean squared error.
@@ -255,14 +225,6 @@ def _sums(data: FederatedData, values: Tensor) -> Tensor:
     return torch.zeros(len(data), values.shape[1], dtype=torch.float64, device=values.device).index_add_(
         0, node, values.to(torch.float64)
     )
-
-
-def _label_counts(data: FederatedData, label: int | str) -> Tensor:
-    target = _field(data, label)
-    if target.is_floating_point() or target.ndim != 1:
-        raise ValueError(f"Expected integer labels (total,), but got {target.dtype} of shape {tuple(target.shape)}")
-    known, index = target.unique(return_inverse=True)
-    return _sums(data, torch.nn.functional.one_hot(index, len(known)))
 
 
 def _layer(key: Tensor, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:

@@ -107,13 +107,13 @@ class Network:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """One name per node."""
+        """Return one name per node."""
         given: tuple[str, ...] | None = self.__dict__["_names"]
         return tuple(map(str, range(self.nodes))) if given is None else given
 
     @cached_property
     def degrees(self) -> Tensor:
-        """Weighted degrees d_i = Σ_j A_ij, `(n,)` float64."""
+        """Return weighted degrees d_i = Σ_j A_ij, `(n,)` float64."""
         weights = self.weights.repeat_interleave(2)
         return torch.bincount(self.edges.flatten(), weights, self.nodes).to(torch.float64)
 
@@ -123,7 +123,7 @@ class Network:
         return torch.bincount(self.edges.flatten(), minlength=self.nodes)
 
     def adjacency(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
-        """The matrix A as sparse CSR `(n, n)` with sorted columns; made once per dtype and device.
+        """Return the matrix A as sparse CSR `(n, n)` with sorted columns; made once per dtype and device.
 
         The indices are int32 where they fit, as the sparse products of MKL and cuSPARSE take them.
         """
@@ -134,12 +134,12 @@ class Network:
         return made[which]
 
     def laplacian(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
-        """The matrix L = diag(d) − A as sparse CSR `(n, n)`."""
+        """Return the matrix L = diag(d) − A as sparse CSR `(n, n)`."""
         return _as_torch(self.scipy_laplacian, dtype, device)
 
     @cached_property
     def scipy_adjacency(self) -> csr_matrix:
-        """The matrix A as a SciPy CSR matrix of float64."""
+        """Return the matrix A as a SciPy CSR matrix of float64."""
         from scipy.sparse import coo_matrix
 
         # In this order, rows end up sorted: first a node's lower neighbours, then its higher ones.
@@ -152,14 +152,14 @@ class Network:
 
     @cached_property
     def scipy_laplacian(self) -> csr_matrix:
-        """The matrix L as a SciPy CSR matrix of float64."""
+        """Return the matrix L as a SciPy CSR matrix of float64."""
         from scipy.sparse import diags
 
         return (diags(self.degrees.numpy(), format="csr") - self.scipy_adjacency).tocsr()
 
     @cached_property
     def components(self) -> Components:
-        """The connected components, (labels `(n,)`, their number)."""
+        """Return the connected components, (labels `(n,)`, their number)."""
         from scipy.sparse.csgraph import connected_components
 
         count, labels = connected_components(self.scipy_adjacency, directed=False)
@@ -169,7 +169,7 @@ class Network:
 
     @cached_property
     def algebraic_connectivity(self) -> float:
-        """λ₂ of the Laplacian; zero when there are several components.
+        """Return λ₂ of the Laplacian; zero when there are several components.
 
         Raises:
             ValueError: a network of one node, which has no λ₂.
@@ -185,7 +185,7 @@ class Network:
 
     @cached_property
     def extreme_eigenvalues(self) -> tuple[float, float]:
-        """(λ₂, λ_n) of the Laplacian, between which all its eigenvalues but one zero lie."""
+        """Return (λ₂, λ_n) of the Laplacian, between which all its eigenvalues but one zero lie."""
         second = self.algebraic_connectivity
         return second, float(self._spectrum[-1]) if self.nodes <= _DENSE else largest_eigenvalue(self.scipy_laplacian)
 
@@ -194,7 +194,7 @@ class Network:
         return torch.linalg.eigvalsh(self.laplacian().to_dense())
 
     def subnetwork(self, ids: Any) -> Network:
-        """The given nodes, in that order, and the edges between them.
+        """Return the given nodes, in that order, and the edges between them.
 
         Raises:
             ValueError: a node out of range or twice.
@@ -221,7 +221,7 @@ class Network:
         names: Sequence[str] | None = None,
         positions: Any = None,
     ) -> Network:
-        """From tuples (i, j) or (i, j, weight), whose nodes are numbers or names.
+        """Make a network of tuples (i, j) or (i, j, weight), whose nodes are numbers or names.
 
         Args:
             edges: tuples of one length.
@@ -240,7 +240,7 @@ class Network:
 
     @classmethod
     def from_matrix(cls, matrix: Any, names: Sequence[str] | None = None, positions: Any = None) -> Network:
-        """From a symmetric matrix of weights with a zero diagonal: a tensor (dense or sparse), array or SciPy matrix.
+        """Make a network of a symmetric matrix of weights with a zero diagonal: a tensor, an array or a SciPy matrix.
 
         Raises:
             ValueError: a matrix that is not square or not symmetric, or has a negative weight or a diagonal.
@@ -250,7 +250,7 @@ class Network:
 
     @classmethod
     def from_networkx(cls, graph: networkx.Graph, weight: str = "weight", position: str = "pos") -> Network:
-        """From an undirected networkx graph; an edge without the attribute `weight` weighs one.
+        """Make a network of an undirected networkx graph; an edge without the attribute `weight` weighs one.
 
         Names are the attribute `name` of the nodes, else the nodes themselves as text; positions are the attribute
         `position`, where all nodes have it.
@@ -271,7 +271,7 @@ class Network:
         return cls(edges or torch.empty(0, 2, dtype=torch.int64), weights, len(number), names, known)
 
     def to_networkx(self) -> networkx.Graph:
-        """As a networkx graph: nodes 0…n−1 with attributes `name` and, if known, `pos`; edges with `weight`."""
+        """Return a networkx graph: nodes 0…n−1 with attributes `name` and, if known, `pos`; edges with `weight`."""
         import networkx
 
         graph = networkx.Graph()
@@ -285,7 +285,7 @@ class Network:
 
     @classmethod
     def k_nearest(cls, points: Any, k: int, names: Sequence[str] | None = None) -> Network:
-        """An edge of weight one between two points when either is among the k nearest (Euclidean) of the other.
+        """Join two points by an edge of weight one when either is among the k nearest (Euclidean) of the other.
 
         Args:
             points: `(n, dimensions)`; two or three coordinates become the `positions`.
@@ -301,21 +301,21 @@ class Network:
 
     @classmethod
     def star(cls, nodes: int) -> Network:
-        """Node 0 in the middle and an edge from it to each of the others: a server and its clients."""
+        """Make a star, node 0 in the middle and an edge from it to each of the others: a server and its clients."""
         random_edges.check_count(nodes)
         leaves = torch.arange(1, nodes)
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
 
     @classmethod
     def ring(cls, nodes: int) -> Network:
-        """Each node and the next one, the last and the first."""
+        """Make a ring, with edges between each node and the next one, and between the last and the first."""
         random_edges.check_count(nodes)
-        here = torch.arange(nodes if nodes > 1 else 0)
-        return cls(torch.stack((here, (here + 1) % nodes), 1), nodes=nodes)
+        node = torch.arange(nodes if nodes > 1 else 0)
+        return cls(torch.stack((node, (node + 1) % nodes), 1), nodes=nodes)
 
     @classmethod
     def erdos_renyi(cls, nodes: int, p: float, key: Tensor) -> Network:
-        """Every pair of nodes has an edge with probability p, on its own; as Batagelj and Brandes (2005) draw them."""
+        """Draw an edge for every pair of nodes with probability p, on its own, as Batagelj and Brandes (2005) do."""
         random_edges.check_count(nodes)
         return cls(random_edges.independent_pairs(nodes, p, key), nodes=nodes)
 
@@ -323,7 +323,7 @@ class Network:
     def stochastic_blocks(
         cls, sizes: Sequence[int], within: float | Sequence[float], between: float, key: Tensor
     ) -> Network:
-        """Blocks of consecutive nodes, with edges likelier (or rarer) within them than between them.
+        """Draw blocks of consecutive nodes, with edges likelier (or rarer) within them than between them.
 
         Args:
             sizes: nodes of each block.

@@ -25,14 +25,14 @@ _SHIFT = 1e-9  # of the largest eigenvalue: what makes a singular matrix one wit
 
 
 def largest_eigenvalue(matrix: csr_matrix) -> float:
-    """The largest eigenvalue of a symmetric matrix of two rows or more, to a relative 1e-9 or better."""
+    """Return the largest eigenvalue of a symmetric matrix of two rows or more, to a relative 1e-9 or better."""
     return _largest(lambda x: matrix @ x, _start(matrix.shape[0]), _FINE)[0]
 
 
 def smallest_positive_eigenvalue(
     matrix: csr_matrix, project: Callable[[np.ndarray], np.ndarray], top: float, small: float = _SMALL
 ) -> float:
-    """The smallest eigenvalue of a positive semi-definite matrix on the complement of its null space.
+    """Return the smallest eigenvalue of a positive semi-definite matrix on the complement of its null space.
 
     The error is at most 1e-9 of the largest eigenvalue where Lanczos multiplies with the matrix, usually far less.
 
@@ -53,7 +53,7 @@ def smallest_positive_eigenvalue(
 def _largest(
     product: Callable[[np.ndarray], np.ndarray], start: np.ndarray, tolerance: float
 ) -> tuple[float, np.ndarray]:
-    """The largest eigenvalue and its vector, of what `product` multiplies with."""
+    """Return the largest eigenvalue and its vector, of what `product` multiplies with."""
     from scipy.sparse.linalg import LinearOperator, eigsh
 
     size = len(start)
@@ -75,5 +75,5 @@ def _inverse(
 
 
 def _start(size: int) -> np.ndarray:
-    """A start for Lanczos that is the same every time."""
+    """Return a start for Lanczos that is the same every time."""
     return random.normal(random.key(size), (size,), torch.float64).numpy()

@@ -51,10 +51,10 @@ def spread(table: pd.DataFrame, name: str) -> Chart | None:
     return by_round(table, name, series)
 
 
-def by_round(table: pd.DataFrame, name: str, series: list[Series], title: str = "") -> Chart | None:
+def by_round(table: pd.DataFrame, name: str, series: list[Series]) -> Chart | None:
     """Return series by round, named by a column."""
-    words = title or in_words(name)
-    return chart(words[0].upper() + words[1:], ROUND, column(table, "round"), series, y_label=in_words(name))
+    words = in_words(name)
+    return chart(words[0].upper() + words[1:], ROUND, column(table, "round"), series, y_label=words)
 
 
 def column(table: pd.DataFrame, name: str) -> Numbers:

@@ -66,7 +66,7 @@ def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) 
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.models import low_rank
-        >>> covariance = low_rank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [-1.0]]), rank=1)
+        >>> covariance = low_rank.LowRank.from_factor(torch.tensor(1.0), torch.tensor([[1.0], [-1.0]]), rank=1)
         >>> figure = ft.plots.device_correlation(covariance)
         >>> figure.axes[0].images[0].get_array().round(3).tolist()  # of [[2, −1], [−1, 2]]
         [[1.0, -0.5], [-0.5, 1.0]]

@@ -66,7 +66,7 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
 
     Args:
         inclusion: `(p, p)`, the probability of an arrow from each column to each row; what is zero is not drawn, so
-            multiply by `graphical.arrows`.
+            multiply by `graphical.edges`.
         names: of the p variables.
         effects: `(p, p)`, whose signs colour the arrows.
 
@@ -142,7 +142,7 @@ def _draw_clusters(figure: Figure, axes: Axes, places: np.ndarray, clusters: np.
 
 
 def _per_node(network: Network, values: Any) -> np.ndarray:
-    found = torch.as_tensor(values).detach().cpu().numpy()
-    if found.shape != (network.nodes,):
-        raise ValueError(f"Expected one value per node, ({network.nodes},), but got shape {found.shape}")
-    return found
+    array = torch.as_tensor(values).detach().cpu().numpy()
+    if array.shape != (network.nodes,):
+        raise ValueError(f"Expected one value per node, ({network.nodes},), but got shape {array.shape}")
+    return array

@@ -7,7 +7,7 @@
 >>> error, group = {"error": ft.metrics.mean_squared_error()}, lambda rows: rows[0][:, 0].long()
 >>> for _ in run.rounds(3):
 ...     scores = fairness.watch_groups(run, data, error, group, groups=[0, 1])
->>> [line.get_label() for line in groups(run, "error").axes[0].get_lines()]
+>>> [line.get_label() for line in ft.plots.groups(run, "error").axes[0].get_lines()]
 ['group 0', 'group 1', 'all rows', 'mean over the worst tenth']
 >>> [line.get_label() for line in ft.plots.worst_client({"FedAvg": run}, "error", False).axes[0].get_lines()]
 ['FedAvg: all rows', 'FedAvg: mean over clients', 'FedAvg: worst client']

@@ -39,7 +39,7 @@ def _check_real(dtype: torch.dtype) -> None:
 
 
 def key(seed: int) -> Tensor:
-    """The key of a seed, shape `()`; its 64 bits are Philox's two key words.
+    """Return the key of a seed, shape `()`; its 64 bits are Philox's two key words.
 
     Raises:
         ValueError: the seed is not a 64-bit signed integer.
@@ -50,7 +50,7 @@ def key(seed: int) -> Tensor:
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
-    """A new key from a key and a number such as a round, a client's identity or a purpose.
+    """Make a new key of a key and a number such as a round, a client's identity or a purpose.
 
     New keys and draws use disjoint counters, so folding into a key that is also drawn from is safe.
 
@@ -71,7 +71,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
 
 
 def split(key: Tensor, count: int) -> tuple[Tensor, ...]:
-    """`count` new keys of each key, for as many purposes: `fold_in(key, 0)`, `fold_in(key, 1)`, … in one call.
+    """Make `count` new keys of each key: `fold_in(key, 0)`, `fold_in(key, 1)`, … in one call.
 
     Returns:
         `count` tensors of the shape of `key`.
@@ -85,7 +85,7 @@ def split(key: Tensor, count: int) -> tuple[Tensor, ...]:
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """Random 32-bit words; word i depends on (key, i) only.
+    """Draw random 32-bit words; word i depends on (key, i) only.
 
     Returns:
         `(*key.shape, count)`, int64 from 0 to 2³² − 1.
@@ -99,7 +99,7 @@ def bits(key: Tensor, count: int) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Uniform numbers in [0, 1), with as many random bits as the dtype's significand holds.
+    """Draw uniform numbers in [0, 1), with as many random bits as the dtype's significand holds.
 
     float32 takes 24 bits of one word and float64 takes 53 bits of two, so the two draw different numbers.
 
@@ -111,7 +111,7 @@ def uniform(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.f
 
 
 def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Standard normal numbers by the Box–Muller transform, always finite.
+    """Draw standard normal numbers by the Box–Muller transform, always finite.
 
     Elements 2j and 2j + 1 share a radius and an angle. The transform is computed in float64, so that numbers
     of lower precision are the same on any device but for a rare last bit. Nothing is further out than 6.8
@@ -125,7 +125,7 @@ def normal(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.fl
 
 
 def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32) -> Tensor:
-    """Exponential numbers of rate one by inversion, finite and greater than zero (float16: or zero).
+    """Draw exponential numbers of rate one by inversion, finite and greater than zero (float16: or zero).
 
     Returns:
         `(*key.shape, *shape)`.
@@ -137,7 +137,7 @@ def exponential(key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = tor
 def gamma(
     key: Tensor, concentration: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    r"""Gamma numbers of a given shape parameter a and rate one, density x^{a−1} e^{−x} / Γ(a).
+    r"""Draw gamma numbers of a given shape parameter a and rate one, density x^{a−1} e^{−x} / Γ(a).
 
     With d = a − 1/3 and c = 1/√(9d), a standard normal x and a uniform u are accepted when
 
@@ -186,7 +186,7 @@ def gamma(
 def inverse_gamma(
     key: Tensor, concentration: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Inverse gamma numbers of a given shape parameter a and scale one: 1 / `gamma(...)`, at most the largest finite.
+    """Draw inverse gamma numbers of shape parameter a and scale one: 1 / `gamma(...)`, at most the largest finite.
 
     Args and errors as for `gamma`; IG(a, b) has density proportional to x^{−a−1} e^{−b/x} and is b times this.
 
@@ -201,7 +201,7 @@ def inverse_gamma(
 def beta(
     key: Tensor, a: float | Tensor, b: float | Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Beta numbers X / (X + Y), X and Y gamma numbers of shape parameters a and b from two keys made of `key`.
+    """Draw beta numbers X / (X + Y), of gamma numbers X and Y of shape parameters a and b from two keys of `key`.
 
     Args:
         key: `(...)`.
@@ -223,7 +223,7 @@ def beta(
 
 
 def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """Coins that show true with a given probability, to a resolution of 2⁻³².
+    """Draw coins that show true with a given probability, to a resolution of 2⁻³².
 
     Args:
         key: `(...)`.
@@ -252,7 +252,7 @@ def bernoulli(key: Tensor, probability: float | Tensor, shape: Sequence[int] = (
 
 
 def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tensor:
-    """Integers from 0 to `high − 1`: 63 random bits modulo `high`, probabilities off by less than 2⁻⁶³ each.
+    """Draw integers from 0 to `high − 1`: 63 random bits modulo `high`, probabilities off by less than 2⁻⁶³ each.
 
     Args:
         key: `(...)`.
@@ -280,7 +280,7 @@ def randint(key: Tensor, high: int | Tensor, shape: Sequence[int] = ()) -> Tenso
 
 
 def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
-    """A random permutation of the first `count` integers, followed by the others in order.
+    """Draw a permutation of the first `count` integers, followed by the others in order.
 
     Each integer draws 63 bits and these are sorted, so the first `count` entries do not depend on `size`.
 
@@ -300,7 +300,7 @@ def permutation(key: Tensor, size: int, count: Tensor | None = None) -> Tensor:
 
 
 def choice(key: Tensor, population: int, count: int) -> Tensor:
-    """Distinct integers from 0 to `population − 1`, every subset equally likely.
+    """Draw distinct integers from 0 to `population − 1`, every subset equally likely.
 
     A few of very many are drawn one after the other, and repetitions are dropped; otherwise all are permuted.
 

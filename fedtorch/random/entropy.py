@@ -45,7 +45,7 @@ class Purpose(NamedTuple):
     roster: bytes  # a digest of who takes part
 
     def encoded(self) -> bytes:
-        """The fields, each behind its length, so that no two purposes read alike."""
+        """Return the fields, each behind its length, so that no two purposes read alike."""
         numbers = [number.to_bytes(8, "big", signed=True) for number in (self.round, self.attempt)]
         fields = [self.run, *numbers, self.phase.encode(), self.roster]
         return b"".join(len(field).to_bytes(8, "big") + field for field in fields)
@@ -73,17 +73,17 @@ class Entropy:
         self.guarantees = guarantees
 
     def key(self, purpose: Purpose) -> bytes:
-        """32 bytes for one purpose, to be used once."""
+        """Return 32 bytes for one purpose, to be used once."""
         if self.guarantees and self._process != os.getpid():  # a fork must not repeat its parent's numbers
             self._secret, self._process = secrets.token_bytes(32), os.getpid()
         return derived(self._secret, purpose)
 
     def words(self, purpose: Purpose, count: int) -> Tensor:
-        """`(count,)` int64, all 64 bits random."""
+        """Return `(count,)` int64, all 64 bits random."""
         return expanded(self.key(purpose), count)
 
     def uniforms(self, purpose: Purpose, count: int) -> Tensor:
-        """`(count,)` uniform numbers of 53 bits, float64, above 0 and below 1."""
+        """Return `(count,)` uniform numbers of 53 bits, float64, above 0 and below 1."""
         return ((self.words(purpose, count) >> 11) & _MASK).to(torch.float64).add_(0.5).mul_(2.0**-53)
 
     def __repr__(self) -> str:
@@ -94,7 +94,7 @@ class Entropy:
 
 
 def expanded(key: bytes, count: int) -> Tensor:
-    """`(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
+    """Return `(count,)` int64 words of AES-256 in counter mode from zero, of a key of 32 bytes that is used once."""
     stream = Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
     words = torch.empty(count + 2, dtype=torch.int64)  # with room for a block beyond
     view, size = words.view(torch.uint8).numpy().data, 8 * count
@@ -105,7 +105,7 @@ def expanded(key: bytes, count: int) -> Tensor:
 
 
 def derived(secret: bytes, purpose: Purpose) -> bytes:
-    """32 bytes for one purpose, by HKDF-SHA256.
+    """Return 32 bytes for one purpose, by HKDF-SHA256.
 
     >>> purpose = Purpose(b"run", round=0, attempt=0, phase="mask", roster=b"")
     >>> one, same, other = (derived(bytes(32), each) for each in (purpose, purpose, purpose._replace(round=1)))
@@ -116,12 +116,12 @@ def derived(secret: bytes, purpose: Purpose) -> bytes:
 
 
 def from_system() -> Entropy:
-    """Entropy of the operating system, with a secret of its own."""
+    """Return entropy of the operating system, with a secret of its own."""
     return Entropy(secrets.token_bytes(32), guarantees=True)
 
 
 def from_seed(seed: int) -> Entropy:
-    """Reproducible numbers for tests and simulations: whoever knows the seed can subtract them, so nothing is private.
+    """Return reproducible numbers for simulations: whoever knows the seed can subtract them, so nothing is private.
 
     Args:
         seed: a whole number of 64 bits.

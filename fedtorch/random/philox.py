@@ -59,12 +59,12 @@ _STEPS = numpy.uint64(_WEYL[0]), numpy.uint64(_WEYL[1])
 
 
 def bits(key: Tensor, count: int) -> Tensor:
-    """32-bit words `(*key.shape, count)` as int64; word i is word i % 4 of the block i // 4."""
+    """Return 32-bit words `(*key.shape, count)` as int64; word i is word i % 4 of the block i // 4."""
     return _drawn("BITS", key, (count,), torch.int64, 1, lambda words: words)
 
 
 def integers(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """63 bits of two words each, `(*key.shape, *shape)`."""
+    """Return 63 bits of two words each, `(*key.shape, *shape)`."""
     return _drawn("INTEGERS", key, shape, torch.int64, 2, _joined_words)
 
 
@@ -74,7 +74,7 @@ def coins(key: Tensor, shape: Sequence[int], threshold: int) -> Tensor:
 
 
 def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Numbers in [0, 1) with as many bits as the dtype's significand holds, `(*key.shape, *shape)`."""
+    """Return numbers in [0, 1) with as many bits as the dtype's significand holds, `(*key.shape, *shape)`."""
     digits = _digits(dtype)
     if dtype == torch.float64:
         convert = lambda words: (_joined_words(words) >> 10).to(dtype).mul_(2.0**-53)
@@ -84,7 +84,7 @@ def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Standard normal numbers `(*key.shape, *shape)`; elements 2j and 2j + 1 share a radius and an angle."""
+    """Return standard normal numbers `(*key.shape, *shape)`; elements 2j and 2j + 1 share a radius and an angle."""
 
     def convert(words: Tensor) -> Tensor:
         inside = _between(words, dtype)
@@ -98,14 +98,14 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Exponential numbers of rate one, `(*key.shape, *shape)`."""
+    """Return exponential numbers of rate one, `(*key.shape, *shape)`."""
     return _drawn(
         "EXPONENTIAL", key, shape, dtype, _words_per(dtype), lambda words: _between(words, dtype).log_().neg_()
     )
 
 
 def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
-    """Gamma numbers of rate one, at least the dtype's smallest normal one.
+    """Return gamma numbers of rate one, at least the dtype's smallest normal one.
 
     Args:
         keys: `(Q,)`.
@@ -130,7 +130,7 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def folded(key: Tensor, data: Tensor | int) -> Tensor:
-    """New keys of keys and int64 numbers that broadcast."""
+    """Make new keys of keys and int64 numbers that broadcast."""
     programs = program(
         "fedtorch.random.philox_program", (key,) if isinstance(data, int) else (key, data), (torch.int64,)
     )
@@ -145,7 +145,7 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
 
 
 def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
-    """Philox-4x32-10 on keys and four counter words that broadcast.
+    """Compute Philox-4x32-10 of keys and four counter words that broadcast.
 
     Returns:
         words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
@@ -195,13 +195,13 @@ def _philox_numpy(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor,
 
 
 def _block_words(key: Tensor, block: Tensor, attempt: int, purpose: int) -> Tensor:
-    """The four words of the counter (block, attempt, purpose) of each key, `(..., 4)`."""
+    """Return the four words of the counter (block, attempt, purpose) of each key, `(..., 4)`."""
     even, odd = _philox(key, (block & _CLEAR, block >> _HALF, attempt, purpose))
     return torch.stack((even[0], odd[0], even[1], odd[1]), -1).bitwise_and_(_CLEAR)
 
 
 def _words(key: Tensor, start: int, count: int) -> Tensor:
-    """Words `start` to `start + count` of each key, `(*key.shape, count)`; `start` is a multiple of four."""
+    """Return words `start` to `start + count` of each key, `(*key.shape, count)`; `start` is a multiple of four."""
     blocks = torch.arange(start // 4, start // 4 + -(-count // 4), device=key.device, dtype=torch.int64)
     return _block_words(key.unsqueeze(-1), blocks, 0, _DRAW).flatten(-2)[..., :count]
 
@@ -235,12 +235,12 @@ def check_key(key: Tensor) -> None:
 
 
 def _joined_words(words: Tensor) -> Tensor:
-    """63 bits of each pair of words, `(..., 2n)` -> `(..., n)`."""
+    """Return 63 bits of each pair of words, `(..., 2n)` -> `(..., n)`."""
     return words[..., ::2].bitwise_left_shift(31).bitwise_or_(words[..., 1::2] >> 1)
 
 
 def _between(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Uniform float64 strictly between 0 and 1: of 52 bits of two words for float64, else of one word."""
+    """Return uniform float64 strictly between 0 and 1: of 52 bits of two words for float64, else of one word."""
     if dtype == torch.float64:
         return (_joined_words(words) >> 11).to(torch.float64).add_(0.5).mul_(2.0**-52)
     return words.to(torch.float64).add_(0.5).mul_(2.0**-32)
@@ -252,7 +252,7 @@ def _words_per(dtype: torch.dtype) -> int:
 
 
 def _digits(dtype: torch.dtype) -> int:
-    """Of a floating-point dtype's significand."""
+    """Return the bits of a floating-point dtype's significand."""
     return 1 - round(math.log2(torch.finfo(dtype).eps))
 
 
@@ -287,7 +287,7 @@ def _drawn(
 
 
 def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
-    """Gamma numbers `(Q, n)` of keys `(Q, 1)`, elements `(n,)` and shape parameters `(Q, n)`."""
+    """Return gamma numbers `(Q, n)` of keys `(Q, 1)`, elements `(n,)` and shape parameters `(Q, n)`."""
     small = a < 1
     raised = torch.where(small, a + 1, a)
     value, accepted = _propose(keys, element, 0, raised)
@@ -305,7 +305,7 @@ def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
 
 
 def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
-    """(numbers, whether they are accepted) of one attempt; a ≥ 1."""
+    """Return (numbers, whether they are accepted) of one attempt; a ≥ 1."""
     words = _block_words(keys, element, attempt, GAMMA)
     radius = _between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
     angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)

@@ -78,10 +78,10 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
     places[:, 1] = _SIZE - places[:, 1]
     shades, bounds = _shades(values)
     facts, (least, mean, most) = found["facts"], found["facts"]["neighbours"]
-    said = {"nodes": f"{facts['nodes']:,}", "edges": f"{facts['edges']:,}", "components": f"{facts['components']:,}"}
-    said["neighbours of a node"] = f"{least:,} to {most:,}, {mean:.3g} on average"
+    texts = {"nodes": f"{facts['nodes']:,}", "edges": f"{facts['edges']:,}", "components": f"{facts['components']:,}"}
+    texts["neighbours of a node"] = f"{least:,} to {most:,}, {mean:.3g} on average"
     if facts["connectivity"] is not None:
-        said["algebraic connectivity λ₂"] = f"{facts['connectivity']:.3g}"
+        texts["algebraic connectivity λ₂"] = f"{facts['connectivity']:.3g}"
     name = lambda i: names[i] if i < len(names) else str(i)
     return Drawing(
         nodes=[
@@ -90,7 +90,7 @@ def drawing(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
         ],
         edges="".join("M{:.1f} {:.1f}L{:.1f} {:.1f}".format(*places[i], *places[j]) for i, j in found["edges"]),
         radius=round(radius, 1),
-        facts=said,
+        facts=texts,
         partly=bool(found["partly"]),
         bounds=bounds,
     )

@@ -104,11 +104,11 @@ def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
     if not ess:
         return f"{count}, too few draws for diagnostics", False
     high, low = sum(value > _GOOD_RHAT for value in rhat), sum(value < _GOOD_ESS for value in ess)
-    said = f"{count}; R-hat at most {max(rhat):.4g}" if rhat else f"{count}; no R-hat, which needs several chains"
-    said += f", effective draws at least {number(min(ess))}"
+    verdict = f"{count}; R-hat at most {max(rhat):.4g}" if rhat else f"{count}; no R-hat, which needs several chains"
+    verdict += f", effective draws at least {number(min(ess))}"
     if high or low:
-        said += f". R-hat is above {_GOOD_RHAT} for {high:,}, effective draws are below {_GOOD_ESS} for {low:,}"
-    return said, not (high or low)
+        verdict += f". R-hat is above {_GOOD_RHAT} for {high:,}, effective draws are below {_GOOD_ESS} for {low:,}"
+    return verdict, not (high or low)
 
 
 def _trace(found: dict[str, Any]) -> Chart | None:

@@ -55,7 +55,7 @@ def page(story: Story) -> str:
             client_charts=_client_charts(last, about["scores"]),
             client_tables=_client_tables(story.losses, last, about),
             network=_network(about, last),
-            posteriors=[posterior(found) for found in about["posteriors"]],
+            posteriors=[posterior(one) for one in about["posteriors"]],
             traffic=charts.traffic(table),
             privacy=charts.privacy(table, None if privacy is None else privacy["budget"]),
             claim=None if privacy is None else privacy["claim"],
@@ -159,15 +159,15 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
         ]
         tables.append(Words("Largest last training loss", ["client", "loss", "in round", "times answered"], rows))
     for name, score in about["scores"].items():
-        found = np.array(score["clients"], dtype=np.float64)
-        order = [i for i in found.argsort(kind="stable") if np.isfinite(found[i])]
+        scores = np.array(score["clients"], dtype=np.float64)
+        order = [i for i in scores.argsort(kind="stable") if np.isfinite(scores[i])]
         best = score["largest_is_best"]
         if best is None:
             parts = {"Lowest": order[: _WORST // 2], "Highest": order[::-1][: _WORST // 2]}
         else:
             parts = {"Worst": order[:: 1 if best else -1][:_WORST]}
         for word, ends in parts.items():
-            rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(found[i])] for i in ends]
+            rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(scores[i])] for i in ends]
             tables.append(Words(f"{word} {in_words(name)}", ["client", "score"], rows))
     return tables
 

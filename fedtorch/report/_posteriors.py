@@ -40,7 +40,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     """Return the posterior of a sampler, from its draws where it keeps them, else from their moments."""
     count = int(next(iter(sampler.moments.values())).count)
     chains = len(next(iter(sampler.moments.values())).mean)
-    told = {
+    about_draws = {
         "title": f"{count:,} draws of each of {chains} chain{'s' * (chains > 1)}",
         "components": sum(moments.mean[0].numel() for moments in sampler.moments.values()),
         "warnings": [],
@@ -51,7 +51,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     except ValueError:  # they are not kept
         means, sds = _components(sampler.mean(), 0), _components(sampler.sd(), 0)
         rows = [_normal(name, float(mean), float(sds[name])) for name, mean in means.items()]
-        return {**told, "rows": rows}
+        return {**about_draws, "rows": rows}
     flat = _components(draws, 2)
     names, stack = list(flat), torch.stack(list(flat.values()), -1).numpy()  # (C, T, components)
     edges = np.quantile(stack.reshape(-1, len(names)), (0.025, 0.975), axis=0)
@@ -71,7 +71,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     worst = np.argsort([-value if math.isfinite(value) else 0.0 for value in rhat], kind="stable")[:_TRACES]
     kept = np.unique(np.linspace(0, stack.shape[1] - 1, min(_POINTS, stack.shape[1])).round().astype(int))
     traces = [{"name": names[i], "draw": kept.tolist(), "chains": stack[:, kept, i].tolist()} for i in worst]
-    return {**told, "rows": rows, "traces": traces}
+    return {**about_draws, "rows": rows, "traces": traces}
 
 
 def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
@@ -89,16 +89,16 @@ def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]
 
 def _of_propagation(run: Run) -> dict[str, Any]:
     """Return q(φ) of expectation propagation, with what it warns of."""
-    told: dict[str, Any] = {"title": "q(φ) of expectation propagation", "rows": [], "components": 0, "traces": []}
+    shown: dict[str, Any] = {"title": "q(φ) of expectation propagation", "rows": [], "components": 0, "traces": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             q = ep.posterior(run)
         except RuntimeError as error:
-            return {**told, "warnings": [str(error)]}
+            return {**shown, "warnings": [str(error)]}
     pairs = list(zip(q.mean.tolist(), q.variance.sqrt().tolist()))
     rows = [_normal(f"φ[{i}]", mean, sd) for i, (mean, sd) in enumerate(pairs[:_MOST])]
-    return {**told, "rows": rows, "components": len(pairs), "warnings": [str(w.message) for w in caught]}
+    return {**shown, "rows": rows, "components": len(pairs), "warnings": [str(w.message) for w in caught]}
 
 
 def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:
@@ -107,13 +107,13 @@ def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:
     names = [f"γ[{i}]" for i in range(fit.model.sizes[0])]
     names += [f"θ_{j}[{i}]" for j, size in enumerate(fit.model.sizes[1:], start=1) for i in range(size)]
     doubts = ["" if ok else "the gradients of the last steps are not noise alone" for ok in fit.converged().tolist()]
-    told = []
+    posteriors = []
     for b, (mean, covariance, doubt) in enumerate(zip(means[:_ELEMENTS], covariances, doubts)):
         rows = [_normal(*each) for each in zip(names[:_MOST], mean.tolist(), covariance.diagonal().sqrt().tolist())]
         title = "q(γ, θ) of variational inference" + (f", element {b}" if len(means) > 1 else "")
         shown = {"title": title, "rows": rows, "components": len(names), "traces": []}
-        told.append({**shown, "warnings": [doubt] if doubt else []})
-    return told
+        posteriors.append({**shown, "warnings": [doubt] if doubt else []})
+    return posteriors
 
 
 def _normal(name: str, mean: float, sd: float) -> dict[str, Any]:

@@ -114,7 +114,7 @@ def _table(chart: Chart) -> list[list[str]]:
 
 def _sentences(chart: Chart) -> str:
     """Return a sentence per line."""
-    said, shown = [], chart.text_of
+    sentences, shown = [], chart.text_of
     for one in chart.series:
         known = np.isfinite(one.y)
         if one.low is not None or not known.any():
@@ -122,8 +122,8 @@ def _sentences(chart: Chart) -> str:
         y, x = one.y[known], chart.x[known]
         span = f"from {shown(y[0])} to {shown(y[-1])}" if len(y) > 1 else shown(y[0])
         lowest, highest = int(y.argmin()), int(y.argmax())
-        said.append(
+        sentences.append(
             f"{one.label}: {span}, lowest {shown(y[lowest])} at {number(x[lowest])}, highest {shown(y[highest])} at "
             f"{number(x[highest])}."
         )
-    return f"By {chart.x_label}. {' '.join(said)}"
+    return f"By {chart.x_label}. {' '.join(sentences)}"

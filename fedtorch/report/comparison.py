@@ -82,7 +82,7 @@ def compare(
                 if hasattr(model, "evaluate")
                 else _evaluate_predictor(model, rows, metrics, split)
             )
-            lines += [Scores(name, part, metric, found) for metric, found in scores.items()]
+            lines += [Scores(name, part, metric, score) for metric, score in scores.items()]
     return Comparison(tuple(lines))
 
 

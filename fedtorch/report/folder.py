@@ -152,8 +152,8 @@ def _history(folder: Path) -> dict[str, Tensor]:
     """Return a history, its names beginning with `history.`, and perhaps a fingerprint."""
     if (folder / HISTORY).exists():
         return {f"history.{name}": leaf for name, leaf in checkpoint.read(folder / HISTORY).items()}
-    found = [*folder.glob("*.safetensors"), *folder.rglob("*.ckpt")]
-    for path in sorted(found, key=lambda path: path.stat().st_mtime, reverse=True):
+    paths = [*folder.glob("*.safetensors"), *folder.rglob("*.ckpt")]
+    for path in sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True):
         flat = _of_trainer(path) if path.suffix == ".ckpt" else _of_run(path)
         if "history.values" in flat:
             return flat
@@ -176,8 +176,8 @@ def _of_run(path: Path) -> dict[str, Tensor]:
 def _of_trainer(path: Path) -> dict[str, Tensor]:
     from fedtorch.checkpoint_io import PlainCheckpointIO
 
-    found = PlainCheckpointIO().load_checkpoint(path)
-    flat = found.get("state_dict", {}).get("_extra_state", {}) if isinstance(found, dict) else {}
+    content = PlainCheckpointIO().load_checkpoint(path)
+    flat = content.get("state_dict", {}).get("_extra_state", {}) if isinstance(content, dict) else {}
     return flat if isinstance(flat, dict) else {}
 
 

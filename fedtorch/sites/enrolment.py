@@ -10,14 +10,14 @@ has used it, and a name is bound to the key that came with it. It expires by the
 >>> import tempfile
 >>> from fedtorch.sites import Roster
 >>> from fedtorch.sites.identity import identity
->>> from fedtorch.sites.enrolment import EnrolmentServer, Token, enrol, invite, read_token
+>>> from fedtorch.sites.enrolment import EnrolmentServer, Token, enrol, invite
 >>> folder = tempfile.TemporaryDirectory()
 >>> authority, roster = f"{folder.name}/authority", Roster(f"{folder.name}/roster.json")
 >>> known = identity.make_authority(authority)
 >>> enrolling = EnrolmentServer(authority, "127.0.0.1:0", roster)
 >>> token: Token = invite(authority, "ward 7", f"127.0.0.1:{enrolling.port}", rows=1000)
 >>> text = str(token)  # to be handed over
->>> enrol(read_token(text), f"{folder.name}/site")
+>>> enrol(Token.read(text), f"{folder.name}/site")
 Identity('ward 7')
 >>> enrolling.close()
 >>> roster.rows
@@ -51,7 +51,7 @@ from fedtorch.sites.streams.grpc_settings import dial, library, listen, listenin
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.streams.idle import IdleConnections
 
-__all__ = ["EnrolmentServer", "Token", "enrol", "invite", "read_token"]
+__all__ = ["EnrolmentServer", "Token", "enrol", "invite"]
 
 DAY = 86_400.0
 _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
@@ -67,6 +67,26 @@ class Token(NamedTuple):
     name: str  # as whom
     authority: str  # fingerprint of its key
     secret: str
+
+    @classmethod
+    def read(cls, text: str) -> Token:
+        """Return the token of a text.
+
+        Raises:
+            ValueError: it is none, or not all of it.
+        """
+        try:
+            if not text.strip().startswith(_MARK):
+                raise ValueError(f"it does not begin with {_MARK}")
+            coded = text.strip().removeprefix(_MARK)
+            found = cls(**json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))))
+            if not all(isinstance(part, str) for part in found):
+                raise ValueError("its parts are no texts")
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"Expected a whole token as `fedtorch invite` prints it, but got another: {error}"
+            ) from None
+        return found
 
     def __str__(self) -> str:
         return _MARK + base64.urlsafe_b64encode(json.dumps(self._asdict()).encode()).decode().rstrip("=")
@@ -103,24 +123,6 @@ def invite(
     promise = {"name": name, "expires": now() + seconds, "rows": rows}
     write_secret(_promise(folder, token), json.dumps(promise).encode())
     return Token(address, name, identity.fingerprint((folder / "authority.pem").read_bytes()), token)
-
-
-def read_token(text: str) -> Token:
-    """The token of a text.
-
-    Raises:
-        ValueError: it is none, or not all of it.
-    """
-    try:
-        if not text.strip().startswith(_MARK):
-            raise ValueError(f"it does not begin with {_MARK}")
-        coded = text.strip().removeprefix(_MARK)
-        found = Token(**json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))))
-        if not all(isinstance(part, str) for part in found):
-            raise ValueError("its parts are no texts")
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"Expected a whole token as `fedtorch invite` prints it, but got another: {error}") from None
-    return found
 
 
 def enrol(token: Token, folder: Path | str, renew: bool = False) -> Identity:

@@ -14,5 +14,5 @@ own, that one stays.
 torch.Size([2, 5, 7, 4])
 """
 
-from fedtorch.stacked_layers import _recurrent  # noqa: F401
 from fedtorch.stacked_layers._attention import adapt as adapt
+from fedtorch.stacked_layers._recurrent import faster_alone as faster_alone

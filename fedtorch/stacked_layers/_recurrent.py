@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch.autograd_function import VmapInfo
 
 from fedtorch.stacked_layers import _cells
@@ -15,6 +15,8 @@ from fedtorch.stacked_layers._cells import Cell
 from fedtorch.stacked_layers._rules import all_in_front, in_front, register
 
 aten = torch.ops.aten
+_CACHED = 5 * 2**18  # bytes of weights, about what a core's second cache holds
+_FUSED = 128  # units
 _CELLS: dict[Any, Cell] = {
     aten.gru.input: _cells.gru,
     aten.lstm.input: _cells.lstm,
@@ -70,13 +72,40 @@ def _layers(
         for i in range(layer * directions, (layer + 1) * directions):
             back = i % directions == 1
             rows = (outputs.flip(1) if back else outputs).to(dtype)
-            side, *ends = cell(rows, [s[:, i].to(dtype) for s in states], *weights[each * i : each * (i + 1)])
+            first = [state[:, i].to(dtype) for state in states]
+            side, *ends = _in_blocks(cell, rows, first, weights[each * i : each * (i + 1)])
             sides.append(side.flip(1) if back else side)
             last.append(ends)
         outputs = torch.cat(sides, -1) if bidirectional else sides[0]
         if dropout and train and layer + 1 < layers:
             outputs = torch.dropout(outputs, dropout, True)
     return outputs, *(torch.stack(ends, 1) for ends in zip(*last))
+
+
+def _in_blocks(cell: Cell, inputs: Tensor, states: Sequence[Tensor], weights: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Run a cell on so many clients at a time that a processor's cache holds their weights from step to step."""
+    size = max(2, _CACHED // (weights[1][0].numel() * weights[1].element_size()))
+    if inputs.device.type != "cpu" or size >= len(inputs):
+        return cell(inputs, states, *weights)
+    blocks = zip(*(tensor.split(size) for tensor in (inputs, *states, *weights)))
+    count = 1 + len(states)
+    done = [cell(block[0], block[1:count], *block[count:]) for block in blocks]
+    return [torch.cat(parts) for parts in zip(*done)]
+
+
+def faster_alone(module: nn.Module) -> bool:
+    """Return whether steps of one client after the other are faster than stacked ones, of a module on the CPU.
+
+    The CPU's LSTM of one client is fused, and from this size on multiplies as fast as many clients together. It is a
+    matter of sizes, not of timing, so that every run decides alike.
+
+    Example:
+        >>> faster_alone(nn.LSTM(8, 16)), faster_alone(nn.LSTM(8, 256))
+        (False, True)
+    """
+    lstms = [part for part in module.modules() if isinstance(part, nn.LSTM)]
+    weights = [p for lstm in lstms if lstm.hidden_size > _FUSED for p in lstm.parameters()]
+    return any(p.device.type == "cpu" and p.dtype == torch.float32 for p in weights)
 
 
 for _operation in _CELLS:

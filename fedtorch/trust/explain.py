@@ -110,10 +110,10 @@ def augmented(data: FederatedData, signals: FederatedData, rho: float, *, most: 
         raise ValueError(f"Expected signals of all {len(data)} clients, but got {int((signals.counts > 0).sum())}")
     parts, times, counts = [], [], []
     for k, (m, t) in enumerate(zip(data.counts.tolist(), signals.counts.tolist())):
-        own, guessed = _repeats(rho, m, t, most, data.names[k])
-        parts += [_repeated(data[k], own), _repeated(signals[k], guessed)]
-        times += [torch.full((m * own,), own), torch.zeros(t * guessed, dtype=torch.int64)]
-        counts.append(m * own + t * guessed)
+        repeats, signal_repeats = _repeats(rho, m, t, most, data.names[k])
+        parts += [_repeated(data[k], repeats), _repeated(signals[k], signal_repeats)]
+        times += [torch.full((m * repeats,), repeats), torch.zeros(t * signal_repeats, dtype=torch.int64)]
+        counts.append(m * repeats + t * signal_repeats)
     rows = _marked(tree.concatenate(parts), torch.cat(times))
     return dataclasses.replace(data, rows=rows, counts=torch.tensor(counts))
 

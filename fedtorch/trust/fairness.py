@@ -41,7 +41,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
-__all__ = ["agnostic", "group_scores", "q_ffl", "swapped"]
+__all__ = ["agnostic", "q_ffl", "swapped", "watch_groups"]
 
 _MOST = 60.0  # of the logarithm of a weight; e⁶⁰ leaves room in float32 for steps that are multiplied by it
 Loss = Callable[[Tensor, Tensor], Tensor]  # (outputs (K, N, ...), targets (K, N, ...)) -> (K, N)
@@ -228,14 +228,14 @@ def group_scores(
         >>> fairness.group_scores(run, data, squared, group=lambda rows: rows[0][:, 0], groups=[0.0, 1.0])
         {0.0: 5.0, 1.0: 16.0}
     """
-    member, found = group(data.rows), {}
+    member, scores = group(data.rows), {}
     client = torch.arange(len(data)).repeat_interleave(data.counts)
     for value in groups:
         chosen = (member == value).nonzero()[:, 0]
         counts = torch.bincount(client[chosen.cpu()], minlength=len(data))
         part = dataclasses.replace(data, rows=tree.take(data.rows, chosen), counts=counts, allow_empty=True)
-        found[value] = run.evaluate(part, {"metric": metric})["metric"].overall
-    return found
+        scores[value] = run.evaluate(part, {"metric": metric})["metric"].overall
+    return scores
 
 
 def watch_groups(
@@ -270,9 +270,9 @@ def watch_groups(
         values |= {column: score.overall, f"{column}_mean": score.mean()}
         values |= {f"{column}_min": score.worst(True), f"{column}_max": score.worst(False)}
         values[f"{column}_worst_decile"] = score.worst_decile(largest_is_best)
-        found = group_scores(run, data, metrics[name], group, groups)
-        values |= {f"{column}_group_{value:g}": each for value, each in found.items()}
-        values[f"{column}_gap"] = _gap([each for value, each in found.items() if value in present])
+        by_group = group_scores(run, data, metrics[name], group, groups)
+        values |= {f"{column}_group_{value:g}": each for value, each in by_group.items()}
+        values[f"{column}_gap"] = _gap([each for value, each in by_group.items() if value in present])
     run.log.validated(run.number, values)
     return values
 

@@ -90,15 +90,15 @@ class RunRecord:
     def record(self, round: Round) -> None:
         """Take in a round."""
         self._numbers.append(round.number)
-        for kind, found in self._ids.items():
-            found.append(getattr(round, kind).to("cpu", torch.int32))
+        for kind, rounds in self._ids.items():
+            rounds.append(getattr(round, kind).to("cpu", torch.int32))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all rounds, flat."""
         flat = {"numbers": torch.tensor(self._numbers, dtype=torch.int64)}
-        for kind, found in self._ids.items():
-            flat[f"{kind}.counts"] = torch.tensor([len(ids) for ids in found], dtype=torch.int64)
-            flat[f"{kind}.ids"] = torch.cat([torch.zeros(0, dtype=torch.int32), *found])
+        for kind, rounds in self._ids.items():
+            flat[f"{kind}.counts"] = torch.tensor([len(ids) for ids in rounds], dtype=torch.int64)
+            flat[f"{kind}.ids"] = torch.cat([torch.zeros(0, dtype=torch.int32), *rounds])
         return flat
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
@@ -161,7 +161,7 @@ class RunRecord:
         return chained([self._round(row) for row in range(len(self._numbers))])
 
     def _round(self, row: int) -> dict[str, Any]:
-        ids = {kind: found[row] for kind, found in self._ids.items()}
+        ids = {kind: rounds[row] for kind, rounds in self._ids.items()}
         missing = torch.cat([ids[kind] for kind in ("lost_before", "late", "lost_after", "refused")])
         answered = ids["asked"][~torch.isin(ids["asked"], missing)]
         faults = {kind: spans(each) for kind, each in ids.items() if kind == "asked" or len(each)}
@@ -212,8 +212,8 @@ def checkpoint_fingerprint(flat: Mapping[str, Tensor]) -> dict[str, str]:
         >>> found["seed"], found["mu"]
         ('3', '0.5')
     """
-    found: dict[str, str] = json.loads(bytes(flat["fingerprint"].tolist()))
-    return found
+    settings: dict[str, str] = json.loads(bytes(flat["fingerprint"].tolist()))
+    return settings
 
 
 def described(data: FederatedData) -> dict[str, Any]:
@@ -228,20 +228,20 @@ def described(data: FederatedData) -> dict[str, Any]:
         >>> record.described(data) == record.described(data.map(lambda rows: rows + 1))
         False
     """
-    found = hashlib.sha256(json.dumps(data.names).encode())
+    hashed = hashlib.sha256(json.dumps(data.names).encode())
     for name, leaf in [("counts", data.counts), *tree.items(data.rows)]:
         numbers = leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-        found.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
-        found.update(numbers.data)
-    return {"sha256": found.hexdigest(), "clients": len(data), "rows": int(data.counts.sum())}
+        hashed.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}".encode())
+        hashed.update(numbers.data)
+    return {"sha256": hashed.hexdigest(), "clients": len(data), "rows": int(data.counts.sum())}
 
 
 def _code_digest() -> str:
     """Return the sha256 of all source files of the package."""
-    root, found = Path(tree.__file__).parent, hashlib.sha256()
+    root, hashed = Path(tree.__file__).parent, hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
-        found.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
-    return found.hexdigest()
+        hashed.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return hashed.hexdigest()
 
 
 def spans(ids: Tensor) -> str:
@@ -280,13 +280,13 @@ def versions() -> dict[str, str]:
         >>> list(record.versions())
         ['python', 'fedtorch', 'torch', 'numpy', 'scipy', 'lightning', 'safetensors']
     """
-    found = {"python": platform.python_version()}
+    known = {"python": platform.python_version()}
     for package in ("fedtorch", *_PACKAGES):
         try:
-            found[package] = importlib.metadata.version(package)
+            known[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+            known[package] = "not installed"
+    return known
 
 
 def _energy(seconds: float, watts: float | None) -> dict[str, float | None]:

@@ -23,5 +23,5 @@ from .nodes.run import NodesRun as NodesRun
 from .rows.alignment import Holder as Holder, following as following, leading as leading
 from .rows.daily_limit import DailyLimit as DailyLimit
 from .rows.data import VerticalData as VerticalData
-from .rows.parties import Party as Party, align as align, from_table as from_table
+from .rows.parties import Party as Party, align as align
 from .split_network import SplitNetwork as SplitNetwork

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from experiments.benchmarks import cost_model, scaling
-from experiments.benchmarks.parts import cost_formulas as formulas
+from experiments.benchmarks.parts import cost_formulas as formulas, gpu_kernels, kernel_bounds
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 
 HERE = Here(
@@ -47,6 +48,27 @@ def test_rounds_of_the_world() -> None:
     assert many - few == pytest.approx(9000 * (8e-4 + 2 * 4e4 * 1e-9 + 2 * 4e4 / Wide().link))
     below = formulas.over_the_world(HERE, Wide(), 1_000_000, 4e4, servers=1000)
     assert below["the server's processor"] == pytest.approx(2 * (4e-4 + 1000 * (8e-4 + 8e-5)))
+
+
+def test_bounds_of_programs() -> None:
+    device = formulas.Device("a device", memory=100.0, single=10.0, double=5.0, call=1.0)
+    assert device.bound(2, 300.0, 20.0, double=False) == 2 + 3  # bytes take longer than operations
+    assert device.bound(2, 300.0, 20.0, double=True) == 2 + 4
+    x = torch.ones(1000)
+    assert kernel_bounds.spent(lambda: x.reshape(10, 100).mT) == (0, 0.0)  # a view
+    assert kernel_bounds.spent(lambda: x + x.flip(0)) == (2, 4 * (2 + 3) * 1000.0)
+    assert kernel_bounds.spent(lambda: x.expand(7, -1).sum(0)) == (1, 4 * 2000.0)  # read once
+
+
+def test_every_program_has_bounds() -> None:
+    lines = kernel_bounds.lines(small=True)
+    assert {line[0] for line in lines} == set(gpu_kernels.CASES)
+    for line in lines:
+        assert len(line) == len(kernel_bounds.COLUMNS)
+        moved, calls, least, *bounds = map(float, line[2:])
+        assert moved > 0
+        assert calls >= 1
+        assert min(least, *bounds) > 0
 
 
 @pytest.mark.slow

@@ -358,7 +358,7 @@ def test_fedmgp_extrapolation(tmp_path):
 
 def test_fedmgp_scale(tmp_path):
     fedmgp_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
-    assert rows(tmp_path / "rows.json")["(50, 20)", "CenMGP MSE"] < 0.02
+    assert rows(tmp_path / "rows.json")["(50, 6)", "CenMGP MSE"] < 0.02
     assert (tmp_path / "fedmgp_scale.png").stat().st_size > 10_000
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experiments.benchmarks import scaling
-from experiments.benchmarks.peers import __main__ as peers, ours, work
+from experiments.benchmarks.peers import __main__ as peers, ours, tasks, work
 
 
 @pytest.fixture(autouse=True)
@@ -26,20 +26,22 @@ def figures(path):
 def test_ours_and_the_plain_loop_do_the_same_work(tmp_path):
     peers.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     found = figures(tmp_path / "rows.json")
-    for task in work.TASKS:
-        plain = found[f"{task}: plain PyTorch loop", "loss"]
-        # The same minibatches: only rounding differs.
-        for name in [name for name in peers.OURS if task in peers.SYSTEMS[name].tasks]:
-            assert found[f"{task}: {name}", "loss"] == pytest.approx(plain, rel=1e-5)
-            assert found[f"{task}: plain PyTorch loop", f"times slower than {name}"] > 0
+    for task, spec in tasks.TASKS.items():
+        plain = found[f"{task}: {peers.LOOP}", "loss"]
+        # The same minibatches: only rounding differs, but where a module draws.
+        for name in [
+            name for name in peers.SYSTEMS if name.startswith("fedtorch") and task in peers.SYSTEMS[name].tasks
+        ]:
+            assert found[f"{task}: {name}", "loss"] == pytest.approx(plain, rel=0.1 if spec.random else 1e-5)
+            assert found[f"{task}: {name}", f"times faster than the {peers.LOOP}"] > 0
 
 
 @pytest.mark.slow
 def test_a_system_runs_as_a_program(tmp_path):
     file = tmp_path / "work.npz"
-    work.write(file, {"linear": work.Size(3, 2)}, ours.schedule)
-    found = peers.measure(peers.SYSTEMS["plain PyTorch loop"], file, "linear", here=False)
-    assert found.keys() == {"version", "startup", "seconds", "loss"}
+    work.write(file, {"linear": tasks.Size(3, 2)}, ours.schedule)
+    found = peers.measure(peers.SYSTEMS[peers.LOOP], file, "linear", 1, here=False)
+    assert found.keys() == {"version", "startup", "seconds", "processor", "megabytes", "loss"}
 
 
 @pytest.mark.slow

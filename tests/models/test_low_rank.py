@@ -19,7 +19,7 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
 
 def covariance(units: int, columns: int, rank: int, multiple: float = 0.3) -> tuple[LowRank, Tensor]:
     factor = draw(units, columns) * torch.logspace(0, -2, columns, dtype=torch.float64)
-    made = low_rank.from_factor(torch.tensor(multiple, dtype=torch.float64), factor, rank)
+    made = low_rank.LowRank.from_factor(torch.tensor(multiple, dtype=torch.float64), factor, rank)
     return made, multiple * torch.eye(units, dtype=torch.float64) + factor @ factor.T
 
 
@@ -60,8 +60,8 @@ def test_the_eigenvalue_bound_holds_and_is_tight(shape: tuple[int, int, int], mu
 
 def test_a_cut_keeps_the_trace_and_is_the_likeliest_of_its_rank() -> None:
     factor = draw(9, 6)
-    whole = low_rank.from_factor(torch.tensor(0.2, dtype=torch.float64), factor, 9)
-    cut = low_rank.from_factor(torch.tensor(0.2, dtype=torch.float64), factor, 3)
+    whole = low_rank.LowRank.from_factor(torch.tensor(0.2, dtype=torch.float64), factor, 9)
+    cut = low_rank.LowRank.from_factor(torch.tensor(0.2, dtype=torch.float64), factor, 3)
     target = whole.dense()
     assert close(cut.dense().trace(), target.trace())
 

@@ -81,7 +81,7 @@ def test_the_closed_form_of_zhang_and_yeung() -> None:
 def problem(units: int, rows: int, features: int) -> tuple[SufficientStatistics, Tensor, low_rank.LowRank]:
     x, noise = draw(units, rows, features), 0.1 + draw(units, seed=1).square()
     y = (x @ draw(units, features, seed=2)[..., None])[..., 0] + draw(units, rows, seed=3)
-    covariance = low_rank.from_factor(torch.tensor(0.01, dtype=torch.float64), draw(units, 3, seed=4), 3)
+    covariance = low_rank.LowRank.from_factor(torch.tensor(0.01, dtype=torch.float64), draw(units, 3, seed=4), 3)
     return sufficient_statistics(x, y), noise, covariance
 
 

@@ -21,11 +21,6 @@ def regression(seed=0):
     return ft.data.FederatedData((x, y), COUNTS)
 
 
-def classes():
-    y = torch.tensor([0, 0, 1, 1, 2, 5, 5, 5])
-    return ft.data.FederatedData((torch.zeros(8, 1), y), torch.tensor([3, 2, 3]))
-
-
 def test_distances_are_euclidean():
     vectors = ft.random.normal(ft.random.key(0), (20, 4), torch.float64)
     expected = (vectors[:, None] - vectors).square().sum(2).sqrt()
@@ -38,13 +33,6 @@ def test_mean_label():
     data = regression()
     expected = torch.stack([y.mean() for _, y in data])[:, None]
     torch.testing.assert_close(discrepancy.mean_label(data), expected, rtol=1e-12, atol=0)
-
-
-def test_label_histogram_and_overlap():
-    assert discrepancy.label_histogram(classes()).tolist() == [[2 / 3, 1 / 3, 0, 0], [0, 0.5, 0.5, 0], [0, 0, 0, 1]]
-    overlap = discrepancy.label_overlap(classes())
-    # Nodes 0 and 1 share label 1 only, which two of their five rows have; node 2 shares none.
-    np.testing.assert_allclose(overlap, [[0, 0.6, 1], [0.6, 0, 1], [1, 1, 0]], atol=1e-15)
 
 
 def test_maximum_likelihood_is_each_nodes_regression():
@@ -121,8 +109,6 @@ def test_bad_input():
     data = regression()
     with pytest.raises(ValueError, match=r"one of the fields \['0', '1'\]"):
         discrepancy.mean_label(data, "label")
-    with pytest.raises(ValueError, match="integer labels"):
-        discrepancy.label_histogram(data)
     with pytest.raises(ValueError, match="finite vectors"):
         discrepancy.distances(torch.zeros(3))
     empty = ft.data.FederatedData((torch.zeros(2, 1), torch.zeros(2)), torch.tensor([2, 0]), allow_empty=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch.networks import _random_edges as random_edges, discrepancy, learning
+from fedtorch.networks import discrepancy, learning
 
 
 def random_discrepancy(nodes, seed=0):
@@ -62,7 +62,7 @@ def test_a_regular_network_is_no_worse_than_any_matching_and_is_dual_optimal():
 @pytest.mark.parametrize(("nodes", "degree"), [(8, 1), (9, 2), (14, 3.5), (6, 5)])
 def test_projected_gradient_reaches_the_linear_program(nodes, degree):
     matrix = random_discrepancy(nodes, seed=nodes)
-    exact, found = learning.regular(matrix, degree), learning.regular_by_projection(matrix, degree)
+    exact, found = learning.regular(matrix, degree), learning.regular(matrix, degree, projected=True)
     for network in (exact, found):
         torch.testing.assert_close(network.degrees, torch.full((nodes,), float(degree)).double(), rtol=1e-6, atol=0)
         assert float(network.weights.max()) <= 1
@@ -92,86 +92,23 @@ def test_candidates_restrict_the_linear_program():
         learning.regular(matrix, 3, candidates=ft.Network.ring(20).edges)
 
 
-def test_random_candidates_are_distinct_and_as_likely():
-    nodes, count = 9, 4
-    keys = ft.random.fold_in(ft.random.key(0), torch.arange(20_000))
-    drawn = random_edges.distinct(keys, nodes, count)
-    assert bool((drawn.diff(dim=1) > 0).all())
-    code = (2**drawn).sum(1)
-    subsets = math.comb(nodes, count)
-    frequency = code.bincount()[code.unique()].double()
-    assert len(frequency) == subsets
-    expected = len(keys) / subsets
-    statistic = float(((frequency - expected) ** 2 / expected).sum())
-    assert abs(statistic - (subsets - 1)) < 4 * math.sqrt(2 * (subsets - 1))  # chi-squared, 4 sd
-
-
-def test_neighbours_among_random_candidates(monkeypatch):
-    vectors = ft.random.normal(ft.random.key(0), (50, 2), torch.float64)
-    key = ft.random.key(1)
-    found = learning.nearest_of_random(vectors, 3, 10, key)
-    others = random_edges.distinct(ft.random.fold_in(key, torch.arange(50)), 49, 10)
-    expected = torch.zeros(50, 50, dtype=torch.bool)
-    for i in range(50):
-        candidates = others[i] + (others[i] >= i)
-        distance = (vectors[candidates] - vectors[i]).norm(dim=1)
-        expected[i, candidates[distance.argsort()[:3]]] = True
-    assert torch.equal(found.adjacency().to_dense() > 0, expected | expected.T)
-    monkeypatch.setattr(learning, "_BLOCK", 60)  # three nodes at a time
-    assert torch.equal(learning.nearest_of_random(vectors, 3, 10, key).edges, found.edges)
-
-
-def test_nodes_of_one_mean_find_each_other_as_in_problem_7_1():
-    sign = torch.arange(100) % 2 * 2.0 - 1
-    rows = ft.random.normal(ft.random.key(0), (100, 100), torch.float64) + sign[:, None]
-    network = learning.nearest_of_random(rows.mean(1, keepdim=True), 3, 9, ft.random.key(1))
-    # Means have standard deviation 0.1, so a wrong neighbour needs fewer than 3 of 9 candidates of the own sign.
-    few = sum(math.comb(49, k) * math.comb(50, 9 - k) for k in range(3)) / math.comb(99, 9)
-    wrong = (sign[network.edges[:, 0]] != sign[network.edges[:, 1]]).sum()
-    assert int(wrong) <= 3 * (100 * few + 4 * math.sqrt(100 * few))
-
-
-@pytest.mark.parametrize(("nodes", "degree"), [(4, 2), (10, 5), (101, 4), (400, 3), (60, 30)])
-def test_random_regular_networks_are_regular(nodes, degree):
-    network = learning.random_regular(nodes, degree, ft.random.key(nodes))
-    assert bool((network.neighbour_counts == degree).all())
-
-
-def test_random_regular_networks_are_nearly_as_connected_as_can_be():
-    nodes, degree = 2000, 6
-    random_ = learning.random_regular(nodes, degree, ft.random.key(0)).algebraic_connectivity
-    limit = degree - 2 * math.sqrt(degree - 1)
-    assert limit * 0.95 < random_ < limit * 1.1  # fluctuations are of order n^(-2/3) of the degree
-    here = torch.arange(nodes)
-    lattice = ft.Network(torch.cat([torch.stack((here, (here + k) % nodes), 1) for k in (1, 2, 3)]), nodes=nodes)
-    assert lattice.algebraic_connectivity < 1e-3 * random_  # as many edges, all of them short
-
-
-def test_greedy_edges_beat_random_ones_and_the_ring():
-    for nodes, degree in ((20, 4), (40, 3)):
-        greedy = learning.greedy_connected(nodes, degree)
-        assert int(greedy.neighbour_counts.max()) == degree
-        others = [
-            learning.random_regular(nodes, degree, ft.random.key(seed)).algebraic_connectivity for seed in range(10)
-        ]
-        assert greedy.algebraic_connectivity > sum(others) / 10
-        assert greedy.algebraic_connectivity > 5 * ft.Network.ring(nodes).algebraic_connectivity
-
-
 def test_the_degree_bounds_the_connectivity():
+    """(7.3): λ₂ is at most n/(n − 1) times the smallest degree."""
+    bound = lambda network: len(network) / (len(network) - 1) * float(network.degrees.min())
     for seed in range(10):
         network = ft.Network.erdos_renyi(15, 0.5, ft.random.key(seed))
-        assert network.algebraic_connectivity <= learning.connectivity_bound(network)
+        assert network.algebraic_connectivity <= bound(network)
     complete = ft.Network.erdos_renyi(15, 1.0, ft.random.key(0))
-    assert complete.algebraic_connectivity == pytest.approx(learning.connectivity_bound(complete))  # tight
+    assert complete.algebraic_connectivity == pytest.approx(bound(complete))  # tight
 
 
 def test_the_estimates_of_erdos_renyi_networks():
+    """(7.1) and (7.2): the largest degree is near p (n − 1), and λ₂ near n p."""
     nodes, p = 1500, 0.4
     network = ft.Network.erdos_renyi(nodes, p, ft.random.key(0))
     wide = 1.5 * math.sqrt(2 * nodes * p * (1 - p) * math.log(nodes))  # extremes of n nearly normal degrees
-    assert abs(float(network.degrees.max()) - learning.erdos_renyi_degree(nodes, p)) < wide
-    assert abs(network.algebraic_connectivity - learning.erdos_renyi_connectivity(nodes, p)) < wide
+    assert abs(float(network.degrees.max()) - p * (nodes - 1)) < wide
+    assert abs(network.algebraic_connectivity - nodes * p) < wide
     assert wide < 0.2 * nodes * p
 
 
@@ -197,16 +134,8 @@ def test_bad_input():
         learning.nearest(matrix, 6)
     with pytest.raises(ValueError, match="from 0 to 15 edges"):
         learning.edge_budget(matrix, 16)
-    for function in (learning.regular, learning.regular_by_projection):
+    for projected in (False, True):
         with pytest.raises(ValueError, match="degree above 0"):
-            function(matrix, 6)
-    with pytest.raises(ValueError, match="candidates ≤ 2"):
-        learning.nearest_of_random(matrix, 1, 3, ft.random.key(0))
-    with pytest.raises(ValueError, match="finite vectors"):
-        learning.nearest_of_random(torch.zeros(6), 1, 2, ft.random.key(0))
-    with pytest.raises(ValueError, match="degree from 1 to 3"):
-        learning.random_regular(7, 3, ft.random.key(0))
-    with pytest.raises(ValueError, match="degree from 2"):
-        learning.greedy_connected(5, 1)
-    with pytest.raises(ValueError, match="at least two nodes"):
-        learning.connectivity_bound(ft.Network.star(1))
+            learning.regular(matrix, 6, projected=projected)
+    with pytest.raises(ValueError, match="among all pairs, but got candidates"):
+        learning.regular(matrix, 2, candidates=torch.tensor([[0, 1]]), projected=True)

@@ -164,7 +164,7 @@ def test_the_safe_rate_is_safe() -> None:
         for alpha in (0.01, 1.0, 100.0):
             data, network, one = problem(alpha, seed)
             largest = float(torch.linalg.eigvalsh(dense_system(data, network, alpha)[0])[-1])
-            assert 0.2 / largest < solvers.safe_rate(one) < 1 / largest
+            assert 0.2 / largest < one.safe_rate < 1 / largest
 
 
 def test_chebyshev_with_the_eigenvalue_needs_no_sums_but_checks() -> None:

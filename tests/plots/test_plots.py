@@ -289,7 +289,7 @@ def test_heat_map_where_everything_diverges() -> None:
 
 def test_device_correlation_shows_the_learnt_matrix_with_related_devices_together() -> None:
     signs = torch.tensor([1.0, -1, 1, -1, -1, 1], dtype=torch.float64)
-    covariance = low_rank.from_factor(torch.tensor(0.5, dtype=torch.float64), 2 * signs[:, None], 6)
+    covariance = low_rank.LowRank.from_factor(torch.tensor(0.5, dtype=torch.float64), 2 * signs[:, None], 6)
     names = [f"device {k}" for k in range(6)]
     figure = ft.plots.device_correlation(covariance, names)
     assert drawn(figure)

@@ -60,7 +60,7 @@ class Worker:
         self._process.communicate()
 
     def do(self, name: str) -> dict:
-        """Runs a workload once: its `seconds` and `value`, or its `error`."""
+        """Run a workload once: its `seconds` and `value`, or its `error`."""
         assert self._process.stdin is not None
         self._process.stdin.write(name + "\n")
         self._process.stdin.flush()
@@ -88,7 +88,7 @@ class Compared(NamedTuple):
 
 
 def take_turns(name: str, old: Worker, new: Worker, repeat: int) -> list[Turn]:
-    """Runs a workload in turns, of which the first warms up and does not count; none if a version cannot do it."""
+    """Run a workload in turns, of which the first warms up and does not count; none if a version cannot do it."""
     turns = []
     for i in range(repeat + 1):
         order = (old, new) if i % 2 else (new, old)
@@ -120,7 +120,7 @@ def cells(name: str, found: Compared) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Compares all workloads, or some, and prints a Markdown table; ends with 1 if a version cannot do one."""
+    """Compare all workloads, or some, and print a Markdown table; end with 1 if a version cannot do one."""
     parser = common.arguments(__doc__)
     parser.add_argument("--old", type=Path, required=True, metavar="CHECKOUT", help="the folder of the other version")
     parser.add_argument("--sittings", type=int, default=3, metavar="N", help="of new processes (default 3)")

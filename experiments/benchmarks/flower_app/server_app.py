@@ -18,7 +18,7 @@ app = ServerApp()
 
 @app.main()
 def main(grid: Grid, context: Context) -> None:
-    """Runs as many rounds as the app is told to."""
+    """Run as many rounds as the app is told to."""
     config = context.run_config
     began = time.perf_counter()
     host = flower.serve(grid)

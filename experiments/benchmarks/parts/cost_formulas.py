@@ -54,6 +54,23 @@ class Cluster(NamedTuple):
         return self.nodes * self.gpus
 
 
+class Device(NamedTuple):
+    """What bounds an operation on one device."""
+
+    name: str
+    memory: float  # bytes a second
+    single: float  # float32 operations a second
+    double: float  # float64 operations a second
+    call: float  # seconds of a call at the least
+
+    def bound(self, calls: float, moved: float, operations: float, double: bool) -> float:
+        """The least seconds of so many calls that move so many bytes and do so many operations in all."""
+        return calls * self.call + max(moved / self.memory, operations / (self.double if double else self.single))
+
+
+H100 = Device("H100 SXM", 3.35e12, 67e12, 34e12, 5e-6)  # published; of float64 the vector units; a launch assumed
+
+
 class Wide(NamedTuple):
     """Sites of the world and their server; assumed."""
 

@@ -13,7 +13,7 @@ import torch
 
 
 def warm() -> None:
-    """Loads what the first optimiser of a process loads, which takes a second."""
+    """Load what the first optimiser of a process loads, which takes a second."""
     torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
 
 

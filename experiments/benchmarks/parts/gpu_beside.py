@@ -19,6 +19,7 @@ from torch.func import functional_call, grad, vmap
 import fedtorch as ft
 from experiments.benchmarks.parts.gpu_timing import Rates, Timed, kernels, timed
 from experiments.benchmarks.peers import ours, work
+from experiments.benchmarks.peers.tasks import TASKS, Size
 from experiments.common import Row
 
 _LOOPED = 20  # clients of which a loop over all is timed, where there are more
@@ -99,7 +100,7 @@ def flower(small: bool, device: str) -> list[Row]:
     if not all(importlib.util.find_spec(name) for name in ("flwr", "ray")):
         sys.stderr.write("flower: not installed\n")
         return []
-    size = work.SMOKE["perceptron"] if small else work.Size(100, 5)
+    size = TASKS["perceptron"].smoke if small else Size(100, 5)
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0", "PEERS_DEVICE": device}
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "work.npz", Path(folder) / "found.json"
@@ -108,7 +109,7 @@ def flower(small: bool, device: str) -> list[Row]:
         command += ["--out", str(out), *(["--gpus", str(_SHARE)] if device == "cuda" else [])]
         subprocess.run(command, env={**os.environ, **quiet}, check=True, capture_output=True, timeout=300)
         seconds = json.loads(out.read_text())["seconds"] / size.rounds
-        task, clients = work.TASKS["perceptron"], work.load(str(file), "perceptron").clients
+        task, clients = TASKS["perceptron"], work.load(str(file), "perceptron").clients
     local = ft.gradient_descent(
         task.model(), steps=task.steps, batch_size=task.batch_size, loss=task.loss,
         optimizer=lambda parameters: task.optimizer(parameters, lr=task.lr),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,18 +33,18 @@ def normal(seed: int, *shape: int, device: str, dtype: torch.dtype = torch.float
     return ft.random.normal(ft.random.key(seed).to(device), shape, dtype)
 
 
-def philox(small: bool, device: str) -> Case:
+def philox(sizes: Sequence[int], device: str) -> Case:
     """Normal numbers of many keys."""
-    keys, count = (3, 8) if small else (10_000, 10_000)
+    keys, count = sizes
     key = ft.random.fold_in(ft.random.key(0).to(device), torch.arange(keys, device=device))
     ours = partial(ft.random.normal, key, (count,))
     vendor: dict[str, Callable[[], object]] = {"torch.randn": lambda: torch.randn(keys, count, device=device)}
     return Case(f"philox: {keys} × {count} normal numbers", 4.0 * keys * count, 30.0 * keys * count, True, ours, vendor)
 
 
-def adam(small: bool, device: str) -> Case:
+def adam(sizes: Sequence[int], device: str) -> Case:
     """A step of Adam on a stack."""
-    clients, size = (3, 40) if small else (10_000, 9_610)
+    clients, size = sizes
     x, g, first, second = (normal(i, clients, size, device=device) for i in range(4))
     second = second.square_()
     parameter = torch.nn.Parameter(x.clone())
@@ -55,9 +55,9 @@ def adam(small: bool, device: str) -> Case:
     return Case(setting, 28.0 * x.numel(), 12.0 * x.numel(), False, ours, {"torch.optim.Adam(fused)": fused.step})
 
 
-def glm(small: bool, device: str) -> Case:
+def glm(sizes: Sequence[int], device: str) -> Case:
     """Twenty full-batch steps of linear clients."""
-    clients, rows, features, steps = (3, 8, 4, 2) if small else (100_000, 64, 32, 20)
+    clients, rows, features, steps = sizes
     x, y = normal(1, clients, rows, features, device=device), normal(2, clients, rows, device=device)
     count = torch.full((clients,), rows, device=device)
     start = torch.zeros(clients, features, device=device)
@@ -73,9 +73,9 @@ def glm(small: bool, device: str) -> Case:
     return Case(setting, 4.0 * x.numel(), 4.0 * x.numel() * steps, False, ours, {"Gram matrices (cuBLAS)": gram})
 
 
-def graph(small: bool, device: str) -> Case:
+def graph(sizes: Sequence[int], device: str) -> Case:
     """A neighbours' sum."""
-    nodes, width = (50, 4) if small else (1_000_000, 16)
+    nodes, width = sizes
     ends = ft.random.randint(ft.random.key(0), nodes, (nodes * 5, 2))
     network = ft.Network(ends[ends[:, 0] != ends[:, 1]], nodes=nodes)
     matrix, rows = network.adjacency(device=device), normal(1, nodes, width, device=device, dtype=torch.float64)
@@ -86,9 +86,9 @@ def graph(small: bool, device: str) -> Case:
     return Case(setting, moved, 2.0 * edges * width, True, ours, {"cuSPARSE": lambda: matrix @ rows})
 
 
-def median(small: bool, device: str) -> Case:
+def median(sizes: Sequence[int], device: str) -> Case:
     """A weighted median of messages."""
-    messages, size = (5, 8) if small else (100, 1_000_000)
+    messages, size = sizes
     value = normal(1, messages, size, device=device)
     share = torch.full((messages,), 1 / messages, device=device, dtype=torch.float64)
     ours = partial(order_statistics.median, value, share)
@@ -96,9 +96,9 @@ def median(small: bool, device: str) -> Case:
     return Case(setting, 4.0 * value.numel(), 64.0 * value.numel(), True, ours, {"torch.sort": lambda: value.sort(0)})
 
 
-def processes(small: bool, device: str) -> Case:
+def processes(sizes: Sequence[int], device: str) -> Case:
     """Statistics of convolved Gaussian processes."""
-    units, rows, points, latents = (2, 6, 3, 1) if small else (10_000, 50, 20, 2)
+    units, rows, points, latents = sizes
     double = partial(normal, device=device, dtype=torch.float64)
     x, y, inducing = double(1, units, rows, 1), double(2, units, rows), double(3, points, 1)
     tensors = (
@@ -118,9 +118,9 @@ def processes(small: bool, device: str) -> Case:
     return Case(setting, moved, work, True, ours, {"stored rows (cuBLAS)": partial(off, ours)})
 
 
-def sweeps(small: bool, device: str) -> Case:
+def sweeps(sizes: Sequence[int], device: str) -> Case:
     """Gibbs sweeps of small regressions."""
-    clients, size, count = (2, 2, 2) if small else (4_000, 10, 20)
+    clients, size, count = sizes
     double = partial(normal, device=device, dtype=torch.float64)
     x = double(1, clients, size + 20, size)
     ones = torch.ones(clients, 1, size, device=device, dtype=torch.float64)
@@ -135,9 +135,9 @@ def sweeps(small: bool, device: str) -> Case:
     return Case(setting, moved, work, True, ours, {"batched Cholesky": partial(off, ours)})
 
 
-def densities(small: bool, device: str) -> Case:
+def densities(sizes: Sequence[int], device: str) -> Case:
     """Moments of normal densities."""
-    clients, size = (4, 3) if small else (200_000, 8)
+    clients, size = sizes
     root = normal(1, clients, size, size + 4, device=device, dtype=torch.float64)
     matrix, vector = root @ root.mT, root[..., 0].contiguous()
     ours = partial(moments.solved, matrix, vector)
@@ -152,21 +152,31 @@ def off(work: Callable[[], object]) -> object:
         return work()
 
 
+class Kind(NamedTuple):
+    """An operation, and its sizes, to whose product the cost is in proportion."""
+
+    case: Callable[[Sequence[int], str], Case]
+    small: tuple[int, ...]
+    counted: tuple[int, ...]  # for `kernel_bounds`
+    full: tuple[int, ...]
+
+
 CASES = {
-    "philox": philox,
-    "stacked_step": adam,
-    "glm_steps": glm,
-    "neighbours": graph,
-    "order_statistics": median,
-    "gp_statistics": processes,
-    "gibbs_sweeps": sweeps,
-    "moments": densities,
+    "philox": Kind(philox, (3, 8), (100, 10_000), (10_000, 10_000)),
+    "stacked_step": Kind(adam, (3, 40), (50, 9_610), (10_000, 9_610)),
+    "glm_steps": Kind(glm, (3, 8, 4, 2), (500, 64, 32, 20), (100_000, 64, 32, 20)),
+    "neighbours": Kind(graph, (50, 4), (10_000, 16), (1_000_000, 16)),
+    "order_statistics": Kind(median, (5, 8), (100, 10_000), (100, 1_000_000)),
+    "gp_statistics": Kind(processes, (2, 6, 3, 1), (50, 50, 20, 2), (10_000, 50, 20, 2)),
+    "gibbs_sweeps": Kind(sweeps, (2, 2, 2), (400, 10, 20), (4_000, 10, 20)),
+    "moments": Kind(densities, (4, 3), (2_000, 8), (200_000, 8)),
 }
 
 
 def rows(name: str, small: bool, device: str, rates: Rates) -> list[Row]:
     """A kernel's figures."""
-    case = CASES[name](small, device)
+    kind = CASES[name]
+    case = kind.case(kind.small if small else kind.full, device)
     compiled = torch.compile(case.ours, backend="eager" if device == "cpu" else "inductor", dynamic=False)
     ways: dict[str, tuple[str, Any]] = {
         "Triton": ("on" if device == "cuda" else "interpret", case.ours),

@@ -27,7 +27,7 @@ class Proxy:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """Ends all connections there are."""
+        """End all connections there are."""
         with self._lock:
             sockets, self._sockets = self._sockets, set()
             self.cuts += len(sockets) // 2
@@ -41,7 +41,7 @@ class Proxy:
         self.silent = time.monotonic() + seconds
 
     def close(self) -> None:
-        """Ends everything."""
+        """End everything."""
         self._listener.close()
         self.cut()
 

@@ -43,7 +43,7 @@ class Cohorts(FedAvg):
 
 
 def client_app(file: str, task: str) -> ClientApp:
-    """Loads the model it is sent, trains, and sends it back."""
+    """Load the model it is sent, train, and send it back."""
     app = ClientApp()
 
     @app.train()
@@ -63,17 +63,16 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
     """One round of warm-up, in which the actors import and load, then all rounds; clients share a GPU as told."""
     mine = work.load(file, task)
     app, done = ServerApp(), []
-    begin = work.clock()
+    watch = work.Stopwatch()
 
     @app.main()
     def server(grid: Grid, context: Context) -> None:
         Cohorts(mine).start(grid, ArrayRecord(mine.model().state_dict()), num_rounds=1)
-        start = work.clock()
+        watch.warm()
         result = Cohorts(mine).start(grid, ArrayRecord(mine.model().state_dict()), num_rounds=mine.rounds)
-        seconds = work.clock() - start
         model = mine.model()
         model.load_state_dict(result.arrays.to_torch_state_dict())
-        done.append(work.Trained(model, start - begin, seconds))
+        done.append(watch.done(model))
 
     run_simulation(
         server_app=app,

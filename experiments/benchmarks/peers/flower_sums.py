@@ -93,7 +93,7 @@ class Grid:
 
 
 def main(clients: int, size: int, gone: int, shares: int, threshold: int) -> None:
-    """Does one sum, checks it, and prints what it took."""
+    """Do one sum, check it, and print what it took."""
     logging.getLogger("flwr").setLevel(logging.ERROR)
     random.seed(0)
     TaskIdentity.run_id = TaskIdentity.node_id = TaskIdentity.task_id = 0  # messages say it

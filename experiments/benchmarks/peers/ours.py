@@ -13,10 +13,11 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
 from experiments.benchmarks.peers import work
+from experiments.benchmarks.peers.tasks import Task
 from fedtorch.federation.solvers.batches import Batches
 
 
-def schedule(counts: np.ndarray, task: work.Task, rounds: int) -> tuple[np.ndarray, np.ndarray]:
+def schedule(counts: np.ndarray, task: Task, rounds: int) -> tuple[np.ndarray, np.ndarray]:
     """The cohorts and minibatches that a federation with seed 0 draws, for the others to follow: see `work.write`."""
     count = torch.from_numpy(counts)
     cohorts, orders = [], []
@@ -48,8 +49,8 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
     data = ft.data.from_tensors(mine.clients)
     asked = mine.task.asked(len(mine.clients))
     with common.quiet():
-        begin = work.clock()
-        local = closed_form(mine) if options.closed_form else steps(mine, options.compile)
+        watch = work.Stopwatch()
+        local = closed_form(mine) if options.closed_form else steps(mine, options)
         population = ft.InProcess(data)
 
         def fit(rounds: int) -> nn.Module:
@@ -65,13 +66,11 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
 
         train_rounds = loop if options.closed_form else fit
         train_rounds(1)
-        start = work.clock()
-        trained = train_rounds(mine.rounds)
-        seconds = work.clock() - start
-    return work.Trained(trained, start - begin, seconds)
+        watch.warm()
+        return watch.done(train_rounds(mine.rounds))
 
 
-def steps(mine: work.Work, compile: bool) -> ft.LocalSolver:
+def steps(mine: work.Work, options: argparse.Namespace) -> ft.LocalSolver:
     """The task's steps one after another, for any module, loss and optimiser."""
     spec = mine.task
     return ft.gradient_descent(
@@ -80,7 +79,8 @@ def steps(mine: work.Work, compile: bool) -> ft.LocalSolver:
         batch_size=spec.batch_size,
         loss=spec.loss,
         optimizer=lambda parameters: spec.optimizer(parameters, lr=spec.lr),
-        compile=compile,
+        compile=options.compile,
+        batched=not options.one_by_one,
     )
 
 
@@ -96,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
     def options(parser: argparse.ArgumentParser) -> None:
         parser.add_argument("--compile", action="store_true")
+        parser.add_argument("--one-by-one", action="store_true")
         parser.add_argument("--closed-form", action="store_true")
 
     work.command("fedtorch", ft.__version__, train, argv, options)

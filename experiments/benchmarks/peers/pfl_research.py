@@ -58,7 +58,7 @@ class Module(nn.Module):
 
 
 def rounds(mine: work.Work, count: int) -> nn.Module:
-    """Trains a new model."""
+    """Train a new model."""
     module = Module(mine)
     model = PyTorchModel(module, mine.task.optimizer, torch.optim.SGD(module.parameters(), lr=1.0))
     asked = ((number, client) for number in range(count) for client in mine.cohorts[number])
@@ -87,11 +87,10 @@ def rounds(mine: work.Work, count: int) -> nn.Module:
 def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
     """One round of warm-up, then all rounds."""
     mine = work.load(file, task)
-    begin = work.clock()
+    watch = work.Stopwatch()
     rounds(mine, 1)
-    start = work.clock()
-    model = rounds(mine, mine.rounds)
-    return work.Trained(model, start - begin, work.clock() - start)
+    watch.warm()
+    return watch.done(rounds(mine, mine.rounds))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from experiments.benchmarks.peers import work
 
 
 def rounds(model: nn.Module, mine: work.Work, count: int) -> None:
-    """Trains `model` in place."""
+    """Train `model` in place."""
     server = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     for number in range(count):
         cohort = mine.cohorts[number]
@@ -30,12 +30,12 @@ def rounds(model: nn.Module, mine: work.Work, count: int) -> None:
 def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
     """One round of warm-up, then all rounds."""
     mine = work.load(file, task)
-    begin = work.clock()
+    watch = work.Stopwatch()
     rounds(mine.model(), mine, 1)
     model = mine.model()
-    start = work.clock()
+    watch.warm()
     rounds(model, mine, mine.rounds)
-    return work.Trained(model, start - begin, work.clock() - start)
+    return watch.done(model)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

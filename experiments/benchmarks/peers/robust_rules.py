@@ -59,7 +59,7 @@ def by_flower(table: np.ndarray, faulty: int) -> dict[str, np.ndarray]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Reads tables `{"<number> <faulty>": (M, D)}` from a file and writes the averages into another."""
+    """Read tables `{"<number> <faulty>": (M, D)}` from a file and write the averages into another."""
     source, target = sys.argv[1:] if argv is None else argv
     found = {}
     with np.load(source) as tables:

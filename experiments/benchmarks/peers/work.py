@@ -1,4 +1,4 @@
-"""The work that every system gets: data, models, hyperparameters, cohorts and minibatches.
+"""The work that every system gets: the data of a task, first parameters, cohorts and minibatches.
 
 `write` puts the data, the first parameters, and who trains on which rows in which round into one file; `load` reads a
 task from it. Both need NumPy and PyTorch only, so that every system imports this module in its own environment.
@@ -10,6 +10,7 @@ import argparse
 import functools
 import json
 import os
+import resource
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -17,63 +18,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from experiments.benchmarks.peers.tasks import TASKS, Size, Task
 
 DEVICE = os.environ.get("PEERS_DEVICE", "cpu")  # where clients are trained by hand
 Rows = tuple[Tensor, Tensor]
 Schedule = Callable[[np.ndarray, "Task", int], tuple[np.ndarray, np.ndarray]]
-
-
-class Task(NamedTuple):
-    """Model and hyperparameters."""
-
-    model: Callable[[], nn.Module]
-    loss: Callable[[Tensor, Tensor], Tensor]  # (output, target) -> mean
-    optimizer: Callable[..., torch.optim.Optimizer]  # parameters and lr
-    lr: float
-    steps: int  # of a client in each round
-    batch_size: int | None  # None: all rows
-    cohort: int | None  # clients of a round, if there are as many; None: all
-
-    def asked(self, clients: int) -> int | None:
-        """How many of so many clients are asked in a round; None: all."""
-        return self.cohort and min(self.cohort, clients)
-
-
-class Size(NamedTuple):
-    """How much of a task is run."""
-
-    clients: int
-    rounds: int
-
-
-def linear() -> nn.Module:
-    """A linear model of 8 features."""
-    return nn.Sequential(nn.Linear(8, 1), nn.Flatten(0))
-
-
-def perceptron() -> nn.Module:
-    """64-128-10."""
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-def convolutional() -> nn.Module:
-    """Two convolutions and a linear layer on 1 × 28 × 28."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(32 * 7 * 7, 10)),
-    )
-
-
-TASKS = {
-    "linear": Task(linear, F.mse_loss, torch.optim.SGD, 0.05, 20, None, None),
-    "perceptron": Task(perceptron, F.cross_entropy, torch.optim.Adam, 1e-3, 5, 10, None),
-    "convolutional": Task(convolutional, F.cross_entropy, torch.optim.SGD, 0.1, 5, 10, 50),
-}
-FULL = {"linear": Size(100, 20), "perceptron": Size(100, 20), "convolutional": Size(1000, 10)}
-SMOKE = {"linear": Size(5, 2), "perceptron": Size(20, 2), "convolutional": Size(8, 1)}
 
 
 class Work:
@@ -141,7 +92,7 @@ def load(file: str, name: str) -> Work:
 
 
 def write(file: Path, sizes: dict[str, Size], schedule: Schedule) -> None:
-    """Writes all tasks.
+    """Write all tasks.
 
     Args:
         file: where to.
@@ -152,50 +103,12 @@ def write(file: Path, sizes: dict[str, Size], schedule: Schedule) -> None:
     arrays: dict[str, np.ndarray] = {}
     for name, (clients, rounds) in sizes.items():
         task = TASKS[name]
-        stored = _DATA[name](clients)
+        stored = task.data(clients)
         stored["cohorts"], stored["order"] = schedule(stored["counts"], task, rounds)
         torch.manual_seed(0)
         stored.update({f"initial.{n}": p.detach().numpy() for n, p in task.model().state_dict().items()})
         arrays.update({f"{name}.{part}": value for part, value in stored.items()})
     np.savez(file, **arrays)  # type: ignore[arg-type]
-
-
-def _linear_data(clients: int) -> dict[str, np.ndarray]:
-    generator = np.random.default_rng(0)
-    x = generator.standard_normal((clients * 40, 8)).astype(np.float32)
-    y = x.sum(-1) + generator.standard_normal(len(x)).astype(np.float32)
-    return {"x": x, "y": y, "counts": np.full(clients, 40), "evaluation_x": x, "evaluation_y": y}
-
-
-def _digit_data(clients: int) -> dict[str, np.ndarray]:
-    images, labels = _digits()
-    order = np.random.default_rng(0).permutation(len(labels))
-    x, y = (images.reshape(-1, 64) / 16).astype(np.float32)[order], labels[order]
-    counts = np.diff(np.arange(clients + 1) * len(y) // clients)  # 17 or 18
-    return {"x": x, "y": y, "counts": counts, "evaluation_x": x, "evaluation_y": y}
-
-
-def _image_data(clients: int) -> dict[str, np.ndarray]:
-    """Digits drawn with replacement, enlarged to 28 × 28, shifted, with noise; the evaluation rows without noise."""
-    images, labels = _digits()
-    large = F.interpolate(torch.tensor(images, dtype=torch.float32)[:, None] / 16, size=(28, 28), mode="bilinear")
-    pixels = (large.numpy() * 191).astype(np.uint8)
-    generator = np.random.default_rng(0)
-    chosen = generator.integers(len(labels), size=clients * 50)
-    shifted = np.roll(pixels[chosen].reshape(clients, 50, 1, 28, 28), generator.integers(-2, 3, 2), (-2, -1))
-    x = shifted.reshape(-1, 1, 28, 28) + generator.integers(0, 64, (clients * 50, 1, 28, 28), dtype=np.uint8)
-    counts = np.full(clients, 50)
-    return {"x": x, "y": labels[chosen], "counts": counts, "evaluation_x": pixels, "evaluation_y": labels}
-
-
-_DATA = {"linear": _linear_data, "perceptron": _digit_data, "convolutional": _image_data}
-
-
-def _digits() -> tuple[np.ndarray, np.ndarray]:
-    from sklearn.datasets import load_digits  # only where the file is written
-
-    found = load_digits()
-    return found.images, found.target.astype(np.int64)
 
 
 def _inputs(stored: np.ndarray) -> Tensor:
@@ -204,19 +117,37 @@ def _inputs(stored: np.ndarray) -> Tensor:
 
 
 class Trained(NamedTuple):
-    """What a system hands back."""
+    """A trained model and how long it took."""
 
     model: nn.Module
     startup: float  # seconds before the rounds that count: the system's start and one round of warm-up
     seconds: float  # of the rounds
+    processor: float  # seconds of this process's processors in the rounds
+    megabytes: float  # by which the rounds, warm-up included, raised the process's peak of memory
+
+
+class Stopwatch:
+    """Measures a warm-up and the rounds after it: `start`, `warm`, then `done`."""
+
+    def __init__(self) -> None:
+        self._memory = _peak_megabytes()
+        self._begin = time.perf_counter()
+
+    def warm(self) -> None:
+        """Note that the rounds begin."""
+        self._start, self._processor = time.perf_counter(), time.process_time()
+
+    def done(self, model: nn.Module) -> Trained:
+        """Return the trained model with the figures."""
+        seconds, processor = time.perf_counter() - self._start, time.process_time() - self._processor
+        return Trained(model, self._start - self._begin, seconds, processor, _peak_megabytes() - self._memory)
+
+
+def _peak_megabytes() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 Train = Callable[[str, str, argparse.Namespace], Trained]
-
-
-def clock() -> float:
-    """Seconds, comparable between calls."""
-    return time.perf_counter()
 
 
 def command(
@@ -233,8 +164,10 @@ def command(
     parser.add_argument("--out", type=Path, required=True, help="the result, as JSON")
     if options is not None:
         options(parser)
+    parser.add_argument("--threads", type=int, default=1, help="of this process (default 1)")
     given = parser.parse_args(argv)
-    trained = train(given.file, given.task, given)
-    work = load(given.file, given.task)
-    result = {"version": version, "startup": trained.startup, "seconds": trained.seconds, **work.scores(trained.model)}
+    torch.set_num_threads(given.threads)
+    model, *times = train(given.file, given.task, given)
+    figures = dict(zip(Trained._fields[1:], times))
+    result = {"version": version, **figures, **load(given.file, given.task).scores(model)}
     given.out.write_text(json.dumps(result))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def read(name: str, filename: str, **options: Any) -> pandas.DataFrame:
-    """A file of a data set as pandas reads it."""
+    """Read a file of a data set by pandas."""
     import pandas  # here, because few need it and it takes long to import
 
     return pandas.read_csv(locate(name, filename), **options)
@@ -29,7 +29,7 @@ def read(name: str, filename: str, **options: Any) -> pandas.DataFrame:
 def by_client(
     client: Any, rows: Tree, dtype: torch.dtype, features: Sequence[str], names: Sequence[str] | None = None
 ) -> FederatedData:
-    """Rows grouped by client, otherwise in their order.
+    """Return rows grouped by client, otherwise in their order.
 
     Args:
         client: whose each row is, n strings.
@@ -52,7 +52,7 @@ def by_client(
 
 
 def scaled(x: numpy.ndarray, standardise: bool) -> numpy.ndarray:
-    """`x` `(n, d)` with mean 0 and variance 1 per column if so wished; constant columns become 0."""
+    """Return `x` `(n, d)` with mean 0 and variance 1 per column if so wished; constant columns become 0."""
     if not standardise:
         return x
     spread = x.std(axis=0)
@@ -60,7 +60,7 @@ def scaled(x: numpy.ndarray, standardise: bool) -> numpy.ndarray:
 
 
 def one_hot(frame: pandas.DataFrame, drop_first: bool) -> pandas.DataFrame:
-    """The numeric columns as they are, each other one as columns `name=level` in sorted order of the levels."""
+    """Return the numeric columns as they are, each other one as columns `name=level` in sorted order of the levels."""
     import pandas
 
     text = [name for name in frame.columns if not pandas.api.types.is_numeric_dtype(frame[name])]
@@ -68,7 +68,7 @@ def one_hot(frame: pandas.DataFrame, drop_first: bool) -> pandas.DataFrame:
 
 
 def choose(what: str, wanted: Sequence[str] | None, available: Sequence[str]) -> list[str]:
-    """The `wanted` names, or all; refuses one that is not available, or twice."""
+    """Return the `wanted` names, or all; refuse one that is not available, or twice."""
     if wanted is None:
         return list(available)
     if isinstance(wanted, str) or not wanted:

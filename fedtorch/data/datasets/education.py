@@ -35,7 +35,7 @@ SCHOOL_FEATURES = (
 def student_performance(
     subject: str = "mat", grades: bool = False, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Final grades in two Portuguese schools: GP and MS with 349 and 46 pupils, or 423 and 226 in "por".
+    """Load final grades in two Portuguese schools: GP and MS with 349 and 46 pupils, or 423 and 226 in "por".
 
     Rows (x `(38,)`, y, the final grade G3 in 0…20): 13 numbers (age in years, education of the parents,
     travel and study time, past failures, …, absences), then 25 dummies `name=level`, one for each level but
@@ -59,7 +59,7 @@ def student_performance(
 
 
 def school(dtype: torch.dtype = torch.float32) -> FederatedData:
-    """Examination scores of 15362 pupils in 139 London schools, "1" … "139", with 22 to 251 pupils each.
+    """Load examination scores of 15362 pupils in 139 London schools, "1" … "139", with 22 to 251 pupils each.
 
     Rows (x `(28,)`, y, the score in 1…70): dummies of the year, of the pupil's gender, verbal reasoning band
     (in the file's order 3, 1, 2) and ethnicity, of the school's gender and denomination; the school's

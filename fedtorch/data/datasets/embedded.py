@@ -18,7 +18,7 @@ from fedtorch.data.datasets._frames import scaled
 
 
 def digits() -> tuple[Tensor, Tensor]:
-    """8 × 8 images of handwritten digits: x `(1797, 64)` float32 in [0, 1], y `(1797,)` int64 in 0…9.
+    """Load 8 × 8 images of handwritten digits: x `(1797, 64)` float32 in [0, 1], y `(1797,)` int64 in 0…9.
 
     Source: Alpaydin and Kaynak (1998), UCI "Optical recognition of handwritten digits", as in scikit-learn.
 
@@ -33,7 +33,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def breast_cancer(standardise: bool = True) -> tuple[Tensor, Tensor]:
-    """Cell nuclei of tumours: x `(569, 30)` float32, y `(569,)` int64, 1 for benign and 0 for malignant.
+    """Load cell nuclei of tumours: x `(569, 30)` float32, y `(569,)` int64, 1 for benign and 0 for malignant.
 
     Source: Wolberg, Mangasarian, Street (1993), UCI "Breast cancer Wisconsin (diagnostic)", as in
     scikit-learn.
@@ -52,7 +52,7 @@ def breast_cancer(standardise: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def diabetes(standardise: bool = True) -> tuple[Tensor, Tensor]:
-    """Progression of diabetes after a year: x `(442, 10)` float32, y `(442,)` float32, a number in 25…346.
+    """Load progression of diabetes after a year: x `(442, 10)` float32, y `(442,)` float32, a number in 25…346.
 
     Source: Efron, Hastie, Johnstone, Tibshirani (2004), "Least angle regression", as in scikit-learn; x is in
     the original units (age, sex, body mass index, blood pressure, six serum measurements) unless

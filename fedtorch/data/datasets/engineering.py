@@ -18,7 +18,7 @@ BATTERIES = {"calce": "calce_cs2_cycles.csv", "xjtu": "xjtu_capacity.csv", "mit"
 def cmapss(
     train: bool = True, sensors: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Run-to-failure records of 100 simulated turbofan engines, "1" … "100"; subset FD001 of C-MAPSS.
+    """Load run-to-failure records of 100 simulated turbofan engines, "1" … "100"; subset FD001 of C-MAPSS.
 
     Rows (x `(1,)`, the time in cycles, 1, 2, …; y `(len(sensors),)`, the measurements, in the units of the
     file), in the order of time. An engine has 128 to 362 cycles, 20631 in all; in the test part, which is cut
@@ -40,14 +40,14 @@ def cmapss(
 
 
 def cmapss_remaining_life(dtype: torch.dtype = torch.float32) -> Tensor:
-    """The cycles that each test engine of `cmapss(train=False)` has left after its last row, `(100,)`."""
+    """Load the cycles that each test engine of `cmapss(train=False)` has left after its last row, `(100,)`."""
     return torch.tensor(numpy.loadtxt(locate("cmapss", "RUL_FD001.txt")), dtype=dtype)
 
 
 def battery(
     which: str = "calce", batches: Sequence[str] | None = None, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Capacity of lithium-ion cells over their charge cycles; every cell is a client.
+    """Load capacity of lithium-ion cells over their charge cycles; every cell is a client.
 
     Rows (x `(1,)`, the cycle 1, 2, …; y, the capacity in Ah), in the order of time:
 

@@ -28,7 +28,7 @@ def tcpa_brca_rppa(
     primary: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> FederatedData:
-    """Protein levels in breast cancer samples, by tissue source site.
+    """Load protein levels in breast cancer samples, by tissue source site.
 
     Rows x `(len(proteins),)`: level-4 normalised log expression of reverse-phase protein arrays. The sites, by
     their two-character TCGA codes, the largest first: with more than 50 samples BH 138, A2 91, D8 74, E2 71, AR
@@ -61,7 +61,7 @@ def tcpa_brca_rppa(
 def tcga_brca_expression(
     genes: Sequence[str] | None = None, minimum: int = 0, dtype: torch.dtype = torch.float32
 ) -> FederatedData:
-    """Gene expression (RNA-seq) in 476 breast cancer tumours, by tissue source site.
+    """Load gene expression (RNA-seq) in 476 breast cancer tumours, by tissue source site.
 
     Rows x `(len(genes),)`: log-scale expression, 0 to 8.5, of genes of the KEGG pathway hsa05224. The sites, by
     their two-character TCGA codes, the largest first: BH 103, A8 69, A2 63, E2 46, B6 43, AN 36, AO 36, C8 27,
@@ -80,7 +80,7 @@ def tcga_brca_expression(
 
 
 def fed_tcga_brca(train: bool = True, dtype: torch.dtype = torch.float32) -> FederatedData:
-    """Survival of breast cancer patients in six regions, FLamby's Fed-TCGA-BRCA.
+    """Load survival of breast cancer patients in six regions, FLamby's Fed-TCGA-BRCA.
 
     Rows (x `(39,)`, y `(2,)`): the age in years and 38 dummies of clinical variables; then the event (1 for
     death, 0 for censored) and the time in days. The regions Northeast, South, West, Midwest, Europe and Canada
@@ -105,7 +105,7 @@ def fed_tcga_brca(train: bool = True, dtype: torch.dtype = torch.float32) -> Fed
 def _by_site(
     frame: pandas.DataFrame, barcode: str, columns: list[str], minimum: int, dtype: torch.dtype
 ) -> FederatedData:
-    """Rows by tissue source site, characters 6 and 7 of the barcode, the largest site first."""
+    """Return rows by tissue source site, characters 6 and 7 of the barcode, the largest site first."""
     sites = frame[barcode].str[5:7]
     sizes = sorted(Counter(sites).items(), key=lambda item: (-item[1], item[0]))
     names = [site for site, size in sizes if size > minimum]

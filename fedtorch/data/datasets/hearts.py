@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy
 import torch
@@ -12,14 +12,11 @@ from fedtorch.data.cache import locate
 from fedtorch.data.datasets._frames import by_client, one_hot, read, scaled
 from fedtorch.data.federated import FederatedData
 
-if TYPE_CHECKING:
-    import pandas
-
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 
 
 def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32) -> FederatedData:
-    """Heart disease in four hospitals (cleveland, hungarian, switzerland, va): 303, 261, 46 and 130 patients.
+    """Load heart disease in four hospitals (cleveland, hungarian, switzerland, va): 303, 261, 46 and 130 patients.
 
     Rows (x `(13,)`, y int64, 1 for disease) as FLamby's Fed-Heart-Disease prepares them: the columns slope, ca
     and thal are dropped, then patients with a missing value; chest pain and resting ECG become dummies without
@@ -64,7 +61,7 @@ def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32)
 
 
 class VerticalTable(NamedTuple):
-    """A table whose columns several parties hold; `fedtorch.vfl.from_table` makes the parties.
+    """A table whose columns several parties hold; `fedtorch.vfl.Party.from_table` makes the parties.
 
     >>> from fedtorch.data import split_features
     >>> parties = (0,), (1, 2)
@@ -81,7 +78,7 @@ class VerticalTable(NamedTuple):
 
 
 def heart_failure(dtype: torch.dtype = torch.float32) -> VerticalTable:
-    """Heart disease of 918 patients: x `(918, 20)`, y `(918,)` int64, 1 for disease (508), at two parties.
+    """Load heart disease of 918 patients: x `(918, 20)`, y `(918,)` int64, 1 for disease (508), at two parties.
 
     The first party holds the first five covariates in 9 columns, the second the other six in 11. The features
     are, in the original units, Age (years), RestingBP (mm Hg; 0 once, for missing), Cholesterol (mg/dl; 0 in
@@ -96,7 +93,7 @@ def heart_failure(dtype: torch.dtype = torch.float32) -> VerticalTable:
     Args:
         dtype: of x.
     """
-    frame = heart_failure_frame()
+    frame = read("heart_failure", "heart.csv")
     covariates = list(frame.columns[:-1])
     parties = [one_hot(frame[part], drop_first=False) for part in (covariates[:5], covariates[5:])]
     names = [name for party in parties for name in party.columns]
@@ -108,8 +105,3 @@ def heart_failure(dtype: torch.dtype = torch.float32) -> VerticalTable:
         (tuple(range(first)), tuple(range(first, len(names)))),
         tuple(c for c, name in enumerate(names) if "=" not in name and name != "FastingBS"),
     )
-
-
-def heart_failure_frame() -> pandas.DataFrame:
-    """The table behind `heart_failure` as published, 918 rows and 12 columns, the last the label."""
-    return read("heart_failure", "heart.csv")

@@ -12,7 +12,7 @@ from fedtorch.data.cache import locate
 
 
 def mnist(train: bool = True) -> tuple[Tensor, Tensor]:
-    """Handwritten digits: x `(60000, 28, 28)` float32 in [0, 1], y `(60000,)` int64 in 0…9.
+    """Load handwritten digits: x `(60000, 28, 28)` float32 in [0, 1], y `(60000,)` int64 in 0…9.
 
     Source: LeCun, Cortes, Burges, "The MNIST database of handwritten digits"; commonly given as CC BY-SA 3.0.
 
@@ -25,7 +25,7 @@ def mnist(train: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def _idx(filename: str) -> Tensor:
-    """Bytes in a gzipped idx file: two zeros, the type 8, how many dimensions, big-endian sizes, data."""
+    """Return bytes in a gzipped idx file: two zeros, the type 8, how many dimensions, big-endian sizes, data."""
     content = gzip.decompress(locate("mnist", filename).read_bytes())
     dimensions = content[3]
     shape = numpy.frombuffer(content, dtype=">i4", count=dimensions, offset=4)

@@ -19,7 +19,7 @@ HOURLY = "Assignment_MLBasicsData.csv"
 
 
 def fmi_weather(dtype: torch.dtype = torch.float32) -> FederatedData:
-    """Hourly air temperatures at 207 stations, in order of first appearance in the file, 19768 rows.
+    """Load hourly air temperatures at 207 stations, in order of first appearance in the file, 19768 rows.
 
     Rows (x `(7,)`, y, the temperature in °C): latitude/100, longitude/100, year/2025, month/13, day/32, hour/25
     and minute/61. A station has 39 to 96 rows between 2023-12-28 11:00 and 2024-01-01 10:00, in the file's
@@ -48,13 +48,13 @@ def fmi_weather(dtype: torch.dtype = torch.float32) -> FederatedData:
 
 
 def fmi_coordinates(dtype: torch.dtype = torch.float64) -> Tensor:
-    """Latitude and longitude in degrees of the stations of `fmi_weather`, in their order, `(207, 2)`."""
+    """Load latitude and longitude in degrees of the stations of `fmi_weather`, in their order, `(207, 2)`."""
     first = read("fmi_weather", HOURLY).drop_duplicates("name")
     return torch.tensor(first[["Latitude", "Longitude"]].to_numpy(), dtype=dtype)
 
 
 def fmi_forecast(dtype: torch.dtype = torch.float32) -> FederatedData:
-    """Temperatures of the day after five days, at 192 stations with 10 rows each.
+    """Load temperatures of the day after five days, at 192 stations with 10 rows each.
 
     Rows (x `(12,)`, y `(2,)`): latitude and longitude in degrees, the five days' maxima and the five days'
     minima in °C; then the maximum and minimum of the day to predict in °C.
@@ -72,7 +72,7 @@ def fmi_forecast(dtype: torch.dtype = torch.float32) -> FederatedData:
 
 
 def fmi_extremes(dtype: torch.dtype = torch.float32) -> FederatedData:
-    """Daily extreme temperatures at 199 stations, five days each from 2025-12-31 to 2026-01-04.
+    """Load daily extreme temperatures at 199 stations, five days each from 2025-12-31 to 2026-01-04.
 
     Rows (x `(3,)`, y `(2,)`): latitude and longitude in degrees and the day 0 … 4; then the maximum and the
     minimum in °C.

@@ -126,11 +126,11 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
         if not leaves:
             return values
         columns = [leaf.to(torch.float64).reshape(len(leaf), -1) for leaf in leaves]
-        told = torch.cat(columns, 1)
-        held = told.new_zeros(nodes, told.shape[1]).index_copy_(0, ids.to(told.device), told)
+        rows = torch.cat(columns, 1)
+        held = rows.new_zeros(nodes, rows.shape[1]).index_copy_(0, ids.to(rows.device), rows)
         total = average(held) * nodes
         if tolerance is None:
-            total = _whole(told, total)
+            total = _whole(rows, total)
         parts = total.split([part.shape[1] for part in columns], 1)
         return tree.refill(values, [part.reshape(nodes, *leaf.shape[1:]) for part, leaf in zip(parts, leaves)])
 

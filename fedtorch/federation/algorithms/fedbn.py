@@ -52,5 +52,7 @@ def fedbn(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weigh
             f"Expected the statistics of BatchNorm to stay with the client, but {averaged[0]!r} is averaged; use "
             'gradient_descent(..., buffers="local")'
         )
-    own = [f"{at}{n}" for at, part in prefixes for n, _ in part.named_parameters() if f"{at}{n}" in local.parameters]
-    return personal_layers(local, own, mu=mu, lr=lr, weight=weight)
+    personal = [
+        f"{at}{n}" for at, part in prefixes for n, _ in part.named_parameters() if f"{at}{n}" in local.parameters
+    ]
+    return personal_layers(local, personal, mu=mu, lr=lr, weight=weight)

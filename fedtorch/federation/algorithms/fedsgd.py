@@ -28,7 +28,7 @@ def fedsgd(
     loss: Loss | None = None,
     weight: Weight = rows_weight,
     buffers: Literal["refuse", "local", "average"] = "refuse",
-    batched: bool = True,
+    batched: bool | Literal["auto"] = True,
 ) -> Algorithm:
     """Build federated gradient descent: one full-batch gradient per client and round, one step of the server.
 

@@ -120,14 +120,14 @@ def _coupling(inbox: Neighbourhood, parameters: Tree, strengths: Mapping[str, fl
 
 def _strengths(alpha: float | Mapping[str, float], local: LocalSolver) -> dict[str, float]:
     """Return α of every coupled parameter by name."""
-    found: dict[str, float] = {}
+    strengths: dict[str, float] = {}
     for pattern, strength in (alpha if isinstance(alpha, Mapping) else {"*": alpha}).items():
         expected.not_negative(alpha=strength)
         for name in functional.split(local.parameters, pattern)[0]:
-            found[name] = found.get(name, 0.0) + float(strength)
-    averaged = averaged_buffers(local) & found.keys()
+            strengths[name] = strengths.get(name, 0.0) + float(strength)
+    averaged = averaged_buffers(local) & strengths.keys()
     if averaged:
         raise ValueError(
             f"Expected trainable parameters to couple, but got buffers {sorted(averaged)}; use buffers='local'"
         )
-    return {name: found[name] for name in local.parameters if name in found}
+    return {name: strengths[name] for name in local.parameters if name in strengths}

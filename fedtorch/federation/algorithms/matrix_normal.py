@@ -278,16 +278,16 @@ def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, loc
     quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
-    found = Mean(_Found(data.summary, solved.lr_sum * unit), torch.ones_like(unit))
-    return Reply(_Message(change, found), solved.state, solved.info)
+    fresh = Mean(_Found(data.summary, solved.lr_sum * unit), torch.ones_like(unit))
+    return Reply(_Message(change, fresh), solved.state, solved.info)
 
 
 def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> MatrixNormalServer:
     """Update Θ and the noise from the devices that answered; then Ω."""
-    ids, (change, (found, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
+    ids, (change, (fresh, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     had_a_prior = state.heard[ids] | (chosen.start is not None)
     theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
-    summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, found.summary)))
+    summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, fresh.summary)))
     state = MatrixNormalServer(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
     variance, seen = noise_variance(summary, chosen.noise), summary.spread > 0
     reach = torch.where(state.heard[:, None], theta, 0.0).square().sum()
@@ -296,7 +296,7 @@ def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen
         if units == len(variance):
             raise ValueError(_HOPELESS)
         return state
-    theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], found.step[had_a_prior])
+    theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], fresh.step[had_a_prior])
     state = state._replace(parameters=theta)
     if not bounded:  # steps too long for the objective: Θ tells, Ω stays
         return state

@@ -115,17 +115,17 @@ def gtv_regressors(make: Callable[[], Regressor], network: Network, alpha: float
         )
 
     def client(inbox: Neighbourhood, state: _State, data: ClientData, turn: Turn) -> Reply:
-        heard: _Told = inbox.heard.heard
+        received: _Told = inbox.heard.heard
         seen = inbox.heard.inputs.numpy()
         rows, labels = [leaf.cpu().numpy() for leaf in data.batch]
-        said, weight = heard.predictions.cpu().numpy(), heard.weight.tolist()
-        predictions, losses = np.zeros(said.shape), np.zeros(len(said))
+        targets, weight = received.predictions.cpu().numpy(), received.weight.tolist()
+        predictions, losses = np.zeros(targets.shape), np.zeros(len(targets))
         for k, count in enumerate(data.count.tolist()):
             x, y = rows[k, :count], labels[k, :count]
-            model = _fit(make, x, y, said[k], weight[k], alpha, seen[k])
+            model = _fit(make, x, y, targets[k], weight[k], alpha, seen[k])
             predictions[k], losses[k] = model.predict(seen[k]), np.square(y - model.predict(x)).mean()
-        told = _Told(torch.as_tensor(predictions).to(state.told.predictions), torch.ones_like(state.told.weight))
-        return Reply(None, _State(told), {"loss": torch.as_tensor(losses).to(told.weight)})
+        message = _Told(torch.as_tensor(predictions).to(state.told.predictions), torch.ones_like(state.told.weight))
+        return Reply(None, _State(message), {"loss": torch.as_tensor(losses).to(message.weight)})
 
     return Algorithm(
         init=init,
@@ -150,10 +150,10 @@ def fitted(
     make: Callable[[], Regressor], data: FederatedData, server: RegressorsServer, alpha: float, inputs: Tensor
 ) -> list[Regressor]:
     """Fit a regressor per node to its rows and its neighbours' predictions; arguments as of `gtv_regressors`."""
-    seen, heard = _checked_inputs(alpha, inputs, len(data)).numpy(), server.total
-    said, weight = heard.predictions.cpu().numpy(), heard.weight.tolist()
+    seen, received = _checked_inputs(alpha, inputs, len(data)).numpy(), server.total
+    targets, weight = received.predictions.cpu().numpy(), received.weight.tolist()
     return [
-        _fit(make, x.cpu().numpy(), y.cpu().numpy(), said[k], weight[k], alpha, seen[k])
+        _fit(make, x.cpu().numpy(), y.cpu().numpy(), targets[k], weight[k], alpha, seen[k])
         for k, (x, y) in enumerate(data)
     ]
 
@@ -168,14 +168,14 @@ def _fit(
     shared: NDArray[Any],
 ) -> Regressor:
     """Fit one node's regressor: Σ_j A_ij (h − h_j)² is Σ_j A_ij times (h − their mean)², up to a constant."""
-    model, own = make(), np.full(len(y), 1 / max(len(y), 1))
+    model, weights = make(), np.full(len(y), 1 / max(len(y), 1))
     if weight * alpha == 0:
-        model.fit(x, y, sample_weight=own)
+        model.fit(x, y, sample_weight=weights)
         return model
     labels = heard / weight
     theirs = np.full(len(shared), alpha * weight / len(shared))
     rows, targets = np.concatenate((x, shared)), np.concatenate((y, labels))
-    model.fit(rows, targets, sample_weight=np.concatenate((own, theirs)))
+    model.fit(rows, targets, sample_weight=np.concatenate((weights, theirs)))
     return model
 
 

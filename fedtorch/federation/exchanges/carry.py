@@ -119,8 +119,8 @@ def hears_neighbours(exchange: Exchange, network: Network) -> bool:
     if not isinstance(exchange.scatter(torch.zeros(network.nodes, 1), slice(0, 1)), Neighbourhood):
         return False
     one = Sum(torch.ones(1))  # of the first node
-    heard, wanted = (each.finish(each.gather(one, slice(0, 1))) for each in (exchange, graph(network)))
-    return isinstance(heard, Sum) and torch.equal(heard.value, wanted.value)
+    received, wanted = (each.finish(each.gather(one, slice(0, 1))) for each in (exchange, graph(network)))
+    return isinstance(received, Sum) and torch.equal(received.value, wanted.value)
 
 
 def agreed(carry: Carry) -> dict[str, str]:

@@ -90,8 +90,8 @@ def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
         return values
     columns = [leaf.to(torch.float64).reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
-    heard = _product(network, ids.to(rows.device), rows).split([part.shape[1] for part in columns], 1)
-    return tree.refill(values, [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(heard, leaves)])
+    received = _product(network, ids.to(rows.device), rows).split([part.shape[1] for part in columns], 1)
+    return tree.refill(values, [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(received, leaves)])
 
 
 def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
@@ -105,5 +105,5 @@ def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
         return neighbours(adjacency, rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows))
     edges = torch.arange(int(counts.sum()), device=ids.device)
     edges += (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
-    told = adjacency.values()[edges, None] * rows.repeat_interleave(counts, 0)
-    return rows.new_zeros(network.nodes, rows.shape[1]).index_add_(0, adjacency.col_indices()[edges], told)
+    weighted = adjacency.values()[edges, None] * rows.repeat_interleave(counts, 0)
+    return rows.new_zeros(network.nodes, rows.shape[1]).index_add_(0, adjacency.col_indices()[edges], weighted)

@@ -39,8 +39,8 @@ class Changed:
     def __call__(self, found: RowsOf) -> Tree:
         if self.refusal:
             raise ValueError(self.refusal)
-        said = self.change(in_order(found))
-        return self.exchange.finish(self.exchange.gather(said.message, said.ids))
+        changed_rows = self.change(in_order(found))
+        return self.exchange.finish(self.exchange.gather(changed_rows.message, changed_rows.ids))
 
 
 def changed(exchange: Exchange, change: Callable[[RowsOf], RowsOf], refusal: str = "") -> Exchange:
@@ -67,8 +67,8 @@ def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
 
 def rows(value: Tree) -> Tensor:
     """Return a stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes."""
-    found = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(value)]
-    return torch.cat(found, 1) if len(found) > 1 else found[0]
+    leaves = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(value)]
+    return torch.cat(leaves, 1) if len(leaves) > 1 else leaves[0]
 
 
 def like(found: Tensor, value: Tree) -> Tree:

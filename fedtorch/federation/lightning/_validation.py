@@ -46,7 +46,7 @@ class OwnValidation:
         self._indexed = len(takes) > 1 or any(p.kind is p.VAR_POSITIONAL for p in takes)
 
     def __call__(self, run: Run, data: FederatedData) -> dict[str, Score]:
-        """Scores by the names under which the module logs; overall they are means over rows.
+        """Return scores by the names under which the module logs; overall they are means over rows.
 
         Args:
             run: whose clients' tensors are taken.
@@ -91,7 +91,7 @@ def _computed(value: Any) -> Any:
 
 
 def _score(values: list[float], counts: Tensor) -> Score:
-    """One score of clients' values, NaN of those that do not tell it."""
+    """Return one score of clients' values, NaN of those that do not tell it."""
     clients = torch.tensor(values, dtype=torch.float64)
     known = ~clients.isnan()
     return Score(float((clients[known] * counts[known]).sum() / counts[known].sum()), clients)

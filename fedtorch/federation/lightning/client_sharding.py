@@ -27,4 +27,4 @@ class ClientSharding(DDPStrategy):
         super().__init__(checkpoint_io=checkpoint_io or PlainCheckpointIO(), **options)
 
     def configure_ddp(self) -> None:
-        """Nothing to wrap: the ranks meet in the population's exchange."""
+        """Wrap nothing: the ranks meet in the population's exchange."""

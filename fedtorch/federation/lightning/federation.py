@@ -25,7 +25,7 @@ from fedtorch.federation.lightning._trainer_settings import check_loader, check_
 from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.populations.population import Population, check_population
-from fedtorch.federation.runs.cohorts import Cohort
+from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
@@ -51,8 +51,8 @@ class Federation(L.LightningModule):
         algorithm: what clients and server compute.
         population: who computes, and where.
         parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round (uniformly without replacement), or a function of the round's
-            key, such as `ft.poisson_cohort`; None asks everybody.
+        cohort: how many clients are asked each round (uniformly without replacement), which, by their ids, or a
+            function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
         metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, losses of torch, or functions
             (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
@@ -90,7 +90,7 @@ class Federation(L.LightningModule):
         population: Population,
         parameters: Tree = None,
         *,
-        cohort: int | Cohort | None = None,
+        cohort: Asked = None,
         validation: FederatedData | None = None,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,
@@ -136,30 +136,30 @@ class Federation(L.LightningModule):
 
     @property
     def round(self) -> int:
-        """Communication rounds done."""
+        """Return the number of communication rounds done."""
         return self.run.number
 
     @property
     def server(self) -> Tree:
-        """The server's state."""
+        """Return the server's state."""
         return self.run.server
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per round; see `Run.history`."""
+        """Return the history, a row per round; see `Run.history`."""
         return self.run.history
 
     @property
     def client_losses(self) -> pd.DataFrame:
-        """The clients' training losses; see `Run.client_losses`."""
+        """Return the clients' training losses; see `Run.client_losses`."""
         return self.run.client_losses
 
     def client_module(self, client: int | str) -> nn.Module:
-        """A copy of the module with the tensors that `client` (number or name) predicts with."""
+        """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
         return self.run.client_module(client)
 
     def global_module(self) -> nn.Module:
-        """A copy of the module with the server's parameters; see `Run.global_module`."""
+        """Return a copy of the module with the server's parameters; see `Run.global_module`."""
         return self.run.global_module()
 
     def evaluate(
@@ -170,7 +170,7 @@ class Federation(L.LightningModule):
         *,
         unseen: bool = False,
     ) -> dict[str, Score]:
-        """Scores as of `Run.evaluate`; metrics default to those of construction."""
+        """Return scores as `Run.evaluate` does; metrics default to those of construction."""
         return self.run.evaluate(data, metrics or self._metrics, split or self._split, unseen=unseen)
 
     # -- Lightning -------------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Federation(L.LightningModule):
         self.optimizers().step()  # type: ignore[union-attr]
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Scores every client's model on its validation rows."""
+        """Score every client's model on its validation rows."""
         assert self._validation is not None
         if self._own is not None:
             scores = self._own(self.run, self._validation)
@@ -202,15 +202,15 @@ class Federation(L.LightningModule):
         self._log_values(values, prog_bar=tuple(scores))
 
     def train_dataloader(self) -> Iterable[int]:
-        """One item: an epoch is a round."""
+        """Return one item: an epoch is a round."""
         return _ONE_ROUND
 
     def val_dataloader(self) -> Iterable[int]:
-        """One item: all clients are scored in one step."""
+        """Return one item: all clients are scored in one step."""
         return _ONE_ROUND
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """An optimiser without parameters, stepped once a round, because Lightning counts optimiser steps."""
+        """Return an optimiser without parameters, stepped once a round, because Lightning counts its steps."""
         return _RoundCounter()
 
     def configure_callbacks(self) -> list[L.Callback]:
@@ -239,7 +239,7 @@ class Federation(L.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
-        """Refused: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
+        """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
             "but got load_from_checkpoint, for which a checkpoint says too little"
@@ -273,7 +273,7 @@ class Federation(L.LightningModule):
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Tensor]:
-        """All of the run, flat; see `Run.state_dict`."""
+        """Return all of the run, flat; see `Run.state_dict`."""
         flat = self.run.state_dict()
         size = tree.nbytes(flat)
         if size > _LARGE and not self._warned:

@@ -37,7 +37,7 @@ class RoundProgressBar(ProgressBar):
         self._enabled = True
 
     def disable(self) -> None:
-        """Hides the bar, as Lightning does on all ranks but the first."""
+        """Hide the bar, as Lightning does on all ranks but the first."""
         self._enabled = False
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

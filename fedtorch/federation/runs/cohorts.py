@@ -25,6 +25,7 @@ from fedtorch import expected, random
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
+Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a function of the round's key; None for all
 
 
 def uniform_cohort(size: int, clients: int) -> Cohort:
@@ -45,7 +46,7 @@ def uniform_cohort(size: int, clients: int) -> Cohort:
 
 
 def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
-    """The same clients every round, in ascending order.
+    """Return the same clients every round, in ascending order, as `cohort=[1, 4]` says.
 
     Raises:
         ValueError: no ids, negative ones, or some twice; those beyond the population are refused where it is used.
@@ -53,7 +54,7 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> ft.fixed_cohort([4, 1])(ft.random.key(0))
+        >>> fixed_cohort([4, 1])(ft.random.key(0))
         tensor([1, 4])
     """
     given = torch.as_tensor(ids, device="cpu")
@@ -127,8 +128,8 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
     return draw
 
 
-def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
-    """A number as the uniform cohort of that size, None, which is everybody, as it is.
+def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
+    """Return a number as the uniform cohort of that size, ids as that of these clients, and None, everybody, as it is.
 
     Example:
         >>> import fedtorch as ft
@@ -137,15 +138,18 @@ def cohort_function(cohort: int | Cohort | None, clients: int) -> Cohort | None:
     """
     if cohort is None or callable(cohort):
         return cohort
+    if isinstance(cohort, Sequence) and not isinstance(cohort, str):
+        return fixed_cohort(cohort)
     if not isinstance(cohort, int) or isinstance(cohort, bool):
         raise TypeError(
-            "Expected cohort= as a whole number of clients, a cohort such as ft.fixed_cohort([0, 1]), or None, but got "
-            f"{cohort!r}; for a share of the clients pass ft.poisson_cohort(0.4, {clients})"
+            "Expected cohort= as a whole number of clients, a list of their ids such as [0, 1], a function of the "
+            f"round's key, or None, but got {cohort!r}; for a share of the clients pass "
+            f"ft.poisson_cohort(0.4, {clients})"
         )
     return uniform_cohort(cohort, clients)
 
 
-def checked_draws(cohort: int | Cohort | None, clients: int) -> Cohort | None:
+def checked_draws(cohort: Asked, clients: int) -> Cohort | None:
     """Return `cohort` as a function whose every draw is checked, None for everybody.
 
     Raises:
@@ -153,7 +157,7 @@ def checked_draws(cohort: int | Cohort | None, clients: int) -> Cohort | None:
 
     Example:
         >>> import fedtorch as ft
-        >>> checked_draws(ft.fixed_cohort([0, 5]), clients=5)
+        >>> checked_draws([0, 5], clients=5)
         Traceback (most recent call last):
         ValueError: Expected distinct ascending ids of the population's 5 clients, but got [0, 5]
     """

@@ -4,7 +4,8 @@ Source: Jung, "Federated learning: from theory to practice", chapter 6. Nothing 
 an algorithm or a solution that the rest of the package makes, with the arguments that make the flavour.
 
 - single model (6.2): `single_model`; for other models `ft.gtv` with a large α, or `ft.fedavg`;
-- clustered (6.3): `clusters_of_parameters` or `clustering.spectral`, then `clustered`; `clustered_by_gtv`;
+- clustered (6.3): `clustering.k_means` of `discrepancy.maximum_likelihood` or `clustering.spectral`, then `clustered`;
+  `clustered_by_gtv`;
 - horizontal, unlabelled nodes (6.4): `horizontal`;
 - vertical (6.5): `vertical`;
 - personalised (6.6): `personalised`; by a hypermodel `hypermodel` and `trained_from`;
@@ -14,7 +15,8 @@ Rows are (x `(d,)`, y `()`) where nothing else is said, and linear models have n
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (1.0, 1.1, -1.0)])
->>> ft.recipes.clusters_of_parameters(data, 2, ft.random.key(0)).tolist()
+>>> labels = ft.networks.clustering.k_means(ft.networks.discrepancy.maximum_likelihood(data), 2, ft.random.key(0))
+>>> labels.tolist()
 [0, 0, 1]
 """
 
@@ -32,8 +34,6 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Turn
 from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.regressors import Regressor, gtv_regressors
 from fedtorch.models.linear import SufficientStatistics
-from fedtorch.networks import discrepancy
-from fedtorch.networks.clustering import k_means
 from fedtorch.networks.network import Network
 from fedtorch.networks.solvers import LinearProblem, Solution, linear_problem
 from fedtorch.networks.solvers.admm import admm
@@ -41,7 +41,7 @@ from fedtorch.networks.solvers.penalties import equal, norm2
 from fedtorch.networks.solvers.primal_dual import primal_dual
 from fedtorch.tree import Tree
 
-__all__ = ["clustered", "clustered_by_gtv", "clusters_of_parameters"]
+__all__ = ["clustered", "clustered_by_gtv"]
 
 
 def single_model(problem: LinearProblem) -> Solution:
@@ -64,26 +64,6 @@ def single_model(problem: LinearProblem) -> Solution:
     True
     """
     return admm(problem, equal)
-
-
-def clusters_of_parameters(data: FederatedData, clusters: int, key: Tensor) -> Tensor:
-    """Clusters of nodes whose own least squares fits are alike (section 6.3): k-means of ŵ_i, labels `(n,)`.
-
-    It needs nodes with rows enough for fits of their own; `clustered_by_gtv` does not. Other vectors than ŵ_i are in
-    `ft.networks.discrepancy`, and `clustering.spectral` looks at the network instead of the data.
-
-    Args:
-        data: a client per node.
-        clusters: how many.
-        key: of the starts of k-means.
-
-    >>> import torch, fedtorch as ft
-    >>> from fedtorch.federation.runs import recipes
-    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (1.0, 1.1, -1.0)])
-    >>> recipes.clusters_of_parameters(data, 2, ft.random.key(0)).tolist()
-    [0, 0, 1]
-    """
-    return k_means(discrepancy.maximum_likelihood(data), clusters, key)
 
 
 def cluster_network(labels: Tensor) -> Network:
@@ -110,7 +90,8 @@ def clustered(data: FederatedData, labels: Tensor) -> Solution:
 
     Args:
         data: a client per node.
-        labels: `(n,)` integers, from `clusters_of_parameters`, `ft.networks.clustering.spectral` or from elsewhere.
+        labels: `(n,)` integers, from `ft.networks.clustering.k_means` of the nodes' own fits (`ft.networks.discrepancy.
+            maximum_likelihood`), which needs rows enough at every node, `clustering.spectral`, or from elsewhere.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.federation.runs import recipes

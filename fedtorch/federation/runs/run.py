@@ -23,7 +23,7 @@ from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, firs
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import agreed, carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
-from fedtorch.federation.runs.cohorts import Cohort, RoundKeys, checked_draws
+from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
 from fedtorch.federation.runs.faults import Fates, Faults, fates
@@ -48,8 +48,8 @@ class Run:
         algorithm: what clients and server compute.
         population: who computes, and where.
         parameters: where training starts; default: the algorithm's own start.
-        cohort: how many clients are asked each round, drawn uniformly without replacement; or a function of the
-            round's key, such as `ft.poisson_cohort`; None asks everybody.
+        cohort: how many clients are asked each round, drawn uniformly without replacement; which, by their
+            ids; or a function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
@@ -80,7 +80,7 @@ class Run:
         population: Population,
         parameters: Tree = None,
         *,
-        cohort: int | Cohort | None = None,
+        cohort: Asked = None,
         faults: Faults | None = None,
         seed: int = 0,
         record: Recorder | Sequence[Recorder] = (),
@@ -325,7 +325,7 @@ def run(
     *,
     rounds: int | None = None,
     until: Until | None = None,
-    cohort: int | Cohort | None = None,
+    cohort: Asked = None,
     faults: Faults | None = None,
     seed: int = 0,
     record: Recorder | Sequence[Recorder] = (),

@@ -34,7 +34,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.populations.population import Population
-from fedtorch.federation.runs.cohorts import Cohort, checked_draws
+from fedtorch.federation.runs.cohorts import Asked, checked_draws
 from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
@@ -124,7 +124,7 @@ def grid(
     metric: Any,
     largest_is_best: bool | None = None,
     rounds: int,
-    cohort: int | Cohort | None = None,
+    cohort: Asked = None,
     seed: int = 0,
     faults: Faults | None = None,
     split: Split = inputs_and_targets,

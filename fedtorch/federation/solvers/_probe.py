@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, tree
+from fedtorch import functional, random, stacked_layers, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
@@ -22,6 +23,7 @@ from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _ROWS = 16
 _CHECKPOINTED = (
     "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
@@ -140,17 +142,18 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
     rows = _some_rows(data, _ROWS)
     device = tree.leaves(rows)[0].device
     trained, tensors, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
+    whole = None
     with torch.no_grad():
         if not stacked.probed:
             loss, moved, asked = _alone(stacked, tensors, rows, key)
             if stacked.batched:
-                _check_stacked(stacked, tensors, rows, loss, key)
+                whole = _choose(stacked, tensors, rows, loss, key)
             if stacked.eager is None:
                 _check_captured(stacked, tensors, rows, asked)
             if any(not torch.equal(a, b) for a, b in zip(tensors[trained:], moved)):
                 stacked.separable = False
         if stacked.batched and stacked.separable is not False and is_ragged(data.count):
-            stacked.separable = _splits(stacked, tensors, rows, key)
+            stacked.separable = _splits(stacked, tensors, rows, key, whole)
     stacked.probed = True
 
 
@@ -171,20 +174,50 @@ def _alone(
     return loss, new, questions
 
 
-def _check_stacked(stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor) -> None:
+def _choose(
+    stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor
+) -> tuple[Tensor, ...] | None:
+    """Check that clients can be stacked; where they need not be, evaluate them one by one if that is faster.
+
+    Return losses and logs of two stacked copies, if they are.
+    """
+    module, why = stacked.objective.module, "stacking gains nothing"
+    name = type(module).__name__
+    if not (stacked.automatic and stacked_layers.faster_alone(module)):
+        try:
+            whole = _check_stacked(stacked, own, rows, alone, key)
+        except RuntimeError as error:
+            if not stacked.automatic:
+                raise
+            why = str(error).splitlines()[0]
+        else:
+            if stacked.automatic:
+                _LOG.info("batched='auto' evaluates the clients of %s together", name)
+            return whole
+    stacked.batched = False
+    _LOG.info("batched='auto' evaluates the clients of %s one by one: %s", name, why)
+    return None
+
+
+def _check_stacked(
+    stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor
+) -> tuple[Tensor, ...]:
+    """Return losses and logs of two stacked copies, if the losses are the one of a client alone."""
     name = type(stacked.objective.module).__name__
     try:
-        together = _twice(stacked, own, rows, False, key)[0]
+        found = _twice(stacked, own, rows, False, key)
     except Exception as error:
         raise RuntimeError(
             f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
             "Use batched=False, which calls the loss client by client, or ft.lightning_fit"
         ) from error
+    together = found[0]
     if not _close(together, alone.expand(2), equal_nan=True):
         raise RuntimeError(
             f"{name} gives the losses {together.tolist()} on two stacked copies of a client, but {float(alone)} on "
             "one alone; use batched=False, which calls the loss client by client"
         )
+    return found
 
 
 def _check_captured(stacked: StackedLoss, own: list[Tensor], rows: Tree, asked: set[str]) -> None:
@@ -211,17 +244,33 @@ def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, 
     return results[: 1 + len(stacked.told)]
 
 
-def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> bool:
-    """Return whether loss and logs are the means of the examples' on batches of several sizes."""
+def _once(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool) -> tuple[Tensor, ...]:
+    """Loss and logs of one client, which cost half of those of two copies."""
     size = len(tree.leaves(rows)[0])
-    for part in sorted({size, (size + 1) // 2, 2}):
-        some = tree.map(lambda leaf, part=part: leaf[:part], rows)
-        try:
-            whole, summed = (_twice(stacked, own, some, weighted, key) for weighted in (False, True))
-        except Exception:  # whatever a module objects to in batches of one: clients are then grouped by size
-            return False
-        if len(whole) != len(summed) or not all(_close(a, b) for a, b in zip(whole, summed)):
-            return False
+    weights = torch.full((size,), 1.0 / size, device=own[0].device, dtype=torch.float64) if weighted else None
+    loss, logs, _ = stacked.single([v.clone() for v in own], rows, weights, 0)
+    return loss, *logs.values()
+
+
+def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor, known: tuple[Tensor, ...] | None) -> bool:
+    """Return whether loss and logs are the means of the examples' on batches of several sizes.
+
+    Two stacked copies are tried on all rows, of which losses and logs may be `known`, and one client on fewer rows,
+    unless it draws random numbers, which are the same for a client alone only where whole batches draw them.
+    """
+    size = len(tree.leaves(rows)[0])
+    try:
+        for part in sorted({size, (size + 1) // 2, 2}, reverse=True):
+            some = tree.map(lambda leaf, part=part: leaf[:part], rows)
+            if part < size and not stacked.random:
+                whole, summed = (_once(stacked, own, some, weighted) for weighted in (False, True))
+            else:
+                whole = known if part == size and known is not None else _twice(stacked, own, some, False, key)
+                summed = _twice(stacked, own, some, True, key)
+            if len(whole) != len(summed) or not all(_close(a, b) for a, b in zip(whole, summed)):
+                return False
+    except Exception:  # whatever a module objects to in batches of one: clients are then grouped by size
+        return False
     return True
 
 

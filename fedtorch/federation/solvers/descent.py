@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from fedtorch.federation.solvers._probe import check_rows, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
 from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import Seen, StackedLoss
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.solvers.training_logs import RoundLogs
 from fedtorch.optimisers import MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -49,7 +50,7 @@ class Descent:
         make: MakeOptimizer | None = None,
         reset: str = "round",
         buffers: str = "refuse",
-        batched: bool = True,
+        batched: bool | Literal["auto"] = True,
         compile: bool = False,
         clip: float | None = None,
         precision: str = "32",
@@ -217,7 +218,7 @@ class _Stack:
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or not some_end
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], Seen(total, longest if batches.alike else None)
+        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
@@ -226,14 +227,19 @@ class _Stack:
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
-            losses, logs, self.buffers, gradients = loss.gradients(self.tensors, self.buffers, batches[t], t, self.key)
+            batch = batches[t]
+            losses, logs, self.buffers, gradients, recorded = loss.gradients(
+                self.tensors, self.buffers, batch, t, self.key
+            )
             self._descend(t, gradients)
-            seen.add(t, {**logs, "loss": losses})
+            weighted = loss.batched and batch.weights is not None
+            seen.add(t, {**logs, "loss": losses}, recorded, batch.size, weighted)
             if t + 1 in some_end:
                 finished = _keep_rows(finished, self._now(), total == t + 1)
         finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
         tensors, kept = finished
-        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.means())
+        info = seen.reduced(loss.objective.reductions)
+        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), info)
 
     def _descend(self, t: int, gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():

@@ -35,7 +35,7 @@ def gradient_descent(
     optimizer: MakeOptimizer | None = None,
     reset: Literal["round", "never"] = "round",
     buffers: Literal["refuse", "local", "average"] = "refuse",
-    batched: bool = True,
+    batched: bool | Literal["auto"] = True,
     compile: bool = False,
     clip: float | None = None,
     precision: Literal["32", "bf16", "tf32"] = "32",
@@ -45,7 +45,9 @@ def gradient_descent(
     """A local solver that trains `module` by its own optimiser, on stacked clients.
 
     The added `Quadratic` enters as its gradient λx − h, before the optimiser's step. `Local.info` has `loss`, the mean
-    training loss over the client's steps, and what the module logs by `self.log`.
+    training loss over the client's steps, and what the module logs by `self.log`: numbers by their mean over the steps
+    (over rows with `on_epoch=True`), or as `reduce_fx` says; a torchmetrics metric by its value over all of the
+    client's batches in the round, and a value that a metric's call returned by its mean over the steps.
 
     Args:
         module: an unmodified LightningModule, or an `nn.Module` together with `loss` and `optimizer`. Parameters with
@@ -65,7 +67,9 @@ def gradient_descent(
             error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
             a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
         batched: False evaluates the loss client by client, for modules that `vmap` cannot run (`.item()`,
-            boolean masks, packed sequences); everything else stays stacked.
+            boolean masks, packed sequences); everything else stays stacked. "auto" does so for just these and
+            where stacking gains nothing (an LSTM of more than 128 units on the CPU), and logs which way it takes and
+            why; the way depends on the module alone, so that runs stay equal to the bit.
         compile: True captures a step's tensor operations once per shape and replays them, 1.3 to 1.6 times faster
             for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers or
@@ -103,6 +107,8 @@ def gradient_descent(
         raise ValueError(
             f"Expected precision='32', 'bf16' or 'tf32', but got {precision!r}; other dtypes are the module's own"
         )
+    if batched not in (True, False, "auto"):
+        raise ValueError(f"Expected batched=True, False or 'auto', but got {batched!r}")
     if reset not in ("round", "never"):
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
@@ -114,7 +120,7 @@ def gradient_descent(
         solve=descent.solve,
         parameters=descent.parameters,
         init=descent.init,
-        predict=predictor(descent.module, batched),
+        predict=predictor(descent.module, lambda: descent.loss.batched),
         tensors=descent.tensors,
         prepare=descent.prepare,
         module=descent.module,

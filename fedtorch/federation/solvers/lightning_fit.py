@@ -108,7 +108,7 @@ def lightning_fit(
         solve=fit.solve,
         parameters=fit.parameters,
         init=lambda parameters: LocalState({}, dict(fit.buffers), None),
-        predict=predictor(fit.module, batched=False),
+        predict=predictor(fit.module, lambda: False),
         tensors=lambda parameters, state: {**functional.with_counts(parameters, fit.counts), **state.buffers},
         prepare=fit.prepare,
         module=fit.module,

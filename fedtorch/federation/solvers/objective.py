@@ -1,8 +1,8 @@
 """A module's training loss as a function of its tensors, so that it can be called for many clients at once.
 
 The user's module is copied; the copy is not a registered child of anything. A LightningModule runs unmodified: its
-`self.log` is collected, its torchmetrics become inert stand-ins (metrics are computed in evaluation), and a stand-in
-trainer answers the few questions that have an answer per client. What cannot run stacked is refused by name.
+`self.log` is collected, the calls of its torchmetrics are recorded (see `training_logs`), and a stand-in trainer
+answers the few questions that have an answer per client. What cannot run stacked is refused by name.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.func import vmap
 
 from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
+from fedtorch.federation.solvers.training_logs import Reduction, StepCalls, replace_metrics
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -95,37 +96,6 @@ class TrainerStandIn:
         return self.answers[name]
 
 
-class _InertMetric(nn.Module):
-    """Stands in for a torchmetrics metric and its values: accepts every call and measures nothing."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return itself, which `self.log` skips."""
-        return self
-
-    compute = update = reset = detach = item = forward
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __neg__ = forward
-
-
-class _InertValues(dict[str, Any]):
-    """Stand for the results of a `MetricCollection`: empty, with a metric under any name."""
-
-    def __missing__(self, name: str) -> Any:
-        return _InertMetric()
-
-
-class _InertCollection(_InertMetric):
-    """Stands in for a `MetricCollection`."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return no values, or a stand-in for one that is asked for."""
-        return _InertValues()
-
-    compute = items = keys = values = forward
-
-    def __getitem__(self, name: str) -> Any:
-        return _InertMetric()
-
-
 def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
     """A deep copy that can train stacked: metrics replaced, hooks checked.
 
@@ -138,12 +108,7 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
     if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         _refuse_unsupported(module, ignore_hooks)
     module = copy.deepcopy(module)
-    for parent in list(module.modules()):
-        for name, child in parent.named_children():
-            if isinstance(child, loaded("torchmetrics", "MetricCollection")):
-                setattr(parent, name, _InertCollection())
-            elif isinstance(child, loaded("torchmetrics", "Metric")):
-                setattr(parent, name, _InertMetric())
+    replace_metrics(module)
     return module
 
 
@@ -180,6 +145,9 @@ class Objective(nn.Module):
 
     Attributes:
         supervised: whether batches have to be `(input, target)`.
+        metrics: the calls of the module's metrics, which it may log.
+        reductions: of logged numbers over a client's steps, by name.
+        recorded: the tensors among the arguments of the last step's calls.
     """
 
     supervised = False
@@ -189,6 +157,9 @@ class Objective(nn.Module):
         self.module = module
         self.trainer = TrainerStandIn()
         self._logs: dict[str, Tensor] = {}
+        self.metrics = StepCalls(module)
+        self.reductions: dict[str, Reduction] = {}
+        self.recorded: list[Tensor] = []
         if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
             if loss is not None:
                 raise TypeError("Expected loss=None for a LightningModule, whose training_step returns the loss")
@@ -213,33 +184,71 @@ class Objective(nn.Module):
     def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""
         if weights is None:
-            return self._one(batch, index)
+            loss, logs, self.recorded = self._one(batch, index)
+            return loss, logs
 
-        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor]]:
+        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
             return self._one(tree.map(lambda leaf: leaf[None], row), index)
 
-        losses, logs = vmap(example, randomness="different")(batch)
+        losses, logs, recorded = vmap(example, randomness="different")(batch)
         weights = weights.to(losses.dtype)
+        self.recorded = self.metrics.of_rows(recorded, weights)
         # Padding is excluded, not only weighted by zero: a loss of inf on a padded row must not become NaN.
         average = lambda values: torch.where(weights > 0, weights * values, 0.0).sum()
         return average(losses), {name: average(value) for name, value in logs.items()}
 
-    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         self._logs = {}
+        self.metrics.begin()
         output = self._call(batch, index)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
         logs, self._logs = self._logs, {}
-        return loss.reshape(()), logs
+        return loss.reshape(()), logs, self.metrics.end()
 
-    def _log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+    def _log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        **options: Any,
+    ) -> None:
+        if self.metrics.log(name, value):
+            return
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
-        if isinstance(value, Tensor) and value.numel() == 1:
-            self._logs[name] = value.detach().reshape(())
+        if not isinstance(value, Tensor) or value.numel() != 1:
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+            raise TypeError(
+                f"Expected self.log({name!r}, …) of one number or a torchmetrics metric of the module, but got {got}"
+            )
+        reduction = Reduction(_reduction_named(name, reduce_fx), weighted=bool(on_epoch))
+        self._add_log(name, value, reduction)
+        if on_step and on_epoch:
+            self._add_log(f"{name}_step", value, Reduction("last"))
+            self._add_log(f"{name}_epoch", value, reduction)
 
-    def _log_dict(self, values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+    def _add_log(self, name: str, value: Tensor, reduction: Reduction) -> None:
+        self._logs[name], self.reductions[name] = value.detach().reshape(()), reduction
+
+    def _log_dict(self, values: Any, *args: Any, **kwargs: Any) -> None:
         for name, value in values.items():
-            self._log(name, value)
+            self._log(name, value, *args, **kwargs)
+
+
+def _reduction_named(name: str, reduce_fx: Any) -> str:
+    """Return mean, sum, min or max of what `self.log` calls `reduce_fx`."""
+    given = getattr(reduce_fx, "__name__", str(reduce_fx))
+    known = {"mean": "mean", "sum": "sum", "min": "min", "max": "max", "amin": "min", "amax": "max"}
+    if given not in known:
+        raise TypeError(
+            f"Expected reduce_fx of self.log({name!r}, …) to be mean, sum, min or max for stacked clients, but got "
+            f"{given}; use ft.lightning_fit, or log a torchmetrics metric"
+        )
+    return known[given]

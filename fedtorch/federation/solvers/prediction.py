@@ -13,12 +13,12 @@ from fedtorch import functional, tree
 from fedtorch.tree import Tree
 
 
-def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree], Tree]:
+def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True) -> Callable[[Tree, Tree], Tree]:
     """(tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.
 
     Args:
         module: called as `module(inputs)`, or as `module(**inputs)` with rows that are dicts of its arguments.
-        batched: False calls it client by client.
+        batched: returns whether it is called on all clients together; otherwise it is client by client.
     """
     template = copy.deepcopy(module).eval()
 
@@ -36,7 +36,7 @@ def predictor(module: nn.Module, batched: bool = True) -> Callable[[Tree, Tree],
         if first is not None and first.device != leaf.device:
             template.to(leaf.device)
         with torch.no_grad():
-            if batched and len(leaf):
+            if len(leaf) and batched():
                 return vmap(one, randomness="error")(tensors, inputs)
             count = max(len(leaf), 1)  # without clients, one of zeros tells the shape
             if not len(leaf):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,21 +17,23 @@ from fedtorch.federation.solvers.objective import Objective
 from fedtorch.module_randomness import KeyedRandomness, drawn, drawn_if_random
 from fedtorch.tree import Tree
 
-Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None]]
+# Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
+Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
 
 
 class StackedLoss:
-    """`(losses (K,), logs, new buffers, gradients)` of stacked tensors on a stacked batch.
+    """`(losses (K,), logs, new buffers, gradients, recorded)` of stacked tensors on a stacked batch.
 
     Args:
         objective: one client's loss.
         tensors: names of what is trained, in the order in which values come.
         buffers: names of buffers that are stacked too and may change.
-        batched: False evaluates client by client.
+        batched: False evaluates client by client; "auto" does so if `probe` finds that the module cannot run stacked.
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
         precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
 
     Attributes:
+        batched: whether clients are evaluated together.
         random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
             clients' keys.
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
@@ -44,11 +46,12 @@ class StackedLoss:
         objective: Objective,
         tensors: Sequence[str],
         buffers: Sequence[str],
-        batched: bool,
+        batched: bool | Literal["auto"],
         compile: bool = False,
         precision: str = "32",
     ) -> None:
-        self.objective, self.batched, self.compile, self.precision = objective, batched, compile, precision
+        self.objective, self.compile, self.precision = objective, compile, precision
+        self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.probed = False
         self.separable: bool | None = None
@@ -72,7 +75,7 @@ class StackedLoss:
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
     ) -> Gradients:
-        """(losses `(K,)`, logs `(K,)` each, new buffers, each client's gradient) of one step.
+        """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
 
         Args:
             tensors: what is trained, `(K, ...)`.
@@ -110,12 +113,12 @@ class StackedLoss:
             ):
                 losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
             gradients = _gradients(losses, trainable)
-        logged = len(self.told)
-        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[logged:])}
-        return losses.detach(), dict(zip(self.told, others)), new, gradients
+        logs, last = dict(zip(self.told, others)), len(others) - len(self.buffers)
+        new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
+        return losses.detach(), logs, new, gradients, others[len(logs) : last]
 
     def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
-        """(losses, logs, new buffers) of a flat list as that of `step`."""
+        """Return losses, logs, metrics' arguments and new buffers of a flat list as that of `step`."""
         first = len(self.tensors) + len(self.buffers)
         last = first + len(tree.leaves(rows))
 
@@ -123,7 +126,7 @@ class StackedLoss:
             client_rows = tree.refill(rows, flat[first:last])
             loss, logs, new = self.single(flat[:first], client_rows, flat[last] if len(flat) > last else None, index)
             self.told = list(logs)
-            return loss, *logs.values(), *new
+            return loss, *logs.values(), *self.objective.recorded, *new
 
         return tuple(functional.mapped(one, flat, randomness))
 
@@ -141,7 +144,7 @@ class StackedLoss:
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, every = random.fold_in(key, index).unbind(), [], []
+        keys, replies, every, recorded = random.fold_in(key, index).unbind(), [], [], []
         each = list(zip(*(value.detach().unbind() for value in values)))
         active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
         for k in active:
@@ -150,9 +153,11 @@ class StackedLoss:
             loss, logs, new, gradients = drawn(alone, keys[k]) if self.random else drawn_if_random(alone, keys[k])
             replies.append((loss.detach(), logs, new))
             every.append(gradients)
+            recorded.append(self.objective.recorded)
         losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
         gradients = [_spread(each, active, len(keys)) for each in zip(*every)]
-        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients
+        arguments = [dict(zip(active, each)) for each in zip(*recorded)]
+        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients, arguments
 
     def _alone(
         self, values: Sequence[Tensor], rows: Tree, index: int
@@ -164,37 +169,6 @@ class StackedLoss:
             with self._cast(values[0].device):
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             return loss, logs, new, _gradients(loss, trained)
-
-
-class Seen:
-    """Records values of all clients in each step, and averages them over each client's own steps.
-
-    Args:
-        total: `(K,)` steps of each client.
-        everywhere: the number of steps, if it is known to be that of all clients.
-    """
-
-    def __init__(self, total: Tensor, everywhere: int | None = None) -> None:
-        self.total, self.everywhere = total, everywhere
-        self.values: dict[str, list[tuple[int, Tensor]]] = {}
-
-    def add(self, step: int, values: dict[str, Tensor]) -> None:
-        """Take in one step."""
-        for name, value in values.items():
-            self.values.setdefault(name, []).append((step, value.detach()))
-
-    def means(self) -> dict[str, Tensor]:
-        """`(K,)` each; NaN for what a client has not told."""
-        means = {}
-        for name, seen in self.values.items():
-            values = torch.stack([value for _, value in seen])
-            if len(values) == self.everywhere:
-                means[name] = values.sum(0) / len(values)
-                continue
-            active = torch.tensor([step for step, _ in seen])[:, None] < self.total
-            active = active.to(values.device)
-            means[name] = torch.where(active, values, 0.0).sum(0) / active.sum(0)
-        return means
 
 
 @contextmanager

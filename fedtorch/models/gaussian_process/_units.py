@@ -113,12 +113,12 @@ class UnitModel(gpytorch.Module):
 
     def log_prior(self, units: bool) -> Tensor:
         """Return log-density of the priors of the units' parameters `(*b,)`, or of the shared ones `()`."""
-        total = self.kernel.weight.new_zeros(())
+        total, own = self.kernel.weight.new_zeros(()), set(self.unit_names)
         for name, module, prior, closure, _ in self.named_priors():
             parameter = name.removesuffix("_prior")
             path, _, last = parameter.rpartition(".")
             names = {parameter, f"{path}.raw_{last}".removeprefix(".")}
-            mine = name.startswith(self._unit_parts) or not names.isdisjoint(self.unit_names)
+            mine = name.startswith(self._unit_parts) or not names.isdisjoint(own)
             if mine == units:
                 value = closure(module)
                 density = prior.log_prob(value)

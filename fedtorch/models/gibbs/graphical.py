@@ -10,8 +10,8 @@ hierarchy of `sparse`, run side by side: the response is a batch axis after the 
 `(K, C, p, ...)` and global ones `(C, p, ...)`. A site's rows are used once, for one Gram matrix and one triangular
 factor; each regression reads its part of them.
 
-What comes out is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric;
-`union` and `intersection` make it so, and `edges` are those found at a given false discovery rate.
+What comes out is a matrix of inclusion probabilities, row j of which is the regression of j. It is not symmetric:
+`edges`, those found at a given false discovery rate, takes the larger or the smaller of an edge's two probabilities.
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.3; Meinshausen and
 Bühlmann, "High-dimensional graphs and variable selection with the lasso", Annals of Statistics 34, 2006.
@@ -20,7 +20,7 @@ Bühlmann, "High-dimensional graphs and variable selection with the lasso", Anna
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from fedtorch.models.linear import SufficientStatistics
 from fedtorch.models.rows import client_by_client, refuse, variable_rows
 from fedtorch.tree import Tree
 
-__all__ = ["arrows", "edges", "every_response", "intersection", "neighbourhoods", "square", "start", "union"]
+__all__ = ["edges", "every_response", "neighbourhoods", "square", "start"]
 
 
 class _Fields(NamedTuple):
@@ -94,7 +94,7 @@ def neighbourhoods(
         >>> sampler = ft.Sampler(burn_in=5)
         >>> run = ft.run(algorithm, ft.InProcess(data), graphical.start(3), rounds=20, record=sampler)
         >>> inclusion = graphical.square(sampler.mean()["prior.included"])
-        >>> graphical.edges(graphical.union(inclusion), 0.1).nonzero().tolist()
+        >>> graphical.edges(inclusion, 0.1, torch.maximum).nonzero().tolist()
         [[0, 1], [1, 0]]
     """
     regression = sparse.regression(deviation=deviation, noise_shape=noise_shape, interweave=interweave)
@@ -164,63 +164,35 @@ def by_response(values: Tensor) -> Tensor:
     return values.unflatten(-1, (variables(values.shape[-1]), -1))
 
 
-def union(inclusion: Tensor) -> Tensor:
-    """Symmetrise by the "or" rule: an edge if either regression includes it, the larger probability, `(..., p, p)`."""
-    return torch.maximum(inclusion, inclusion.mT)
-
-
-def intersection(inclusion: Tensor) -> Tensor:
-    """Symmetrise by the "and" rule: an edge if both regressions include it, the smaller probability, `(..., p, p)`.
-
-    >>> import torch
-    >>> intersection(torch.tensor([[0.0, 0.9], [0.4, 0.0]]))
-    tensor([[0.0000, 0.4000], [0.4000, 0.0000]])
-    """
-    return torch.minimum(inclusion, inclusion.mT)
-
-
-def edges(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
+def edges(inclusion: Tensor, fdr: float = 0.05, rule: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """Return the edges to report: of them an expected share of at most `fdr` are none (`device_posterior.discoveries`).
-
-    Args:
-        inclusion: probabilities of undirected edges, `(p, p)`, by `union` or `intersection`.
-        fdr: the false discovery rate, between 0 and 1.
-
-    Returns:
-        bool, `(p, p)`, symmetric.
-
-    Raises:
-        ValueError: a matrix that is not symmetric, or a rate out of range.
-    """
-    if not torch.equal(inclusion, inclusion.mT):
-        raise ValueError("Expected a symmetric matrix of probabilities, but got another; use union or intersection")
-    above = torch.ones_like(inclusion, dtype=torch.bool).triu(1)
-    found = torch.zeros_like(above)
-    found[above] = discoveries(1 - inclusion[above], fdr)
-    return found | found.mT
-
-
-def arrows(inclusion: Tensor, fdr: float = 0.05) -> Tensor:
-    """Return the arrows of a directed graph to report, or the regressions' covariates: `edges` without symmetry.
 
     Args:
         inclusion: probabilities `(p, p)`; the diagonal is not read.
         fdr: the false discovery rate, between 0 and 1.
+        rule: how the two probabilities of an undirected edge become one: `torch.maximum`, the "or" rule, by which it is
+            one if either regression includes it, or `torch.minimum`, "and"; None for the arrows of a directed graph, or
+            the covariates of each regression.
 
     Returns:
-        bool, `(p, p)`.
+        bool, `(p, p)`; symmetric with a rule.
 
     Raises:
         ValueError: a rate out of range.
 
     >>> import torch
-    >>> arrows(torch.tensor([[0.0, 0.2], [0.97, 0.0]]), fdr=0.05)  # 0 acts on 1
+    >>> inclusion = torch.tensor([[0.0, 0.2], [0.97, 0.0]])
+    >>> edges(inclusion, fdr=0.05)  # 0 acts on 1
     tensor([[False, False], [ True, False]])
+    >>> edges(inclusion, 0.05, torch.maximum).any(), edges(inclusion, 0.05, torch.minimum).any()
+    (tensor(True), tensor(False))
     """
-    off = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
-    found = torch.zeros_like(off)
-    found[off] = discoveries(1 - inclusion[off], fdr)
-    return found
+    read = ~torch.eye(len(inclusion), dtype=torch.bool, device=inclusion.device)
+    if rule is not None:
+        read, inclusion = read.triu(), rule(inclusion, inclusion.mT)
+    reported = torch.zeros_like(read)
+    reported[read] = discoveries(1 - inclusion[read], fdr)
+    return reported if rule is None else reported | reported.mT
 
 
 def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = None) -> _Fields:

@@ -1,7 +1,7 @@
 from .chebyshev import chebyshev as chebyshev
 from .conjugate_gradient import conjugate_gradient as conjugate_gradient
 from .direct import direct as direct
-from .fedgd import fedgd as fedgd, safe_rate as safe_rate
+from .fedgd import fedgd as fedgd
 from .fedrelax import fedrelax as fedrelax
 from .penalties import norm1 as norm1, squared as squared
 from .problem import LinearProblem as LinearProblem, linear_problem as linear_problem

@@ -34,7 +34,7 @@ class EdgeProblem:
         self._sizes = 2 * (problem.cross * self._unit).norm(), 2 * rows.max()
 
     def differences(self, w: Tensor) -> Tensor:
-        """w_i − w_j of every edge, `(E, d)`."""
+        """Return w_i − w_j of every edge, `(E, d)`."""
         return w[self.first] - w[self.second]
 
     def gathered(self, first: Tensor, second: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class EdgeProblem:
         return total.index_add_(0, self.second, second)
 
     def proximal(self, weight: Tensor) -> Callable[[Tensor], Tensor]:
-        """centre -> argmin L_i(w) + weight_i/2 ‖w‖² − ⟨centre_i, w⟩ of every node, the one of least norm."""
+        """Return centre -> argmin L_i(w) + weight_i/2 ‖w‖² − ⟨centre_i, w⟩ of every node, the one of least norm."""
         eye = torch.eye(self.problem.cross.shape[1]).to(self.problem.gram)
         inverse = linalg.pseudo_inverse(2 * self.problem.gram + weight[:, None, None] * eye)
         return lambda centre: torch.bmm(inverse, (2 * self.problem.cross + centre).unsqueeze(2)).squeeze(2)
@@ -69,7 +69,7 @@ class EdgeProblem:
         return max(float(stationary), float(feasible / size.clamp(min=tiny)))
 
     def solution(self, monitor: Monitor, w: Tensor, dual: Tensor, s: Tensor, scope: Scope) -> Solution:
-        """The result, with parameters made equal where an edge's difference `s` `(E, d)` is exactly zero."""
+        """Return the result, with parameters made equal where an edge's difference `s` `(E, d)` is exactly zero."""
         tied = s == 0
         w = w.clone()
         for c in range(w.shape[1]):

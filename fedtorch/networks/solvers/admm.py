@@ -44,7 +44,7 @@ def admm(
     tolerance: float = 1e-8,
     watch: Watch | None = None,
 ) -> Solution:
-    """ADMM (local), for any penalty; parameters tie exactly where the penalty makes them.
+    """Solve by ADMM (local), for any penalty; parameters tie exactly where the penalty makes them.
 
     Args:
         problem: losses, network and α.

@@ -47,7 +47,7 @@ def chebyshev(
     start: Tensor | None = None,
     watch: Watch | None = None,
 ) -> Solution:
-    """Chebyshev iteration (local after its Lanczos rounds): the quick solver for a network without a server.
+    """Solve by Chebyshev iteration (local after its Lanczos rounds), quick for a network without a server.
 
     Returns the solution of least norm: where there are several, nodes of a component average once at the end.
 
@@ -107,7 +107,7 @@ def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bo
 
 
 def _rayleigh_quotient(state: ConjugateGradients, monitor: Monitor) -> float:
-    """z'Qz / z'Pz at z = P⁻¹r, which is not below the smallest eigenvalue; a round of messages and two sums."""
+    """Return z'Qz / z'Pz at z = P⁻¹r, which is not below the smallest eigenvalue; a round of messages and two sums."""
     z = state.precondition(state.residual)
     monitor.rounds += 1
     monitor.sums += 2

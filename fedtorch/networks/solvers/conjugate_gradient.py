@@ -36,7 +36,7 @@ def conjugate_gradient(
     start: Tensor | None = None,
     watch: Watch | None = None,
 ) -> Solution:
-    """Preconditioned conjugate gradients (reference): fewest rounds, four sums over the network in each.
+    """Solve by preconditioned conjugate gradients (reference): fewest rounds, four sums over the network in each.
 
     Returns the solution of least norm. See `fedgd` for the arguments; optimality is known in every round.
     """
@@ -73,11 +73,11 @@ class ConjugateGradients:
         monitor.smallest = self.smallest_eigenvalue
 
     def precondition(self, r: Tensor) -> Tensor:
-        """Each node's block solved for its residual."""
+        """Solve each node's block for its residual."""
         return torch.bmm(self.problem.inverse_blocks, r.unsqueeze(2)).squeeze(2)
 
     def step(self) -> bool:
-        """One round; whether it was the last."""
+        """Take one round; return whether it was the last."""
         image = self.problem.product(self._direction)
         curvature = self._dot(self._direction, image)
         if not bool((self._size > 0) & (curvature > 0)):  # nothing is left in this precision, or never was

@@ -26,7 +26,7 @@ from fedtorch.networks.solvers.solution import Reason, Solution, within
 
 
 def direct(problem: LinearProblem, *, tolerance: float = 1e-10) -> Solution:
-    """The solution of least norm by sparse LU in float64 (reference); what the others are compared with.
+    """Find the solution of least norm by sparse LU in float64 (reference); the others are compared with it.
 
     Every node sends its Q_i and b_i to one place and gets w_i back, which is counted as one round.
 

@@ -6,7 +6,7 @@ Source: Jung, "Federated learning: from theory to practice", Algorithm 5.1 and e
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.networks.solvers import linear_problem
->>> from fedtorch.networks.solvers.fedgd import fedgd, gradient_step, safe_rate
+>>> from fedtorch.networks.solvers.fedgd import fedgd, gradient_step
 >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.full((2,), y)) for y in (0.0, 3.0)])
 >>> problem = linear_problem(data, ft.Network([[0, 1]]), alpha=1.0)
 >>> fedgd(problem).parameters.flatten().round(decimals=6)
@@ -14,7 +14,7 @@ tensor([1., 2.], dtype=torch.float64)
 >>> step, w = gradient_step(problem, rate=0.25), torch.tensor([[0.0], [2.0]]).double()
 >>> step(w, torch.empty_like(w)).flatten()  # w + 0.5 (0 − 0 + 2, 3 − 2 − 2)
 tensor([1.0000, 1.5000], dtype=torch.float64)
->>> round(safe_rate(problem), 4)  # 0.95 / (1 + 2)
+>>> round(problem.safe_rate, 4)  # 0.95 / (1 + 2)
 0.3167
 """
 
@@ -40,13 +40,13 @@ def fedgd(
     start: Tensor | None = None,
     watch: Watch | None = None,
 ) -> Solution:
-    """FedGD (local): gradient descent by messages between neighbours. For teaching; `chebyshev` needs fewer rounds.
+    """Solve by FedGD (local), gradient descent by messages between neighbours; `chebyshev` needs fewer rounds.
 
     From a start of zero it converges to the solution of least norm, from another to the nearest one.
 
     Args:
         problem: squared penalty.
-        rate: learning rate η, below 1/λ_max(Q); default: `safe_rate`.
+        rate: learning rate η, below 1/λ_max(Q); default: `problem.safe_rate`.
         rounds: at most so many.
         tolerance: of `LinearProblem.optimality`, which is checked every 20 rounds; 0 takes all rounds.
         start: `(n, d)`; default: zeros.
@@ -55,7 +55,7 @@ def fedgd(
     Raises:
         ValueError: a rate that is not positive, or a start of the wrong shape.
     """
-    rate = safe_rate(problem) if rate is None else rate
+    rate = problem.safe_rate if rate is None else rate
     if not rate > 0:
         raise ValueError(f"Expected a positive rate, but got {rate}")
     monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
@@ -73,7 +73,7 @@ def fedgd(
 
 
 def gradient_step(problem: LinearProblem, rate: float) -> Callable[[Tensor, Tensor], Tensor]:
-    """(w, out) -> out: one round into a buffer, in three passes: own part, neighbours, Gram matrices."""
+    """Return (w, out) -> out: one round into a buffer, in three passes: own part, neighbours, Gram matrices."""
     keep = (1 - 2 * rate * problem.alpha * problem.degrees)[:, None]
     shift = 2 * rate * problem.cross
     adjacency, gram = problem.adjacency, problem.gram
@@ -85,14 +85,3 @@ def gradient_step(problem: LinearProblem, rate: float) -> Callable[[Tensor, Tens
         return out
 
     return step
-
-
-def safe_rate(problem: LinearProblem) -> float:
-    """A learning rate at which FedGD converges, 0.95 / max_i (λ_max(Q_i) + 2αd_i).
-
-    Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; for λ_max(Q_i) stands
-    its largest sum of absolute values in a row, which is not below it. Nodes agree on the maximum once.
-    """
-    largest = problem.gram.abs().sum(2).amax(1)
-    bound = float((largest + 2 * problem.alpha * problem.degrees).max())
-    return 0.95 / bound if bound > 0 else 1.0

@@ -20,7 +20,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fedtorch import linalg
 from fedtorch.networks.solvers.problem import LinearProblem
 from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
 
@@ -35,17 +34,17 @@ def fedrelax(
     start: Tensor | None = None,
     watch: Watch | None = None,
 ) -> Solution:
-    """FedRelax (local): block-coordinate minimisation, without a learning rate; see `fedgd` for the arguments.
+    """Solve by FedRelax (local), block-coordinate minimisation without a learning rate; see `fedgd` for the arguments.
 
     Where there are several solutions the one of least norm is returned: nodes of a component then average once.
     """
     monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
-    inverse, adjacency = linalg.pseudo_inverse(problem.blocks), problem.adjacency
+    inverse, adjacency = problem.inverse_blocks, problem.adjacency
     w = start_at(problem, start)
-    heard = torch.empty_like(w)
+    right = torch.empty_like(w)
     while True:
-        torch.addmm(problem.cross, adjacency, w, alpha=problem.alpha, out=heard)
-        new = torch.bmm(inverse, heard.unsqueeze(2)).squeeze(2)
+        torch.addmm(problem.cross, adjacency, w, alpha=problem.alpha, out=right)
+        new = torch.bmm(inverse, right.unsqueeze(2)).squeeze(2)
         stop = monitor.tell(new)
         if (stop or monitor.due()) and monitor.small(torch.bmm(problem.blocks, (new - w).unsqueeze(2)).squeeze(2), w):
             stop = True

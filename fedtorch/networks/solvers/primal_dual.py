@@ -41,7 +41,7 @@ def primal_dual(
     tolerance: float = 1e-8,
     watch: Watch | None = None,
 ) -> Solution:
-    """Primal–dual steps (local), for any penalty; parameters tie exactly where the penalty makes them.
+    """Solve by primal–dual steps (local), for any penalty; parameters tie exactly where the penalty makes them.
 
     Args:
         problem: losses, network and α.

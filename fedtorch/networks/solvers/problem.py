@@ -71,34 +71,45 @@ class LinearProblem:
 
     @property
     def gram(self) -> Tensor:
-        """Q_i, `(n, d, d)`."""
+        """Return Q_i, `(n, d, d)`."""
         return self.statistics.gram
 
     @property
     def cross(self) -> Tensor:
-        """b_i, `(n, d)`."""
+        """Return b_i, `(n, d)`."""
         return self.statistics.cross
 
     @cached_property
     def adjacency(self) -> Tensor:
-        """A as sparse CSR `(n, n)`."""
+        """Return A as sparse CSR `(n, n)`."""
         return self.network.adjacency(self.cross.dtype, self.cross.device)
 
     @cached_property
     def degrees(self) -> Tensor:
-        """d_i, `(n,)`."""
+        """Return d_i, `(n,)`."""
         return self.network.degrees.to(self.cross)
 
     @cached_property
     def blocks(self) -> Tensor:
-        """The diagonal blocks of Q, Q_i + αd_i I, `(n, d, d)`."""
+        """Return the diagonal blocks of Q, Q_i + αd_i I, `(n, d, d)`."""
         eye = torch.eye(self.cross.shape[1], dtype=self.cross.dtype, device=self.cross.device)
         return torch.addcmul(self.gram, self.degrees[:, None, None], eye, value=self.alpha)
 
     @cached_property
     def inverse_blocks(self) -> Tensor:
-        """P⁻¹, the pseudo-inverses of `blocks`, `(n, d, d)`."""
+        """Return P⁻¹, the pseudo-inverses of `blocks`, `(n, d, d)`."""
         return linalg.pseudo_inverse(self.blocks)
+
+    @cached_property
+    def safe_rate(self) -> float:
+        """Return a learning rate at which `fedgd` converges, 0.95 / max_i (λ_max(Q_i) + 2αd_i).
+
+        Node by node, a sharper form of the bound (5.5), λ_max(Q) ≤ max_i λ_max(Q_i) + 2α max_i d_i; for λ_max(Q_i)
+        stands its largest sum of absolute values in a row, which is not below it. Nodes agree on the maximum once.
+        """
+        largest = self.gram.abs().sum(2).amax(1)
+        bound = float((largest + 2 * self.alpha * self.degrees).max())
+        return 0.95 / bound if bound > 0 else 1.0
 
     @property
     def round_bytes(self) -> int:
@@ -106,30 +117,30 @@ class LinearProblem:
         return 2 * len(self.network.edges) * self.cross.shape[1] * self.cross.element_size()
 
     def product(self, w: Tensor, out: Tensor | None = None) -> Tensor:
-        """Q w for `w` `(n, d)`, into `out` if given: one round of messages."""
+        """Return Q w for `w` `(n, d)`, into `out` if given: one round of messages."""
         out = torch.mul(w, self.alpha * self.degrees[:, None], out=out)
         torch.addmm(out, self.adjacency, w, alpha=-self.alpha, out=out)
         return out.unsqueeze(2).baddbmm_(self.gram, w.unsqueeze(2)).squeeze(2)
 
     @cached_property
     def scale(self) -> Tensor:
-        """The diagonal of S, `(n, d)`: powers of two with which SQS has a diagonal between a half and two."""
+        """Return the diagonal of S, `(n, d)`: powers of two with which SQS has a diagonal between a half and two."""
         return linalg.unit_scale(self.blocks.diagonal(dim1=1, dim2=2))
 
     @cached_property
     def _sizes(self) -> tuple[Tensor, Tensor]:
-        """‖Sb‖ and ‖SQS‖, the largest sum of absolute values in a row."""
+        """Return ‖Sb‖ and ‖SQS‖, the largest sum of absolute values in a row."""
         size = 1 / self.scale
-        own = torch.bmm(self.blocks.abs(), self.scale.unsqueeze(2)).squeeze(2)
-        rows = torch.addmm(own, self.adjacency, self.scale, alpha=self.alpha) / size
+        diagonal = torch.bmm(self.blocks.abs(), self.scale.unsqueeze(2)).squeeze(2)
+        rows = torch.addmm(diagonal, self.adjacency, self.scale, alpha=self.alpha) / size
         return (self.cross / size).norm(), rows.max()
 
     def residual_size(self, residual: Tensor) -> float:
-        """‖S(b − Qw)‖ of a residual b − Q w, `(n, d)`."""
+        """Return ‖S(b − Qw)‖ of a residual b − Q w, `(n, d)`."""
         return float((self.scale * residual).norm())
 
     def size(self, w: Tensor) -> float:
-        """‖Sb‖ + ‖SQS‖ ‖S⁻¹w‖, the size of the numbers in Q w = b at `w` `(n, d)`."""
+        """Return ‖Sb‖ + ‖SQS‖ ‖S⁻¹w‖, the size of the numbers in Q w = b at `w` `(n, d)`."""
         right, matrix = self._sizes
         return float((right + matrix * (w / self.scale).norm()).clamp(min=torch.finfo(w.dtype).tiny))
 
@@ -139,7 +150,7 @@ class LinearProblem:
 
     @cached_property
     def pooled_eigenvalue(self) -> float:
-        """The smallest v'Qv / v'Pv, P the `blocks`, of v that all nodes of a component share; 1 without coupling.
+        """Return the smallest v'Qv / v'Pv, P the `blocks`, of v that all nodes of a component share; 1 uncoupled.
 
         P⁻¹Q has no larger smallest eigenvalue, and at a strong coupling hardly a smaller one.
         """
@@ -169,7 +180,7 @@ class LinearProblem:
         return float(far / near) / min(smallest, self.pooled_eigenvalue) if bool(far > 0) else 0.0
 
     def objective(self, w: Tensor, penalty: Penalty = squared) -> float:
-        """f at `w` `(n, d)`."""
+        """Return f at `w` `(n, d)`."""
         loss = (
             self.statistics.power.sum() + (w * (torch.bmm(self.gram, w.unsqueeze(2)).squeeze(2) - 2 * self.cross)).sum()
         )
@@ -179,7 +190,7 @@ class LinearProblem:
 
     @cached_property
     def null_space(self) -> tuple[Tensor, Tensor]:
-        """Directions along which f does not change: components `(Z,)` and orthonormal vectors v `(Z, d)` of each.
+        """Return directions along which f does not change: components `(Z,)` and orthonormal v `(Z, d)` of each.
 
         They are w_i = v for all nodes i of a component, see `components`. Warns of features that depend on each other.
         """
@@ -192,7 +203,7 @@ class LinearProblem:
         return component, parts.null().mT[component, which]
 
     def minimum_norm(self, w: Tensor) -> Tensor:
-        """`w` without its part along which f does not change: a minimiser becomes the one of least norm."""
+        """Return `w` without its part along which f does not change: a minimiser becomes the one of least norm."""
         component, vectors = self.null_space
         if not len(component):
             return w
@@ -204,19 +215,19 @@ class LinearProblem:
 
     @cached_property
     def components(self) -> Components:
-        """Those of the network; where α is zero every node is one of its own."""
+        """Return the components of the network; where α is zero every node is one of its own."""
         if self.alpha == 0:
             return Components(torch.arange(self.network.nodes, device=self.cross.device), self.network.nodes)
         labels, count = self.network.components
         return Components(labels.to(self.cross.device), count)
 
     def matrix(self) -> csr_matrix:
-        """Q (3.24) as a SciPy CSR matrix of float64, `(n d, n d)`, d consecutive rows a node."""
+        """Return Q (3.24) as a SciPy CSR matrix of float64, `(n d, n d)`, d consecutive rows a node."""
         from scipy.sparse import bsr_matrix, identity, kron
 
         n, d = self.cross.shape
-        own = self.gram.detach().double().cpu().numpy()
-        blocks = bsr_matrix((own, range(n), range(n + 1)), shape=(n * d, n * d))
+        gram = self.gram.detach().double().cpu().numpy()
+        blocks = bsr_matrix((gram, range(n), range(n + 1)), shape=(n * d, n * d))
         return (blocks + self.alpha * kron(self.network.scipy_laplacian, identity(d))).tocsr()
 
 
@@ -228,7 +239,7 @@ def linear_problem(
     dtype: torch.dtype = torch.float64,
     unlabelled: bool = False,
 ) -> LinearProblem:
-    """The problem of data whose rows are (x `(d,)`, y `()` or `(1,)`), without intercept.
+    """Return the problem of data whose rows are (x `(d,)`, y `()` or `(1,)`), without intercept.
 
     Args:
         data: a client per node, in the order of the network's nodes.

@@ -33,7 +33,7 @@ def proximal_averaging(
     tolerance: float = 1e-12,
     watch: Watch | None = None,
 ) -> Solution:
-    """Algorithm 5.3 (reference, because a server averages): one model for all nodes, biased.
+    """Solve by Algorithm 5.3 (reference, because a server averages): one model for all nodes, biased.
 
     `optimality` is ‖U Σ(b_i − Q_i w)‖ relative to ‖U Σ b_i‖ + ‖U ΣQ_i U‖ ‖U⁻¹w‖, U bringing the features to one size,
     which stays above zero: that is the bias. `converged` says that the parameters have come to rest.
@@ -57,8 +57,8 @@ def proximal_averaging(
     w = torch.zeros_like(problem.cross[0])
     reason: Reason = "rounds"
     for done in range(1, rounds + 1):
-        own = torch.cholesky_solve((problem.cross + w / rate).unsqueeze(2), factor).squeeze(2)
-        new = own.mean(0)
+        local = torch.cholesky_solve((problem.cross + w / rate).unsqueeze(2), factor).squeeze(2)
+        new = local.mean(0)
         still = float(((new - w) / unit).norm()) <= tolerance * float((new / unit).norm())
         w = new
         if still or (watch is not None and watch(done, w.expand(n, d))):

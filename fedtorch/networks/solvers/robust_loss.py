@@ -47,7 +47,7 @@ def robust_loss(
     tolerance: float = 1e-8,
     watch: Watch | None = None,
 ) -> Solution:
-    """GTV minimisation with a robust loss (local: a node hears its neighbours and looks at its own rows).
+    """Minimise GTV with a robust loss (local: a node hears its neighbours and looks at its own rows).
 
     Args:
         data: rows (x `(d,)`, y `()`), a client per node.
@@ -103,7 +103,7 @@ def robust_loss(
 
 
 def _factorised(edges: EdgeProblem, kappa: float) -> tuple[float, Tensor]:
-    """The strength ρ of the edges' constraints beside κ of the rows', and the inverses of the nodes' systems."""
+    """Return the strength ρ of the edges' constraints beside κ of the rows', and the inverses of the nodes' systems."""
     gram = edges.problem.gram
     rho = edges.scale * kappa / 2  # a loss has the curvature κQ_i where that of least squares has 2Q_i
     eye = torch.eye(gram.shape[1], dtype=gram.dtype, device=gram.device)
@@ -111,7 +111,7 @@ def _factorised(edges: EdgeProblem, kappa: float) -> tuple[float, Tensor]:
 
 
 def _balance(rows: _Rows, kappa: float, gap: Tensor, step: Tensor, slope: Tensor) -> float:
-    """The factor of κ that balances what the copies are off with how far they moved (Boyd et al., section 3.4.1)."""
+    """Return the factor of κ that balances the copies' error with their movement (Boyd et al., section 3.4.1)."""
     tiny = torch.finfo(gap.dtype).tiny
     primal = gap.norm() / rows.y.norm().clamp(min=tiny)
     dual = kappa * rows.gathered(step).norm() / rows.gathered(slope.abs() + slope.abs().mean()).norm().clamp(min=tiny)
@@ -132,17 +132,17 @@ class _Rows:
         self.shape = (len(counts), x.shape[2])
 
     def residuals(self, w: Tensor) -> Tensor:
-        """y − x'w_i, `(R,)`."""
+        """Return y − x'w_i, `(R,)`."""
         return self.y - (self.x * w[self.node]).sum(1)
 
     def gathered(self, values: Tensor) -> Tensor:
-        """X'values / m_i of every node, `(n, d)`."""
+        """Return X'values / m_i of every node, `(n, d)`."""
         zeros = torch.zeros(self.shape, dtype=torch.float64, device=self.x.device)
         return zeros.index_add_(0, self.node, self.x * (self.share * values)[:, None])
 
 
 def _optimality(edges: EdgeProblem, rows: _Rows, loss: Penalty, w: Tensor, slope: Tensor, dual: Tensor) -> float:
-    """The largest relative residual of: no force on any node, slopes that are the loss's, duals that are the penalty's.
+    """Return the largest relative residual of the forces on nodes, the loss's slopes and the penalty's duals.
 
     Args:
         edges, rows, loss: the problem.

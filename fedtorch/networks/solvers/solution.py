@@ -120,10 +120,10 @@ class Monitor:
 
     def small(self, residual: Tensor, w: Tensor) -> bool:
         """Take the residual b − Q w at `w`, two sums over the network; whether to stop because of it."""
-        found = self.problem.residual_size(residual)
-        if self.due() or self._within(found / self._size):
+        size = self.problem.residual_size(residual)
+        if self.due() or self._within(size / self._size):
             self._size = self.problem.size(w)
-        return self.check(found / self._size, w, lambda: self.problem.error(residual, w, self.smallest()))
+        return self.check(size / self._size, w, lambda: self.problem.error(residual, w, self.smallest()))
 
     def check(self, optimality: float, w: Tensor, error: Callable[[], float] = lambda: 0.0) -> bool:
         """Take the optimality of `w`, two sums over the network, and keep the best; whether to stop because of it.
@@ -171,7 +171,7 @@ class Monitor:
         optimality: Callable[[Tensor], float] | None = None,
         clusters: Tensor | None = None,
     ) -> Solution:
-        """The result with everything that has been counted: `w`, or the best that was checked, if `w` is worse.
+        """Return the result with everything that has been counted: `w`, or the best that was checked, if `w` is worse.
 
         Args:
             w: `(n, d)`, where the solver is.
@@ -184,25 +184,25 @@ class Monitor:
         squared = optimality is None
         optimality = optimality or self.problem.optimality
         w = finish(w)
-        found = optimality(w)
-        if not found <= self.least:
+        reached = optimality(w)
+        if not reached <= self.least:
             other = torch.zeros_like(w) if self.best is None else finish(self.best)
             value = optimality(other)
-            if not found <= value:
-                w, found, clusters = other, value, None
+            if not reached <= value:
+                w, reached, clusters = other, value, None
         residual = self.problem.cross - self.problem.product(w)
         error = self.problem.error(residual, w, self.smallest()) if squared else None
-        reason, small = self.reason, within(found, self.tolerance, w)
+        reason, small = self.reason, within(reached, self.tolerance, w)
         if small and self._certain(error or 0.0):
             reason = "converged"
         elif reason not in ("rounds", "watch"):  # a residual carried on from round to round is not always the true one
             reason = "ill-conditioned" if small else "breakdown"
         cost = self.rounds, self.sums, self.rounds * self.problem.round_bytes
-        return Solution(w, found, reason, *cost, scope, clusters, error)
+        return Solution(w, reached, reason, *cost, scope, clusters, error)
 
 
 def start_at(problem: LinearProblem, start: Tensor | None) -> Tensor:
-    """A copy of `start`, or zeros.
+    """Return a copy of `start`, or zeros.
 
     Raises:
         ValueError: a start of another shape than the parameters.

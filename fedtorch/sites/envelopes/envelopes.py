@@ -27,7 +27,7 @@ _FROM = "from "  # what an envelope's name begins with when it is passed on
 
 
 class Envelopes:
-    """The server's: the last envelopes of every site that it has committed.
+    """Ask sites for envelopes, as the server, and pass on the last ones of every site that it has committed.
 
     Args:
         request: (site, number of the request) -> a request for envelopes.

@@ -20,7 +20,7 @@ Wait = Callable[[Iterable[str], Callable[[str, Frame], Any]], Receive]  # (sites
 
 
 class Keyring:
-    """The server's: what sites have announced.
+    """Ask sites for their keys, as the server, and pass on what they announce.
 
     Args:
         roster: as the authority has signed it.

@@ -85,7 +85,7 @@ class SumLost(RuntimeError):
 
 
 class Sums:
-    """The server's: adds up what sites have under masks, and knows who is left out of later sums.
+    """Add up what sites have under masks, as the server, and leave out of later sums who has ended one.
 
     Args:
         masks: of the population.
@@ -166,7 +166,7 @@ class Sums:
 
 
 class _Phases:
-    """Takes the steps of the server's half of a sum, whose first messages have come as answers to a round.
+    """Take the steps of the server's half of a sum, whose first messages have come as answers to a round.
 
     Args:
         sums: of the server.

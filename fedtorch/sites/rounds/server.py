@@ -39,7 +39,7 @@ _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
 class Answer(NamedTuple):
-    """A site's part of a round."""
+    """Hold a site's part of a round."""
 
     ids: Tensor  # (M,) of its clients that answered
     info: dict[str, Tensor]  # (M,) each
@@ -48,7 +48,7 @@ class Answer(NamedTuple):
 
 
 class ServerSession:
-    """The server's part in a run.
+    """Ask sites for what a run needs, as the server of it.
 
     Args:
         plan: of the population.
@@ -85,7 +85,7 @@ class ServerSession:
         self.saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
 
     def _hide(self) -> tuple[Keyring | None, Sums | None, Envelopes | None]:
-        """What passes on what the server may not read, if the run has such messages."""
+        """Make what passes on messages that the server may not read, if the run has some."""
         plan, carry = self.plan, self.plan.carry
         carry.check(len(plan.names))
         if not self.hidden:
@@ -153,7 +153,7 @@ class ServerSession:
         )
 
     def _meet(self, answers: dict[str, Answer], wanted: Asked) -> Half:
-        """(the aggregate, the answers that are in it)."""
+        """Return (the aggregate, the answers that are in it)."""
         found = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
         exchange = self.algorithm.exchange
         if not found:
@@ -177,7 +177,7 @@ class ServerSession:
             )
 
     def _asked_of(self, sites: Iterable[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
-        """The clients of some sites that were asked, but for those whose messages are lost in any case."""
+        """Return the clients of some sites that were asked, but for those whose messages are lost in any case."""
         ids = torch.cat([_NOBODY, *(self.of_site(site, cohort) for site in sites)])
         return ids if lost is None else ids[~torch.isin(ids, lost)]
 
@@ -232,7 +232,7 @@ class ServerSession:
                 raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(weight.sum()))
 
     def _partial(self, count: int) -> Tree:
-        """A partial aggregate of so many clients, as it looks; sums look alike of any number."""
+        """Return a partial aggregate of so many clients, as it looks; sums look alike of any number."""
         exchange = self.algorithm.exchange
         if exchange.additive and self._shape is not None:
             return self._shape
@@ -261,7 +261,7 @@ class ServerSession:
     def request(
         self, kind: str, site: str, number: int, heard: frames.Inboxes | None = None, more: Tree = None, **about: Any
     ) -> Send:
-        """A request of this number to a site: inboxes of its clients, tensors beside them, and what is passed on."""
+        """Make a request of this number to a site: its clients' inboxes, tensors beside them, and what is passed on."""
         index = self.plan.sites.names.index(site)
         keep = sorted({saved[index] for saved in self.saved})
         about = {**about, "run": self.run, "sequence": number, "kept": self.kept[index], "keep": keep}
@@ -274,7 +274,7 @@ class ServerSession:
         return Send(site, frame, sequence=number)
 
     def inboxes(self, outbox: Tree, ids: Tensor) -> frames.Inboxes:
-        """What clients of a site hear, where that is not made there of envelopes."""
+        """Return what clients of a site hear, where that is not made there of envelopes."""
         if self._envelopes is not None:
             return frames.Inboxes(ids, None)
         return frames.Inboxes(ids, self.algorithm.exchange.scatter(outbox, frames.consecutive(ids)))
@@ -289,18 +289,18 @@ class ServerSession:
         return math.ceil(self.plan.quorum * asked)
 
     def members(self) -> list[str]:
-        """The sites that have not left."""
+        """Return the sites that have not left."""
         return [site for site, left in zip(self.plan.sites.names, self.account.left.tolist()) if not left]
 
     def of_site(self, site: str, ids: Tensor | None = None) -> Tensor:
-        """Those of `ids`, None for all, that are at a site."""
+        """Return those of `ids`, None for all, that are at a site."""
         own = self._own[site]
         if ids is None:
             return torch.arange(own.start, own.stop)
         return ids[(ids >= own.start) & (ids < own.stop)] if len(ids) else ids
 
     def add_up(self, first: Mapping[str, bytes], message: Tree, wanted: Asked) -> Half:
-        """(the sum under masks of messages like `message`, the sites in it), of those that were prepared."""
+        """Return (the sum under masks of messages like `message`, the sites in it), of those that were prepared."""
         assert self._sums is not None
         return self._sums.add_up(self._speakers, first, self.run, message, wanted)
 
@@ -312,7 +312,7 @@ class ServerSession:
             self._envelopes.forget()
 
     def begin(self, site: str) -> bytes:
-        """The frame that begins the run at a site."""
+        """Make the frame that begins the run at a site."""
         about = {
             "run": self.run,
             "algorithm": self.plan.algorithm,

@@ -133,7 +133,7 @@ def _next(link: Link, site: Site, seconds: float, wanted: Receive) -> bytes:
     """The server's next frame; where it has said that its run is without this site, however late that comes."""
     while True:
         try:
-            return link.receive(seconds)
+            return link.receive(seconds if wanted.seconds is None else wanted.seconds)
         except TimeoutError:
             if not site.unlisted:
                 raise

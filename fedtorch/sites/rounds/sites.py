@@ -38,7 +38,7 @@ class Brings(NamedTuple):
 
 
 class Question:
-    """Holds what some sites are asked, and what they have answered so far.
+    """Hold what some sites are asked, and what they have answered so far.
 
     Args:
         run: the identity of the run.
@@ -144,17 +144,19 @@ class Sites:
             begin: site -> the frame that begins the run there.
             ask: in the place of the method, such as one that keeps a record too.
         """
-        requests, questions = dict[str, Send](), list[Question]()
+        requests, moved = dict[str, Send](), Traffic(0, 0)
 
         def send(step: Send) -> None:
             requests[str(step.to)] = step
 
         def several(wanted: Receive) -> Heard:
-            questions.append(Question(run, begin, {name: requests.pop(name) for name in wanted.sender}, wanted))
-            return (ask or self.ask)(questions[-1])
+            nonlocal moved
+            question = Question(run, begin, {name: requests.pop(name) for name in wanted.sender}, wanted)
+            heard = (ask or self.ask)(question)
+            moved = Traffic(moved.up + question.bytes_up, moved.down + question.bytes_down)
+            return heard
 
-        result = drive(half, send, _single, several)
-        return result, Traffic(sum(each.bytes_up for each in questions), sum(each.bytes_down for each in questions))
+        return drive(half, send, _single, several), moved
 
     def ask(self, question: Question) -> Heard:
         """Ask sites, and return once all that are here have answered, and `least` of them at least, or time is up.

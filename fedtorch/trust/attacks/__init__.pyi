@@ -20,7 +20,6 @@ from .neighbour import (
     Quadratics as Quadratics,
     learnt_attribute as learnt_attribute,
     local_problem as local_problem,
-    nearest_problem as nearest_problem,
 )
 from .poison import (
     Poison as Poison,

@@ -113,8 +113,8 @@ def _client(algorithm: Algorithm, attack: Attack, marked: _Marked, state: _State
             "algorithm | attack | robust.rule(...)"
         )
     reply = algorithm.client(marked.inbox, state.own, data, turn)
-    said = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
-    return reply._replace(message=said, state=_State(reply.state, marked.attacks, turn.key))
+    message = tree.map(partial(_lie, attack, marked.attacks, turn.key), reply.message, is_leaf=(Mean, Sum))
+    return reply._replace(message=message, state=_State(reply.state, marked.attacks, turn.key))
 
 
 def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:

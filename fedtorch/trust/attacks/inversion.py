@@ -127,19 +127,19 @@ def gradient_inversion(
         width *= size
     dtype = next(iter(change.values())).dtype
 
-    def parted(found: Tensor) -> tuple[Tensor, Tensor]:
-        logits = found[:, width:]
-        return found[:, :width].reshape(shape), logits.softmax(1) if targets is None else targets
+    def parted(nearest: Tensor) -> tuple[Tensor, Tensor]:
+        logits = nearest[:, width:]
+        return nearest[:, :width].reshape(shape), logits.softmax(1) if targets is None else targets
 
-    def apart(found: Tensor) -> Tensor:
-        inputs, labels = parted(found)
+    def apart(nearest: Tensor) -> Tensor:
+        inputs, labels = parted(nearest)
         made = _trained(module, start, inputs, labels, loss, lr, steps)
         wrong = torch.stack([(made[name] - start[name] - change[name]).square().sum() for name in start])
         return wrong.sum() / torch.stack([value.square().sum() for value in change.values()]).sum()
 
-    found = least(apart, (rows, width + (classes or 0)), dtype, restarts, iterations, seed)
-    inputs, labels = parted(found.point)
-    return Inversion(inputs, labels, found.value)
+    nearest = least(apart, (rows, width + (classes or 0)), dtype, restarts, iterations, seed)
+    inputs, labels = parted(nearest.point)
+    return Inversion(inputs, labels, nearest.value)
 
 
 def _trained(

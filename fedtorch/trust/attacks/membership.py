@@ -103,9 +103,9 @@ def membership(
 def confidence(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return φ of every row's class, of logits `(S, n, C)` and classes `(n,)`, float64."""
     logits = outputs.to(torch.float64)
-    own = targets.expand(len(logits), -1)[..., None]
-    others = logits.scatter(2, own, -torch.inf)
-    return logits.gather(2, own)[..., 0] - others.logsumexp(2)
+    classes = targets.expand(len(logits), -1)[..., None]
+    others = logits.scatter(2, classes, -torch.inf)
+    return logits.gather(2, classes)[..., 0] - others.logsumexp(2)
 
 
 def likelihood_ratios(values: Tensor, member: Tensor) -> Tensor:

@@ -26,6 +26,20 @@ class Quadratics(NamedTuple):
     q: Tensor  # (..., d, d) Q, such as X'X/m
     linear: Tensor  # (..., d) q, such as X'y/m
 
+    def nearest(self, known: Quadratics) -> Tensor:
+        """Rank known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`.
+
+        >>> import torch
+        >>> known = Quadratics(q=torch.tensor([[[1.0]], [[2.0]], [[4.0]]]), linear=torch.tensor([[1.0], [1.0], [4.0]]))
+        >>> Quadratics(torch.tensor([[3.9]]), torch.tensor([3.8])).nearest(known)
+        tensor([2, 1, 0])
+        """
+        apart = [
+            (theirs - mine).flatten(1).square().sum(1) / theirs.flatten(1).square().mean(0).sum()
+            for mine, theirs in zip(self, known)
+        ]
+        return (apart[0] + apart[1]).argsort()
+
 
 def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Quadratics:
     """Recover a node's local problem from the models that it and its only neighbour told each other.
@@ -59,24 +73,9 @@ def local_problem(told: Tensor, heard: Tensor, lr: float, coupling: float) -> Qu
     half = -w.diff(dim=0) / (2 * lr) - coupling * (w[:-1] - other)  # Q w_t − q
     centre = w[:-1].mean(0)
     design = torch.cat([w[:-1] - centre, torch.ones(len(heard), 1, dtype=torch.float64)], 1)
-    found = torch.linalg.lstsq(design, half, driver="gelsd").solution
-    matrix = (found[:-1] + found[:-1].T) / 2
-    return Quadratics(matrix, matrix @ centre - found[-1])
-
-
-def nearest_problem(found: Quadratics, known: Quadratics) -> Tensor:
-    """Rank known problems `(n, d, d)` from the nearest on, by relative distances of Q and q: indices `(n,)`.
-
-    >>> import torch
-    >>> known = Quadratics(q=torch.tensor([[[1.0]], [[2.0]], [[4.0]]]), linear=torch.tensor([[1.0], [1.0], [4.0]]))
-    >>> nearest_problem(Quadratics(torch.tensor([[3.9]]), torch.tensor([3.8])), known)
-    tensor([2, 1, 0])
-    """
-    apart = [
-        (theirs - own).flatten(1).square().sum(1) / theirs.flatten(1).square().mean(0).sum()
-        for own, theirs in zip(found, known)
-    ]
-    return (apart[0] + apart[1]).argsort()
+    fitted = torch.linalg.lstsq(design, half, driver="gelsd").solution
+    matrix = (fitted[:-1] + fitted[:-1].T) / 2
+    return Quadratics(matrix, matrix @ centre - fitted[-1])
 
 
 def learnt_attribute(models: Tensor, attributes: Tensor, ridge: float = 1e-3) -> Callable[[Tensor], Tensor]:

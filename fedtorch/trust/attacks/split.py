@@ -131,8 +131,8 @@ def gram_matrix(values: Tensor, gradients: Tensor, lr: float) -> Tensor:
             f"{tuple(gradients.shape)} and {lr}"
         )
     given, moved = gradients.to(torch.float64), values.to(torch.float64).diff(dim=0) / lr
-    found = torch.linalg.lstsq(given, moved, driver="gelsd").solution
-    return (found + found.T) / 2
+    gram = torch.linalg.lstsq(given, moved, driver="gelsd").solution
+    return (gram + gram.T) / 2
 
 
 def split_inversion(
@@ -167,8 +167,8 @@ def split_inversion(
     tensor([[1., 2.]], dtype=torch.float64)
     """
     follow = partial(_off, bottom, functional.parameters(bottom), values, gradients, lr)
-    found = least(follow, shape, values.dtype, restarts, iterations, seed)
-    return Inversion(found.point, None, found.value)
+    nearest = least(follow, shape, values.dtype, restarts, iterations, seed)
+    return Inversion(nearest.point, None, nearest.value)
 
 
 def _off(
@@ -178,9 +178,9 @@ def _off(
     weights = {name: weight.requires_grad_() for name, weight in start.items()}
     apart = values.new_zeros(())
     for step, value in enumerate(values):
-        said = functional_call(bottom, weights, (rows,)).mT
-        apart = apart + (said - value).square().sum()
+        output = functional_call(bottom, weights, (rows,)).mT
+        apart = apart + (output - value).square().sum()
         if step < len(gradients):
-            slopes = torch.autograd.grad((said * gradients[step]).sum(), list(weights.values()), create_graph=True)
+            slopes = torch.autograd.grad((output * gradients[step]).sum(), list(weights.values()), create_graph=True)
             weights = {name: weight + lr * slope for (name, weight), slope in zip(weights.items(), slopes)}
     return apart / values.square().sum()

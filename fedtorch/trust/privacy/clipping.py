@@ -98,13 +98,13 @@ def bounds_of(value: Tree, clip: Mapping[str, float]) -> list[float]:
     >>> bounds_of(parameters, {"*.weight": 1.0, "*.bias": 0.1})
     [1.0, 0.1, 1.0]
     """
-    found, used = [], set()
+    bounds, used = [], set()
     for name, _ in tree.items(value):
         matching = [pattern for pattern in clip if fnmatch.fnmatchcase(name, pattern)]
         if len(matching) != 1:
             raise ValueError(f"Expected one pattern of clip to match {name!r}, but {matching} of {list(clip)} do")
         used.add(matching[0])
-        found.append(float(clip[matching[0]]))
+        bounds.append(float(clip[matching[0]]))
     if len(used) < len(clip):
         raise ValueError(f"Expected every pattern of clip to match a parameter, but {set(clip) - used} match none")
-    return found
+    return bounds

@@ -22,7 +22,7 @@ Pereyra, Vidal, "Efficient stochastic optimisation by unadjusted Langevin Monte 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -36,6 +36,7 @@ from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
 _LANGEVIN = 0  # purpose of the key
+_NUMBERS = 2**16  # normal numbers drawn at a time
 
 
 class SoulFit(NamedTuple):
@@ -131,24 +132,36 @@ def soul(
     gamma = like.new_zeros(size, 1, model.sizes[0])
     thetas = [like.new_zeros(size, chains, d) for d in model.sizes[1:]]
 
-    def move(thetas: Sequence[Tensor], purpose: Tensor) -> list[Tensor]:
-        keys = [random.fold_in(purpose, j) for j in range(len(thetas))]
-        noise = [random.normal(own, (chains, t.shape[-1]), like.dtype) for own, t in zip(keys, thetas)]
-        return [langevin(model, batch, j, t, z, gamma, step, e) for j, (t, e) in enumerate(zip(thetas, noise))]
-
     keys = random.fold_in(key.reshape(-1).to(like.device), _LANGEVIN)
+    coming = _noise(keys, model.sizes[1:], chains, like.dtype, steps * inner + keep)
+
+    def move(thetas: Sequence[Tensor]) -> list[Tensor]:
+        each = enumerate(zip(thetas, next(coming)))
+        return [langevin(model, batch, j, theta, z, gamma, step, noise) for j, (theta, noise) in each]
+
     for i in tracked(range(steps), "Langevin chains, to the maximum", shown=progress):
-        for k in range(inner):
-            thetas = move(thetas, random.fold_in(keys, i * inner + k))
+        for _ in range(inner):
+            thetas = move(thetas)
         z, gamma = _ascend(model, batch, thetas, z, gamma, rate(i))
     kept = []
-    for i in tracked(range(keep), "Langevin chains, draws", unit="draw", shown=progress):
-        thetas = move(thetas, random.fold_in(keys, steps * inner + i))
+    for _ in tracked(range(keep), "Langevin chains, draws", unit="draw", shown=progress):
+        thetas = move(thetas)
         kept.append(thetas)
     draws = tuple(torch.cat(chain, 1) for chain in zip(*kept))
     if not all(bool(part.isfinite().all()) for part in (*draws, *z)):
         raise FloatingPointError(f"Expected finite draws, but the Langevin chains diverge; take step below {step}")
     return SoulFit(gamma, tuple(z), draws)
+
+
+def _noise(
+    keys: Tensor, sizes: Sequence[int], chains: int, dtype: torch.dtype, moves: int
+) -> Iterator[tuple[Tensor, ...]]:
+    """Return the standard normal numbers of each move by party, drawn for a block of moves at a time."""
+    block = max(1, _NUMBERS // max(1, len(keys) * chains * sum(sizes)))
+    for start in range(0, moves, block):
+        of_block = random.fold_in(keys, torch.arange(start, min(start + block, moves), device=keys.device)[:, None])
+        drawn = [random.normal(random.fold_in(of_block, j), (chains, size), dtype) for j, size in enumerate(sizes)]
+        yield from zip(*(part.unbind(0) for part in drawn))
 
 
 def _ascend(

@@ -74,6 +74,30 @@ class Party:
         names = [self.identifiers[row] for row in rows.tolist()]
         return dataclasses.replace(self, identifiers=names, x=of(self.x), response=of(self.response))
 
+    @classmethod
+    def from_table(
+        cls, table: VerticalTable, identifiers: Sequence[str] | None = None, names: Sequence[str] | None = None
+    ) -> list[Party]:
+        """Return the parties of a table whose columns they hold, and one called `labels` that holds the labels only.
+
+        Args:
+            table: such as `fedtorch.data.heart_failure()`.
+            identifiers: of the rows; their numbers by default.
+            names: of the parties; `party 0`, … by default.
+
+        >>> import fedtorch as ft
+        >>> columns = ("age", "sex", "pulse")
+        >>> table = ft.data.VerticalTable(torch.ones(2, 3), torch.tensor([0, 1]), columns, ((0, 2), (1,)), (0, 2))
+        >>> clinic, laboratory, labels = Party.from_table(table, names=["clinic", "laboratory"])
+        >>> clinic.features, clinic.x.shape, labels.response
+        (['age', 'pulse'], torch.Size([2, 2]), tensor([0, 1]))
+        """
+        rows = [str(row) for row in range(len(table.y))] if identifiers is None else list(identifiers)
+        called = [f"party {j}" for j in range(len(table.parties))] if names is None else list(names)
+        parts = zip(called, split_features(table.x, table.parties), table.parties, strict=True)
+        holders = [cls(name, rows, x, [table.features[c] for c in columns]) for name, x, columns in parts]
+        return [*holders, cls("labels", rows, response=table.y)]
+
 
 class Aligned(NamedTuple):
     """Rows that parties share, in one order.
@@ -162,30 +186,6 @@ def joined(parties: Sequence[Party]) -> VerticalData:
         assert party.x is not None
         warn_of_leakage(party.x, leader.response, party.name, party.features)
     return VerticalData(tuple(party.x for party in holders if party.x is not None), leader.response)
-
-
-def from_table(
-    table: VerticalTable, identifiers: Sequence[str] | None = None, names: Sequence[str] | None = None
-) -> list[Party]:
-    """Return the parties of a table whose columns they hold, and one called `labels` that holds the labels only.
-
-    Args:
-        table: such as `fedtorch.data.heart_failure()`.
-        identifiers: of the rows; their numbers by default.
-        names: of the parties; `party 0`, … by default.
-
-    >>> import fedtorch as ft
-    >>> columns = ("age", "sex", "pulse")
-    >>> table = ft.data.VerticalTable(torch.ones(2, 3), torch.tensor([0, 1]), columns, ((0, 2), (1,)), (0, 2))
-    >>> clinic, laboratory, labels = from_table(table, names=["clinic", "laboratory"])
-    >>> clinic.features, clinic.x.shape, labels.response
-    (['age', 'pulse'], torch.Size([2, 2]), tensor([0, 1]))
-    """
-    rows = [str(row) for row in range(len(table.y))] if identifiers is None else list(identifiers)
-    called = [f"party {j}" for j in range(len(table.parties))] if names is None else list(names)
-    parts = zip(called, split_features(table.x, table.parties), table.parties, strict=True)
-    holders = [Party(name, rows, x, [table.features[c] for c in columns]) for name, x, columns in parts]
-    return [*holders, Party("labels", rows, response=table.y)]
 
 
 def party_named(parties: Sequence[Party], name: str) -> Party:

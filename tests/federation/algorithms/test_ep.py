@@ -491,7 +491,7 @@ def test_a_prior_in_conflict_with_the_data_is_named() -> None:
     posterior(settle(algorithm(linear(1, noise=1e-2, sd=20.0)), around(levels, 1e-2)))  # a wider one is fine
 
 
-@pytest.mark.parametrize("freedom", [3, 6])
+@pytest.mark.parametrize("freedom", [3, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_correction_has_tails_like_those_of_t(freedom: int) -> None:
     """One factor that is t itself, under a prior that hardly matters: sds by quadrature over the radius."""
 

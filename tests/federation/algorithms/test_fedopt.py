@@ -94,9 +94,9 @@ def test_the_mean_change_is_minus_the_gradient() -> None:
 
 def test_momentum_reaches_the_fixed_point_of_fedprox() -> None:
     data, local = linear_clients([30, 12, 50, 9]), ft.least_squares(linear())
-    plain = ft.run(ft.fedprox(local, 1.0), ft.InProcess(data), rounds=200).last
+    plain = ft.run(ft.fedprox(local, 1.0), ft.InProcess(data), rounds=110).last
     heavy = ft.fedopt(local, lambda p: SGD(p, lr=0.5, momentum=0.5), mu=1.0)
-    assert distance(ft.run(heavy, ft.InProcess(data), rounds=200).last.server.parameters, plain.server) < ROUNDING
+    assert distance(ft.run(heavy, ft.InProcess(data), rounds=110).last.server.parameters, plain.server) < ROUNDING
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -107,7 +107,7 @@ def test_a_network_keeps_its_sums_whoever_answers() -> None:
 @pytest.mark.parametrize("faults", [ft.dropouts(0.4), ft.lost_messages(after=0.4)], ids=["failures", "lost"])
 def test_it_converges_though_nodes_fail(faults: ft.Faults) -> None:
     algorithm = relax()
-    found = ft.run(algorithm, ft.InProcess(BARE), cohort=6, faults=faults, rounds=120).last
+    found = ft.run(algorithm, ft.InProcess(BARE), cohort=6, faults=faults, rounds=90).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
 
 
@@ -214,7 +214,7 @@ def test_traffic_is_counted_over_edges() -> None:
 def test_messages_lost_and_late_on_single_edges_do_no_harm(loss: float, delay: int, cohort: int | None) -> None:
     algorithm = relax(0.1) | ft.unreliable_edges(NETWORK, loss=loss, delay=delay)
     start = {"weight": torch.full((1, 3), 1.0, dtype=torch.float64)}
-    for done in ft.Run(algorithm, ft.InProcess(BARE, 3), start, cohort=cohort, seed=4).rounds(150):  # noqa: B007
+    for done in ft.Run(algorithm, ft.InProcess(BARE, 3), start, cohort=cohort, seed=4).rounds(120):  # noqa: B007
         pass
     assert distance(models(done, algorithm), dense_solution(BARE, NETWORK, 0.1)) < NEAR
 

@@ -86,7 +86,7 @@ def gradient(server: MatrixNormalServer, known: SufficientStatistics) -> Tensor:
 def test_the_fixed_point_solves_the_stationarity_equations(steps: int | None, cohort: int | None) -> None:
     data, learn = related(SIZES), inverse_wishart(alpha=0.6, scale=3)
     algorithm = matrix_normal(ft.least_squares(head(), steps=steps), covariance=learn)
-    final = ft.run(algorithm, ft.InProcess(data), cohort=cohort, rounds=500 if steps == 1 else 150).last.server
+    final = ft.run(algorithm, ft.InProcess(data), cohort=cohort, rounds=400 if steps == 1 else 110).last.server
     close = 1e-9 if cohort is None else 1e-6  # it converges linearly, a cohort of half at half the pace
     assert float(gradient(final, statistics(data)).abs().max()) < close
     noise = noise_variance(final.summary)
@@ -101,9 +101,9 @@ def test_the_fixed_point_solves_the_stationarity_equations(steps: int | None, co
 def test_sweeps_with_a_known_covariance_find_its_exact_mode() -> None:
     data = related(SIZES)
     factor = torch.randn(K, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    omega = low_rank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
+    omega = low_rank.LowRank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
     algorithm = matrix_normal(ft.least_squares(head()), covariance=frozen(omega), noise=0.25)
-    final = ft.run(algorithm, ft.InProcess(data), rounds=300).last.server
+    final = ft.run(algorithm, ft.InProcess(data), rounds=220).last.server
     noise = torch.full((K,), 0.25, dtype=torch.float64)
     expected = posterior_mode(statistics(data), noise, omega, tolerance=1e-14).coefficients
     assert distance(final.parameters, expected) < 10 * ROUNDING
@@ -113,7 +113,7 @@ def test_a_round_of_proximal_shrinkage_written_out() -> None:
     """T = 1 with one step η for all: Θ ← (Θ − η ∇)Ω(Ω + ηI)⁻¹ in the paper's orientation."""
     data, noise, eta = related([8] * K), 0.25, 0.01
     factor = torch.randn(K, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    omega = low_rank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
+    omega = low_rank.LowRank.from_factor(torch.tensor(0.05, dtype=torch.float64), factor, 2)
     rate = eta * 8 / (2 * noise)  # of the mean squared error, for η of ½L
     algorithm = matrix_normal(
         ft.least_squares(head(), steps=1, lr=rate),
@@ -236,7 +236,7 @@ def test_sharing_helps_where_devices_are_related(
         algorithm = matrix_normal(ft.least_squares(head(features), steps=20))
         found = ft.run(algorithm, ft.InProcess(data), rounds=30).last.server.parameters
         values, vectors = torch.linalg.eigh(omega)
-        truth = low_rank.from_factor(values[0], vectors * (values - values[0]).sqrt(), clients)
+        truth = low_rank.LowRank.from_factor(values[0], vectors * (values - values[0]).sqrt(), clients)
         oracle = posterior_mode(known, torch.full((clients,), 0.1), truth).coefficients
         own = torch.linalg.solve(known.gram, known.cross)
         errors += torch.stack([(part - theta).square().mean().sqrt() for part in (found, own, oracle)])

@@ -37,8 +37,9 @@ def dense_lines() -> Tensor:
     return torch.linalg.solve(matrix, right).reshape(N, 3)
 
 
-@pytest.mark.parametrize("cohort", [None, 2])
-@pytest.mark.parametrize("chunk", [None, 1])
+@pytest.mark.parametrize(
+    ("chunk", "cohort"), [(None, None), (None, 2), (1, None), pytest.param(1, 2, marks=pytest.mark.slow)]
+)
 def test_linear_regressors_reach_the_dense_solution(cohort: int | None, chunk: int | None) -> None:
     algorithm = gtv_regressors(lines, NETWORK, ALPHA, INPUTS)
     rounds = 60 if cohort is None else 160

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -16,22 +14,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
+from support.processes import TESTS, Process
 from support.scripts import distributed_script as script
 from support.small_federations import CLASSES, everything
 
 import fedtorch as ft
-
-TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where ranks have left findings and checkpoints."""
     path = tmp_path_factory.mktemp("ranks")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), str(TESTS.parent)]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-W", "error", str(TESTS / "support" / "scripts" / "odd_ranks.py"), str(path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
+    process = Process([str(TESTS / "support" / "scripts" / "odd_ranks.py"), str(path)])
+    said = process.communicate(timeout=250)
+    assert process.returncode == 0, said[-5000:]
     return path
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import checkpoint
+from fedtorch.federation.runs.cohorts import fixed_cohort
 from fedtorch.history import History
 from fedtorch.models import hierarchical
 
@@ -68,12 +69,12 @@ def test_a_checkpoint_is_flat_and_loads_safely(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_resumed_run_gives_the_same_bits(name: str, tmp_path: Path) -> None:
     whole = federation(name)
-    saving(tmp_path, 6).fit(whole)
-    for k in (1, 4):
+    saving(tmp_path, 4).fit(whole)
+    for k in (1, 3):
         resumed = federation(name)
-        outer = saving(tmp_path, 6)
+        outer = saving(tmp_path, 4)
         outer.fit(resumed, ckpt_path=tmp_path / f"epoch={k - 1}.ckpt")
-        assert (resumed.round, outer.global_step, outer.current_epoch) == (6, 6, 6)
+        assert (resumed.round, outer.global_step, outer.current_epoch) == (4, 4, 4)
         assert same_bits(everything(resumed), everything(whole))
 
 
@@ -209,7 +210,7 @@ def test_a_file_of_another_run_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_cohorts_are_told_apart_by_what_they_close_over() -> None:
-    cohorts = [ft.poisson_cohort(0.5, 3), ft.poisson_cohort(0.4, 3), ft.fixed_cohort([0, 1]), ft.fixed_cohort([0, 2])]
+    cohorts = [ft.poisson_cohort(0.5, 3), ft.poisson_cohort(0.4, 3), fixed_cohort([0, 1]), fixed_cohort([0, 2])]
     described = [checkpoint.describe(cohort) for cohort in cohorts]
     assert len(set(described)) == 4
     assert described[0] == checkpoint.describe(ft.poisson_cohort(0.5, 3))

@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-from experiments.benchmarks.kills import POINTS, WORKS
+from support.processes import Process
 
-ROOT = Path(__file__).parents[3]
+from experiments.benchmarks.kills import POINTS, WORKS
 
 
 def test_kills_lose_nothing(tmp_path: Path) -> None:
     """In a process of its own, because it forks."""
     file = tmp_path / "rows.json"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "experiments.benchmarks.kills", "--kills", "6", "--json", str(file)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250, check=False)
-    assert done.returncode == 0, done.stderr[-5000:]
+    process = Process(["-m", "experiments.benchmarks.kills", "--kills", "6", "--json", str(file)])
+    said = process.communicate(timeout=250)
+    assert process.returncode == 0, said[-5000:]
     rows = [(row["setting"], row["metric"], row["ours"]) for row in json.loads(file.read_text())["rows"]]
     assert {name for name, metric, lost in rows if metric == "checkpoints or bits lost" and lost == 0} == WORKS.keys()
     assert sum(count for _, metric, count in rows if metric.startswith("kills, ")) == 6

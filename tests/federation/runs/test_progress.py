@@ -105,9 +105,10 @@ def inverted() -> None:
     _search.descended(lambda x: x.square().sum(), torch.ones(2), 5)
 
 
+PLACES_OF_NODES = torch.arange(8.0)[:, None]
 OTHERS: dict[str, Callable[[], object]] = {
     "GTV minimisation": solved,
-    "Learning the network": lambda: learning.greedy_connected(8, 4),
+    "Learning the network": lambda: learning.regular(torch.cdist(PLACES_OF_NODES, PLACES_OF_NODES), 4, projected=True),
     "Representing the nodes": lambda: discrepancy.maximum_likelihood(DATA),
     "Blinding identifiers": lambda: alignment.intersect({"clinic": ["a", "b"], "lab": ["b", "c"]}, "clinic"),
     "Audit": lambda: privacy.audit(

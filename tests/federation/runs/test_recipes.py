@@ -14,7 +14,7 @@ import fedtorch as ft
 from fedtorch.federation.algorithms import regressors
 from fedtorch.federation.runs import recipes
 from fedtorch.federation.solvers import unlabelled as solvers_unlabelled
-from fedtorch.networks import clustering, solvers
+from fedtorch.networks import clustering, discrepancy, solvers
 
 SOLVED = 1e-6  # relative distance of iterations that stop at a residual of 1e-8
 SIZES = [7, 4, 9, 5, 12]
@@ -65,14 +65,14 @@ def test_three_ways_to_clusters() -> None:
     """k-means where nodes have rows enough; the network and GTV also where a node alone has too few."""
     network = ft.Network.stochastic_blocks([10, 10, 10], 0.8, 0.02, ft.random.key(0))
     data, _, labels = blocks(rows=10)
-    assert torch.equal(recipes.clusters_of_parameters(data, 3, ft.random.key(1)), labels)
+    assert torch.equal(clustering.k_means(discrepancy.maximum_likelihood(data), 3, ft.random.key(1)), labels)
     scarce, truth, _ = blocks(rows=2)
     assert torch.equal(clustering.spectral(network, 3, ft.random.key(1)), labels)
     found = recipes.clustered_by_gtv(solvers.linear_problem(scarce, network, 0.3))
     assert found.converged
     assert found.clusters is not None
     assert torch.equal(found.clusters, labels)
-    assert not torch.equal(recipes.clusters_of_parameters(scarce, 3, ft.random.key(1)), labels)
+    assert not torch.equal(clustering.k_means(discrepancy.maximum_likelihood(scarce), 3, ft.random.key(1)), labels)
     refitted = recipes.clustered(scarce, found.clusters).parameters
     assert distance(refitted, truth) < distance(found.parameters, truth)  # without the bias of the norm
 

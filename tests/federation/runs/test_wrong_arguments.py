@@ -111,7 +111,7 @@ def test_what_a_run_is_begun_with(begin: Any, algorithm: Any, population: Any, m
         begin(algorithm or ft.fedavg(stacked()), population)
 
 
-@pytest.mark.parametrize("cohort", [0.4, 2.0, [0, 1], [], "all", True, torch.tensor([0, 1])])
+@pytest.mark.parametrize("cohort", [0.4, 2.0, "all", True, torch.tensor([0, 1])])
 def test_cohorts_of_another_kind(cohort: Any) -> None:
     with pytest.raises(TypeError, match=r"Expected cohort= as a whole number of clients, .* but got .*poisson_cohort"):
         ft.Run(ft.fedavg(stacked()), HERE, cohort=cohort)
@@ -119,7 +119,7 @@ def test_cohorts_of_another_kind(cohort: Any) -> None:
 
 def test_empty_cohorts_and_those_that_are_no_tensors() -> None:
     with pytest.raises(ValueError, match="Expected at least one client in a cohort, but got none"):
-        ft.fixed_cohort([])
+        ft.Run(ft.fedavg(stacked()), HERE, cohort=[])
     with pytest.raises(TypeError, match=r"Expected a cohort of int64 ids .*, but got list; return a tensor"):
         ft.Run(ft.fedavg(stacked()), HERE, cohort=lambda key: [0, 1])  # type: ignore[arg-type, return-value]
 

@@ -67,7 +67,7 @@ def error(module: nn.Module) -> float:
 def posterior() -> ft.Run:
     """Three of four clients have been asked."""
     local = ft.gradient_descent(Regression(), steps=20, batched=False, buffers="average")
-    return ft.run(ft.fedavg(local), ft.InProcess(waves()), rounds=4, cohort=ft.fixed_cohort([0, 1, 2]))
+    return ft.run(ft.fedavg(local), ft.InProcess(waves()), rounds=4, cohort=[0, 1, 2])
 
 
 def test_the_server_and_clients_never_asked_predict_with_the_trained_posterior(posterior: ft.Run) -> None:
@@ -79,7 +79,7 @@ def test_the_server_and_clients_never_asked_predict_with_the_trained_posterior(p
 
 
 def test_a_late_joiner_goes_on_from_the_trained_posterior(posterior: ft.Run) -> None:
-    again = ft.Run(posterior.algorithm, ft.InProcess(waves()), cohort=ft.fixed_cohort([3]))
+    again = ft.Run(posterior.algorithm, ft.InProcess(waves()), cohort=[3])
     before = float(posterior.last.info["loss"].mean())
     again.server = posterior.server
     assert float(again.step().info["loss"][0]) < before + 0.3
@@ -95,7 +95,7 @@ def test_a_posterior_that_would_be_set_anew_with_every_call_is_refused() -> None
 def test_gtv_keeps_flags_with_the_nodes_and_evaluates_each_by_itself() -> None:
     """Nodes that are not coupled are trained as each alone; GPyTorch caches what it has evaluated of another node."""
     data = waves().to(dtype=torch.float64)
-    local = ft.gradient_descent(Regression().double(), steps=15, batched=False, buffers="local", reset="never")
+    local = ft.gradient_descent(Regression().double(), steps=8, batched=False, buffers="local", reset="never")
     run = ft.Run(ft.gtv(local, ft.Network.ring(4), alpha=0.0), ft.InProcess(data))
     square = {"error": lambda prediction, target: (prediction - target).square()}
     for _ in range(2):  # what was cached in one round must not be used in the next

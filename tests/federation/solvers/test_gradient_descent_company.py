@@ -111,6 +111,15 @@ def test_modules_that_vmap_cannot_run():
         batch_size=4,
         batched=False,
     )
+    alone, automatic = (
+        solve(
+            gradient_descent(module, loss=F.cross_entropy, optimizer=OPTIMISERS["sgd"], epochs=1, batched=batched),
+            stacked_data(),
+            keys(7),
+        )
+        for batched in (False, "auto")
+    )
+    torch.testing.assert_close(automatic, alone, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match=r"Recurrent cannot run on stacked clients.*\n.*batched=False"):
         solve(
             gradient_descent(module, loss=F.cross_entropy, optimizer=OPTIMISERS["sgd"], epochs=1),

@@ -24,7 +24,9 @@ def test_a_lightning_module_with_metrics_and_logs():
     local = gradient_descent(module, epochs=2, batch_size=4)
     data = stacked_data()
     result = solve(local, data, keys(7))
-    assert result.info.keys() == {"train_loss", "size", "constant", "loss"}
+    of_metrics = {"acc", "error", "MulticlassF1Score", "f1"}
+    assert result.info.keys() == {"train_loss", "size", "constant", "loss"} | of_metrics
+    torch.testing.assert_close(result.info["acc"] + result.info["error"], torch.ones(len(data.count)).double())
     torch.testing.assert_close(result.info["train_loss"], result.info["loss"], **CLOSE)
     reference = check(lit(kind=NoMetrics), epochs=2, batch_size=4)
     torch.testing.assert_close(result.parameters, reference.parameters, **CLOSE)

@@ -108,7 +108,7 @@ def test_transforms_draw_in_every_round_by_the_clients_keys(name: str) -> None:
 def test_only_the_cohort_is_read() -> None:
     dataset = Augmented()
     local = ft.lazy_loading(SOLVERS["stacked"](), dataset)
-    run = ft.Run(ft.fedavg(local), ft.InProcess(numbers()), cohort=ft.fixed_cohort([2]))
+    run = ft.Run(ft.fedavg(local), ft.InProcess(numbers()), cohort=[2])
     dataset.reads.clear()
     run.step()
     assert sorted(i for i, _ in dataset.reads) == sorted(numbers()[2].tolist())

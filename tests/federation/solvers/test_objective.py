@@ -93,7 +93,6 @@ def test_logs():
     def training_step(self, batch, batch_idx):
         self.log("number", 2)
         self.log("tensor", torch.tensor([3.0]), on_step=True, prog_bar=True)
-        self.log("metric", torchmetrics.MeanMetric())
         self.log_dict({"a": 1.5, "b": torch.tensor(4)})
         return self.net(batch[0]).sum()
 
@@ -101,7 +100,7 @@ def test_logs():
     assert {name: float(value) for name, value in logs.items()} == {"number": 2, "tensor": 3, "a": 1.5, "b": 4}
 
 
-def test_metrics_become_inert_in_the_copy_only():
+def test_metrics_are_recorded_in_the_copy_only():
     def training_step(self, batch, batch_idx):
         logits = self.net(batch[0])
         self.accuracy(logits, batch[1])
@@ -122,8 +121,11 @@ def test_metrics_become_inert_in_the_copy_only():
     module.metrics = nn.ModuleDict({"inner": torchmetrics.MeanSquaredError()})
     module.listed = nn.ModuleList([torchmetrics.F1Score("multiclass", num_classes=2)])
     module.scores = torchmetrics.MetricCollection([torchmetrics.F1Score("multiclass", num_classes=2)])
-    loss, logs = loss_of(module)
+    objective = Objective(training_copy(module))
+    loss, logs = objective((X, Y), None, 0)
     assert logs == {}
+    assert set(objective.metrics.logged) == {"accuracy", "error", "inner", "MulticlassF1Score", "one"}
+    assert len(objective.recorded) == 2 * 4  # two tensors of each call
     torch.testing.assert_close(loss, module.net(X).sum())
     assert isinstance(module.accuracy, torchmetrics.Metric)
     assert isinstance(module.scores, torchmetrics.MetricCollection)

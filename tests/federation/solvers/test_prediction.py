@@ -36,7 +36,7 @@ def stacked(module, count):
 def test_each_client_predicts_with_its_own_tensors(batched, count, rows):
     module = Tied().double()
     tensors, inputs = stacked(module, count), {"x": random.normal(random.key(2), (count, rows, 3), torch.float64)}
-    outputs = predictor(module, batched)(tensors, inputs)
+    outputs = predictor(module, lambda: batched)(tensors, inputs)
     assert {name: tuple(leaf.shape) for name, leaf in outputs.items()} == {"y": (count, rows, 3), "h": (count, rows, 3)}
     for k in range(count):
         own = functional.load(module, tree.map(lambda leaf, k=k: leaf[k], tensors)).eval()
@@ -49,7 +49,7 @@ def test_each_client_predicts_with_its_own_tensors(batched, count, rows):
 def test_modules_that_vmap_cannot_run():
     module = nn.LSTM(3, 2, batch_first=True).double()
     predict = predictor(
-        type("Last", (nn.Sequential,), {"forward": lambda self, x: self[0](x[:, None])[0][:, 0]})(module), False
+        type("Last", (nn.Sequential,), {"forward": lambda self, x: self[0](x[:, None])[0][:, 0]})(module), lambda: False
     )
     tensors = {f"0.{name}": leaf.expand(2, *leaf.shape) for name, leaf in functional.parameters(module).items()}
     inputs = random.normal(random.key(2), (2, 4, 3), torch.float64)

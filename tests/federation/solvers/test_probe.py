@@ -76,7 +76,7 @@ def test_whether_a_module_draws():
     assert stacked(compile=True, module=Dropping(p=0.5)).eager == "the module draws random numbers"
 
 
-def test_modules_that_look_at_the_whole_stack_or_fail_under_vmap():
+def test_modules_that_look_at_the_whole_stack_or_fail_under_vmap(caplog):
     class Branching(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -90,6 +90,14 @@ def test_modules_that_look_at_the_whole_stack_or_fail_under_vmap():
     ):
         stacked(module=Branching())
     assert stacked(module=Branching(), batched=False).probed
+    caplog.set_level("INFO", logger="fedtorch")
+    assert not stacked(module=Branching(), batched="auto").batched
+    assert stacked(batched="auto").batched
+    why, together = caplog.messages
+    assert why.startswith(
+        "batched='auto' evaluates the clients of Branching one by one: Branching cannot run on stacked clients"
+    )
+    assert together == "batched='auto' evaluates the clients of Linear together"
 
 
 def test_a_loss_that_differs_under_vmap_is_refused():

@@ -92,7 +92,7 @@ def test_without_gaps_imputing_is_the_regression() -> None:
         (sparse.regression(), ft.data.from_tensors(rows)),
     ):
         algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=3, chains=12)
-        sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(3), rounds=36, burn_in=12, keep=False)
+        sampler = sampled(algorithm, ft.InProcess(data), torch.zeros(3), rounds=24, burn_in=8, keep=False)
         means.append(sampler.moments["theta"].mean)
     error = ((means[0].var(0) + means[1].var(0)) / 12).sqrt()
     assert float(((means[0].mean(0) - means[1].mean(0)) / error).abs().max()) < 4

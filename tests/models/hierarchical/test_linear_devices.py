@@ -198,7 +198,7 @@ def test_tilted_moments_of_generalised_models(kind: str) -> None:
 def test_generalised_models_find_what_their_devices_share(kind: str) -> None:
     generator = torch.Generator().manual_seed(0)
     mean, sd, clients = torch.tensor([0.5, -0.7]).double(), 0.5, []
-    for _ in range(40 if kind == "logistic" else 20):  # counts tell more
+    for _ in range(40 if kind == "logistic" else 12):  # counts tell more
         x = torch.cat([torch.ones(25, 1), torch.randn(25, 1, generator=generator)], 1).double()
         eta = x @ (mean + sd * torch.randn(2, generator=generator).double())
         uniform = torch.rand(25, generator=generator).double()

@@ -57,7 +57,7 @@ def test_the_factor_of_a_linear_model_is_its_evidence() -> None:
 
 def test_a_users_model_gives_the_posterior_of_the_linear_model() -> None:
     model = hierarchical.linear(hierarchical.normal(1), noise=NOISE)
-    federation = ft.InProcess(data(5))
+    federation = ft.InProcess(data(3))
     factors = Factors(projections.quadrature(pyro_factor(linear)), model.prior)
     runs = [ft.run(ft.ep(one), federation, rounds=50, until=settled(1e-3)) for one in (factors, model)]
     own, ours = (posterior(run, tolerance=1e-3) for run in runs)

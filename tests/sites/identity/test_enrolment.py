@@ -40,7 +40,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
 
 
 def test_whoever_enrols_is_let_in(place: Place) -> None:
-    token = enrolment.read_token(f" {place.invite(rows=40)}\n")
+    token = enrolment.Token.read(f" {place.invite(rows=40)}\n")
     made = enrolment.enrol(token, place.folder / "site")
     assert isinstance(made, Identity)
     assert made.name == "ward 7"
@@ -139,14 +139,14 @@ def test_a_site_that_enrols_anew_has_a_new_key_and_the_old_one_is_out(place: Pla
 )
 def test_tokens_that_are_none(text: str) -> None:
     with pytest.raises(ValueError, match="Expected a whole token as `fedtorch invite` prints it"):
-        enrolment.read_token(text)
+        enrolment.Token.read(text)
 
 
 def test_a_token_that_lacks_its_end(place: Place) -> None:
     text = str(place.invite())
     for end in range(1, 40):
         with pytest.raises(ValueError, match="Expected a whole token"):
-            enrolment.read_token(text[:-end])
+            enrolment.Token.read(text[:-end])
 
 
 def test_a_token_does_not_show_its_secret() -> None:

@@ -431,7 +431,7 @@ def test_settings_come_as_data() -> None:
 @pytest.mark.parametrize(
     ("policy", "make", "cohort", "expected"),
     [
-        (Policy(smallest_cohort=2), fedavg, ft.fixed_cohort([0, 1, 2, 4, 5]), "at least 2 of its clients, not for 1"),
+        (Policy(smallest_cohort=2), fedavg, [0, 1, 2, 4, 5], "at least 2 of its clients, not for 1"),
         (
             Policy(smallest_cohort=2),
             lambda: ft.gtv(sgd(0.1), ft.Network.ring(6), 0.5),

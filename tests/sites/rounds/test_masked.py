@@ -185,7 +185,7 @@ def test_too_few_that_stay_are_no_sum_and_the_round_can_be_done_again() -> None:
     made.host.start("a"), made.host.start("b")
     assert run.step().ids.tolist() == list(range(6))
     with pytest.raises(RuntimeError, match="adds up under masks with 5 sites at least, not 4"):
-        made.run(cohort=ft.fixed_cohort([0, 1, 2, 3])).step()
+        made.run(cohort=[0, 1, 2, 3]).step()
 
 
 def test_a_line_that_breaks_between_phases_changes_nothing() -> None:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +12,7 @@ from typing import Any
 
 import pytest
 from support.oracles.closed_forms import ROUNDING, distance
+from support.processes import TESTS, Process
 from support.scripts.my_data import DATA, scaffold
 from support.scripts.my_secrets import carry, envelopes, masked
 
@@ -27,22 +24,14 @@ from fedtorch.sites.enrolment import EnrolmentServer
 from fedtorch.sites.identity import identity, key_directory
 
 pytest.importorskip("grpc")
-TESTS = Path(__file__).parents[2]
 NAMES = ["a", "b", "c"]
-
-
-def start(*command: str, **environment: str) -> subprocess.Popen[bytes]:
-    """A process with the tests' modules at hand."""
-    path = os.pathsep.join([str(TESTS), str(TESTS.parent)])
-    every = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.Popen([sys.executable, *command], env=every, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 class Place:
     """A folder with a server and three sites, enrolled by the commands for it."""
 
     def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.sites = folder, dict[str, subprocess.Popen[bytes]]()
+        self.folder, self.sites = folder, dict[str, Process]()
         authority = str(folder / "authority")
         assert cli.main(["authority", authority, "--server", str(folder / "server")]) == 0
         self.roster = Roster(folder / "server" / "roster.json")
@@ -64,7 +53,7 @@ class Place:
         own = TESTS / "support" / "scripts" / brings
         command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(own)]
         command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--timeout", "120"]
-        self.sites[name] = start(*command, SITE=name)
+        self.sites[name] = Process(command, SITE=name)
 
     def kill(self, name: str) -> None:
         """A site's process ends at once."""
@@ -75,7 +64,7 @@ class Place:
         """What sites have saved, once their processes have ended, `(6, ...)`."""
         rows = []
         for i, name in enumerate(NAMES):
-            said, _ = self.sites[name].communicate(timeout=60)
+            said = self.sites[name].communicate(timeout=60)
             assert self.sites[name].returncode == 0, said[-3000:]
             flat = checkpoint.read(self.folder / name / "models.safetensors")
             for k in (2 * i, 2 * i + 1):
@@ -161,27 +150,27 @@ def killed_at_random(place: Place, kills: int, rounds: int) -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     script = [str(TESTS / "support" / "scripts" / "server_script.py"), str(place.folder), str(port), str(rounds)]
-    server = start(*script)
+    server = Process(script)
     for name in NAMES:
         place.join(name, port)
     saved = 0
     for _ in range(kills):
         time.sleep(dice.uniform(4.0, 9.0))
-        if server.poll() is not None:
+        if server.returncode is not None:
             break
         victim = dice.choice(["server", *NAMES])
         if victim == "server":
-            server.send_signal(signal.SIGKILL)
+            server.kill()
             server.communicate()
             file = place.folder / "run.safetensors"
             number = int(checkpoint.read(file)["number"]) if file.exists() else 0
             assert number >= saved
             saved = number
-            server = start(*script)
+            server = Process(script)
         else:
             place.kill(victim)
             place.join(victim, port)
-    said, _ = server.communicate(timeout=600)
+    said = server.communicate(timeout=600)
     assert server.returncode == 0, said[-3000:]
     wanted = ft.run(scaffold(0.05), ft.InProcess(DATA), rounds=rounds, seed=3)
     flat = checkpoint.read(place.folder / "run.safetensors")

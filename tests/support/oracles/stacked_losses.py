@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,7 +38,7 @@ def linear(zero: bool = False) -> nn.Module:
 def stacked(
     loss: Callable[[Any, Any], torch.Tensor] = F.cross_entropy,
     module: nn.Module | None = None,
-    batched: bool = True,
+    batched: bool | Literal["auto"] = True,
     compile: bool = False,
     block: ClientData | None = None,
 ) -> StackedLoss:

@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -195,6 +196,7 @@ def torchrun(folder: Path, count: int) -> list[int]:
 
 
 def main(folder: Path) -> None:
+    warnings.simplefilter("error")
     warm()
     ended = [os.waitpid(pid, 0)[1] for pid in torchrun(folder, 2)]
     assert ended == [0, 0], "a rank of two has failed"

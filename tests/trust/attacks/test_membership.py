@@ -6,12 +6,12 @@ import math
 
 import pytest
 import torch
+from support.oracles.neighbour_tests import most_detections
 from torch import nn
 
 import fedtorch as ft
 from fedtorch.trust import attacks, privacy
 from fedtorch.trust.attacks.membership import confidence, likelihood_ratios
-from fedtorch.trust.privacy.accounting.auditing import most_detections
 
 GENERATOR = torch.Generator().manual_seed(0)
 X = torch.randn(80, 10, generator=GENERATOR)

@@ -49,7 +49,7 @@ def test_the_nearest_known_problem_is_the_node_s() -> None:
         torch.stack([x.T @ x / len(x) for x, _ in rows]), torch.stack([x.T @ y / len(x) for x, y in rows])
     )
     found = attacks.local_problem(own, other[:-1], LR, ALPHA)
-    assert int(attacks.nearest_problem(found, known)[0]) == 0
+    assert int(found.nearest(known)[0]) == 0
 
 
 def test_attributes_are_told_as_far_as_models_depend_on_them() -> None:

@@ -72,8 +72,10 @@ def test_split_networks(dropout) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
-@pytest.mark.parametrize("batch_size", [None, 7])
-@pytest.mark.parametrize("name", ["amortised", "dropout"])
+@pytest.mark.parametrize(
+    ("name", "batch_size"),
+    [pytest.param("amortised", None, marks=pytest.mark.slow), ("amortised", 7), ("dropout", None), ("dropout", 7)],
+)
 def test_a_trainer_of_captured_steps(name: str, batch_size: int | None, tmp_path: Path) -> None:
     """The numbers of plain steps, with gradients that the Trainer clips; so has dropout, which is not captured."""
     rows, trained = splits.data(), []

@@ -43,7 +43,7 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, errors: 
 
 
 def test_a_small_posterior_agrees_with_nuts() -> None:
-    agrees(2, 2, 80, steps=1200, draws=200, errors=4)
+    agrees(2, 2, 80, steps=500, draws=200, errors=4)
 
 
 @pytest.mark.slow

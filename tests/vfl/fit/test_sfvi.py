@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 
@@ -63,17 +64,19 @@ def test_the_posterior_is_the_regressions(name: str, widths: list[int]) -> None:
     The family is exact and the landing is stuck to, so that there is no Monte Carlo error at the optimum: what is left
     is how far Adam gets.
     """
-    data, rho = gaussian_data(widths, 30), (0.5, 1.0)
+    data, rho = gaussian_data(widths, 30), (0.1, 0.5, 1.0, 20.0)
     model = MODELS[name](likelihoods.gaussian(SD), predictors(widths), torch.tensor(rho))
-    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=2)
+    fit = vfl.sfvi(model, exact_guide(), data, key=KEY, steps=800, lr=0.03, size=4)
     means, covariances = fit.moments()
-    for b in range(2):
+    assert fit.converged().all()
+    for b in range(4):
         mean, covariance, evidence = regression(data, noise_variance(name, rho[b], len(widths)))
         sd = covariance.diagonal().sqrt()
-        assert ((means[b] - mean) / sd).abs().max() < 1e-3
-        assert ((covariances[b] - covariance) / torch.outer(sd, sd)).abs().max() < 1e-3
+        close = 1e-3 if rho[b] < 20 else 1e-2
+        assert ((means[b] - mean) / sd).abs().max() < close
+        assert ((covariances[b] - covariance) / torch.outer(sd, sd)).abs().max() < close
         if name == "augmented":
-            assert float(fit.bounds[-1, b]) == pytest.approx(evidence, abs=1e-3)
+            assert float(fit.bounds[-1, b]) == pytest.approx(evidence, abs=close)
 
 
 @pytest.mark.slow
@@ -90,6 +93,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     assert float(fit.bounds[-1, 0]) < evidence - floor + 4 * standard_error
 
 
+@pytest.mark.slow  # which follows from the regression that the posterior is at every ρ
 def test_rho_towards_zero_is_the_true_posterior() -> None:
     data = gaussian_data([2, 1], 30)
     mean, covariance, _ = regression(data, SD**2)
@@ -244,7 +248,7 @@ def test_learnt_weights_are_stationary() -> None:
     data = vfl.VerticalData(x.split(2, 1), (x[:, 0] > 0).double())
     model = vfl.power(likelihoods.bernoulli(), predictors([2, 2]), 2.0, concentration=0.02)
     family = vfl.Guide(vfl.mean_field(), vfl.diagonal())
-    fit = vfl.sfvi(model, family, data, key=KEY, steps=700, lr=0.03)
+    fit = vfl.sfvi(model, family, data, key=KEY, steps=400, lr=0.03)
     noise = draw_noise(model, family, random.key(5).reshape(1), 60, 2000, torch.float64)
     slopes = []
     for logits in (fit.parameters.server["weights"]["logits"], torch.zeros(1, 2, dtype=torch.float64)):
@@ -358,14 +362,21 @@ def modes(model: vfl.VerticalModel, data: vfl.VerticalData) -> tuple[Tensor, Ten
     return at, torch.linalg.inv(curvature).diagonal().sqrt()
 
 
+@functools.cache
+def fit_of_counts(steps: int) -> tuple[vfl.VerticalModel, vfl.VerticalData, vfl.VariationalFit]:
+    """`sums` at ρ = 3, for several tests."""
+    data = counts_data([1, 1], 60)
+    model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * 2, 3.0)
+    lr = 0.01 if steps > 1000 else 0.03
+    return model, data, vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=steps, lr=lr)
+
+
 @pytest.mark.parametrize(
     ("steps", "close"), [(800, 0.5), pytest.param(4000, 0.1, marks=pytest.mark.slow)], ids=["short", "long"]
 )
 def test_counts_under_large_noise(steps: int, close: float) -> None:
     """ρ = 3: s is known far better than its prior says, and e^s of draws from the prior blocked the optimiser."""
-    data = counts_data([1, 1], 60)
-    model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * 2, 3.0)
-    fit = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=steps, lr=0.01 if steps > 1000 else 0.03)
+    model, data, fit = fit_of_counts(steps)
     (mean, sd), found = modes(model, data), fit.moments()
     assert ((found[0][0] - mean) / sd).abs().max() < close
     if steps > 1000:
@@ -377,13 +388,11 @@ def test_a_factorised_family_comes_to_its_floor_under_large_noise() -> None:
     """ρ = 3: it falls short of `sums` by ½[J log(1 + ρ²λ) − log(1 + Jρ²λ)] a row, λ ≈ y + ½ being what a count tells
     of its log rate: 80 nats in all, and 76 with y for λ. From draws as wide as the prior it was 400 short of that.
     """
-    data, parties, rho = counts_data([1, 1], 60), 2, 3.0
-    model = vfl.augmented(likelihoods.poisson(), [vfl.linear(1)] * parties, rho)
+    (model, data, exchangeable), parties, rho = fit_of_counts(800), 2, 3.0
     told = data.y.double().flatten() + 0.5
     floor = float(0.5 * (parties * (rho**2 * told).log1p() - (parties * rho**2 * told).log1p()).sum())
-    best = vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=400, lr=0.03).bounds[-1, 0]
-    fit = vfl.sfvi(model, vfl.Guide(vfl.mean_field()), data, key=KEY, steps=600, lr=0.05)
-    assert float(best - fit.bounds[-1, 0]) == pytest.approx(floor, abs=6)
+    fit = vfl.sfvi(model, vfl.Guide(vfl.mean_field()), data, key=KEY, steps=350, lr=0.08)
+    assert float(exchangeable.bounds[-1, 0] - fit.bounds[-1, 0]) == pytest.approx(floor, abs=6)
 
 
 def test_a_fit_that_is_held_up_has_not_converged() -> None:
@@ -396,6 +405,7 @@ def test_a_fit_that_is_held_up_has_not_converged() -> None:
     assert not bool(vfl.sfvi(model, vfl.Guide(vfl.sums()), data, key=KEY, steps=3).converged())  # nothing to tell by
 
 
+@pytest.mark.slow  # with more rows than in `test_the_posterior_is_the_regressions`
 @pytest.mark.parametrize("name", MODELS)
 def test_the_regressions_posterior_at_noise_far_above_the_likelihoods(name: str) -> None:
     data, rho = gaussian_data([1, 1], 60), 20.0

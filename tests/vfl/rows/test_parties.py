@@ -13,7 +13,7 @@ from fedtorch.data import VerticalTable
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.rows.data import VerticalData
 from fedtorch.vfl.rows.leakage import LabelLeakageWarning, determines
-from fedtorch.vfl.rows.parties import from_table, joined, party_named
+from fedtorch.vfl.rows.parties import Party, joined, party_named
 
 ROWS = [f"patient {i}" for i in range(12)]
 X = random.normal(random.key(0), (12, 5))
@@ -74,7 +74,7 @@ def test_duplicates_are_refused_and_can_be_dropped() -> None:
 
 def test_a_table_s_parties() -> None:
     table = VerticalTable(X, Y, tuple("abcde"), ((0, 3), (1,)), (0,))
-    held = from_table(table, ROWS)
+    held = Party.from_table(table, ROWS)
     assert [party.name for party in held] == ["party 0", "party 1", "labels"]
     assert held[0].features == ["a", "d"]
     assert torch.equal(vfl.align(held).data.features[0], X[:, [0, 3]])

@@ -1,4 +1,4 @@
-"""Whether what a run of expectation propagation has found can be used."""
+"""Checks that what a run of expectation propagation has found can be used."""
 
 from __future__ import annotations
 

@@ -110,8 +110,8 @@ def _part(
     x, y, *extra = data.batch
     mask = data.mask.to(y.dtype)
     values = {**start, **state.scales}
-    own = {name: values[name] for name in gp.own}
-    values = {**values, **tree.where(state.started, own, gp.module.initial_units(y, mask, *extra))}
+    unit = {name: values[name] for name in gp.own}
+    values = {**values, **tree.where(state.started, unit, gp.module.initial_units(y, mask, *extra))}
     scales, trained = ({name: values[name] for name in names} for names in (state.scales, start))
     moments, active, loss = state.moments, torch.ones_like(state.started), y.new_zeros(len(y))
     for step in range(work.steps):

@@ -140,10 +140,10 @@ def fedmgp(
 def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServer, UnitState]:
     """Start with the prior N(0, I) as q(t), before any unit has told anything."""
     shared = {name: parameters[name] for name in gp.shared}
-    own = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
+    unit = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
     precision = pack(like.new_zeros(len(like), len(like)))
-    told = Contribution(precision, torch.zeros_like(like), zero.to(like), zero.to(like))
+    contribution = Contribution(precision, torch.zeros_like(like), zero.to(like), zero.to(like))
     server = FedMGPServer(
         shared=shared,
         told_at=shared,
@@ -153,7 +153,9 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServe
         moments=no_moments(shared),
         bound=zero,
     )
-    return server, UnitState(own, no_moments({name: own[name] for name in gp.trained}), told, torch.tensor(False))
+    return server, UnitState(
+        unit, no_moments({name: unit[name] for name in gp.trained}), contribution, torch.tensor(False)
+    )
 
 
 def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
@@ -177,11 +179,11 @@ def _server_step(state: FedMGPServer, aggregate: UnitMessage, *, gp: StackedGP, 
     mean, root, bound = gp.combine(state.total)
     shared, moments = state.shared, state.moments
     if lr > 0 and shared:
-        told = state.units > 0
+        any_unit = state.units > 0
         gradient = tree.scale(aggregate.gradient.value, state.units)
         gradient = tree.add(gradient, gp.shared_gradient(shared, state.mean, unpack(state.root).tril()))
-        shared, moments = adam(shared, gradient, moments, lr, told)
-        mean, root = tree.where(told, gp.carry(mean, root, state.shared, shared), (mean, root))
+        shared, moments = adam(shared, gradient, moments, lr, any_unit)
+        mean, root = tree.where(any_unit, gp.carry(mean, root, state.shared, shared), (mean, root))
     new = state._replace(mean=mean, root=pack(root), bound=bound, units=state.total.units)
     return new._replace(shared=shared, told_at=state.shared, moments=moments)
 
@@ -212,24 +214,24 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     x, y, *extra = data.batch
     mask, once = data.mask.to(y.dtype), _once(inbox)
     posterior = _posterior(once, gp)
-    heard = {**once.shared, **posterior}
+    received = {**once.shared, **posterior}
 
     def draw(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
         return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
-    own = tree.where(state.started, state.own, gp.module.initial_units(y, mask, *extra))
+    unit = tree.where(state.started, state.own, gp.module.initial_units(y, mask, *extra))
     moments = state.moments
     for step in range(work.steps):
-        gradient = gp.gradient(heard, own, gp.trained, *draw(work.batch_size, step))[1]
-        trained, moments = adam({n: own[n] for n in gp.trained}, gradient, moments, work.lr, once.units > 0)
-        own = {**own, **trained}
-    bound, gradient = gp.gradient({**own, **posterior}, inbox.shared, gp.shared, *draw(work.batch_size, work.steps))
-    site = gp.site({**heard, **own}, *draw(work.site_batch_size, work.steps + 1))
+        gradient = gp.gradient(received, unit, gp.trained, *draw(work.batch_size, step))[1]
+        trained, moments = adam({n: unit[n] for n in gp.trained}, gradient, moments, work.lr, once.units > 0)
+        unit = {**unit, **trained}
+    bound, gradient = gp.gradient({**unit, **posterior}, inbox.shared, gp.shared, *draw(work.batch_size, work.steps))
+    site = gp.site({**received, **unit}, *draw(work.site_batch_size, work.steps + 1))
     share = torch.where(state.told.units > 0, work.damping, 1.0).to(y.dtype)
-    told = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
+    contribution = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
     info = {"loss": -bound / data.count.clamp(min=1)}
     message = UnitMessage(Mean(gradient, torch.ones_like(data.count)))
-    return Reply(message, UnitState(own, moments, told, torch.ones_like(state.started)), info)
+    return Reply(message, UnitState(unit, moments, contribution, torch.ones_like(state.started)), info)
 
 
 def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:

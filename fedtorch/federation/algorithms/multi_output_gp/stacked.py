@@ -59,6 +59,7 @@ class StackedGP:
         self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
         self.scales = [n for n in self.own if n not in self.trained]
+        self._swaps: dict[tuple[str, ...], functional.Swap] = {}  # by names, as looking for places walks the module
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -78,8 +79,10 @@ class StackedGP:
 
     def on(self, values: dict[str, Tensor], function: Callable[[], Any]) -> Any:
         """Call `function()` with `values` in the places of the module's tensors."""
-        names = [name for name in values if name in self.values]
-        with functional.Swap(self.module, names)([values[name] for name in names]):
+        names = tuple(name for name in values if name in self.values)
+        if names not in self._swaps:
+            self._swaps[names] = functional.Swap(self.module, names)
+        with self._swaps[names]([values[name] for name in names]):
             return function()
 
     def gradient(
@@ -108,18 +111,16 @@ class StackedGP:
 
         with torch.enable_grad():
             value = self.on({**fixed, **free, **moving}, part)
-            found = torch.autograd.grad(value.sum(), list(moving.values()), allow_unused=True) if moving else ()
-        gradient = {n: torch.zeros_like(free[n]) if g is None else g for n, g in zip(names, found)}
+            gradients = torch.autograd.grad(value.sum(), list(moving.values()), allow_unused=True) if moving else ()
+        gradient = {n: torch.zeros_like(free[n]) if g is None else g for n, g in zip(names, gradients)}
         return value.detach(), gradient
 
     def site(self, values: dict[str, Tensor], rows: Tree, mask: Tensor, factor: Tensor) -> Contribution:
         """Return what units tell, `(K, ...)`."""
         x, y, extra = rows
-        found: GaussianSite = self.on(
-            values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units)
-        )
-        told = Contribution(pack(found.precision), found.shift, found.constant, torch.ones_like(found.constant))
-        return tree.scale(told, factor)._replace(units=told.units)
+        site: GaussianSite = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
+        contribution = Contribution(pack(site.precision), site.shift, site.constant, torch.ones_like(site.constant))
+        return tree.scale(contribution, factor)._replace(units=contribution.units)
 
     def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
         """Return q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""
@@ -151,8 +152,8 @@ class StackedGP:
         posterior = self.posterior(shared, mean.to(like), root.to(like))
         with torch.enable_grad():
             value = self.on({**moving, **posterior}, lambda: self.module.log_prior(False) - self.module.divergence())
-            found = torch.autograd.grad(value, list(moving.values()), allow_unused=True)
-        return {n: torch.zeros_like(shared[n]) if g is None else g for n, g in zip(shared, found)}
+            gradients = torch.autograd.grad(value, list(moving.values()), allow_unused=True)
+        return {n: torch.zeros_like(shared[n]) if g is None else g for n, g in zip(shared, gradients)}
 
     def predict(self, tensors: Tree, inputs: Tree) -> Tensor:
         """Return means of f, `(K, N)`."""

@@ -139,15 +139,15 @@ def _init(
     if any(int(ring.nodes.max()) >= clients for ring in rings or ()):
         raise ValueError(f"Expected a network of {clients} nodes, but got more; pass the algorithm's network")
     initial = algorithm.told.of(tree.expand(state, 1))
-    told = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]).clone(), initial)
-    total, plain = _total(rule, rings, told), first_total(algorithm, state, clients)
+    table = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]).clone(), initial)
+    total, plain = _total(rule, rings, table), first_total(algorithm, state, clients)
     shapes = [[leaf.shape for leaf in tree.leaves(each)] for each in (total, plain)]
     if shapes[0] != shapes[1]:
         raise ValueError(
             f"Expected totals of shapes {[tuple(shape) for shape in shapes[1]]}, but the rule makes "
             f"{[tuple(shape) for shape in shapes[0]]}; pass the algorithm's network, and none for a star"
         )
-    return Table(server._replace(total=total), told), state
+    return Table(server._replace(total=total), table), state
 
 
 def _client(algorithm: Algorithm, inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
@@ -203,6 +203,6 @@ def _total(rule: Rule, rings: list[_Ring] | None, told: Tree) -> Tree:
         size = max(1, _NUMBERS // max(1, ring.neighbours.shape[1] * values.shape[1]))
         for rows_of in torch.arange(len(ring.nodes)).split(size):
             part = tree.to(tree.take(ring, rows_of), values.device)
-            heard = rule.average(values[part.neighbours], part.weights)
-            total[part.nodes] = heard.to(torch.float64) * part.degrees[:, None]
+            averages = rule.average(values[part.neighbours], part.weights)
+            total[part.nodes] = averages.to(torch.float64) * part.degrees[:, None]
     return like(total, told)

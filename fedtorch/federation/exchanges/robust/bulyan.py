@@ -58,8 +58,8 @@ def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
 
 def _nearest_to_median(nearest: int, values: Tensor, weights: Tensor) -> Tensor:
     """Return the mean of every coordinate's `nearest` values to the median; in order, they stand side by side."""
-    found, count = ascending(values), values.shape[-1]
-    centre = middle(found)[..., None]
-    first, last = centre - found[..., : count - nearest + 1], found[..., nearest - 1 :] - centre
+    ordered, count = ascending(values), values.shape[-1]
+    centre = middle(ordered)[..., None]
+    first, last = centre - ordered[..., : count - nearest + 1], ordered[..., nearest - 1 :] - centre
     start = torch.maximum(first, last).argmin(-1, keepdim=True)
-    return found.gather(-1, start + torch.arange(nearest, device=found.device)).double().mean(-1)
+    return ordered.gather(-1, start + torch.arange(nearest, device=ordered.device)).double().mean(-1)

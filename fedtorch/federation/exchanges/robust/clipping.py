@@ -83,8 +83,8 @@ def _bounded(radius: float | None, products: Tensor, weights: Tensor) -> Tensor:
 def _clipped(radius: float | None, steps: int, values: Tensor, weights: Tensor) -> Tensor:
     centre = coordinatewise_median(values, weights)
     values = values.to(torch.float64) - centre[..., None, :]
-    products, found = inner_products(values), torch.zeros_like(weights)
+    products, coefficients = inner_products(values), torch.zeros_like(weights)
     for _ in range(steps):
-        part = weights * _shortened(distances_from(products, found), radius)
-        found = found * (1 - part.sum(-1, keepdim=True)) + part
-    return centre + combined(found, values)
+        part = weights * _shortened(distances_from(products, coefficients), radius)
+        coefficients = coefficients * (1 - part.sum(-1, keepdim=True)) + part
+    return centre + combined(coefficients, values)

@@ -43,11 +43,11 @@ def _weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
     spread = squared_distances(products).sqrt().sum(-1)
     near = spread <= spread.median(-1, keepdim=True).values
     smallest = _SMOOTHING * products.diagonal(dim1=-2, dim2=-1).median(-1, keepdim=True).values.sqrt()
-    found = normalised(torch.where(near, weights, 0.0))
+    coefficients = normalised(torch.where(near, weights, 0.0))
     for _ in range(_STEPS):
-        distance = distances_from(products, found)
+        distance = distances_from(products, coefficients)
         new = normalised(weights / distance.clamp(min=smallest.clamp(min=torch.finfo(torch.float64).tiny)))
-        change, found = (new - found).abs().amax(), new
+        change, coefficients = (new - coefficients).abs().amax(), new
         if float(change) < _TOLERANCE:
             break
-    return found
+    return coefficients

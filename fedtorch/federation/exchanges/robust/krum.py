@@ -66,5 +66,5 @@ def scores(distances: Tensor, faulty: int, alive: Tensor | None = None) -> Tenso
 
 
 def _chosen(faulty: int, chosen: int, products: Tensor, weights: Tensor) -> Tensor:
-    found = scores(squared_distances(products), faulty).topk(chosen, largest=False).indices
-    return normalised(torch.zeros_like(weights).scatter(-1, found, weights.gather(-1, found)))
+    best = scores(squared_distances(products), faulty).topk(chosen, largest=False).indices
+    return normalised(torch.zeros_like(weights).scatter(-1, best, weights.gather(-1, best)))

@@ -115,8 +115,8 @@ def distances_from(products: Tensor, coefficients: Tensor) -> Tensor:
     tensor([2.5000], dtype=torch.float64)
     """
     towards = (products @ coefficients[..., None])[..., 0]
-    own = (towards * coefficients).sum(-1, keepdim=True)
-    return (products.diagonal(dim1=-2, dim2=-1) - 2 * towards + own).clamp(min=0).sqrt()
+    square = (towards * coefficients).sum(-1, keepdim=True)
+    return (products.diagonal(dim1=-2, dim2=-1) - 2 * towards + square).clamp(min=0).sqrt()
 
 
 def one_hot(index: Tensor, count: int) -> Tensor:

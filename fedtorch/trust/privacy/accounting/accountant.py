@@ -92,13 +92,13 @@ def spent(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> f
     curve, excess = _curve(whole, cells), sum(count * release.excess for release, count in releases.items())
     if not excess:
         return curve(delta)
-    bound, found = -1.0, 0.0
-    while found > bound:  # from below, so that it ends at the least that will do
-        bound = found * (1 + _CLOSE) + _CLOSE
+    bound, least = -1.0, 0.0
+    while least > bound:  # from below, so that it ends at the least that will do
+        bound = least * (1 + _CLOSE) + _CLOSE
         left = delta - (1 + math.exp(min(bound, 700.0))) * excess
-        found = curve(left) if left > 0 else math.inf
-        if found == math.inf:
-            return found
+        least = curve(left) if left > 0 else math.inf
+        if least == math.inf:
+            return least
     return bound
 
 
@@ -112,9 +112,9 @@ def _curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], flo
     return _pld_curve(releases, cells)
 
 
-def pld_epsilon(releases: Mapping[Release, int], delta: float, cells: int = FINE) -> float:
+def pld_epsilon(releases: Mapping[Release, int], delta: float) -> float:
     """Return `spent` by privacy-loss distributions, also beside a closed form; infinite for noise below 1e-3."""
-    return _pld_curve(releases, cells)(delta)
+    return _pld_curve(releases, FINE)(delta)
 
 
 def _pld_curve(releases: Mapping[Release, int], cells: int) -> Callable[[float], float]:

@@ -28,7 +28,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from scipy.special import betaincinv, ndtr, ndtri
+from scipy.special import betaincinv
 from torch import Tensor, nn
 
 from fedtorch import tree
@@ -38,7 +38,7 @@ from fedtorch.federation.algorithms.separate import separate
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.runs.run import run as go
 from fedtorch.progress import tracked
-from fedtorch.trust.privacy._checks import check_delta, check_noise
+from fedtorch.trust.privacy._checks import check_delta
 
 Score = Callable[[Tensor], Tensor]  # what was released (R, D) -> (R,), large with the canary
 _CANARY = 1e3  # times any clip that leaves the others visible
@@ -241,26 +241,6 @@ def area(inside: Tensor, outside: Tensor) -> float:
     return float(torch.trapezoid(detections, alarms))
 
 
-def most_detections(false_alarms: Tensor, epsilon: float, delta: float) -> Tensor:
-    """Return the largest rate of detections that (9.5) leaves at these rates of false alarms, if a claim holds.
-
-    >>> import torch
-    >>> alarms = torch.tensor([0.0, 0.25, 0.5, 1.0])
-    >>> most_detections(alarms, epsilon=math.log(2), delta=0.0)
-    tensor([0.0000, 0.5000, 0.7500, 1.0000])
-    >>> gaussian_detections(alarms, noise=1.0)  # at ½ the test is right with probability Φ(1)
-    tensor([0.0000, 0.6276, 0.8413, 1.0000], dtype=torch.float64)
-    """
-    other = 1 - math.exp(-epsilon) * (1 - delta - false_alarms)
-    return torch.minimum(delta + math.exp(epsilon) * false_alarms, other).clamp(0, 1)
-
-
-def gaussian_detections(false_alarms: Tensor, noise: float) -> Tensor:
-    """Return the ROC of the best test against one release of Gaussian noise: Φ(Φ⁻¹(α) + 1/z)."""
-    check_noise(noise)
-    return torch.from_numpy(ndtr(ndtri(false_alarms.to(torch.float64).numpy()) + 1 / noise))
-
-
 def _choose(inside: Tensor, outside: Tensor, delta: float, confidence: float) -> Region:
     """Return the region with the best bound among thresholds at quantiles, denser in the tails, on either side."""
     both = torch.cat([inside, outside]).to(torch.float64).sort().values
@@ -278,8 +258,8 @@ def _choose(inside: Tensor, outside: Tensor, delta: float, confidence: float) ->
 
 def _counts(region: Region, inside: Tensor, outside: Tensor) -> tuple[int, int]:
     """Return (hits, false alarms) of a region."""
-    found = [int(((scores > region.threshold) == region.above).sum()) for scores in (inside, outside)]
-    return (found[0], found[1]) if region.canary else (found[1], found[0])
+    counts = [int(((scores > region.threshold) == region.above).sum()) for scores in (inside, outside)]
+    return (counts[0], counts[1]) if region.canary else (counts[1], counts[0])
 
 
 def _bound(hits: int, false_alarms: int, runs: int, delta: float, confidence: float) -> float:

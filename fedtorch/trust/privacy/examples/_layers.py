@@ -168,7 +168,7 @@ def patches(layer: nn.Conv1d | nn.Conv2d, value: Tensor) -> Tensor:
     images = value.flatten(0, -3 if line else -4)
     settings: list[Any] = [layer.kernel_size, layer.dilation, layer.padding, layer.stride]
     if line:
-        images, settings = images[:, :, None], [(own, *side) for own, side in zip((1, 1, 0, 1), settings)]
+        images, settings = images[:, :, None], [(leading, *side) for leading, side in zip((1, 1, 0, 1), settings)]
     seen = nn.functional.unfold(images, *settings).mT
     return seen.reshape(*value.shape[:2], -1, seen.shape[2])
 

@@ -96,7 +96,7 @@ class PrivateLoss(StackedLoss):
         noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
-        return losses, {}, {}, noised
+        return losses, {}, {}, noised, None  # logs and metrics of rows have no noise
 
     def clipped(
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
@@ -138,25 +138,25 @@ class PrivateLoss(StackedLoss):
         if not self._shapes:
             self._learn_shapes(layers, values, rows, index, key)
         detached = [value.detach() for value in values]
-        own = [value.detach().requires_grad_() for value in values]
+        tracked = [value.detach().requires_grad_() for value in values]
         zeros = {
             number: values[0].new_zeros(*taken.shape, *shape).requires_grad_() for number, shape in self._shapes.items()
         }
 
         def one(
-            own: Sequence[Tensor], detached: Sequence[Tensor], zeros: dict[int, Tensor], row: Tree
+            tracked: Sequence[Tensor], detached: Sequence[Tensor], zeros: dict[int, Tensor], row: Tree
         ) -> tuple[Tensor, dict[int, Tensor]]:
-            with LayerRecorder(layers, self._named(own), self._named(detached), zeros) as recorder:
-                return self._of_example(own, row, index), recorder.inputs
+            with LayerRecorder(layers, self._named(tracked), self._named(detached), zeros) as recorder:
+                return self._of_example(tracked, row, index), recorder.inputs
 
         with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
             each = self._each(one, (None, None, 0, 0), key)
-            losses, inputs = each(tuple(own), tuple(detached), zeros, rows)
-            found = torch.autograd.grad(losses.sum(), [*zeros.values(), *own], allow_unused=True)
-        outside = [name for name, gradient in zip(self.tensors, found[len(zeros) :]) if gradient is not None]
+            losses, inputs = each(tuple(tracked), tuple(detached), zeros, rows)
+            gradients = torch.autograd.grad(losses.sum(), [*zeros.values(), *tracked], allow_unused=True)
+        outside = [name for name, gradient in zip(self.tensors, gradients[len(zeros) :]) if gradient is not None]
         if outside:
             raise RuntimeError(f"its loss depends on {', '.join(outside)} other than by one call of a layer")
-        backs = dict(zip(zeros, found))
+        backs = dict(zip(zeros, gradients))
         return self._of_layers(layers, values, inputs, backs, taken), _mean(losses.detach(), taken)
 
     def _of_layers(

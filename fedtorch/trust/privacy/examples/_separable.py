@@ -1,4 +1,4 @@
-"""Whether a batch's loss is the mean of its examples' losses, and layers' gradients are those of the loss.
+"""Checks that a batch's loss is the mean of its examples' losses, and that layers' gradients are those of the loss.
 
 DP-SGD evaluates each example by itself, so that a loss that mixes examples leaks nothing; but it would train something
 else than the module means. Gradients are compared away from the initial values, where they may be zero, and in float64.
@@ -137,10 +137,10 @@ def _layers_agree(point: _Point, size: float) -> bool:
         if loss.layers is None:
             return False
         share = (clip * SLACK / sizes).clamp(max=1)
-        for name, found, leaf in zip(loss.tensors, sums, examples):
+        for name, total, leaf in zip(loss.tensors, sums, examples):
             weighted = leaf * tree.along(share, leaf)
             scale = float(weighted.flatten(2).norm(dim=2).sum()) + bound * size
-            if not _close(found.to(torch.float64), weighted.sum(1), 2 * bound * scale):
+            if not _close(total.to(torch.float64), weighted.sum(1), 2 * bound * scale):
                 _LOG.warning("training goes on with ghost=False: layers give another gradient of %s", name)
                 return False
     return True
@@ -154,12 +154,12 @@ def _mixing(what: str) -> ValueError:
 
 
 def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> Sequence[Tensor]:
-    own = [value.clone().requires_grad_() for value in values]
+    tracked = [value.clone().requires_grad_() for value in values]
     with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
         randomness = "error" if key is None else "different"
-        losses, *_ = loss.stacked([*own, *tree.leaves(rows)], rows, 0, randomness)
-        found = torch.autograd.grad(losses.sum(), own, allow_unused=True)
-    return [torch.zeros_like(value) if gradient is None else gradient for gradient, value in zip(found, own)]
+        losses, *_ = loss.stacked([*tracked, *tree.leaves(rows)], rows, 0, randomness)
+        gradients = torch.autograd.grad(losses.sum(), tracked, allow_unused=True)
+    return [torch.zeros_like(value) if gradient is None else gradient for gradient, value in zip(gradients, tracked)]
 
 
 def _norms(examples: list[Tensor]) -> Tensor:

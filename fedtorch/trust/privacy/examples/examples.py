@@ -135,8 +135,10 @@ def example_level(
     excess = 0.0 if cut is None else cut.excess(sampling_rate)
     entropy = from_system() if entropy is None else entropy
     claim = Claim("example", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    own = Ledger(ledger, claim, delta, budget)
-    spending = Spending(own, Release(float(noise), float(sampling_rate), excess=excess), steps, entropy, one_process)
+    account = Ledger(ledger, claim, delta, budget)
+    spending = Spending(
+        account, Release(float(noise), float(sampling_rate), excess=excess), steps, entropy, one_process
+    )
     descent = Descent(
         module, None, steps, rounds, None, loss, optimizer, reset, "refuse", True, False, None, "32", project,
         ignore_hooks,
@@ -144,7 +146,7 @@ def example_level(
     descent.loss = PrivateLoss(
         descent.objective, descent.trained, clip, sampling_rate, spending, ghost, cut and cut.batch
     )
-    told = {
+    about = {
         "clip": clip,
         "noise": noise,
         "sampling_rate": sampling_rate,
@@ -161,7 +163,7 @@ def example_level(
         tensors=descent.tensors,
         prepare=partial(_prepare, descent, descent.loss, loss, ignore_hooks, delta, cut),
         module=descent.module,
-        settings={"solver": "example_level", "module": type(module), "loss": loss, "optimizer": optimizer, **told},
+        settings={"solver": "example_level", "module": type(module), "loss": loss, "optimizer": optimizer, **about},
         budget=spending,
     )
 

@@ -92,7 +92,7 @@ def private_discriminant(means: Tensor, covariances: Tensor, private: Tensor, le
         raise ValueError("Expected means that differ in more than what must not leak, but they differ in nothing else")
     else:
         b = math.sqrt(most) * along / inside + math.sqrt(1 - most) * across / outside
-    told, separation = float((rows.T @ b).square().sum()), float(b @ m)
-    found = torch.linalg.solve_triangular(root.mT, b[:, None], upper=True)[:, 0]
-    lost = -0.5 * math.log1p(-told) if told < 1 else math.inf
-    return Discriminant(found, separation, float(ndtr(separation / 2)), lost)
+    leaked, separation = float((rows.T @ b).square().sum()), float(b @ m)
+    original = torch.linalg.solve_triangular(root.mT, b[:, None], upper=True)[:, 0]
+    lost = -0.5 * math.log1p(-leaked) if leaked < 1 else math.inf
+    return Discriminant(original, separation, float(ndtr(separation / 2)), lost)

@@ -138,14 +138,14 @@ def privacy_funnel(covariance: Tensor, private: Tensor, label: Tensor, informati
         raise ValueError(f"Expected information between 0 and I(y; x) = {most:.6g} nats, but got {information}")
     along = s / size_s if size_s > 0 else torch.zeros_like(s)
     across = y - (along @ y) * along  # what of c_y is orthogonal to c_s
-    told, free = -math.expm1(-2 * information), float(across.norm()) ** 2
-    if told <= free * _ABOVE or size_s == 0:
-        share = min(told / free, 1.0) if free > 0 else 0.0
+    wanted, free = -math.expm1(-2 * information), float(across.norm()) ** 2
+    if wanted <= free * _ABOVE or size_s == 0:
+        share = min(wanted / free, 1.0) if free > 0 else 0.0
         direction = across / math.sqrt(free) if free > 0 else across
         leak = 0.0
     else:
         share = 1.0
-        angle = math.acos(min(1.0, math.sqrt(told) / size_y))  # from c_y, away from c_s
+        angle = math.acos(min(1.0, math.sqrt(wanted) / size_y))  # from c_y, away from c_s
         towards = across / math.sqrt(free) if free > 0 else torch.zeros_like(y)
         sign = 1.0 if float(along @ y) >= 0 else -1.0
         theta = math.acos(min(1.0, abs(float(along @ y)) / size_y))

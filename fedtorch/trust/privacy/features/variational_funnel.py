@@ -49,8 +49,8 @@ class FunnelEncoder(nn.Module):
 
     def forward(self, x: Tensor, key: Tensor | None = None) -> Tensor:
         """Return f(x), or a draw of z."""
-        told = self.network((x.to(self.centre) - self.centre) / self.scale)
-        return told if key is None else told + random.normal(key, told.shape, told.dtype)
+        code = self.network((x.to(self.centre) - self.centre) / self.scale)
+        return code if key is None else code + random.normal(key, code.shape, code.dtype)
 
 
 class LearntFunnel(NamedTuple):
@@ -81,14 +81,14 @@ class _Head(nn.Module):
 
     def information(self, z: Tensor, target: Tensor) -> Tensor:
         """Return Î(t; z)."""
-        said = self.network(z)
+        output = self.network(z)
         if self.classes:
             shares = torch.bincount(target, minlength=self.classes) / len(target)
-            own = said.log_softmax(1).gather(1, target[:, None]).mean()
-            return own + torch.special.entr(shares.to(own)).sum()
+            likelihood = output.log_softmax(1).gather(1, target[:, None]).mean()
+            return likelihood + torch.special.entr(shares.to(likelihood)).sum()
         centred = target - target.mean()
         spread = centred.square().mean()
-        off = (centred - said[:, 0]).square().mean()
+        off = (centred - output[:, 0]).square().mean()
         return 0.5 * (spread.log() + 1) - self.log_sd - 0.5 * off * (-2 * self.log_sd).exp()
 
 
@@ -150,8 +150,8 @@ def variational_funnel(
         fresh = [_Head(each, width, hidden) for each in (s, y)]
     _play(encoder, heads, (x, s, y), information, (steps, inner, lr), key)
     half = random.permutation(random.fold_in(key, 1), len(x)) < len(x) // 2
-    found = _measured(encoder, fresh, (x, s, y), half, (steps, lr), random.fold_in(key, 2))
-    return LearntFunnel(encoder.eval(), *found)
+    measures = _measured(encoder, fresh, (x, s, y), half, (steps, lr), random.fold_in(key, 2))
+    return LearntFunnel(encoder.eval(), *measures)
 
 
 def _play(
@@ -164,9 +164,9 @@ def _play(
 ) -> None:
     """Train encoder and heads against each other, in place."""
     (x, s, y), (steps, inner, lr), width = rows, settings, encoder(rows[0][:1]).shape[1]
-    own = torch.optim.Adam(encoder.parameters(), lr=lr)
+    encoding = torch.optim.Adam(encoder.parameters(), lr=lr)
     theirs = torch.optim.Adam([value for head in heads for value in head.parameters()], lr=3 * lr)
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, steps, 0.1 * lr) for each in (own, theirs)]
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(each, steps, 0.1 * lr) for each in (encoding, theirs)]
     price = 1.0
     for step in range(steps):
         noise = random.normal(random.fold_in(key, step), (inner + 1, len(x), width), torch.float64)
@@ -176,12 +176,12 @@ def _play(
             theirs.zero_grad()
             (-heads[0].information(mean + draw, s) - heads[1].information(mean + draw, y)).backward()
             theirs.step()
-        own.zero_grad()
+        encoding.zero_grad()
         z = encoder(x) + noise[0]
-        told = heads[1].information(z, y)
-        missing = information - float(told.detach())
-        (heads[0].information(z, s) - max(0.0, price + _STIFF * missing) * told).backward()
-        own.step()
+        kept = heads[1].information(z, y)
+        missing = information - float(kept.detach())
+        (heads[0].information(z, s) - max(0.0, price + _STIFF * missing) * kept).backward()
+        encoding.step()
         price = max(0.0, price + _LEARNT * missing)
         for schedule in schedules:
             schedule.step()

@@ -111,8 +111,8 @@ def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spen
     flat = torch.cat([leaf.flatten().cpu() for leaf in values.values()])
     scales = torch.full_like(flat, scale)
     noised = on_grid(flat + spending.noise("total", scales), scales).split([leaf.numel() for leaf in values.values()])
-    found = {name: part.reshape(leaf.shape).to(leaf.device) for (name, leaf), part in zip(values.items(), noised)}
-    return with_numbers(total, found)
+    released = {name: part.reshape(leaf.shape).to(leaf.device) for (name, leaf), part in zip(values.items(), noised)}
+    return with_numbers(total, released)
 
 
 def _init(clipped: Algorithm, parameters: Tree, clients: int) -> tuple[State, Tree]:

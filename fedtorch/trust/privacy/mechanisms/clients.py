@@ -146,11 +146,13 @@ def client_level(
     entropy = from_system() if entropy is None else entropy
     adversary = LISTENERS if clip_told is not None else SAMPLED if sampling_rate < 1 else ADVERSARY
     claim = Claim("client", ADJACENCY, adversary, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), float(sampling_rate), mechanism), Ledger(ledger, claim, delta, budget)
+    release, account = Release(float(noise), float(sampling_rate), mechanism), Ledger(ledger, claim, delta, budget)
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         _check(algorithm, clip_told)
-        spending = Spending(own, release, 1, entropy, partial(_check_clients, delta), sampling_rate, size, quorum=None)
+        spending = Spending(
+            account, release, 1, entropy, partial(_check_clients, delta), sampling_rate, size, quorum=None
+        )
         return _private(algorithm, settings, spending)
 
     about = settings._replace(mechanism=mechanism.name)._asdict()  # type: ignore[arg-type]
@@ -321,11 +323,11 @@ def _report(algorithm: Algorithm, state: AdaptiveState) -> dict[str, float | Ten
 
 
 def _means(message: Tree) -> list[Mean]:
-    found: list[Mean] = []
-    _map(lambda mean: found.append(mean) or mean, message)  # type: ignore[func-returns-value]
-    if not found:
+    means: list[Mean] = []
+    _map(lambda mean: means.append(mean) or mean, message)  # type: ignore[func-returns-value]
+    if not means:
         raise ValueError("Expected clients that tell a Mean, but they tell nothing")
-    return found
+    return means
 
 
 def _map(function: Any, message: Tree) -> Tree:

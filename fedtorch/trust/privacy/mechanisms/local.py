@@ -98,12 +98,12 @@ def local_level(
     entropy = from_system() if entropy is None else entropy
     seen = ADVERSARY if quorum == 1 else f"everybody who sees sums of at least {quorum} clients that add noise, no less"
     claim = Claim("client", ADJACENCY, seen, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
+    release, account = Release(float(noise), 1.0, gaussian), Ledger(ledger, claim, delta, budget)
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         _check(algorithm)
         check = partial(check_delta_of, delta, "clients")
-        spending = Spending(own, release, 1, entropy, check, quorum=quorum, need=need)
+        spending = Spending(account, release, 1, entropy, check, quorum=quorum, need=need)
         client = partial(_client, algorithm, float(clip), share, spending)
         return dataclasses.replace(algorithm, client=client, budget=spending)
 

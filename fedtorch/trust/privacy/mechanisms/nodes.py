@@ -100,10 +100,10 @@ def node_level(
     check_noise(noise)
     entropy = from_system() if entropy is None else entropy
     claim = Claim("node", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
-    release, own = Release(float(noise), 1.0, mechanism), Ledger(ledger, claim, delta, budget)
+    release, account = Release(float(noise), 1.0, mechanism), Ledger(ledger, claim, delta, budget)
 
     def wrap(algorithm: Algorithm) -> Algorithm:
-        spending = Spending(own, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
+        spending = Spending(account, release, 1, entropy, partial(check_delta_of, delta, "nodes"))
         return _private(algorithm, float(clip), spending)
 
     about = {"clip": clip, "noise": noise, "mechanism": mechanism.name, "delta": delta}
@@ -153,9 +153,9 @@ def _client(
     cut = tree.to(clip_rows(change, clip, spending.release.mechanism)[0], "cpu")
     flat = spending.noised("what nodes tell", turn.key, rows(cut), spending.release.noise * clip)
     noised = tree.map(_beside, start, like(flat, cut))
-    told = tree.map(lambda new, old: new.to(old.dtype), with_numbers(whole, noised), whole)
+    sent = tree.map(lambda new, old: new.to(old.dtype), with_numbers(whole, noised), whole)
     return Reply(
-        reply.message, NodeState(reply.state, state.start, told), {} if spending.entropy.guarantees else reply.info
+        reply.message, NodeState(reply.state, state.start, sent), {} if spending.entropy.guarantees else reply.info
     )
 
 

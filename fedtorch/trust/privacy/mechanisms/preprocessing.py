@@ -17,7 +17,7 @@ p and else replaced by one whose label is drawn at random and whose features are
 so that features that are made up well (r = 1) cost no more than none, and bad ones leave hardly a row as it is.
 
 Publishing a random part of the rows, as they are, is no protection: it is (0, q)-private, where q is the probability of
-a row to be published, and nothing better (`subsampling_delta`).
+a row to be published, and nothing better.
 
 Sources: Jung, "Federated learning: from theory to practice", section 9.3, pre-processing; Warner (1965), "Randomized
 response"; Busa-Fekete et al. (2023), "Label differential privacy and private training data release", mechanisms 1
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.random.entropy import Entropy, Purpose, from_system
-from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
+from fedtorch.trust.privacy._checks import check_clip, check_noise
 from fedtorch.trust.privacy.accounting.spending import on_grid
 from fedtorch.trust.privacy.noise import Mechanism, Uniforms, gaussian
 
@@ -132,11 +132,11 @@ def replaced_rows(
     entropy = from_system() if entropy is None else entropy
     draws = entropy.uniforms(_purpose("rows", entropy), 2 * len(labels)).reshape(2, -1).to(labels.device)
     kept = draws[0] < -math.expm1(-epsilon) / (-math.expm1(-epsilon) + classes * ratio * math.exp(-epsilon))
-    told = torch.where(kept, labels, (draws[1] * classes).long())
-    instead = made_up(told, partial(entropy.uniforms, _purpose("made up", entropy)))
+    released = torch.where(kept, labels, (draws[1] * classes).long())
+    instead = made_up(released, partial(entropy.uniforms, _purpose("made up", entropy)))
     if instead.shape != features.shape:
         raise ValueError(f"Expected made-up features {tuple(features.shape)}, but got {tuple(instead.shape)}")
-    return torch.where(kept[:, None], features, instead.to(features)), told
+    return torch.where(kept[:, None], features, instead.to(features)), released
 
 
 def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1.0) -> MadeUp:
@@ -165,9 +165,9 @@ def normal_rows(features: Tensor, labels: Tensor, classes: int, widen: float = 1
 
 
 def _normal(means: Tensor, roots: Tensor, labels: Tensor, uniforms: Uniforms) -> Tensor:
-    own = labels.to(means.device)
+    classes = labels.to(means.device)
     noise = gaussian.draw(uniforms, len(labels) * means.shape[1]).reshape(len(labels), -1)
-    return means[own] + (roots[own] @ noise[..., None])[..., 0]
+    return means[classes] + (roots[classes] @ noise[..., None])[..., 0]
 
 
 def label_frequencies(told: Tensor, classes: int, epsilon: float) -> Tensor:
@@ -200,8 +200,8 @@ class RandomisedCrossEntropy(nn.Module):
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the mean over rows, of logits `(n, K)` and told labels `(n,)`; it may be below zero."""
         losses = -output.log_softmax(-1)
-        told = losses.gather(-1, target[..., None])[..., 0]
-        return ((told - self.other * losses.sum(-1)) / (self.keep - self.other)).mean()
+        chosen = losses.gather(-1, target[..., None])[..., 0]
+        return ((chosen - self.other * losses.sum(-1)) / (self.keep - self.other)).mean()
 
 
 def noised_features(
@@ -239,16 +239,6 @@ def noised_features(
     scale = torch.tensor(2 * clip * noise, dtype=torch.float64)
     noised = on_grid(rows + scale * mechanism.draw(uniforms, rows.numel()).reshape(rows.shape), scale)
     return noised.to(features.device, features.dtype)
-
-
-def subsampling_delta(sampling_rate: float) -> float:
-    """Return the δ at which publishing each row with this probability, as it is, is (0, δ)-private: the rate itself.
-
-    >>> subsampling_delta(0.1)
-    0.1
-    """
-    check_rate(sampling_rate)
-    return sampling_rate
 
 
 def _check_labels(labels: Tensor, classes: int) -> None:

@@ -108,12 +108,14 @@ def _prepare(gp: StackedGP, sums: NoisedSums, data: Any) -> _Released:
     module = gp.module
     with torch.no_grad():
         seen = module.see(x, data.mask.to(y.dtype))
-        found = sums.of(seen.basis @ seen.change, y, data.mask, data.count)
+        statistics = sums.of(seen.basis @ seen.change, y, data.mask, data.count)
         variance = module.likelihood.noise.to(torch.float64)
-    rest = found.count * _variance(gp) - found.gram.diagonal(dim1=1, dim2=2).sum(1)
-    constant = found.count * (2 * math.pi * variance).log() + (found.power + rest.clamp(min=0)) / variance
-    told = Contribution(pack(found.gram / variance), found.cross / variance, -0.5 * constant, torch.ones_like(constant))
-    return _Released(tree.to(told, y.dtype), data.count)
+    rest = statistics.count * _variance(gp) - statistics.gram.diagonal(dim1=1, dim2=2).sum(1)
+    constant = statistics.count * (2 * math.pi * variance).log() + (statistics.power + rest.clamp(min=0)) / variance
+    contribution = Contribution(
+        pack(statistics.gram / variance), statistics.cross / variance, -0.5 * constant, torch.ones_like(constant)
+    )
+    return _Released(tree.to(contribution, y.dtype), data.count)
 
 
 def _client(gp: StackedGP, inbox: Any, state: UnitState, data: _Released, turn: Turn) -> Reply:

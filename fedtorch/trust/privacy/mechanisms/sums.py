@@ -137,8 +137,8 @@ class NoisedSums:
         claim = Claim("example", ADJACENCY, ADVERSARY, SYSTEM if entropy.guarantees else NO_GUARANTEE)
         self.clips, self.ridge, self.delta = (clip_features, clip_targets), ridge, delta
         self.spending = _SpentOnce(Ledger(ledger, claim, delta, budget), Release(float(noise)), 1, entropy, one_process)
-        told = {"clip_features": clip_features, "clip_targets": clip_targets, "noise": noise, "delta": delta}
-        self.settings = {**told, "ridge": ridge}
+        about = {"clip_features": clip_features, "clip_targets": clip_targets, "noise": noise, "delta": delta}
+        self.settings = {**about, "ridge": ridge}
 
     def protect(self) -> Wrapper:
         """Return the wrapper that gives their budget to an algorithm of a model with these sums for its rows.
@@ -172,16 +172,16 @@ class NoisedSums:
         parts = [_cut(part.to(torch.float64), clip) * mask[..., None] for part, clip in zip((x, outputs), self.clips)]
         if intercept:
             parts.insert(1, mask[..., None].to(torch.float64))
-        joined, own = torch.cat(parts, 2), x.shape[2] + intercept
+        joined, width = torch.cat(parts, 2), x.shape[2] + intercept
         noised = _released(joined.mT @ joined, intercept, x.shape[2], self.spending)
         sizes = torch.ones(joined.shape[2], dtype=torch.float64, device=joined.device)
-        sizes[: x.shape[2]], sizes[own:] = self.clips
-        added = self.ridge * self.spending.release.noise * sensitivity(intercept) * math.sqrt(own)
-        noised[:, range(own), range(own)] += added
+        sizes[: x.shape[2]], sizes[width:] = self.clips
+        added = self.ridge * self.spending.release.noise * sensitivity(intercept) * math.sqrt(width)
+        noised[:, range(width), range(width)] += added
         whole = noised * sizes[:, None] * sizes
-        power = whole[:, own:, own:].diagonal(dim1=1, dim2=2).sum(1)
-        cross = whole[:, :own, own:] if y.ndim == 3 else whole[:, :own, own]
-        return SufficientStatistics(whole[:, :own, :own], cross, power, rows.to(torch.float64))
+        power = whole[:, width:, width:].diagonal(dim1=1, dim2=2).sum(1)
+        cross = whole[:, :width, width:] if y.ndim == 3 else whole[:, :width, width]
+        return SufficientStatistics(whole[:, :width, :width], cross, power, rows.to(torch.float64))
 
 
 def sufficient_statistics(

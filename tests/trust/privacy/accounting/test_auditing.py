@@ -9,6 +9,7 @@ import pytest
 import torch
 from scipy.stats import binomtest
 from support.oracles.closed_forms import linear_clients, sgd
+from support.oracles.neighbour_tests import gaussian_detections, most_detections
 from torch import Tensor
 
 import fedtorch as ft
@@ -16,9 +17,7 @@ from fedtorch.trust import privacy
 from fedtorch.trust.privacy.accounting.analytic import gaussian_delta
 from fedtorch.trust.privacy.accounting.auditing import (
     clopper_pearson,
-    gaussian_detections,
     learnt_attack,
-    most_detections,
     roc,
 )
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
