@@ -154,9 +154,10 @@ def _split(value: Tensor) -> tuple[Tensor, Tensor]:
 
 def _integers(total: Tensor) -> list[int]:
     """Return the numbers that limbs `(n, LIMBS)` stand for: carried, they are the words of two's complement."""
-    if not bool(total.isfinite().all()):
+    limbs = total.numpy()
+    if not numpy.isfinite(limbs).all():
         raise ValueError("Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them")
-    digits = total.to(torch.int64).T.contiguous().numpy()
+    digits = numpy.array(limbs.T, dtype=numpy.int64, order="C")
     carry: Any = 0
     for place in range(LIMBS):
         digits[place] += carry

@@ -1,14 +1,21 @@
 """The cost of a round against the number of clients and of processes: a linear model, 40 rows and 5 full-batch steps.
 
-`clients` stacks them in one process. `processes` has one and two of them, started by torchrun with one thread each,
-which take turns: with the same clients in all ("strong") and with the same clients each ("weak"). Seconds are those of
-the quickest round, for the machine may have other work.
+`clients` stacks them in one process, and `few` asks a hundred of them. `roofline` sets a round beside passes over the
+clients' rows in memory, two of which each of its five steps needs, and beside its matrix products alone. `start` is
+the processor time of a fresh process up to the end of the first round of the README's first example. `processes` has
+one and two of them, started by torchrun with one thread each, which take turns: with the same clients in all ("strong")
+and with the same clients each ("weak"). Seconds are those of the quickest round, for the machine may have other work,
+unless they are the processor's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -16,7 +23,15 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import measure, scaling_ranks
 
+README = Path(__file__).parents[2] / "README.md"
+TIMED = "import time\ndef said(name): print('until the end of', name, time.process_time(), flush=True)"
 WAYS = {"stacked": False, "compile=True": True}
+MEETINGS = {  # what a rank of two tells of a round
+    "processor time": "processor s a round, one of two processes",
+    "in collectives": "s a round in collectives, one of two processes",
+    "collectives": "collectives a round",
+    "bytes": "bytes a round in collectives",
+}
 
 
 def clients(counts: Sequence[int]) -> list[common.Row]:
@@ -42,12 +57,53 @@ def processes(counts: Sequence[int], repeat: int) -> list[common.Row]:
             common.Row(setting, "s a round, two processes", two),
             common.Row(setting, "times faster with two (at most 2)", one / two),
         ]
+        for metric, unit in MEETINGS.items():
+            rows.append(common.Row(setting, unit, found[2][f"{count} clients, {metric}"]))
     one, two = found[1][f"{counts[-1]} clients"], found[2][f"{2 * counts[-1]} clients"]
     rows.append(common.Row(f"{counts[-1]} clients in each process", "part of the speed that two keep", one / two))
     for numbers in scaling_ranks.SUMS:
         milliseconds = 1000 * found[2][f"sum of {numbers}"]
         rows.append(common.Row(f"sum of {numbers} numbers over two processes", "ms", milliseconds))
     return rows
+
+
+def few(counts: Sequence[int]) -> list[common.Row]:
+    """A round of a hundred of so many clients, by processor time."""
+    rows = []
+    for count in counts:
+        run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), cohort=min(count, 100))
+        times = measure.interleaved({"round": run.step}, 20, 3, time.process_time)
+        rows.append(common.Row(f"100 of {count} clients", "processor s a round", measure.medians(times)["round"]))
+    return rows
+
+
+def roofline(count: int) -> list[common.Row]:
+    """What bounds a round of so many clients, by processor time."""
+    data = scaling_ranks.linear_data(count)
+    run, steps = scaling_ranks.linear_run(ft.InProcess(data)), scaling_ranks.STEPS
+    x = data.stack(range(count)).batch[0]
+    weights, residuals = x.new_ones(count, x.shape[2], 1), x.new_ones(count, x.shape[1], 1)
+    ways: dict[str, Callable[[], object]] = {
+        "a round": run.step,
+        "two passes a step over the rows": lambda: [x.sum() for _ in range(2 * steps)],
+        "the products of its steps": lambda: [(x.bmm(weights), x.transpose(1, 2).bmm(residuals)) for _ in range(steps)],
+    }
+    times = measure.medians(measure.interleaved(ways, 5, 2, time.process_time))
+    metric = "processor µs a client"
+    return [common.Row(f"{count} clients, {name}", metric, times[name] / count * 1e6) for name in ways]
+
+
+def start() -> list[common.Row]:
+    """The first round of the README's first example in a fresh process, whose imports are part of it."""
+    example = README.read_text().split("```python\n")[1].split("```")[0]
+    program = [TIMED]
+    for line in example.replace("max_epochs=50", "max_epochs=1, logger=False, enable_checkpointing=False").splitlines():
+        program.append(line)
+        program += ["said('torch and lightning')"] * (line == "import torch")
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join([*program, "said('first round')"])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=README.parent, timeout=600)
+    said = dict(line.rsplit(" ", 1) for line in done.stdout.splitlines() if line.startswith("until "))
+    return [common.Row(f"a fresh process, {name}", "processor s", float(value)) for name, value in said.items()]
 
 
 def draw(rows: Sequence[common.Row]) -> Figure:
@@ -67,6 +123,9 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 def parts(small: bool) -> measure.Parts:
     """The parts by name."""
     return {
+        "few": partial(few, [100, 1000] if small else [10_000, 1_000_000]),
+        "roofline": partial(roofline, 100 if small else 100_000),
+        "start": start,
         "clients": partial(clients, [10, 100] if small else [10, 100, 1000, 10_000, 100_000]),
         "processes": partial(processes, [20, 40] if small else [100, 1000, 10_000], 1 if small else 5),
     }

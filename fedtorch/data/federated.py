@@ -22,16 +22,16 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
+from fedtorch.data._row_files import read_rows, write_rows
+from fedtorch.data._rows import first_not_finite, gather_rows
 from fedtorch.tree import Tree
-
-_ROWS = 2**16  # that are looked at together for NaN and Inf
-_NOT_OF_NUMPY = (torch.bfloat16, torch.complex32)
 
 
 class ClientData(NamedTuple):
@@ -66,6 +66,8 @@ class FederatedData:
         names: the clients' names, `"0"`, `"1"`, … unless given.
         allow_empty: whether a client may have no rows, as in a validation split.
         features: the names of the columns of the first field, x `(total, d)`, where they are known.
+        on_disk: whether rows are looked at for NaN and Inf when they are stacked only, as those of a file are; see
+            `from_file`.
 
     Raises:
         TypeError: something is not a tensor, or the counts are not int64.
@@ -78,6 +80,7 @@ class FederatedData:
     names: tuple[str, ...] = ()
     allow_empty: bool = False
     features: tuple[str, ...] = ()
+    on_disk: bool = False
     starts: Tensor = field(init=False)  # (K,) int64, where each client's rows begin
 
     def __post_init__(self) -> None:
@@ -110,8 +113,9 @@ class FederatedData:
                     f"Expected all fields on {leaves[0][1].device}, but got {leaf.device} for "
                     f"{field_name(path)}; move them to one device"
                 )
-            if leaf.is_floating_point() or leaf.is_complex():
-                self._check_finite(path, leaf)
+            if not self.on_disk and (row := first_not_finite(leaf)) is not None:
+                client = int(torch.searchsorted(self.starts + self.counts, row, right=True))
+                raise self._not_finite(path, client, row - int(self.starts[client]))
         first = leaves[0][1]
         if self.features and (first.ndim != 2 or first.shape[1] != len(self.features)):
             raise ValueError(
@@ -119,15 +123,10 @@ class FederatedData:
                 f"{len(self.features)} names of features; pass one per column"
             )
 
-    def _check_finite(self, path: str, leaf: Tensor) -> None:
-        row = _first_not_finite(leaf)
-        if row is None:
-            return
-        client = int(torch.searchsorted(self.starts + self.counts, row, right=True))
-        raise ValueError(
+    def _not_finite(self, path: str, client: int, row: int) -> ValueError:
+        return ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
-            f"{self.names[client]!r}, row {row - int(self.starts[client])}; remove or impute such rows, "
-            "see fedtorch.models.gibbs.imputation"
+            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation"
         )
 
     @property
@@ -155,11 +154,16 @@ class FederatedData:
             f"{int(self.counts.min())}–{int(self.counts.max())} per client, fields {described_rows(self.rows, 1)})"
         )
 
-    def stack(self, ids: Tensor | Sequence[int]) -> ClientData:
-        """Return the data of clients `ids` `(C,)` as one zero-padded block, in the order of `ids`."""
+    def stack(self, ids: Tensor | Sequence[int], size: int | None = None) -> ClientData:
+        """Return the data of clients `ids` `(C,)` as one block, in the order of `ids`.
+
+        Args:
+            ids: of the clients.
+            size: to how many rows each is padded with zeros; default: as many as the largest has.
+        """
         ids = self._ids(ids)
         counts = self.counts[ids]
-        size = int(counts.max()) if len(ids) else 0
+        size = size or int(counts.max() if len(ids) else 0)
         within = torch.arange(size)
         padding = (within >= counts[:, None]).flatten().nonzero().squeeze(1)
         index = (self.starts[ids, None] + within).flatten().index_fill_(0, padding, 0)
@@ -168,10 +172,18 @@ class FederatedData:
             taken = gather_rows(leaf, index).index_fill_(0, padding.to(leaf.device), 0)
             return taken.reshape(len(ids), size, *leaf.shape[1:])
 
-        return ClientData(tree.map(block, self.rows), counts.to(tree.leaves(self.rows)[0].device))
+        batch = tree.map(block, self.rows)
+        for path, leaf in tree.items(batch) if self.on_disk else ():
+            if (row := first_not_finite(leaf.flatten(0, 1))) is not None:
+                raise self._not_finite(path, int(ids[row // size]), row % size)
+        return ClientData(batch, counts.to(tree.leaves(self.rows)[0].device))
 
     def buckets(self, max_ratio: float = 1.5, small: int = 0) -> list[tuple[Tensor, ClientData]]:
-        """Return all clients as blocks of similar size: `(ids, data)`, ids ascending, the smallest clients first.
+        """Return all clients as blocks of similar size: `(ids, data)`; see `groups`."""
+        return [(ids, self.stack(ids)) for ids in self.groups(max_ratio, small)]
+
+    def groups(self, max_ratio: float = 1.5, small: int = 0) -> list[Tensor]:
+        """Return the ids of all clients in groups of similar size, each ascending, the smallest clients first.
 
         Args:
             max_ratio: a bound on largest / smallest number of rows within a block, at least 1; 1 pads
@@ -182,16 +194,15 @@ class FederatedData:
         if not max_ratio >= 1:
             raise ValueError(f"Expected max_ratio >= 1, but got {max_ratio}; 1 groups clients of equal size only")
         counts, order = self.counts.double().sort(stable=True)
-        blocks, start = [], 0
+        found, start = [], 0
         while start < len(order):
             stop = int(torch.searchsorted(counts, counts[start] * max_ratio, right=True))
             padded = (torch.arange(start, len(order)) - start + 1) * counts[start:]
             stop = max(stop, start + int((padded <= small).sum()))
             stop = int(torch.searchsorted(counts, counts[stop - 1], right=True))
-            ids = order[start:stop].sort().values
-            blocks.append((ids, self.stack(ids)))
+            found.append(order[start:stop].sort().values)
             start = stop
-        return blocks
+        return found
 
     def select(self, ids: Tensor | Sequence[int]) -> FederatedData:
         """Return the clients `ids` `(C,)`, all different, with their names, in the order of `ids`."""
@@ -200,7 +211,7 @@ class FederatedData:
         shift = self.starts[ids] - (counts.cumsum(0) - counts)
         index = torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
         names = tuple(self.names[k] for k in ids.tolist())
-        return replace(self, rows=self._take(index), counts=counts, names=names)
+        return replace(self, rows=self._take(index), counts=counts, names=names, on_disk=False)
 
     def split(self, fraction: float, seed: int) -> tuple[FederatedData, FederatedData]:
         """Split the rows of every client at random: (training, validation).
@@ -223,10 +234,10 @@ class FederatedData:
         rank[order] = torch.arange(total) - self.starts[client]
         kept = (self.counts.double() * fraction).round().long().clamp(min=1).minimum(self.counts)
         training = rank < kept[client]
-        held_out = self._take((~training).nonzero().squeeze(1))
+        held_out, loaded = self._take((~training).nonzero().squeeze(1)), replace(self, on_disk=False)
         return (
-            replace(self, rows=self._take(training.nonzero().squeeze(1)), counts=kept),
-            replace(self, rows=held_out, counts=self.counts - kept, allow_empty=True),
+            replace(loaded, rows=self._take(training.nonzero().squeeze(1)), counts=kept),
+            replace(loaded, rows=held_out, counts=self.counts - kept, allow_empty=True),
         )
 
     def pool(self) -> FederatedData:
@@ -238,11 +249,34 @@ class FederatedData:
 
         The names of the features are dropped, for the columns may mean something else now.
         """
-        return replace(self, rows=function(self.rows), features=())
+        return replace(self, rows=function(self.rows), features=(), on_disk=False)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:
         """Return the rows on `device`, and the floating point fields in `dtype`."""
-        return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows))
+        return replace(self, rows=tree.map(lambda leaf: _to(leaf, device, dtype), self.rows), on_disk=False)
+
+    def to_file(self, file: Path | str) -> None:
+        """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
+        numbered = self.names == tuple(map(str, range(len(self))))
+        about = {"names": () if numbered else self.names, "features": self.features, "allow_empty": self.allow_empty}
+        write_rows(file, self.rows, self.counts, about)
+
+    @classmethod
+    def from_file(cls, file: Path | str) -> FederatedData:
+        """Return the rows of a safetensors file, which stay there until they are needed.
+
+        `ft.InProcess` reads and prepares those of a round's clients, so that there may be more than memory holds; what
+        makes other rows of them, such as `select`, `split` or `to`, takes them into memory, and so do evaluation and
+        `ft.Distributed`. A client's rows are looked at for NaN and Inf when they are read. The file must stay as it is.
+
+        Args:
+            file: of `to_file`, or of another program: with a tensor `counts` `(K,)` int64, how many rows each client
+                has, and the fields, called `0`, `1`, … for a tuple such as (x, y), or by names for a dict.
+
+        Raises:
+            ValueError: the file is damaged, or has no counts.
+        """
+        return cls(**read_rows(file), on_disk=True)
 
     def _take(self, index: Tensor) -> Tree:
         return tree.map(lambda leaf: gather_rows(leaf, index), self.rows)
@@ -256,18 +290,6 @@ class FederatedData:
         if bool(((ids < 0) | (ids >= self.clients)).any()):
             raise IndexError(f"Expected client ids in 0…{self.clients - 1}, but got {ids.tolist()}")
         return ids.long()
-
-
-def gather_rows(leaf: Tensor, index: Tensor) -> Tensor:
-    """Return the rows of `leaf` at `index` `(n,)`; NumPy copies small rows three times as fast as torch.
-
-    >>> gather_rows(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0]))
-    tensor([[3.],
-            [1.]])
-    """
-    if leaf.device.type == "cpu" and not leaf.requires_grad and leaf.dtype not in _NOT_OF_NUMPY:
-        return torch.from_numpy(leaf.numpy().take(index.numpy(), 0))
-    return leaf.index_select(0, index.to(leaf.device))
 
 
 def described_rows(rows: Tree, dims: int = 2) -> str:
@@ -290,17 +312,6 @@ def field_name(path: str) -> str:
     ("field '0'", 'the tensor of rows')
     """
     return f"field {path!r}" if path else "the tensor of rows"
-
-
-def _first_not_finite(leaf: Tensor) -> int | None:
-    """Return the first row with NaN or Inf, None if there is none."""
-    if bool(leaf.sum().isfinite()):  # a pass without temporaries; sums of large numbers may overflow
-        return None
-    for start in range(0, len(leaf), _ROWS):
-        finite = leaf[start : start + _ROWS].isfinite()
-        if not bool(finite.all()):
-            return start + int((~finite).nonzero()[0, 0])
-    return None
 
 
 def _to(leaf: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:

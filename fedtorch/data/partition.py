@@ -28,7 +28,8 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import _shares
-from fedtorch.data.federated import FederatedData, gather_rows
+from fedtorch.data._rows import gather_rows
+from fedtorch.data.federated import FederatedData
 from fedtorch.data.sources import as_rows
 from fedtorch.tree import Tree
 

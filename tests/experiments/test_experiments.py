@@ -684,7 +684,7 @@ def test_rows_of_the_demonstration_of_sites(there, monkeypatch):
     if there and not os.environ.get("FEDTORCH_DATA_DIR"):
         pytest.skip("needs the folder heart_disease in FEDTORCH_DATA_DIR")
     if not there:
-        monkeypatch.setattr(ft.data, "present", lambda data_set, file: False)
+        monkeypatch.setattr(ft.data, "data_sets", lambda *, present: ())
     rows = demo_site.table()
     assert rows.name.startswith("heart disease" if there else "breast cancer")
     assert len(rows.clients) == 4

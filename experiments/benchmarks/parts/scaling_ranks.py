@@ -1,4 +1,4 @@
-"""What ranks do, started by torchrun: rounds of work of several sizes, and collectives alone.
+"""What ranks do, started by torchrun: rounds of work of several sizes, what they meet for, and collectives alone.
 
 `python -m experiments.benchmarks.parts.scaling_ranks FILE CLIENTS,CLIENTS,...` on every rank; rank 0 writes seconds as
 JSON.
@@ -11,9 +11,11 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
 from experiments.benchmarks.parts import measure
+from fedtorch import tree
 
 ROWS, STEPS = 40, 5
 SUMS = (1, 1_000_000)  # numbers in a sum
@@ -36,10 +39,11 @@ def linear_data(clients: int) -> ft.data.FederatedData:
     return ft.data.FederatedData((x, y), torch.full((clients,), ROWS))
 
 
-def linear_run(population: ft.InProcess | ft.Distributed, compile: bool = False) -> ft.Run:
+def linear_run(population: ft.InProcess | ft.Distributed, compile: bool = False, cohort: int | None = None) -> ft.Run:
     """FedAvg of it, five full-batch steps a round."""
     torch.manual_seed(0)
-    return ft.Run(ft.fedavg(ft.gradient_descent(core.Linear(), steps=STEPS, compile=compile)), population)
+    algorithm = ft.fedavg(ft.gradient_descent(core.Linear(), steps=STEPS, compile=compile))
+    return ft.Run(algorithm, population, cohort=cohort)
 
 
 def least_round(run: ft.Run, count: int) -> float:
@@ -51,13 +55,37 @@ def work(clients: Sequence[int]) -> dict[str, float]:
     """Seconds of a round for so many clients, and of sums of so many numbers."""
     found = {}
     for count in clients:
-        run = linear_run(ft.Distributed(linear_data(count)))
-        found[f"{count} clients"] = least_round(run, 150 if count <= 1000 else 15)
+        population = ft.Distributed(linear_data(count))
+        run = linear_run(population)
+        rounds = 150 if count <= 1000 else 15
+        found[f"{count} clients"] = least_round(run, rounds)
+        found |= {f"{count} clients, {name}": value for name, value in meetings(run, population.ranks, rounds).items()}
     ranks = ft.Distributed(linear_data(2)).ranks
     for numbers in SUMS:
         value = torch.ones(numbers, dtype=torch.float64)
         found[f"sum of {numbers}"] = min(common.seconds(partial(ranks.sum, value)) for _ in range(100))
     return found
+
+
+def meetings(run: ft.Run, ranks: Any, rounds: int) -> dict[str, float]:
+    """Of a round on this rank, means: processor time, and how many collectives it has, of which bytes and seconds."""
+    calls: list[tuple[float, int]] = []
+    together = ranks._together
+
+    def noted(collective: Callable[..., object], *tensors: Any) -> None:
+        seconds = common.seconds(lambda: together(collective, *tensors))
+        calls.append((seconds, tree.nbytes(tensors[-1])))
+
+    ranks._together = noted
+    processor = common.seconds(lambda: [run.step() for _ in range(rounds)], time.process_time)
+    ranks._together = together
+    waiting, sent = (sum(call[i] for call in calls) / rounds for i in (0, 1))
+    return {
+        "processor time": processor / rounds,
+        "in collectives": waiting,
+        "collectives": len(calls) / rounds,
+        "bytes": sent,
+    }
 
 
 def launched(processes: int, clients: Sequence[int], threads: int = 1) -> dict[str, float]:

@@ -115,18 +115,18 @@ class LocalClients:
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
         """The cohort in blocks: (ids, prepared data); everybody as views."""
-        for (ids, data), size in zip(self._blocks, self._sizes):
+        for number, ((ids, _), size) in enumerate(zip(self._blocks, self._sizes)):
             rows = None if cohort is None else _places(cohort, ids)
             if rows is not None and len(rows) == len(ids):
                 rows = None
             for start in range(0, len(ids) if rows is None else len(rows), size):
-                if rows is None:
-                    stop = min(start + size, len(ids))
-                    whole = start == 0 and stop == len(ids)
-                    yield _as_slice(ids[start:stop]), data if whole else tree.take(data, slice(start, stop))
-                else:
-                    part = rows[start : start + size]
-                    yield _as_slice(ids[part]), tree.take(data, part.to(self.device))
+                part = slice(start, min(start + size, len(ids))) if rows is None else rows[start : start + size]
+                yield _as_slice(ids[part]), self._taken(number, part)
+
+    def _taken(self, number: int, rows: Rows) -> Tree:
+        """The prepared data of some clients of a block, as they are where it is all of them."""
+        ids, data = self._blocks[number]
+        return data if isinstance(rows, slice) and rows == slice(0, len(ids)) else tree.take(data, rows)
 
     def empty_block(self) -> Block:
         """A block of no clients, `K = 0`."""

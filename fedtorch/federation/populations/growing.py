@@ -122,4 +122,5 @@ def _between(data: FederatedData, first: Tensor, last: Tensor) -> FederatedData:
     counts = (last - first).clamp(min=0)
     begins = data.starts + first - (counts.cumsum(0) - counts)
     index = torch.arange(int(counts.sum())) + begins.repeat_interleave(counts)
-    return dataclasses.replace(data, rows=tree.take(data.rows, index), counts=counts, allow_empty=True)
+    rows = tree.take(data.rows, index)
+    return dataclasses.replace(data, rows=rows, counts=counts, allow_empty=True, on_disk=False)

@@ -10,6 +10,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
+from fedtorch.federation.populations.stored import StoredClients
 from fedtorch.tree import Tree
 
 
@@ -17,7 +18,8 @@ class InProcess:
     """All clients in this process, stacked in blocks of similar size.
 
     Args:
-        data: the clients' rows.
+        data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of
+            its clients.
         chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
             of what is free on a CUDA device.
         device: where blocks and states live; default: where the data are.
@@ -51,6 +53,8 @@ class InProcess:
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
         """The clients for one run of `algorithm`."""
+        if self.data.on_disk:
+            return StoredClients(algorithm, state, self.data, self.chunk)
         return LocalClients(algorithm, state, self.data.names, self.blocks(), len(self.data), self.chunk)
 
     def __repr__(self) -> str:

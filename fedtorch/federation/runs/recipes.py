@@ -135,7 +135,8 @@ def horizontal(
 
     This is semi-supervised learning: a node without labels takes the weighted mean of its neighbours' parameters. Its
     features still help to make the network, such as `ft.Network.k_nearest` of the nodes' mean features. For
-    other models leave the rows of these nodes out and take `ft.gtv(ft.unlabelled(local), network, alpha)`.
+    other models leave the rows of these nodes out and take `ft.gtv(unlabelled(local), network, alpha)`, by
+    `fedtorch.federation.solvers.unlabelled`.
 
     Args:
         data: a client per node; the labels of the nodes in `unlabelled` are not looked at.

@@ -299,7 +299,7 @@ def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tr
 def _spread(data: Any) -> tuple[Tensor, Tensor]:
     """(client, row) of rows spread over a block, and of those with the smallest and largest of the whole numbers."""
     ends = data.count.cumsum(0)
-    at = torch.linspace(0, int(ends[-1]) - 1, min(_ROWS, int(ends[-1])), device=ends.device).long()
+    at = _evenly(int(ends[-1]), _ROWS).to(ends.device)
     client = torch.searchsorted(ends, at, right=True)
     choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
     for leaf in tree.leaves(data.batch):
@@ -312,10 +312,17 @@ def _spread(data: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
 
 
+def _evenly(count: int, most: int) -> Tensor:
+    """At most so many of `count` places; single precision would miss those of very many."""
+    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
+
+
 def _some_rows(data: Any, most: int) -> Tree:
     """Valid rows spread over the clients of a block, with some for each of the first values of integer fields."""
     client, row = data.mask.nonzero().T
-    chosen = [torch.linspace(0, len(client) - 1, min(most, len(client)), device=client.device).long()]
+    chosen = [
+        torch.linspace(0, len(client) - 1, min(most, len(client)), dtype=torch.float64).to(client.device, torch.int64)
+    ]
     for leaf in tree.leaves(data.batch):
         if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
             values, which = leaf[client, row].unique(return_inverse=True)

@@ -218,7 +218,7 @@ class _Stack:
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or not some_end
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total)
+        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total, longest if batches.alike else None)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t

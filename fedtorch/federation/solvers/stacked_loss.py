@@ -14,11 +14,14 @@ from fedtorch import functional, random, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.module_randomness import KeyedRandomness, drawn, drawn_if_random
+from fedtorch.module_randomness import KeyedRandomness, drawn_if_random
 from fedtorch.tree import Tree
 
 # Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
+
+
+_BACKWARD = 1  # the purpose of a key: draws of a backward pass
 
 
 class StackedLoss:
@@ -144,13 +147,14 @@ class StackedLoss:
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
         """`gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, every, recorded = random.fold_in(key, index).unbind(), [], [], []
+        keys, replies, every, recorded = random.fold_in(key, index), [], [], []
+        later = random.fold_in(keys, _BACKWARD) if self.random else keys
         each = list(zip(*(value.detach().unbind() for value in values)))
         active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
         for k in active:
             rows = tree.map(lambda leaf, k=k: leaf[k, : sizes[k]], batch.rows)
-            alone = partial(self._alone, each[k], rows, index)
-            loss, logs, new, gradients = drawn(alone, keys[k]) if self.random else drawn_if_random(alone, keys[k])
+            alone = partial(self._alone, each[k], rows, index, keys[k] if self.random else None)
+            loss, logs, new, gradients = drawn_if_random(alone, later[k])
             replies.append((loss.detach(), logs, new))
             every.append(gradients)
             recorded.append(self.objective.recorded)
@@ -160,13 +164,13 @@ class StackedLoss:
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients, arguments
 
     def _alone(
-        self, values: Sequence[Tensor], rows: Tree, index: int
+        self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """One client's (loss, logs, new buffers, gradients); its tensors stay as they are."""
+        """One client's (loss, logs, new buffers, gradients), drawn from a key; its tensors stay as they are."""
         count = len(self.tensors)
         trained = [value.detach().requires_grad_() for value in values[:count]]
         with torch.enable_grad():
-            with self._cast(values[0].device):
+            with self._cast(values[0].device), nullcontext() if key is None else KeyedRandomness(key):
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             return loss, logs, new, _gradients(loss, trained)
 

@@ -255,11 +255,12 @@ class RoundLogs:
     Args:
         calls: of the metrics in the module's steps.
         total: `(K,)` steps of each client.
+        everywhere: the number of steps, if it is known to be that of all clients.
     """
 
-    def __init__(self, calls: StepCalls, total: Tensor) -> None:
-        self._step, self._total = calls, total
-        self._values: dict[str, list[tuple[Tensor, Tensor]]] = {}
+    def __init__(self, calls: StepCalls, total: Tensor, everywhere: int | None = None) -> None:
+        self._step, self._total, self._everywhere = calls, total, everywhere
+        self._values: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, Batch]]] = {}
 
     def add(
@@ -274,11 +275,11 @@ class RoundLogs:
             sizes: `(K,)` rows of each client's batch.
             weighted: whether the batch is padded, and its rows have weights.
         """
-        sizes = torch.where(step < self._total, sizes, 0)
         for name, value in values.items():
-            self._values.setdefault(name, []).append((value.detach(), sizes))
+            self._values.setdefault(name, []).append((step, value.detach(), sizes))
         if tensors is None or not self._step.recorders:
             return
+        sizes = torch.where(step < self._total, sizes, 0)
         calls, padded = self._step.forms[weighted]
         given = iter(zip(tensors, padded))
         for recorder, number, call in calls:
@@ -292,13 +293,18 @@ class RoundLogs:
         Args:
             reductions: of numbers by name; others are averaged over the steps.
         """
-        numbers = {}
-        for name, seen in self._values.items():
-            values, sizes = (torch.stack(each) for each in zip(*seen))
-            numbers[name] = reductions.get(name, Reduction()).of(values, sizes.to(values.device))
+        numbers = {name: self._number(name, reductions.get(name, Reduction())) for name in self._values}
         device = next(iter(numbers.values())).device
         logged = self._step.logged.items() if self._batches else ()
         return {**numbers, **{name: self._metric(value).to(device) for name, value in logged}}
+
+    def _number(self, name: str, reduction: Reduction) -> Tensor:
+        steps, logged, sizes = zip(*self._values[name])
+        values = torch.stack(logged)
+        if reduction == Reduction() and len(steps) == self._everywhere:
+            return values.sum(0) / len(steps)
+        rows = torch.where(torch.tensor(steps)[:, None] < self._total, torch.stack(sizes), 0)
+        return reduction.of(values, rows.to(values.device))
 
     def _metric(self, logged: MetricValue) -> Tensor:
         batches = [

@@ -119,7 +119,7 @@ def clean_label(
 def zero_loss(clients: Sequence[int]) -> Poison:
     """Let nodes of a network drop their rows, so that they copy their cluster's model and can look into it (10.2).
 
-    Their local loss is zero; use it with `ft.unlabelled(local)`.
+    Their local loss is zero; use it with `fedtorch.federation.solvers.unlabelled`.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2))] * 3)

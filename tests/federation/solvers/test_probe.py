@@ -9,7 +9,8 @@ from support.oracles.stacked_losses import block_of, linear, stacked
 from torch import nn
 
 from fedtorch import functional
-from fedtorch.federation.solvers._probe import probe
+from fedtorch.data import ClientData
+from fedtorch.federation.solvers._probe import _spread, probe
 from fedtorch.federation.solvers.batches import is_ragged
 
 
@@ -118,3 +119,10 @@ def test_is_ragged():
     assert not is_ragged(torch.tensor([3, 3]))
     assert not is_ragged(torch.tensor([3]))
     assert not is_ragged(torch.tensor([], dtype=torch.int64))
+
+
+def test_rows_are_found_in_very_large_blocks() -> None:
+    clients, rows = 2**20, 17  # more than single precision counts
+    block = ClientData(torch.zeros(1, 1, 2).expand(clients, rows, 2), torch.full((clients,), rows))
+    client, row = _spread(block)
+    assert (int(client.max()), int(row.max())) == (clients - 1, rows - 1)

@@ -89,6 +89,27 @@ def test_a_module_that_draws_later_draws_from_keys_and_leaves_the_generator():
     torch.testing.assert_close(step(found, block_of(), COUNTS, module=module), seldom, rtol=0, atol=0)
 
 
+class NoisyGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * torch.rand_like(gradient)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_backward_passes_one_by_one_draw_from_keys(random):
+    module = linear()
+    found = stacked(lambda output, target: F.cross_entropy(NoisyGradient.apply(output), target), batched=False)
+    found.random = random
+    before = torch.get_rng_state()
+    first, again = (step(found, block_of(), COUNTS, module) for _ in range(2))
+    torch.testing.assert_close(again, first, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_steps_one_by_one_that_draw_nothing_are_not_intercepted():
     modes = []
 

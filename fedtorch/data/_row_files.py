@@ -1,0 +1,83 @@
+"""Clients' rows in a safetensors file, of which a round reads those of its clients only."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from fedtorch import tree
+
+_COUNTS = "counts"
+
+
+def write_rows(file: Path | str, rows: tree.Tree, counts: Tensor, about: dict[str, Any]) -> None:
+    """Write clients' rows to a safetensors file, which appears whole, and what is known of them.
+
+    Raises:
+        ValueError: rows that are no tuple or dict of tensors.
+    """
+    fields = dict(tree.items(rows))
+    if fields.keys() != {name for name in _names(rows) if name != _COUNTS}:
+        raise ValueError(
+            f"Expected rows as a tuple or dict of tensors, none of them called {_COUNTS!r}, but got the fields "
+            f"{sorted(fields)}; put them into one, such as (x, y)"
+        )
+    path = Path(file)
+    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    try:
+        tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in fields.items()}
+        save_file({**tensors, _COUNTS: counts}, partial, {"fedtorch": json.dumps({"fields": list(fields), **about})})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_rows(file: Path | str) -> dict[str, Any]:
+    """Return the arguments of `FederatedData`: rows that are mapped, and what is known of them.
+
+    Raises:
+        ValueError: the file is damaged, or has no counts.
+
+    >>> import tempfile, torch, fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     data.to_file(f"{folder}/rows.safetensors")
+    ...     stored = ft.InProcess(ft.data.FederatedData.from_file(f"{folder}/rows.safetensors"))
+    ...     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), stored, rounds=2)
+    >>> run.server["weight"].round(decimals=3)
+    tensor([[2., 3.]])
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            fields = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+            about = json.loads((opened.metadata() or {}).get("fedtorch", "{}"))
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"Expected a safetensors file in {file}, but got a damaged or another one: {error}") from None
+    if _COUNTS not in fields:
+        raise ValueError(
+            f"Expected a tensor {_COUNTS!r} of how many rows each client has, but got {sorted(fields)}; write the file "
+            "with data.to_file(file)"
+        )
+    counts = fields.pop(_COUNTS)
+    order = about.get("fields", sorted(fields))
+    if sorted(order) != sorted(fields):
+        raise ValueError(f"Expected the fields {order} in {file}, but got {sorted(fields)}; write the file again")
+    rows: tuple[Tensor, ...] | dict[str, Tensor] = {name: fields[name] for name in order}
+    if fields.keys() == {str(i) for i in range(len(fields))}:
+        rows = tuple(fields[str(i)] for i in range(len(fields)))
+    known = {name: tuple(about.get(name, ())) for name in ("names", "features")}
+    return {"rows": rows, "counts": counts, "allow_empty": bool(about.get("allow_empty")), **known}
+
+
+def _names(rows: tree.Tree) -> list[str]:
+    """The names of the fields of a tuple or dict of tensors; none of other rows."""
+    if isinstance(rows, dict):
+        return [str(name) for name in rows]
+    return [str(i) for i in range(len(rows))] if type(rows) is tuple else []
