@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedtorch import expected, tree
 
@@ -188,6 +188,64 @@ class TreeOptimizer:
         if [dict(group) for group in optimizer.param_groups] != before:
             raise TypeError(f"{name} keeps its state outside of the parameters; {self.advice}")
         return optimizer
+
+
+class DirectSteps:
+    """Steps of a bound optimiser on the CPU by one operation of torch for all parameters of a group.
+
+    `Optimizer.step` looks at devices, dtypes and states first, which costs more than a small step itself. It takes the
+    first step, which makes the states.
+
+    Args:
+        optimizer: whose groups and states are read at every step.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._known = type(optimizer) in (SGD, Adam, AdamW) and not hooked(optimizer)
+        self._known = self._known and all(map(_plain, optimizer.param_groups))
+        self._states: list[list[list[Tensor]]] | None = None  # of each group: by name, then by parameter
+
+    def step(self) -> None:
+        """Take a step by the parameters' `grad`."""
+        groups, states = self.optimizer.param_groups, self.optimizer.state
+        gradients = [[tensor.grad for tensor in group["params"]] for group in groups]
+        known = self._known and all(gradient is not None for each in gradients for gradient in each)
+        if not known or self._states is None:
+            self.optimizer.step()
+            if known:
+                names = ("step", "exp_avg", "exp_avg_sq") if type(self.optimizer) is not SGD else ()
+                self._states = [[[states[p][name] for p in group["params"]] for name in names] for group in groups]
+            return
+        for group, given, state in zip(groups, gradients, self._states):
+            if "betas" in group:
+                self._adam(group, given, *state)
+            else:
+                torch._foreach_add_(group["params"], given, alpha=-group["lr"])
+
+    def _adam(
+        self, group: Mapping[str, Any], given: list[Any], count: list[Tensor], mean: list[Tensor], square: list[Tensor]
+    ) -> None:
+        fused = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
+        torch._foreach_add_(count, 1)
+        beta1, beta2 = group["betas"]
+        settings = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
+        fused(group["params"], given, mean, square, [], count, beta1=beta1, beta2=beta2, **settings)
+
+
+def _plain(group: Mapping[str, Any]) -> bool:
+    """Return whether a group's steps are those of `DirectSteps`."""
+    more = any(group.get(name) for name in ("amsgrad", "differentiable", "capturable", "momentum"))
+    numbers = not any(isinstance(value, Tensor) for value in (group["lr"], *group.get("betas", ())))
+    if more or not numbers or not all(tensor.device.type == "cpu" for tensor in group["params"]):
+        return False
+    chosen = group["fused"] or group["weight_decay"] or group["maximize"]
+    return bool(group["fused"]) if "betas" in group else not chosen
+
+
+def hooked(optimizer: Optimizer) -> bool:
+    """Return whether hooks are registered on its steps."""
+    return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
 
 
 def check_maker(make: MakeOptimizer) -> None:

@@ -46,7 +46,7 @@ from fedtorch._safetensors_header import (
     read_header,
     texts,
 )
-from fedtorch.tree import Layout, Tree, flatten, layout, row_layout, unflatten
+from fedtorch.tree import Layout, Tree, flatten, layout, unflatten
 
 
 class PayloadError(ValueError):
@@ -155,24 +155,18 @@ def metadata(
 
 def size(tree: Tree) -> int:
     """Return the bytes of `encode(tree)`, from names, dtypes and shapes alone; 0 without leaves: nothing is sent."""
-    return _size_of(layout(tree))
-
-
-def row_size(tree: Tree) -> int:
-    """Return the bytes of one client's tree, of a stacked tree whose leaves are `(K, ...)`; `K = 0` will do.
-
-    Raises:
-        ValueError: a leaf has no leading dimension.
-
-    >>> row_size({"weight": torch.zeros(50, 2, 3)}) == size({"weight": torch.zeros(2, 3)})  # of 50 clients, of one
-    True
-    """
-    return _size_of(row_layout(tree))
+    return size_of(layout(tree))
 
 
 @lru_cache(maxsize=1024)
-def _size_of(layout: Layout) -> int:
-    """Return the bytes of a tree of this layout, counted once for each."""
+def size_of(layout: Layout) -> int:
+    """Return the bytes of a tree of this layout, such as `tree.row_layout` of stacked clients; counted once for each.
+
+    >>> from fedtorch import tree
+    >>> stacked = {"weight": torch.zeros(50, 2, 3)}  # of 50 clients
+    >>> size_of(tree.row_layout(stacked)) == size({"weight": torch.zeros(2, 3)})  # of one
+    True
+    """
     fields = ordered(layout)
     return len(make_header(fields)) + sum(field.nbytes for field in fields) if fields else 0
 

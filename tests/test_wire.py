@@ -83,12 +83,12 @@ def test_size_is_that_of_the_payload(sent):
     assert wire.size(sent) == len(wire.encode(sent))
     for count in (0, 1, 3):
         stacked = tree.map(lambda leaf, n=count: leaf.detach().expand(n, *leaf.shape), sent)
-        assert wire.row_size(stacked) == wire.size(sent)
+        assert wire.size_of(tree.row_layout(stacked)) == wire.size(sent)
 
 
 def test_nothing_is_sent_without_leaves():
     assert wire.encode({"a": None}) == b""
-    assert wire.size({"a": (None, {})}) == wire.row_size({}) == 0
+    assert wire.size({"a": (None, {})}) == wire.size_of(tree.row_layout({})) == 0
     assert wire.decode(b"", like={"a": None}) == {"a": None}
     assert wire.decode(safetensors.torch.save({}), like={}) == {}
     assert wire.metadata(b"") == {}
@@ -96,17 +96,17 @@ def test_nothing_is_sent_without_leaves():
 
 
 def test_size_is_cheap_and_bounded():
-    wire._size_of.cache_clear()
+    wire.size_of.cache_clear()
     sent = {"weight": torch.zeros(3, 4)}
     assert wire.size(sent) == wire.size(tree.map(torch.ones_like, sent))
-    assert wire.row_size(tree.expand(sent, 7)) == wire.size(sent)
-    assert (wire._size_of.cache_info().misses, wire._size_of.cache_info().hits) == (1, 3)
-    assert wire._size_of.cache_info().maxsize is not None
+    assert wire.size_of(tree.row_layout(tree.expand(sent, 7))) == wire.size(sent)
+    assert (wire.size_of.cache_info().misses, wire.size_of.cache_info().hits) == (1, 3)
+    assert wire.size_of.cache_info().maxsize is not None
 
 
 def test_row_size_needs_rows():
     with pytest.raises(ValueError, match=r"leaves \(K, \.\.\.\), but got a scalar in 'a\.b'"):
-        wire.row_size({"a": {"b": torch.tensor(1.0)}})
+        wire.size_of(tree.row_layout({"a": {"b": torch.tensor(1.0)}}))
 
 
 @pytest.mark.parametrize("sent", trees(), ids=IDS)

@@ -63,7 +63,7 @@ def graph(network: Network) -> Exchange:
         gather=lambda messages, ids: RowsOf(indices(ids), map_messages(lambda node: node, messages)),
         merge=lambda partials: partials[0] if len(partials) == 1 else tree.concatenate(partials),
         finish=lambda partial: _hear(network, partial),
-        traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.row_size(messages), 0),
+        traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.size_of(tree.row_layout(messages)), 0),
         additive=False,
     )
 

@@ -26,8 +26,8 @@ def private_rows() -> Exchange:
         merge=tree.concatenate,  # a copy even of one block, so that the server may keep rows
         finish=in_order,
         traffic=lambda outbox, messages, ids: (
-            client_count(ids) * wire.row_size(messages),
-            client_count(ids) * wire.row_size(outbox),
+            client_count(ids) * wire.size_of(tree.row_layout(messages)),
+            client_count(ids) * wire.size_of(tree.row_layout(outbox)),
         ),
         additive=False,
     )

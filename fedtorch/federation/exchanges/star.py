@@ -31,8 +31,8 @@ def star() -> Exchange:
         merge=_add_all,
         finish=_average,
         traffic=lambda outbox, messages, ids: (
-            client_count(ids) * wire.row_size(messages),
-            client_count(ids) * wire.size(outbox),
+            client_count(ids) * wire.size_of(tree.row_layout(messages)),
+            client_count(ids) * wire.size_of(tree.layout(outbox)),
         ),
         additive=True,
     )

@@ -11,6 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedtorch.kernels import stacked_step
 from fedtorch.kernels.stacked_step import ClientValues
+from fedtorch.optimisers import hooked
 
 _REFUSED = ("amsgrad", "maximize", "differentiable", "capturable")
 Pull = tuple[Tensor, Tensor]  # λ and h
@@ -34,7 +35,7 @@ class FusedSteps:
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
         """Return whether a program knows all that the optimiser does, and runs on its tensors."""
-        if type(optimizer) not in (SGD, Adam, AdamW) or _hooked(optimizer):
+        if type(optimizer) not in (SGD, Adam, AdamW) or hooked(optimizer):
             return False
         for group in optimizer.param_groups:
             plain = not any(group.get(name) for name in _REFUSED)
@@ -101,64 +102,6 @@ class FusedSteps:
         count.add_(1)
 
 
-class DirectSteps:
-    """Steps of a bound optimiser on the CPU by one operation of torch for all parameters of a group.
-
-    `Optimizer.step` looks at devices, dtypes and states first, which costs more than a small step itself. It takes the
-    first step, which makes the states.
-
-    Args:
-        optimizer: whose groups and states are read at every step.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self._known = type(optimizer) in (SGD, Adam, AdamW) and not _hooked(optimizer)
-        self._known = self._known and all(map(_plain, optimizer.param_groups))
-        self._states: list[list[list[Tensor]]] | None = None  # of each group: by name, then by parameter
-
-    def step(self) -> None:
-        """Take a step by the parameters' `grad`."""
-        groups, states = self.optimizer.param_groups, self.optimizer.state
-        gradients = [[tensor.grad for tensor in group["params"]] for group in groups]
-        known = self._known and all(gradient is not None for each in gradients for gradient in each)
-        if not known or self._states is None:
-            self.optimizer.step()
-            if known:
-                names = ("step", "exp_avg", "exp_avg_sq") if type(self.optimizer) is not SGD else ()
-                self._states = [[[states[p][name] for p in group["params"]] for name in names] for group in groups]
-            return
-        for group, given, state in zip(groups, gradients, self._states):
-            if "betas" in group:
-                self._adam(group, given, *state)
-            else:
-                torch._foreach_add_(group["params"], given, alpha=-group["lr"])
-
-    def _adam(
-        self, group: Mapping[str, Any], given: list[Any], count: list[Tensor], mean: list[Tensor], square: list[Tensor]
-    ) -> None:
-        fused = torch._fused_adamw_ if group.get("decoupled_weight_decay") else torch._fused_adam_
-        torch._foreach_add_(count, 1)
-        beta1, beta2 = group["betas"]
-        settings = {name: group[name] for name in ("amsgrad", "lr", "weight_decay", "eps", "maximize")}
-        fused(group["params"], given, mean, square, [], count, beta1=beta1, beta2=beta2, **settings)
-
-
-def _plain(group: Mapping[str, Any]) -> bool:
-    """Return whether a group's steps are those of `DirectSteps`."""
-    more = any(group.get(name) for name in ("amsgrad", "differentiable", "capturable", "momentum"))
-    numbers = not any(isinstance(value, Tensor) for value in (group["lr"], *group.get("betas", ())))
-    if more or not numbers or not all(tensor.device.type == "cpu" for tensor in group["params"]):
-        return False
-    chosen = group["fused"] or group["weight_decay"] or group["maximize"]
-    return bool(group["fused"]) if "betas" in group else not chosen
-
-
 def by_parameter(tensors: Mapping[str, Tensor], each: Sequence[Any]) -> dict[Tensor, Any]:
     """Return values that are in the order of the parameters, by parameter."""
     return dict(zip(tensors.values(), each))
-
-
-def _hooked(optimizer: Optimizer) -> bool:
-    """Return whether hooks are registered on its steps."""
-    return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))

@@ -15,15 +15,14 @@ from fedtorch.data import BadClients
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
-from fedtorch.federation.solvers._fused import DirectSteps, FusedSteps, by_parameter
+from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_rows, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
 from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import StackedLoss
-from fedtorch.federation.solvers.training_logs import RoundLogs
-from fedtorch.optimisers import MakeOptimizer, State
+from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
+from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
@@ -218,7 +217,7 @@ class _Stack:
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or not some_end
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], RoundLogs(loss.objective.metrics, total, longest if batches.alike else None)
+        rates, seen = [0.0], RoundLogs(loss, total, longest if batches.alike else None)
         finished: Tree = None
         for t in range(longest):
             position = self.position + t
@@ -232,14 +231,12 @@ class _Stack:
                 self.tensors, self.buffers, batch, t, self.key
             )
             self._descend(t, gradients)
-            weighted = loss.batched and batch.weights is not None
-            seen.add(t, {**logs, "loss": losses}, recorded, batch.size, weighted)
+            seen.add(t, {**logs, "loss": losses}, recorded, batch)
             if t + 1 in some_end:
                 finished = _keep_rows(finished, self._now(), total == t + 1)
         finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
         tensors, kept = finished
-        info = seen.reduced(loss.objective.reductions)
-        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), info)
+        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())
 
     def _descend(self, t: int, gradients: Sequence[Tensor | None]) -> None:
         with torch.no_grad():

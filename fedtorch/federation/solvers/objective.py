@@ -1,7 +1,7 @@
 """A module's training loss as a function of its tensors, so that it can be called for many clients at once.
 
 The user's module is copied; the copy is not a registered child of anything. A LightningModule runs unmodified: its
-`self.log` is collected, the calls of its torchmetrics are recorded (see `training_logs`), and a stand-in trainer
+`self.log` is collected, the calls of its torchmetrics are recorded (see `training_metrics`), and a stand-in trainer
 answers the few questions that have an answer per client. What cannot run stacked is refused by name.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch.func import vmap
 
 from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
-from fedtorch.federation.solvers.training_logs import Reduction, StepCalls, replace_metrics
+from fedtorch.federation.solvers.training_metrics import StepCalls, replace_metrics
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -136,6 +136,31 @@ def _output(module: nn.Module, inputs: Any) -> Any:
     return module(*positional, **named)
 
 
+class Reduction(NamedTuple):
+    """How a number that each step logs becomes one of the round: by mean, sum, min, max or last.
+
+    Attributes:
+        name: one of these.
+        weighted: whether a mean is over rows, and not over steps.
+    """
+
+    name: str = "mean"
+    weighted: bool = False
+
+    def of(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """Reduce `(S, K)` values of batches of so many rows, 0 where a client takes no step."""
+        there = sizes > 0
+        if self.name == "last":
+            return values.gather(0, there.sum(0, keepdim=True) - 1)[0]
+        if self.name in ("min", "max"):
+            none = torch.inf if self.name == "min" else -torch.inf
+            return getattr(torch.where(there, values, none), f"a{self.name}")(0)
+        if self.name == "sum":
+            return torch.where(there, values, 0.0).sum(0)
+        weights = sizes if self.weighted else there
+        return torch.where(there, weights * values, 0.0).sum(0) / weights.sum(0)
+
+
 class Objective(nn.Module):
     """The loss of a batch as a module: `forward(batch, weights, index)` -> (loss, logs).
 
@@ -192,21 +217,22 @@ class Objective(nn.Module):
 
         losses, logs, recorded = vmap(example, randomness="different")(batch)
         weights = weights.to(losses.dtype)
-        self.recorded = self.metrics.of_rows(recorded, weights)
+        self.recorded = self.metrics.of_rows(recorded, weights) if self.metrics.recorders else []
         # Padding is excluded, not only weighted by zero: a loss of inf on a padded row must not become NaN.
         average = lambda values: torch.where(weights > 0, weights * values, 0.0).sum()
         return average(losses), {name: average(value) for name, value in logs.items()}
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
         self._logs = {}
-        self.metrics.begin()
+        if self.metrics.recorders:
+            self.metrics.begin()
         output = self._call(batch, index)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
         logs, self._logs = self._logs, {}
-        return loss.reshape(()), logs, self.metrics.end()
+        return loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else []
 
     def _log(
         self,

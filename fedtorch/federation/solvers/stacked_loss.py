@@ -13,7 +13,8 @@ from torch import Tensor
 from fedtorch import functional, random, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
-from fedtorch.federation.solvers.objective import Objective
+from fedtorch.federation.solvers.objective import Objective, Reduction
+from fedtorch.federation.solvers.training_metrics import RoundMetrics
 from fedtorch.module_randomness import KeyedRandomness, drawn_if_random
 from fedtorch.tree import Tree
 
@@ -173,6 +174,45 @@ class StackedLoss:
             with self._cast(values[0].device), nullcontext() if key is None else KeyedRandomness(key):
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             return loss, logs, new, _gradients(loss, trained)
+
+
+class RoundLogs:
+    """Collects what the steps of a round log, and reduces it to a number of each client.
+
+    Args:
+        loss: of the steps.
+        total: `(K,)` steps of each client.
+        everywhere: the number of steps, if it is known to be that of all clients.
+    """
+
+    def __init__(self, loss: StackedLoss, total: Tensor, everywhere: int | None = None) -> None:
+        self._loss, self._total, self._everywhere = loss, total, everywhere
+        self._numbers: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+        calls = loss.objective.metrics
+        self._metrics = RoundMetrics(calls, total) if calls.recorders else None
+
+    def add(self, step: int, values: Mapping[str, Tensor], recorded: Sequence[Any] | None, batch: Batch) -> None:
+        """Take in one step: numbers `(K,)` by name, and the arguments of metrics, None where they stay private."""
+        for name, value in values.items():
+            self._numbers.setdefault(name, []).append((step, value.detach(), batch.size))
+        if self._metrics is not None and recorded is not None:
+            self._metrics.add(step, recorded, batch.size, self._loss.batched and batch.weights is not None)
+
+    def reduced(self) -> dict[str, Tensor]:
+        """Return what the clients have logged, `(K,)` each; NaN for a client that has not logged it."""
+        numbers = {name: self._number(name) for name in self._numbers}
+        if self._metrics is None:
+            return numbers
+        device = next(iter(numbers.values())).device
+        return {**numbers, **{name: value.to(device) for name, value in self._metrics.values().items()}}
+
+    def _number(self, name: str) -> Tensor:
+        steps, logged, sizes = zip(*self._numbers[name])
+        values, reduction = torch.stack(logged), self._loss.objective.reductions.get(name)
+        if reduction in (None, Reduction()) and len(steps) == self._everywhere:
+            return values.sum(0) / len(steps)
+        rows = torch.where(torch.tensor(steps)[:, None] < self._total, torch.stack(sizes), 0)
+        return (reduction or Reduction()).of(values, rows.to(values.device))
 
 
 @contextmanager

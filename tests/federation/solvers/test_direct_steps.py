@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adam, AdamW, NAdam
 
-from fedtorch.federation.solvers._fused import DirectSteps
+from fedtorch.optimisers import DirectSteps
 
 OPTIMISERS = {
     "SGD": partial(SGD, lr=0.1),

@@ -22,6 +22,7 @@ class Classifier(L.LightningModule):
         self.macro = MulticlassAccuracy(3)
         self.auroc = MulticlassAUROC(3)
         self.mean_loss = torchmetrics.MeanMetric()
+        self.steps = torchmetrics.SumMetric()
         self.scores = torchmetrics.MetricCollection([MulticlassF1Score(3, average="micro")], prefix="train/")
 
     def training_step(self, batch, batch_idx):
@@ -35,6 +36,8 @@ class Classifier(L.LightningModule):
         self.log("macro", self.macro, on_epoch=True, on_step=False)
         self.auroc.update(logits, y)
         self.log("auroc", self.auroc, on_epoch=True, on_step=False)
+        self.steps.update(1.0)
+        self.log("steps", self.steps, on_epoch=True, on_step=False)
         self.mean_loss.update(loss)
         self.log("mean_loss", self.mean_loss, on_epoch=True, on_step=False)
         self.log_dict(self.scores(logits, y), on_epoch=True, on_step=False)

@@ -1,10 +1,9 @@
-"""Collect what a `training_step` logs, numbers and torchmetrics, for many clients over the steps of a round.
+"""Compute the torchmetrics that a `training_step` updates and logs, for many clients over the steps of a round.
 
-Numbers are averaged over each client's steps, or reduced as `self.log(reduce_fx=)` says. A metric keeps its states in
-attributes and looks at values, which `vmap` does not allow. The copy of a module that is trained therefore has a
-`MetricRecorder` in place of each metric: it keeps the arguments of every call, which leave `vmap` as further results,
-stacked over the clients, and `RoundLogs` updates the metric itself with them. A metric begins anew with every round.
-The module may log
+A metric keeps its states in attributes and looks at values, which `vmap` does not allow. The copy of a module that is
+trained therefore has a `MetricRecorder` in place of each metric: it keeps the arguments of every call, which leave
+`vmap` as further results, stacked over the clients, and `RoundMetrics` updates the metric itself with them. A metric
+begins anew with every round. The module may log
 
 - the metric, or its `compute()`: its value over all of the client's batches in the round;
 - the value that a call returned: that of the batch, averaged over the client's steps as numbers are.
@@ -12,7 +11,7 @@ The module may log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -224,61 +223,27 @@ class StepForm(NamedTuple):
     padded: list[bool]
 
 
-class Reduction(NamedTuple):
-    """How a number that each step logs becomes one of the round: by mean, sum, min, max or last.
-
-    Attributes:
-        name: one of these.
-        weighted: whether a mean is over rows, and not over steps.
-    """
-
-    name: str = "mean"
-    weighted: bool = False
-
-    def of(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """Reduce `(S, K)` values of batches of so many rows, 0 where a client takes no step."""
-        there = sizes > 0
-        if self.name == "last":
-            return values.gather(0, there.sum(0, keepdim=True) - 1)[0]
-        if self.name in ("min", "max"):
-            none = torch.inf if self.name == "min" else -torch.inf
-            return getattr(torch.where(there, values, none), f"a{self.name}")(0)
-        if self.name == "sum":
-            return torch.where(there, values, 0.0).sum(0)
-        weights = sizes if self.weighted else there
-        return torch.where(there, weights * values, 0.0).sum(0) / weights.sum(0)
-
-
-class RoundLogs:
-    """Collects what the steps of a round log, and reduces it to a number of each client.
+class RoundMetrics:
+    """Collects the calls of a round, and computes what is logged of the metrics.
 
     Args:
-        calls: of the metrics in the module's steps.
+        calls: of the module's steps.
         total: `(K,)` steps of each client.
-        everywhere: the number of steps, if it is known to be that of all clients.
     """
 
-    def __init__(self, calls: StepCalls, total: Tensor, everywhere: int | None = None) -> None:
-        self._step, self._total, self._everywhere = calls, total, everywhere
-        self._values: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
+    def __init__(self, calls: StepCalls, total: Tensor) -> None:
+        self._step, self._total = calls, total
         self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, Batch]]] = {}
 
-    def add(
-        self, step: int, values: Mapping[str, Tensor], tensors: Sequence[Any] | None, sizes: Tensor, weighted: bool
-    ) -> None:
+    def add(self, step: int, tensors: Sequence[Any], sizes: Tensor, weighted: bool) -> None:
         """Take in one step.
 
         Args:
             step: its number.
-            values: numbers `(K,)` by name.
-            tensors: arguments of metrics, as of `StepCalls`, `(K, ...)` or by client; None where they stay private.
+            tensors: arguments of metrics, as of `StepCalls`, `(K, ...)` or by client.
             sizes: `(K,)` rows of each client's batch.
             weighted: whether the batch is padded, and its rows have weights.
         """
-        for name, value in values.items():
-            self._values.setdefault(name, []).append((step, value.detach(), sizes))
-        if tensors is None or not self._step.recorders:
-            return
         sizes = torch.where(step < self._total, sizes, 0)
         calls, padded = self._step.forms[weighted]
         given = iter(zip(tensors, padded))
@@ -287,26 +252,11 @@ class RoundLogs:
             batch = Batch(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], sizes)
             self._batches.setdefault((recorder, number), []).append((step, batch))
 
-    def reduced(self, reductions: Mapping[str, Reduction]) -> dict[str, Tensor]:
-        """Return what the clients have logged, `(K,)` each; NaN for a client that has not logged it.
+    def values(self) -> dict[str, Tensor]:
+        """Return what the module has logged of its metrics, `(K,)` each in float64."""
+        return {name: self._value(logged) for name, logged in self._step.logged.items() if self._batches}
 
-        Args:
-            reductions: of numbers by name; others are averaged over the steps.
-        """
-        numbers = {name: self._number(name, reductions.get(name, Reduction())) for name in self._values}
-        device = next(iter(numbers.values())).device
-        logged = self._step.logged.items() if self._batches else ()
-        return {**numbers, **{name: self._metric(value).to(device) for name, value in logged}}
-
-    def _number(self, name: str, reduction: Reduction) -> Tensor:
-        steps, logged, sizes = zip(*self._values[name])
-        values = torch.stack(logged)
-        if reduction == Reduction() and len(steps) == self._everywhere:
-            return values.sum(0) / len(steps)
-        rows = torch.where(torch.tensor(steps)[:, None] < self._total, torch.stack(sizes), 0)
-        return reduction.of(values, rows.to(values.device))
-
-    def _metric(self, logged: MetricValue) -> Tensor:
+    def _value(self, logged: MetricValue) -> Tensor:
         batches = [
             pair
             for (recorder, number), pairs in self._batches.items()
