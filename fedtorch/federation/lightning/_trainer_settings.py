@@ -8,6 +8,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    LearningRateMonitor,
     ModelPruning,
     StochasticWeightAveraging,
     WeightAveraging,
@@ -28,6 +29,7 @@ _CALLBACKS = {
     BackboneFinetuning: "set requires_grad=False, or take ft.personal_layers",
     BatchSizeFinder: "give batch_size= to the local solver",
     LearningRateFinder: "tune with ft.grid",
+    LearningRateMonitor: "schedules are the clients'; a module of ft.lightning_fit can log its own optimizer's lr",
 }
 
 
@@ -53,12 +55,41 @@ def check_settings(trainer: L.Trainer) -> None:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
             _SOLVER.format("batch_size=", "accumulate_grad_batches="),
         )
+    if trainer.gradient_clip_algorithm is not None:
+        _refuse(
+            f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}",
+            _SOLVER.format("clip=", "gradient_clip_algorithm="),
+        )
+    _check_batches(trainer)
     if getattr(trainer, "datamodule", None) is not None:
         _refuse("datamodule=", "make ft.data.from_datasets of the clients' data sets, or ft.data.partition one")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):
                 _refuse(f"the callback {type(callback).__name__}", instead)
+
+
+def _check_batches(trainer: L.Trainer) -> None:
+    """Refuse settings of loaders: an epoch has one batch, which is the round, and clients have the rows."""
+    limits = {
+        "overfit_batches": ("train on few rows or clients: data.select([0])", (0,)),
+        "limit_train_batches": (_SOLVER.format("steps=", "limit_train_batches="), (0, 1)),
+        "limit_val_batches": ("give fewer rows as validation=", (0, 1)),
+        "limit_test_batches": ("give fewer rows to federation.evaluate", (1,)),
+        "limit_predict_batches": ("predict with federation.client_module(client)", (1,)),
+        "reload_dataloaders_every_n_epochs": ("take ft.Growing for clients whose rows change", (0,)),
+    }
+    for name, (instead, known) in limits.items():
+        value = getattr(trainer, name)
+        if value not in known and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            _refuse(f"{name}={value}", instead)
+    every = trainer.val_check_interval
+    if isinstance(every, float) and every != 1:
+        _refuse(
+            f"val_check_interval={every}", "a round is a batch: check_val_every_n_epoch=2 scores every second round"
+        )
+    if trainer._accelerator_connector._layer_sync is not None:
+        _refuse("sync_batchnorm=True", 'average statistics by ft.gradient_descent(…, buffers="average")')
 
 
 def check_loader(given: object, own: object, name: str) -> None:

@@ -226,7 +226,7 @@ class Federation(L.LightningModule):
 
     def on_fit_start(self) -> None:
         """Tell the loggers the settings, those of the local solver as `local/lr`."""
-        for logger in self.trainer.loggers:
+        for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(_hyperparameters(self.run))
 
     def on_train_start(self) -> None:
