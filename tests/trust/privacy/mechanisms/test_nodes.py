@@ -117,7 +117,7 @@ def test_laplace_noise_parts_of_parameters_regressors_and_edges_that_fail() -> N
 
 def test_noise_comes_from_the_system_unless_told_and_losses_are_left_out() -> None:
     runs = [ft.run(private(1.0, None), ft.InProcess(DATA), rounds=1) for _ in range(2)]
-    assert distance(told(runs[0]), told(runs[1])) > 1
+    assert distance(told(runs[0]), told(runs[1])) > 1e-3  # by noise, not by rounding
     assert "train_loss" not in runs[0].history or bool(runs[0].history["train_loss"].isna().all())
 
 
