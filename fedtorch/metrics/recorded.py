@@ -1,7 +1,7 @@
 """Values of a torchmetrics metric for many clients, from the arguments with which their training steps called it.
 
-A metric is updated client by client and batch by batch, as it would be by a loop. Where all batches have one shape and
-the states are sums, one `vmap` updates them all, if it gives the first client's states as the metric itself does.
+A metric is updated client by client and batch by batch, as it would be by a loop. Where its states are sums, one `vmap`
+updates them for all batches, or for all rows of padded ones, if it gives one client's states as the metric itself does.
 
 >>> import torch, torchmetrics
 >>> right = torch.tensor([[True, True, False, False], [True, False, False, False]])  # of two clients' batches of 4
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fedtorch import tree
 from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 
 if TYPE_CHECKING:
@@ -101,9 +102,9 @@ class Batch:
 
     @property
     def whole(self) -> bool:
-        """Return whether all clients take the step, and no row is padding."""
+        """Return whether every client's batch is without padding, or empty."""
         widths = {t.shape[1] for t, cut in zip(self.tensors, self.padded) if cut}
-        return bool((self.sizes > 0).all()) and all(bool((self.sizes == width).all()) for width in widths)
+        return all(bool(((self.sizes == width) | (self.sizes == 0)).all()) for width in widths)
 
 
 class ClientValues:
@@ -130,7 +131,8 @@ class ClientValues:
         """
         states = self._states_of(batches)
         if states is not None:
-            return self._computed([each.sum(0, dtype=wide(each)).to(each.dtype) for each in states])
+            sums = [each.sum(0, dtype=wide(each)).to(each.dtype) for each in states]
+            return self._computed(sums, torch.stack([batch.sizes for batch in batches]).sum(0))
         clients = range(len(batches[0].sizes))
         return torch.stack([self._looped([b for b in batches if b.sizes[k] > 0], k) for k in clients])
 
@@ -142,7 +144,8 @@ class ClientValues:
         """
         states = self._states_of(batches)
         if states is not None:
-            return torch.stack([self._computed([each[t] for each in states]) for t in range(len(batches))])
+            sizes = torch.stack([batch.sizes for batch in batches])
+            return self._computed([each.flatten(0, 1) for each in states], sizes.flatten()).reshape(sizes.shape)
         return torch.stack([self.of_round([batch]) for batch in batches])
 
     def _looped(self, batches: Sequence[Batch], client: int) -> Tensor:
@@ -164,23 +167,39 @@ class ClientValues:
 
     def _states_of(self, batches: Sequence[Batch]) -> list[Tensor] | None:
         """Return the states after each batch alone, `(S, K, ...)` each; None if they cannot be had all at once."""
-        whole = all(batch.whole for batch in batches) and batches[0].tensors
         shapes = {tuple(t.shape if isinstance(t, Tensor) else None for t in batch.tensors) for batch in batches}
-        if not self._states or not whole or len(shapes) > 1 or None in next(iter(shapes)):
+        alike = len(shapes) == 1 and None not in next(iter(shapes)) and len(next(iter(shapes))) > 0
+        whole = all(batch.whole for batch in batches)
+        if not self._states or not alike or not (whole or all(map(all, (batch.padded for batch in batches)))):
             return None
+        sizes = torch.stack([batch.sizes for batch in batches])
+        flat = [torch.stack(each) for each in zip(*(batch.tensors for batch in batches))]  # (S, K, ...)
+        step, client = divmod(int(sizes.argmax()), sizes.shape[1])
         self._metric.reset()
-        first = self._update(batches[0].of(0))
-        flat = [torch.stack(each).flatten(0, 1) for each in zip(*(batch.tensors for batch in batches))]
+        one = self._update(batches[step].of(client))
         try:
-            with warnings.catch_warnings(action="ignore"):  # of operations that `vmap` runs one by one
-                states = vmap(self._states_alone(batches[0].call))(*flat)
-            same = all(torch.allclose(a[0].double(), b.double(), equal_nan=True) for a, b in zip(states, first))
-        except (RuntimeError, ValueError):  # not for `vmap`
+            with warnings.catch_warnings():
+                warnings.filterwarnings("error", "There is a performance drop")  # an operation would run row by row
+                states = self._stacked(batches[0].call, flat, sizes, whole)
+            pairs = zip((state[step, client] for state in states), one)
+            same = all(torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in pairs)
+        except (RuntimeError, UserWarning, ValueError):  # not for `vmap`
             same = False
         if not same:
             self._states = []
-            return None
-        return [state.unflatten(0, (len(batches), -1)) for state in states]
+        return states if same else None
+
+    def _stacked(self, call: Call, flat: Sequence[Tensor], sizes: Tensor, whole: bool) -> list[Tensor]:
+        """Return the states after each batch `(S, K, ...)`, or their sums over rows that each were a batch."""
+        alone = self._states_alone(call)
+        if whole:
+            states = vmap(vmap(alone))(*flat)
+            there = sizes > 0
+        else:
+            states = vmap(vmap(vmap(alone)))(*(tensor.unsqueeze(3) for tensor in flat))
+            there = torch.arange(flat[0].shape[2]) < sizes.unsqueeze(-1)
+        kept = [torch.where(tree.along(there.to(s.device), s), s, torch.zeros_like(s)) for s in states]
+        return kept if whole else [each.sum(2, dtype=wide(each)).to(each.dtype) for each in kept]
 
     def _states_alone(self, call: Call) -> Callable[..., list[Tensor]]:
         """Return a function of a call's tensors that gives the states after this call alone."""
@@ -188,7 +207,7 @@ class ClientValues:
         def states(*tensors: Tensor) -> list[Tensor]:
             self._metric.reset()
             validates = getattr(self._metric, "validate_args", None)
-            if validates:  # looks at values, which the first client's call has done
+            if validates:  # looks at values, which a client's own call has done
                 self._metric.validate_args = False
             try:
                 return self._update(call.arguments(tensors))
@@ -198,12 +217,24 @@ class ClientValues:
 
         return states
 
-    def _computed(self, states: Sequence[Tensor]) -> Tensor:
-        """Return the values of stacked states, `(K,)`."""
-        values = []
-        for k in range(len(states[0])):
-            for name, state in zip(self._states, states):
-                setattr(self._metric, name, state[k])
-            values.append(computed(self._metric))
+    def _computed(self, states: Sequence[Tensor], sizes: Tensor) -> Tensor:
+        """Return the values of stacked states, `(N,)`; NaN of those that have seen no rows."""
+
+        def value(*one: Tensor) -> Tensor:
+            for name, state in zip(self._states, one):
+                setattr(self._metric, name, state)
+            return computed(self._metric)
+
+        some = sizes.nonzero()[:, 0].to(states[0].device)
+        there = [state[some] for state in states]
+        try:
+            known = vmap(value)(*there)
+            same = torch.allclose(known[0].double(), value(*(s[0] for s in there)).double(), equal_nan=True)
+        except RuntimeError:  # not for `vmap`
+            same = False
+        if not same:
+            known = torch.stack([value(*one) for one in zip(*there)])
         self._metric.reset()
-        return torch.stack(values).cpu().double()
+        values = torch.full((len(sizes),), torch.nan, dtype=torch.float64)
+        values[some.cpu()] = known.cpu().double()
+        return values
