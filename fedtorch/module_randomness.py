@@ -154,7 +154,7 @@ def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
 
 
 def _global_generators(device: torch.device) -> list[torch.Generator]:
-    """Those which operations on tensors of the CPU and of a device draw from."""
+    """Return those which operations on tensors of the CPU and of a device draw from."""
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])

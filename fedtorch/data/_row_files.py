@@ -77,7 +77,7 @@ def read_rows(file: Path | str) -> dict[str, Any]:
 
 
 def _names(rows: tree.Tree) -> list[str]:
-    """The names of the fields of a tuple or dict of tensors; none of other rows."""
+    """Return the names of the fields of a tuple or dict of tensors; none of other rows."""
     if isinstance(rows, dict):
         return [str(name) for name in rows]
     return [str(i) for i in range(len(rows))] if type(rows) is tuple else []

@@ -50,7 +50,7 @@ class RankLink:
         self.sent += len(payload)
 
     def receive(self, step: Receive) -> Tree:
-        """A message in the structure, shapes and dtypes of `step.like`, and on its device.
+        """Return a message in the structure, shapes and dtypes of `step.like`, and on its device.
 
         Raises:
             RuntimeError: nothing came in time.

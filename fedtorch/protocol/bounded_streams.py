@@ -110,7 +110,7 @@ class Streams:
                 raise self._gone(other)
 
     def read(self, other: int, count: int, seconds: float | None = None) -> bytes:
-        """So many bytes, for each part of which so many seconds are waited, or those of all streams.
+        """Return so many bytes, for each part of which so many seconds are waited, or those of all streams.
 
         Raises:
             RuntimeError: the other rank has gone, or sends nothing in time.

@@ -120,14 +120,14 @@ def unpacked(message: Tensor) -> bytes:
 
 
 def encode(step: Send) -> bytes:
-    """The payload of a message."""
+    """Return the payload of a message."""
     if isinstance(step.message, bytes):
         return step.message
     return wire.encode(step.message, {"rows": len(tree.leaves(step.message)[0])} if step.rows else None)
 
 
 def decode(payload: bytes, step: Receive, sender: str) -> Tree:
-    """A message on the devices of `step.like`.
+    """Return a message on the devices of `step.like`.
 
     Args:
         payload: what came.
@@ -188,7 +188,7 @@ def drive(
 
 
 def wrapped(half: Half, around: Callable[[Send | Receive], Half]) -> Half:
-    """A half that does what another wants done in a way of its own.
+    """Return a half that does what another wants done in a way of its own.
 
     Args:
         half: the other.

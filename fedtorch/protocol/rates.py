@@ -91,7 +91,7 @@ class Gate:
 
 
 def address_of(peer: str) -> str:
-    """The address of what gRPC calls a peer, without its port; of IPv6 its network of 64 bits."""
+    """Return the address of what gRPC calls a peer, without its port; of IPv6 its network of 64 bits."""
     kind, _, rest = unquote(peer).partition(":")
     host = rest.rpartition(":")[0].strip("[]") if kind in ("ipv4", "ipv6") else rest
     try:

@@ -65,7 +65,7 @@ class Versions:
 
     @property
     def numbers(self) -> set[int]:
-        """The versions that are here; the first always is, for a node can begin anew."""
+        """Return the versions that are here; the first always is, for a node can begin anew."""
         return {FIRST, *self._held, *(int(path.stem) for path in self._files())}
 
     def put(self, version: int, states: Flat) -> None:
@@ -83,7 +83,7 @@ class Versions:
             files.replace(self.folder / _OVER, b"")
 
     def get(self, version: int) -> Flat | None:
-        """A version, None if it is not here."""
+        """Return a version, None if it is not here."""
         if version not in self._held and self.folder is not None and self._path(version).exists():
             self._held[version] = checkpoint.read(self._path(version))
         return self._held.get(version)
@@ -128,7 +128,7 @@ def runs(folder: Path | str) -> list[Kept]:
 
 
 def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> list[Kept]:
-    """Deletes runs that are over and have not changed for so many days; returns them.
+    """Delete runs that are over and have not changed for so many days; return them.
 
     Args:
         folder: of states.

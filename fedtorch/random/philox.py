@@ -175,7 +175,7 @@ def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tenso
 
 
 def _philox_numpy(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
-    """`_philox` of tensors on the CPU, by NumPy, whose operations on few words cost a third of torch's."""
+    """Return `_philox` of tensors on the CPU, by NumPy, whose operations on few words cost a third of torch's."""
     words = [word.numpy().view(numpy.uint64) if isinstance(word, Tensor) else numpy.uint64(word) for word in counter]
     whole = key.numpy().view(numpy.uint64)
     even = numpy.empty((2, *numpy.broadcast_shapes(whole.shape, *(word.shape for word in words))), numpy.uint64)

@@ -12,7 +12,7 @@ BOOST = tl.constexpr(0xFFFFFFFF)
 
 @triton.jit
 def philox(k0, k1, c0, c1, c2, c3):
-    """The four words of Philox-4x32-10, all uint32 that broadcast."""
+    """Return the four words of Philox-4x32-10, all uint32 that broadcast."""
     for _ in tl.static_range(10):
         high = tl.umulhi(c0, 0xD2511F53)
         low = c0 * 0xD2511F53
@@ -27,13 +27,13 @@ def philox(k0, k1, c0, c1, c2, c3):
 
 @triton.jit
 def halves(number):
-    """The lower and the upper word of int64 numbers."""
+    """Return the lower and the upper word of int64 numbers."""
     return number.to(tl.uint32), (number >> 32).to(tl.uint32)
 
 
 @triton.jit
 def words_of(key, block, attempt, purpose):
-    """The four words of the counter (block, attempt, purpose), for int64 keys and blocks of one shape."""
+    """Return the four words of the counter (block, attempt, purpose), for int64 keys and blocks of one shape."""
     k0, k1 = halves(key)
     c0, c1 = halves(block)
     return philox(k0, k1, c0, c1, c0 * 0 + attempt, c0 * 0 + purpose)
@@ -41,25 +41,25 @@ def words_of(key, block, attempt, purpose):
 
 @triton.jit
 def integer(first, second):
-    """63 bits of two words."""
+    """Return 63 bits of two words."""
     return (first.to(tl.int64) << 31) | (second >> 1).to(tl.int64)
 
 
 @triton.jit
 def inside(first, second):
-    """Uniform float64 strictly between 0 and 1 of 52 bits of two words."""
+    """Return uniform float64 strictly between 0 and 1 of 52 bits of two words."""
     return ((integer(first, second) >> 11).to(tl.float64) + 0.5) * 2.0**-52
 
 
 @triton.jit
 def inside_of_one(word):
-    """Uniform float64 strictly between 0 and 1 of one word."""
+    """Return uniform float64 strictly between 0 and 1 of one word."""
     return (word.to(tl.float64) + 0.5) * 2.0**-32
 
 
 @triton.jit
 def cosine_and_sine(turns):
-    """cos and sin of 2π · turns for turns in [0, 1], float64, by Taylor series on an eighth of a turn."""
+    """Return cos and sin of 2π · turns for turns in [0, 1], float64, by Taylor series on an eighth of a turn."""
     quarters = turns * 4.0
     nearest = tl.floor(quarters + 0.5)
     x = (quarters - nearest) * 1.5707963267948966
@@ -86,7 +86,7 @@ def cosine_and_sine(turns):
 
 @triton.jit
 def normals(radius, turns):
-    """Two standard normal numbers of two uniform ones."""
+    """Return two standard normal numbers of two uniform ones."""
     length = tl.sqrt(-2.0 * tl.log(radius))
     cosine, sine = cosine_and_sine(turns)
     return length * cosine, length * sine
@@ -94,7 +94,7 @@ def normals(radius, turns):
 
 @triton.jit
 def proposal(w0, w1, w2, w3, a):
-    """(gamma numbers, whether they are accepted) of the words of one attempt; a ≥ 1, float64."""
+    """Return (gamma numbers, whether they are accepted) of the words of one attempt; a ≥ 1, float64."""
     x, _ = normals(inside(w0, w1), w2.to(tl.float64) * 2.0**-32)
     d = a - 0.3333333333333333
     root = x / tl.sqrt(9.0 * d) + 1.0
@@ -105,7 +105,7 @@ def proposal(w0, w1, w2, w3, a):
 
 @triton.jit
 def gammas(key, element, a, wanted):
-    """Gamma numbers of shape parameters a > 0 for elements of keys, float64; the numbers not wanted are zero."""
+    """Return gamma numbers of shape parameters a > 0 for elements of keys, float64; the numbers not wanted are zero."""
     raised = tl.where(a < 1, a + 1.0, a)
     value = raised * 0.0
     missing = wanted
@@ -122,14 +122,14 @@ def gammas(key, element, a, wanted):
 
 @triton.jit
 def new_key(key, number):
-    """Keys of int64 keys and a number that is not negative."""
+    """Return keys of int64 keys and a number that is not negative."""
     w0, w1, _, _ = words_of(key, key * 0 + number, 0, FOLD)
     return (w1.to(tl.int64) << 32) | w0.to(tl.int64)
 
 
 @triton.jit
 def wide_pair(key, element):
-    """The two words of float64 elements of keys; int64 of one shape."""
+    """Return the two words of float64 elements of keys; int64 of one shape."""
     w0, w1, w2, w3 = words_of(key, element // 2, 0, 0)
     even = element % 2 == 0
     return tl.where(even, w0, w2), tl.where(even, w1, w3)
@@ -137,7 +137,7 @@ def wide_pair(key, element):
 
 @triton.jit
 def wide_normal(key, element):
-    """The float64 elements of a draw of normal numbers."""
+    """Return the float64 elements of a draw of normal numbers."""
     w0, w1, w2, w3 = words_of(key, element // 2, 0, 0)
     one, other = normals(inside(w0, w1), inside(w2, w3))
     return tl.where(element % 2 == 0, one, other)
@@ -145,14 +145,14 @@ def wide_normal(key, element):
 
 @triton.jit
 def wide_exponential(key, element):
-    """The float64 elements of a draw of exponential numbers."""
+    """Return the float64 elements of a draw of exponential numbers."""
     first, second = wide_pair(key, element)
     return -tl.log(inside(first, second))
 
 
 @triton.jit
 def four(a, b, c, d):
-    """`(R, C)` each side by side, `(R, 4C)`."""
+    """Return `(R, C)` each side by side, `(R, 4C)`."""
     return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
 
 
@@ -170,7 +170,7 @@ def draw(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """`count` numbers of each of `rows` keys in one of the six forms; a lane makes one block of four words."""
+    """Return `count` numbers of each of `rows` keys in one of the six forms; a lane makes one block of four words."""
     each: tl.constexpr = 2 if WIDE else 4
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -216,7 +216,7 @@ def draw(
 def gamma(
     out, keys, concentration, rows, count, smallest: tl.float64, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """`count` gamma numbers of each of `rows` keys, of shape parameters `(rows, count)`."""
+    """Return `count` gamma numbers of each of `rows` keys, of shape parameters `(rows, count)`."""
     program = tl.program_id(0)
     row = ((program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS))[:, None]
     element = ((program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -233,7 +233,7 @@ def gamma(
 
 @triton.jit
 def fold(out, keys, data, count, purpose, BLOCK: tl.constexpr):
-    """A new key of each pair of a key and a number."""
+    """Return a new key of each pair of a key and a number."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     there = place < count
     k0, k1 = halves(tl.load(keys + place, mask=there, other=0))

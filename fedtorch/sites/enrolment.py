@@ -104,7 +104,7 @@ def invite(
     rows: int | None = None,
     now: Callable[[], float] = time.time,
 ) -> Token:
-    """A token for a site of this name, which expires after so many seconds.
+    """Return a token for a site of this name, which expires after so many seconds.
 
     Args:
         authority: its folder, see `identity.make_authority`.
@@ -241,7 +241,7 @@ def admit(
 
 
 def _answer(admit: Callable[[str, bytes], bytes], gate: Gate, grpc: Any, payload: bytes, context: Any) -> bytes:
-    """The reply to a site's request to enrol."""
+    """Return the reply to a site's request to enrol."""
     try:
         gate.enter(context.peer())
         about = wire.metadata(payload)
@@ -258,7 +258,7 @@ def _promise(folder: Path, secret: str) -> Path:
 
 
 def _authority(token: Token) -> bytes:
-    """The authority's certificate as the server shows it, if it has the key that the token names."""
+    """Return the authority's certificate as the server shows it, if it has the key that the token names."""
     host, _, port = token.address.rpartition(":")
     shown = ""
     with suppress(OSError, ValueError):

@@ -53,7 +53,7 @@ class StackedAttention(nn.MultiheadAttention):
 
 
 def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """What is added to the scores; a mask of bools is True where nobody looks."""
+    """Return what is added to the scores; a mask of bools is True where nobody looks."""
     if mask is None or mask.dtype != torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
@@ -86,7 +86,7 @@ def _folded(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...
 
 
 def _joined(tensor: Tensor, size: int) -> Tensor:
-    """`(K, N, ...)` as `(KN, ...)`; masks without a batch `(K, L, S)` or of one `(K, 1, ...)` are expanded."""
+    """Return `(K, N, ...)` as `(KN, ...)`; masks without a batch `(K, L, S)` or of one `(K, 1, ...)` are expanded."""
     if tensor.ndim == 3:
         tensor = tensor[:, None, None]
     return tensor.expand(-1, size, *tensor.shape[2:]).flatten(0, 1)

@@ -66,7 +66,7 @@ def rnn(
 
 @torch.library.custom_op("fedtorch::gru", mutates_args=())
 def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(outputs, gates, what the reset gate multiplies)."""
+    """Return (outputs, gates, what the reset gate multiplies)."""
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, hidden = (added.new_empty(*added.shape[:-1], size) for _ in range(2))
     before = h
@@ -85,7 +85,7 @@ def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 def _gru_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, outputs: Tensor, gates: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of what `_gru` takes."""
+    """Return the gradients of what `_gru` takes."""
     size, before = h.shape[-1], _shifted(h, outputs)
     reset, update, new = gates.split(size, -1)
     slope = (1 - new.square()).mul_(1 - update)
@@ -106,7 +106,7 @@ def _gru_backward(
 
 @torch.library.custom_op("fedtorch::lstm", mutates_args=())
 def _lstm(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(outputs, cells, gates, tanh of the cells)."""
+    """Return (outputs, cells, gates, tanh of the cells)."""
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, cells, squashed = (added.new_empty(*added.shape[:-1], size) for _ in range(3))
     for add, gate, h_after, c_after, tanh_c in _steps(added, gates, outputs, cells, squashed):
@@ -132,7 +132,7 @@ def _lstm_backward(
     gates: Tensor,
     squashed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The gradients of what `_lstm` takes."""
+    """Return the gradients of what `_lstm` takes."""
     size = h.shape[-1]
     write, keep, new, show = gates.split(size, -1)
     d_gates = torch.empty_like(gates)  # first the derivatives of cells and states, then those of the loss
@@ -155,7 +155,7 @@ def _lstm_backward(
 
 @torch.library.custom_op("fedtorch::rnn", mutates_args=())
 def _rnn(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
-    """The outputs."""
+    """Return the outputs."""
     outputs = torch.empty_like(added)
     for add, output in _steps(added, outputs):
         torch.add(add, torch.bmm(h, w.mT), out=output)
@@ -167,7 +167,7 @@ def _rnn(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
 def _rnn_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, relu: bool, outputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what `_rnn` takes."""
+    """Return the gradients of what `_rnn` takes."""
     d_gates = (outputs > 0).to(outputs.dtype) if relu else 1 - outputs.square()
     d_h = torch.zeros_like(h)
     for d_output, d_gate in _steps(d_outputs, d_gates, back=True):
@@ -207,7 +207,7 @@ _rnn.register_autograd(_rnn_gradients, setup_context=_keep)
 
 
 def _projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """What inputs `(K, T, B, I)` add to the gates of all steps, `(K, T, B, GH)`."""
+    """Return what inputs `(K, T, B, I)` add to the gates of all steps, `(K, T, B, GH)`."""
     rows = inputs.flatten(1, 2)
     product = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
     return product.unflatten(1, inputs.shape[1:3]).to(weight.dtype)
@@ -219,17 +219,17 @@ def _tanh(values: Tensor, out: Tensor) -> Tensor:
 
 
 def _steps(*each: Tensor, back: bool = False) -> Iterator[tuple[Tensor, ...]]:
-    """The steps of tensors `(K, T, ...)`."""
+    """Return the steps of tensors `(K, T, ...)`."""
     return zip(*(tensor.unbind(1)[:: -1 if back else 1] for tensor in each))
 
 
 def _shifted(first: Tensor, after: Tensor) -> Tensor:
-    """The states `(K, T, B, H)` before each step."""
+    """Return the states `(K, T, B, H)` before each step."""
     return torch.cat([first[:, None], after[:, :-1]], 1)
 
 
 def _weight_gradient(d_gates: Tensor, rows: Tensor) -> Tensor:
-    """The gradient of weights that multiply `rows` of all steps."""
+    """Return the gradient of weights that multiply `rows` of all steps."""
     return torch.bmm(d_gates.flatten(1, 2).mT, rows.flatten(1, 2))
 
 

@@ -26,7 +26,7 @@ _CELLS: dict[Any, Cell] = {
 
 
 def _rule(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """(outputs, last states...) of clients, whose sequences may differ, and their weights, too."""
+    """Return (outputs, last states...) of clients, whose sequences may differ, and their weights, too."""
     inputs, before, weights, biases, layers, dropout, train, bidirectional, batch_first = arguments
     several = isinstance(before, (list, tuple))  # an LSTM has two states
     states, at = (before, dims[1]) if several else ([before], [dims[1]])
@@ -62,7 +62,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """(outputs `(K, T, B, H)`, last states `(K, layers, B, H)`) of inputs `(K, T, B, I)`."""
+    """Return (outputs `(K, T, B, H)`, last states `(K, layers, B, H)`) of inputs `(K, T, B, I)`."""
     each, directions = 4 if biases else 2, 2 if bidirectional else 1
     if len(weights) != each * layers * directions:
         raise NotImplementedError("proj_size is not supported on stacked clients; use batched=False")

@@ -172,14 +172,14 @@ class SplitNetwork(L.LightningModule):
 
     @property
     def model(self) -> VerticalModel:
-        """The vertical model that the parts belong to, with the parties' networks as its predictors."""
+        """Return the vertical model that the parts belong to, with the parties' networks as its predictors."""
         return dataclasses.replace(
             self.server.model, predictors=tuple(cast("NetworkPredictor", party.network) for party in self.parties)
         )
 
     @property
     def variational(self) -> Parameters:
-        """All parts' parameters of q."""
+        """Return all parts' parameters of q."""
         return Parameters(None, self.server.q, tuple(party.q for party in self.parties))
 
     def losses(self, data: VerticalData, step: int) -> Tensor:
@@ -310,7 +310,7 @@ class SplitNetwork(L.LightningModule):
 
     @property
     def _shared(self) -> Tensor:
-        """The likelihood's own parameters, `(B, 1, S)`."""
+        """Return the likelihood's own parameters, `(B, 1, S)`."""
         return self.server.q["theta"]["mean"].detach().unsqueeze(1)
 
     def predict_step(self, data: VerticalData, index: int) -> Tensor:

@@ -71,7 +71,7 @@ def diabetes(standardise: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def _table(name: str, **options: Any) -> numpy.ndarray:
-    """The numbers of a file of scikit-learn's."""
+    """Return the numbers of a file of scikit-learn's."""
     package = importlib.util.find_spec("sklearn")
     assert package is not None
     assert package.origin is not None

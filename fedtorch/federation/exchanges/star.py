@@ -39,7 +39,7 @@ def star() -> Exchange:
 
 
 def _without_power(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(weights `(K,)` divided by the power of two above their sum, that power, the sum), float64."""
+    """Return (weights `(K,)` divided by the power of two above their sum, that power, the sum), float64."""
     wide = weight.to(torch.float64)
     size = wide.sum()
     power = (size / torch.frexp(size).mantissa).clamp(max=_LARGEST)

@@ -45,7 +45,7 @@ class Ranks:
         self._streams: Streams | None = None
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of all ranks' tensors.
+        """Return the sum of all ranks' tensors.
 
         Raises:
             RuntimeError: a rank has gone, or does not answer in time; the message says which.
@@ -57,7 +57,7 @@ class Ranks:
         return moved.to(tensor.device)
 
     def add(self, partial: Tree) -> Tree:
-        """The sum of all ranks' partial aggregates, in one collective."""
+        """Return the sum of all ranks' partial aggregates, in one collective."""
         leaves = tree.leaves(partial)
         if self.world_size == 1 or not leaves:
             return partial
@@ -66,7 +66,7 @@ class Ranks:
         return tree.refill(partial, [p.reshape(leaf.shape).to(leaf) for p, leaf in zip(parts, leaves)])
 
     def gather(self, rows: Tree) -> Tree:
-        """All ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""
+        """Return all ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""
         leaves = tree.leaves(rows)
         if self.world_size == 1 or not leaves:
             return rows
@@ -181,12 +181,12 @@ def _named(ranks: list[int]) -> str:
 
 
 def _as_bytes(leaf: Tensor) -> Tensor:
-    """Rows `(M, ...)` as bytes `(M, bytes of a row)`."""
+    """Return rows `(M, ...)` as bytes `(M, bytes of a row)`."""
     flat = leaf.detach().reshape(len(leaf), math.prod(leaf.shape[1:])).contiguous()
     return flat.view(torch.uint8)
 
 
 def _from_bytes(rows: Tensor, like: Tensor) -> Tensor:
-    """The inverse of `_as_bytes`: rows in the shape, dtype and place of those of `like`."""
+    """Return the inverse of `_as_bytes`: rows in the shape, dtype and place of those of `like`."""
     values = rows.clone(memory_format=torch.contiguous_format).flatten().view(like.dtype)
     return values.reshape(len(rows), *like.shape[1:]).to(like.device)

@@ -45,7 +45,7 @@ class Answers(NamedTuple):
     info: dict[str, Tensor]  # (K,) each
 
     def without(self, clients: Tensor, device: torch.device) -> Answers:
-        """The answers of all but some clients; all that is answered is on `device`."""
+        """Return the answers of all but some clients; all that is answered is on `device`."""
         arrived = ~torch.isin(indices(self.ids), clients)
         if bool(arrived.all()):
             return self
@@ -114,7 +114,7 @@ class LocalClients:
         return max(1, int(block_bytes(self.device) / max(each, 1)))
 
     def blocks(self, cohort: Tensor | None) -> Iterator[Block]:
-        """The cohort in blocks: (ids, prepared data); everybody as views."""
+        """Return the cohort in blocks: (ids, prepared data); everybody as views."""
         for number, ((ids, _), size) in enumerate(zip(self._blocks, self._sizes)):
             rows = None if cohort is None else _places(cohort, ids)
             if rows is not None and len(rows) == len(ids):
@@ -124,12 +124,12 @@ class LocalClients:
                 yield _as_slice(ids[part]), self._taken(number, part)
 
     def _taken(self, number: int, rows: Rows) -> Tree:
-        """The prepared data of some clients of a block, as they are where it is all of them."""
+        """Return the prepared data of some clients of a block, as they are where it is all of them."""
         ids, data = self._blocks[number]
         return data if isinstance(rows, slice) and rows == slice(0, len(ids)) else tree.take(data, rows)
 
     def empty_block(self) -> Block:
-        """A block of no clients, `K = 0`."""
+        """Return a block of no clients, `K = 0`."""
         ids, data = self._blocks[0]
         return ids[:0], tree.take(data, slice(0, 0))
 
@@ -178,7 +178,7 @@ class LocalClients:
         return Gathered(partial, states, *joined(infos), up, down, refused, message)
 
     def finish(self, partial: Tree, message: Tree) -> Tree:
-        """The aggregate as the server takes it, of a partial one and any block's messages."""
+        """Return the aggregate as the server takes it, of a partial one and any block's messages."""
         aggregate = self.algorithm.exchange.finish(partial)
         if self.algorithm.told is None:
             return in_dtypes_of(message, aggregate)
@@ -205,7 +205,7 @@ class LocalClients:
         return self.algorithm.exchange.finish(self.told_here()).value
 
     def told_here(self) -> Tree:
-        """The partial aggregate of what the clients here tell for good."""
+        """Return the partial aggregate of what the clients here tell for good."""
         assert self.algorithm.told is not None
         exchange, local_ids = self.algorithm.exchange, torch.cat([ids for ids, _ in self._blocks]).sort().values
         asked = torch.isin(local_ids, self.table.touched())
@@ -229,7 +229,7 @@ class LocalClients:
         function: Callable[[Tree, ClientData], Tree],
         mine: Tensor | None = None,
     ) -> tuple[Tensor, list[Tree]]:
-        """(ids, results in blocks) of the clients in `mine` `(K,)` bool, default all."""
+        """Return (ids, results in blocks) of the clients in `mine` `(K,)` bool, default all."""
         if len(data) != self.clients and self.clients > 1:
             raise ValueError(
                 f"Expected data of the population's {self.clients} clients, but got {len(data)}; split the data of the "
@@ -248,7 +248,7 @@ class LocalClients:
         return torch.cat(order), parts
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """The tensors that clients predict with; see `Clients.tensors`."""
+        """Return the tensors that clients predict with; see `Clients.tensors`."""
         model = self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
         return tree.map(torch.clone, model)
 
@@ -260,7 +260,7 @@ class LocalClients:
         return self._validation[id(data)][1]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Ids and states of the clients that have committed, flat."""
+        """Return ids and states of the clients that have committed, flat."""
         return self.table.state_dict()
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
@@ -271,14 +271,14 @@ class LocalClients:
         self.table.load_state_dict(flat, local)
 
     def meet(self) -> None:
-        """There is nobody to wait for."""
+        """Do nothing: there is nobody to wait for."""
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """There is nobody to compare it with."""
+        """Do nothing: no other process has settings to compare."""
 
 
 def _places(cohort: Tensor, ids: Tensor) -> Tensor:
-    """The places in `ids` of those that are in the cohort; both are ascending."""
+    """Return the places in `ids` of those that are in the cohort; both are ascending."""
     place = torch.searchsorted(ids, cohort)
     inside = place < len(ids)
     place, cohort = place[inside], cohort[inside]
@@ -286,7 +286,7 @@ def _places(cohort: Tensor, ids: Tensor) -> Tensor:
 
 
 def _as_slice(ids: Tensor) -> Rows:
-    """Consecutive ids as a slice, so that they are read as views."""
+    """Return consecutive ids as a slice, so that they are read as views."""
     first, last = int(ids[0]), int(ids[-1]) + 1
     return slice(first, last) if last - first == len(ids) and _ascend(ids) else ids
 
@@ -297,7 +297,7 @@ def _ascend(ids: Tensor) -> bool:
 
 
 def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
-    """(ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
+    """Return (ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
     if len(infos) == 1 and _ascend(infos[0][0]):

@@ -83,7 +83,7 @@ class Distributed:
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
 
     def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
-        """This rank's clients for one run of `algorithm`."""
+        """Return this rank's clients for one run of `algorithm`."""
         shard = torch.arange(len(self.data))[self.rank :: self.world_size]
         if len(shard):
             blocks = [(shard[ids], block) for ids, block in self.data.select(shard).buckets(small=SMALL_BLOCK)]
@@ -130,7 +130,7 @@ class _DistributedClients:
 
     @property
     def ranks(self) -> Ranks:
-        """All ranks, of which each has said that it runs the same."""
+        """Return all ranks, of which each has said that it runs the same."""
         about, self._about = self._about, None
         if about is not None:
             self.population.ranks.agree(about)
@@ -176,13 +176,13 @@ class _DistributedClients:
         return tree.take(results, everybody.argsort())
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """The tensors that clients predict with, from the ranks that have them; see `Clients.tensors`."""
+        """Return the tensors that clients predict with, from the ranks that have them; see `Clients.tensors`."""
         mine = ids[self.mine[ids]]
         held, rows = self.ranks.gather((mine.to(self.local.device), self.local.tensors(outbox, mine)))
         return tree.take(rows, held.argsort()[ids.argsort().argsort().to(held.device)])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The states of all ranks' clients that have committed."""
+        """Return the states of all ranks' clients that have committed."""
         states = self.local.state_dict()
         every = dict(zip(states, self.ranks.gather(tuple(states.values()))))
         order = every["ids"].argsort()
@@ -200,7 +200,7 @@ class _DistributedClients:
         return {client: field for part in self.ranks.texts(list(refused.items())) for client, field in part}
 
     def _table(self, cohort: Tensor | None, ids: Tensor, info: Mapping[str, Tensor]) -> Table:
-        """Who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
+        """Return who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
         names = self._names
         rows = torch.zeros(self.local.clients if cohort is None else len(cohort), 1 + len(names), dtype=torch.float64)
         mine = ids if cohort is None else torch.searchsorted(cohort, ids)
@@ -224,7 +224,7 @@ class _DistributedClients:
 
 
 def own_device(device: torch.device | str | None) -> torch.device | None:
-    """The device that a rank takes where all are told the same: of "cuda", that of its number on its machine."""
+    """Return the device that a rank takes where all are told the same: of "cuda", that of its number on its machine."""
     if device is None:
         return None
     device = torch.device(device)
@@ -232,7 +232,7 @@ def own_device(device: torch.device | str | None) -> torch.device | None:
 
 
 def _place() -> tuple[int, int]:
-    """(rank, world size) of this process."""
+    """Return (rank, world size) of this process."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))

@@ -83,11 +83,11 @@ class Growing(InProcess):
         return _between(self.data, torch.zeros_like(last) if rounds == 0 else self._counts(rounds - 1), last)
 
     def blocks(self) -> list[tuple[Tensor, ClientData]]:
-        """The rows to begin with."""
+        """Return the rows to begin with."""
         return self.at(0).buckets(small=SMALL_BLOCK)
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
-        """The clients for one run of `algorithm`."""
+        """Return the clients for one run of `algorithm`."""
         return _GrowingClients(self, algorithm, state)
 
     def _counts(self, rounds: int) -> Tensor:
@@ -110,7 +110,7 @@ class _GrowingClients(LocalClients):
         super().__init__(algorithm, state, data.names, population.blocks(), len(data), population.chunk)
 
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
-        """A round with the rows of its time; see `LocalClients.gather`."""
+        """Return a round with the rows of its time; see `LocalClients.gather`."""
         if turn.round != self._rounds:
             self.hold(self._population.at(turn.round).buckets(small=SMALL_BLOCK))
             self._rounds = turn.round
@@ -118,7 +118,7 @@ class _GrowingClients(LocalClients):
 
 
 def _between(data: FederatedData, first: Tensor, last: Tensor) -> FederatedData:
-    """Rows `first` to `last` `(K,)` of every client."""
+    """Return rows `first` to `last` `(K,)` of every client."""
     counts = (last - first).clamp(min=0)
     begins = data.starts + first - (counts.cumsum(0) - counts)
     index = torch.arange(int(counts.sum())) + begins.repeat_interleave(counts)

@@ -46,13 +46,13 @@ class InProcess:
         self._blocks: list[tuple[Tensor, ClientData]] | None = None
 
     def blocks(self) -> list[tuple[Tensor, ClientData]]:
-        """The clients stacked in blocks of similar size, made once."""
+        """Return the clients stacked in blocks of similar size, made once."""
         if self._blocks is None:
             self._blocks = self.data.buckets(small=SMALL_BLOCK)
         return self._blocks
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
-        """The clients for one run of `algorithm`."""
+        """Return the clients for one run of `algorithm`."""
         if self.data.on_disk:
             return StoredClients(algorithm, state, self.data, self.chunk)
         return LocalClients(algorithm, state, self.data.names, self.blocks(), len(self.data), self.chunk)
@@ -64,7 +64,7 @@ class InProcess:
 def placed(
     data: FederatedData, chunk: int | None, device: torch.device | str | None
 ) -> tuple[FederatedData, tuple[str, ...], torch.device]:
-    """(data on the device, their clients' names, the device), if a population can be made of them."""
+    """Return (data on the device, their clients' names, the device), if a population can be made of them."""
     if not isinstance(data, FederatedData):
         raise TypeError(
             f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "

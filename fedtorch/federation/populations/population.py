@@ -73,11 +73,11 @@ class Clients(Protocol):
         ...
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
-        """The tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
+        """Return the tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
         ...
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Ids and states of all clients that have committed, flat."""
+        """Return ids and states of all clients that have committed, flat."""
         ...
 
     def load_state_dict(self, flat: dict[str, Tensor]) -> None:
@@ -103,11 +103,11 @@ class Population(Protocol):
 
     @property
     def data(self) -> FederatedData:
-        """The clients' data; a population that has none raises an error that says where they are."""
+        """Return the clients' data; a population that has none raises an error that says where they are."""
         ...
 
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
-        """The clients for one run of `algorithm`, all in the initial `state` (of one client)."""
+        """Return the clients for one run of `algorithm`, all in the initial `state` (of one client)."""
         ...
 
 

@@ -37,11 +37,11 @@ class StateTable:
         self._capacity = self._used = 0
 
     def touched(self) -> Tensor:
-        """The clients that have committed, ascending, `(T,)`."""
+        """Return the clients that have committed, ascending, `(T,)`."""
         return (self._slots >= 0).nonzero()[:, 0]
 
     def read(self, ids: Rows) -> Tree:
-        """The states of `ids`, `(K, ...)`: read only, a view where the states lie side by side."""
+        """Return the states of `ids`, `(K, ...)`: read only, a view where the states lie side by side."""
         slots = self._slots[ids]
         if self._empty or not self._pages or bool((slots < 0).all()):
             return tree.expand(self.initial, len(slots))
@@ -97,7 +97,7 @@ class StateTable:
             yield page, None if len(rows) == len(slots) else rows, where
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The touched clients and their states, flat: `ids` and `state.…`."""
+        """Return the touched clients and their states, flat: `ids` and `state.…`."""
         ids = self.touched()
         return {"ids": ids, **tree.flatten(tree.to(self.read(ids), "cpu", copy=True), "state")}
 

@@ -29,7 +29,7 @@ Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a fun
 
 
 def uniform_cohort(size: int, clients: int) -> Cohort:
-    """`size` of `clients` clients, uniformly without replacement.
+    """Return `size` of `clients` clients, uniformly without replacement.
 
     Raises:
         ValueError: fewer than one, or more than there are.
@@ -70,7 +70,7 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
 
 
 def poisson_cohort(rate: float, clients: int) -> Cohort:
-    """Each of `clients` clients independently with probability `rate`, to a resolution of 2⁻³².
+    """Return each of `clients` clients independently with probability `rate`, to a resolution of 2⁻³².
 
     The cohort's size varies and may be zero. This is the sampling that the privacy accountants of subsampled
     mechanisms assume.
@@ -92,7 +92,7 @@ def poisson_cohort(rate: float, clients: int) -> Cohort:
 
 
 def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
-    """`size` clients without replacement, clients of large weight more often.
+    """Return `size` clients without replacement, clients of large weight more often.
 
     Exponential races: client k draws E_k / w_k with E_k exponential, and the `size` smallest win. It is the same as
     drawing one client after another with probabilities proportional to the weights of those that are left. For

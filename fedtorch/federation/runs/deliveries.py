@@ -43,7 +43,7 @@ class Receiver:
         self._round, self._heard = round, set()
 
     def accepts(self, payload: bytes) -> int | None:
-        """The client whose message this is, or None if it is stale or has been heard."""
+        """Return the client whose message this is, or None if it is stale or has been heard."""
         sender = wire.metadata(payload)
         client, round = sender.get("client"), sender.get("round")
         if client is None or round != self._round or client in self._heard:
@@ -97,7 +97,7 @@ class Deliveries:
         return self._twice(random.fold_in(self._key, 0), ids)
 
     def _gather(self, messages: Tree, ids: Rows) -> Tree:
-        """The partial aggregate of the messages that the receiver takes, which are all but repetitions."""
+        """Return the partial aggregate of the messages that the receiver takes, which are all but repetitions."""
         if self._round is None:
             return self._exchange.gather(messages, ids)
         arrived, later = self._send(messages, indices(ids), self._round)
@@ -112,7 +112,7 @@ class Deliveries:
         return self._exchange.gather(rows, torch.tensor([client for client, _ in taken]))
 
     def _send(self, messages: Tree, ids: Tensor, round: int) -> tuple[list[_Delivery], list[_Delivery]]:
-        """(messages that arrive with this block, second deliveries that arrive with the next)."""
+        """Return (messages that arrive with this block, second deliveries that arrive with the next)."""
         now: list[_Delivery] = []
         later: list[_Delivery] = []
         arrivals = bits(random.fold_in(random.fold_in(self._key, 1), ids), 2).tolist()

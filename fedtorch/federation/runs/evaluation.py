@@ -21,7 +21,7 @@ Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
-    """`(x, y)` rows as they are.
+    """Return `(x, y)` rows as they are.
 
     Raises:
         TypeError: the rows are something else; pass a function of your own as `split`.
@@ -40,7 +40,7 @@ def evaluate(
     metrics: Mapping[str, Any],
     split: Split = inputs_and_targets,
 ) -> dict[str, Score]:
-    """Scores of every client's model on its own rows of `data`.
+    """Return scores of every client's model on its own rows of `data`.
 
     Args:
         clients: of a population, bound to an algorithm; or such as are in none.
@@ -87,7 +87,7 @@ class Newcomers:
         self.algorithm, self.state, self.clients, self.device = algorithm, tree.to(state, device), clients, device
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """`function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`.
+        """Return `function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`.
 
         Raises:
             ValueError: what a client hears is its own: on a graph, or by private rows.

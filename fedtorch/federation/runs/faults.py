@@ -54,7 +54,7 @@ class Faults:
     twice: Hit | None = None
 
     def __or__(self, other: Faults) -> Faults:
-        """Both, independently of each other."""
+        """Return both, independently of each other."""
         return Faults(*(_either(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__))
 
 
@@ -71,13 +71,13 @@ class Fates(NamedTuple):
     after: Tensor = _NOBODY
 
     def besides(self, away: Tensor, late: Tensor) -> Fates:
-        """With other clients that were away or late."""
+        """Return the same fates, with other clients that were away or late."""
         before, later = torch.cat([self.before, away]).sort().values, torch.cat([self.late, late]).sort().values
         return self._replace(before=before, late=later)
 
 
 def dropouts(probability: float) -> Faults:
-    """Clients that are away: each, with this probability, neither hears the server nor answers in a round.
+    """Keep clients away: each, with this probability, neither hears the server nor answers in a round.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -88,7 +88,7 @@ def dropouts(probability: float) -> Faults:
 
 
 def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
-    """Messages that are lost on the way, each with a probability of its own.
+    """Lose messages on the way, each with a probability of its own.
 
     Args:
         before: of losing the server's message to a client: it does nothing.
@@ -126,7 +126,7 @@ def duplicated(probability: float = 0.5) -> Faults:
 
 
 def exponential_noise(keys: Tensor) -> Tensor:
-    """Exponential factors of mean one.
+    """Return exponential factors of mean one.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -138,7 +138,7 @@ def exponential_noise(keys: Tensor) -> Tensor:
 
 
 def lognormal_noise(sigma: float) -> Noise:
-    """Log-normal factors of mean one, exp(σz − σ²/2).
+    """Return log-normal factors of mean one, exp(σz − σ²/2).
 
     Raises:
         ValueError: a negative σ.
@@ -155,7 +155,7 @@ def lognormal_noise(sigma: float) -> Noise:
 
 
 def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_noise) -> Faults:
-    """Clients that answer after the deadline, whose work is rolled back.
+    """Let clients answer after the deadline; their work is rolled back.
 
     Args:
         deadline: in seconds from the start of the round, positive.
@@ -185,7 +185,7 @@ def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fa
     ids = torch.arange(clients) if asked is None else asked
 
     def split(hit: Hit | None, purpose: int, among: Tensor) -> tuple[Tensor, Tensor]:
-        """(hit, the others)."""
+        """Return (hit, the others)."""
         if hit is None or len(among) == 0:
             return among[:0], among
         chosen = hit(random.fold_in(key, purpose), among)

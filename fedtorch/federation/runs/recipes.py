@@ -45,7 +45,7 @@ __all__ = ["clustered", "clustered_by_gtv"]
 
 
 def single_model(problem: LinearProblem) -> Solution:
-    """One linear model for all nodes (section 6.2): GTV minimisation in the limit α → ∞, by consensus ADMM.
+    """Return one linear model for all nodes (section 6.2): GTV minimisation in the limit α → ∞, by consensus ADMM.
 
     The minimiser of Σ_i L_i(w) over one w, each node's mean squared error counting alike, whatever α. The network only
     carries the messages, so a sparse one will do, a star or a ring; each connected component has a model of its own.
@@ -84,7 +84,7 @@ def cluster_network(labels: Tensor) -> Network:
 
 
 def clustered(data: FederatedData, labels: Tensor) -> Solution:
-    """One linear model per cluster (section 6.3), for clusters that are known or were found before.
+    """Return one linear model per cluster (section 6.3), for clusters that are known or were found before.
 
     `single_model` on a network that has the clusters as components.
 
@@ -131,7 +131,7 @@ def clustered_by_gtv(problem: LinearProblem, rounds: int = 20_000) -> Solution:
 def horizontal(
     data: FederatedData, network: Network, alpha: float, unlabelled: Sequence[int] | Tensor
 ) -> LinearProblem:
-    """Nodes with the same features, some of them without labels (section 6.4): their loss is L_i = 0.
+    """Return nodes with the same features, some of them without labels (section 6.4): their loss is L_i = 0.
 
     This is semi-supervised learning: a node without labels takes the weighted mean of its neighbours' parameters. Its
     features still help to make the network, such as `ft.Network.k_nearest` of the nodes' mean features. For
@@ -161,7 +161,7 @@ def horizontal(
 def vertical(
     make: Callable[[], Regressor], x: Tensor, y: Tensor, columns: Tensor, network: Network, alpha: float
 ) -> tuple[FederatedData, Algorithm, Tensor]:
-    """Nodes with the same examples, each with features of its own (section 6.5): predictions are coupled.
+    """Return nodes with the same examples, each with features of its own (section 6.5): predictions are coupled.
 
     Parameters of models with different features cannot be compared, what they predict for the shared examples can; so
     the variation of two nodes is their mean squared difference there. Other nodes' features are zeros for a node, which
@@ -224,7 +224,7 @@ def personalised(local: LocalSolver, network: Network, alpha: float, shared: str
 
 
 def hypermodel(data: FederatedData, vectors: Tensor) -> Tensor:
-    r"""A linear hypermodel H, from which each node's training starts: w_i = H z_i (section 6.6).
+    r"""Return a linear hypermodel H, from which each node's training starts: w_i = H z_i (section 6.6).
 
     H minimises Σ_i L_i(H z_i), which is learning a single model: :math:`x'Hz = \langle H, x z' \rangle`, so that it is
     `single_model` with the products of features and z as features. Then every node trains from there by `trained_from`,
@@ -257,7 +257,7 @@ def hypermodel(data: FederatedData, vectors: Tensor) -> Tensor:
 
 
 def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Tensor) -> Tree:
-    """Every node's parameters after one call of its local solver from a start of its own (section 6.6).
+    """Return every node's parameters after one call of its local solver from a start of its own (section 6.6).
 
     With a few gradient steps this is the second half of learning with a hypermodel; the steps decide how far a node
     goes its own way.
@@ -287,7 +287,7 @@ def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Ten
 
 
 def few_shot(x: Tensor, y: Tensor, network: Network, alpha: float) -> LinearProblem:
-    r"""Detectors of many categories, some with few examples or none, over a network of categories (section 6.7).
+    r"""Return detectors of many categories, some with few examples or none, over a network of categories (section 6.7).
 
     Node c is a category, edges say which are alike, and w_c scores how much x looks like it:
 

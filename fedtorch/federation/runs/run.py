@@ -183,7 +183,7 @@ class Run:
         raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")
 
     def _take(self, aggregate: Tree, key: Tensor) -> None:
-        """The server's step."""
+        """Take the server's step."""
         if self.algorithm.told is not None:
             self.server = self.server._replace(total=tree.add(self.server.total, aggregate.told.value))
             aggregate = aggregate.fresh
@@ -198,7 +198,7 @@ class Run:
 
     @property
     def client_losses(self) -> pd.DataFrame:
-        """The clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
+        """Return the clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
         return self.log.losses(self.population.names)
 
     @property
@@ -207,12 +207,12 @@ class Run:
         return self.algorithm.outbox(self.server)
 
     def tensors(self, clients: Tensor | Sequence[int] | None = None) -> Tree:
-        """The tensors that clients (distinct numbers, default all) predict with, `(M, ...)`."""
+        """Return the tensors that clients (distinct numbers, default all) predict with, `(M, ...)`."""
         ids = self._everybody if clients is None else torch.as_tensor(clients, dtype=torch.int64)
         return self.clients.tensors(self.outbox, ids)
 
     def client_module(self, client: int | str) -> nn.Module:
-        """A copy of the module with the tensors that `client` (number or name) predicts with."""
+        """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
         number, module = client_number(client, self.population.names), self._module()
         module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
         if self.algorithm.finish is not None:
@@ -220,7 +220,7 @@ class Run:
         return module
 
     def global_module(self) -> nn.Module:
-        """A copy of the module with the server's parameters, for algorithms that send out all of them.
+        """Return a copy of the module with the server's parameters, for algorithms that send out all of them.
 
         Raises:
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
@@ -237,7 +237,7 @@ class Run:
     def evaluate(
         self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
     ) -> dict[str, Score]:
-        """Scores of every client's model on its rows of `data`; see `ft.metrics`.
+        """Return scores of every client's model on its rows of `data`; see `ft.metrics`.
 
         Args:
             data: rows of the run's clients.
@@ -331,7 +331,7 @@ def run(
     record: Recorder | Sequence[Recorder] = (),
     progress: bool = True,
 ) -> Run:
-    """A `Run` that has done its rounds and, with `progress`, shown how far it was; see `Run` and `Run.rounds`.
+    """Return a `Run` that has done its rounds and, with `progress`, shown how far it was; see `Run` and `Run.rounds`.
 
     Raises:
         ValueError: neither `rounds` nor `until` is given, or as for `Run`.

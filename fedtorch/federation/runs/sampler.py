@@ -35,12 +35,12 @@ class RunningMoments(NamedTuple):
     squares: Tensor  # Σ (x − mean)²
 
     def sd(self) -> Tensor:
-        """The standard deviation within each chain, `(C, ...)`."""
+        """Return the standard deviation within each chain, `(C, ...)`."""
         return (self.squares / (self.count - 1).clamp(min=1)).sqrt()
 
 
 def global_variables(round: Round) -> Draws:
-    """The server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model.
+    """Return the server's variables by name, `(C, ...)` each; where they name their `quantities`, those of the model.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -129,11 +129,11 @@ class Sampler:
     # -- what came out ---------------------------------------------------------------------------------------------
 
     def mean(self) -> Draws:
-        """The posterior means over all chains, without the chains' dimension."""
+        """Return the posterior means over all chains, without the chains' dimension."""
         return {name: moments.mean.mean(0) for name, moments in self._watched().items()}
 
     def sd(self) -> Draws:
-        """The posterior standard deviations over all chains, without the chains' dimension."""
+        """Return the posterior standard deviations over all chains, without the chains' dimension."""
         deviations = {}
         for name, moments in self._watched().items():
             between = (moments.mean - moments.mean.mean(0)).square() * moments.count
@@ -142,7 +142,7 @@ class Sampler:
         return deviations
 
     def draws(self) -> Draws:
-        """The draws that were kept, `(C, T, ...)` by name."""
+        """Return the draws that were kept, `(C, T, ...)` by name."""
         self._watched()
         if not self._keep:
             raise ValueError("Expected draws that were kept, but got keep=False; pass keep=True, or use the moments")
@@ -153,7 +153,7 @@ class Sampler:
         return {name: leaf.transpose(0, 1) for name, leaf in tree.concatenate(parts).items()}
 
     def inference_data(self) -> Any:
-        """The draws for ArviZ, group `posterior`, variables named as they are watched.
+        """Return the draws for ArviZ, group `posterior`, variables named as they are watched.
 
         That is its `InferenceData`, and from ArviZ 1.0 on an xarray `DataTree`.
         """
@@ -161,7 +161,7 @@ class Sampler:
         return az.from_dict({"posterior": draws}) if _is_new(az) else az.from_dict(posterior=draws)
 
     def summary(self) -> pd.DataFrame:
-        """ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component.
+        """Return ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component.
 
         Rows are named as ArviZ does, `theta[1]`; columns and numbers are the same with any ArviZ.
         """
@@ -175,7 +175,7 @@ class Sampler:
         return table.rename(columns={"hdi95_lb": "hdi_2.5%", "hdi95_ub": "hdi_97.5%"})
 
     def trace(self, *names: str) -> Figure:
-        """Trace plots and densities of the named quantities, of all if none is named."""
+        """Return trace plots and densities of the named quantities, of all if none is named."""
         az, data = load_arviz(), self.inference_data()
         given = {"var_names": list(names) or None, "compact": True, "backend": "matplotlib"}
         with warnings.catch_warnings(), az.rc_context({"plot.max_subplots": None}):
@@ -197,7 +197,7 @@ class Sampler:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> Draws:
-        """All that a resumed run needs, but for files of draws, flat."""
+        """Return all that a resumed run needs, but for files of draws, flat."""
         flat = tree.flatten(self.moments, "moments")
         if self._recent:
             flat |= tree.flatten(tree.stack(self._recent), "recent")
@@ -234,7 +234,7 @@ def _no_moments(leaf: Tensor) -> RunningMoments:
 
 
 def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
-    """Welford's update."""
+    """Take Welford's step: update mean and sum of squares."""
     count = moments.count + 1
     change = draw - moments.mean
     mean = moments.mean + change / count
@@ -242,7 +242,7 @@ def _add_draw(moments: RunningMoments, draw: Tensor) -> RunningMoments:
 
 
 def load_arviz() -> Any:
-    """ArviZ, whose import takes a second and announces its next version."""
+    """Import ArviZ, which takes a second and announces its next version."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         import arviz

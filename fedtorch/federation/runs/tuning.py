@@ -83,7 +83,7 @@ class GridSearch:
 
     @property
     def best(self) -> Setting:
-        """The setting with the best mean over clients.
+        """Return the setting with the best mean over clients.
 
         Raises:
             ValueError: all settings diverged.
@@ -218,7 +218,7 @@ def _check_settings(build: Callable[..., Algorithm], settings: Mapping[str, Sequ
 
 
 def _held_out(population: Population, validation: FederatedData | float, seed: int) -> tuple[Population, FederatedData]:
-    """The population to train on, and the validation rows of its clients."""
+    """Return the population to train on, and the validation rows of its clients."""
     if not isinstance(validation, FederatedData):
         if not 0 < validation < 1:
             raise ValueError(f"Expected validation rows, or a fraction between 0 and 1, but got {validation}")

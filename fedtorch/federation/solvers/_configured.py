@@ -118,7 +118,7 @@ def _check_scheduler(setting: Mapping[str, Any]) -> None:
 
 
 def _parse(answer: Any) -> tuple[list[Any], list[dict[str, Any]]]:
-    """The forms that Lightning accepts -> (optimisers, scheduler settings)."""
+    """Return the forms that Lightning accepts -> (optimisers, scheduler settings)."""
     if answer is None:
         return [], []
     if isinstance(answer, Mapping):

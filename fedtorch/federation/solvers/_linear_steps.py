@@ -67,7 +67,7 @@ class LinearSteps(NamedTuple):
 def linear_steps(
     module: nn.Module, loss: Loss | None, trained: list[str], configured: Configured
 ) -> LinearSteps | None:
-    """The steps of `module` if they are all that the program does, None otherwise."""
+    """Return the steps of `module` if they are all that the program does, None otherwise."""
     family = next((f for f in (GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL) if f.loss is loss), None)
     if family is None or type(module) not in (nn.Linear, LinearHead) or _hooked(module):
         return None

@@ -110,7 +110,7 @@ def _failure(
 
 
 def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> Tensor:
-    """One client's loss on so many of the rows, some of them several times."""
+    """Return one client's loss on so many of the rows, some of them several times."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
     some = tree.map(lambda leaf: leaf[at % len(leaf)], rows)
@@ -160,7 +160,7 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
 def _alone(
     stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor
 ) -> tuple[Tensor, Sequence[Tensor], set[str]]:
-    """One client's loss and new buffers, evaluated without `vmap`, and what the module has asked its trainer."""
+    """Return one client's loss and new buffers, evaluated without `vmap`, and what the module has asked its trainer."""
     module, trainer = stacked.objective.module, stacked.objective.trainer
     before, asked = functional.buffers(module), set(trainer.asked)
     trainer.asked.clear()
@@ -234,7 +234,7 @@ def _check_captured(stacked: StackedLoss, own: list[Tensor], rows: Tree, asked: 
 
 
 def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, key: Tensor) -> tuple[Tensor, ...]:
-    """Losses and logs of two stacked copies of one client."""
+    """Return losses and logs of two stacked copies of one client."""
     values, some = tree.map(lambda leaf: leaf.expand(2, *leaf.shape).clone(), (tuple(own), rows))
     size = len(tree.leaves(rows)[0])
     weights = torch.full((2, size), 1.0 / size, device=key.device, dtype=torch.float64)
@@ -245,7 +245,7 @@ def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, 
 
 
 def _once(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool) -> tuple[Tensor, ...]:
-    """Loss and logs of one client, which cost half of those of two copies."""
+    """Return loss and logs of one client, which cost half of those of two copies."""
     size = len(tree.leaves(rows)[0])
     weights = torch.full((size,), 1.0 / size, device=own[0].device, dtype=torch.float64) if weighted else None
     loss, logs, _ = stacked.single([v.clone() for v in own], rows, weights, 0)
@@ -281,13 +281,13 @@ def _close(first: Tensor, second: Tensor, equal_nan: bool = False) -> bool:
 
 
 def _perturbed(tensor: Tensor) -> Tensor:
-    """A little away from the start, where a loss may be the same for all examples; signs are kept."""
+    """Return a little away from the start, where a loss may be the same for all examples; signs are kept."""
     wave = 0.1 * torch.sin(torch.arange(1, tensor.numel() + 1, device=tensor.device)).reshape(tensor.shape)
     return torch.where(tensor == 0, wave, tensor * (1 + wave)).to(tensor.dtype)
 
 
 def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
-    """One client's tensors, a little away from the start, and its stacked buffers."""
+    """Return one client's tensors, a little away from the start, and its stacked buffers."""
     perturbed = [_perturbed(values[n].to(device)) for n in stacked.tensors]
     return perturbed + [values[n].to(device, copy=True) for n in stacked.buffers]
 
@@ -313,7 +313,7 @@ def _spread(data: Any) -> tuple[Tensor, Tensor]:
 
 
 def _evenly(count: int, most: int) -> Tensor:
-    """At most so many of `count` places; single precision would miss those of very many."""
+    """Return at most so many of `count` places; single precision would miss those of very many."""
     return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
 
 

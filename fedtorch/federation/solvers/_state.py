@@ -21,7 +21,7 @@ class LocalState(NamedTuple):
 
 
 def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(the buffers that are averaged like parameters, those that each client keeps).
+    """Return (the buffers that are averaged like parameters, those that each client keeps).
 
     Args:
         module: whose buffers.
@@ -41,7 +41,7 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
 
 
 def counts(module: nn.Module, averaged: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """The dtypes of those averaged buffers that hold counts or flags."""
+    """Return the dtypes of those averaged buffers that hold counts or flags."""
     return {n: b.dtype for n, b in module.named_buffers() if n in averaged and not b.is_floating_point()}
 
 

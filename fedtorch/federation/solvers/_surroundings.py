@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_only
 
 @contextmanager
 def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
-    """Generators seeded from `seed`, gradients on, Lightning silent; afterwards everything is as it was.
+    """Seed generators from `seed`, gradients on, Lightning silent; afterwards everything is as it was.
 
     Args:
         device: of the data.
@@ -51,7 +51,7 @@ def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None
 
 @contextmanager
 def _restored(cuda: bool) -> Iterator[None]:
-    """Generators, torch's flags, the environment, signal handlers and Lightning's loggers as they were."""
+    """Restore generators, torch's flags, the environment, signal handlers and Lightning's loggers at the end."""
     cudnn, warn_only = torch.backends.cudnn, torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
     with ExitStack() as after:

@@ -32,7 +32,7 @@ class RoundTrainer(L.Trainer):
 
     @property
     def max_epochs(self) -> int | None:
-        """Epochs until the end of this round."""
+        """Return the epochs until the end of this round."""
         self.spans_round |= self.configuring
         return super().max_epochs
 

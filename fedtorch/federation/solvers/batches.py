@@ -93,7 +93,7 @@ class Batches:
             self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
 
     def __getitem__(self, step: int) -> Batch:
-        """The batches of step `step`; a client that is done repeats rows of its own."""
+        """Return the batches of step `step`; a client that is done repeats rows of its own."""
         if self._full:
             return self._all_rows()
         chosen, size, active = self._chosen(step)
@@ -114,7 +114,7 @@ class Batches:
         return whole
 
     def _chosen(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """(rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
+        """Return (rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
         if self.alike:
             return self._chosen_alike(step)
         epoch = step // self.per_epoch
@@ -129,7 +129,7 @@ class Batches:
         return self._order.gather(1, (columns + drawn).to(self._device)), size, active
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """`_chosen` of clients with as many rows, whose batches of a step begin and end together."""
+        """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""
         epoch, within = divmod(step, self._steps)
         if epoch >= int(self._first[0]) + self._ahead:
             self._shuffle(torch.full_like(self._count, epoch), self._all)

@@ -83,7 +83,7 @@ class Descent:
             self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
 
     def init(self, parameters: Tree) -> LocalState:
-        """One client's state before its first round."""
+        """Return one client's state before its first round."""
         return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
 
     def prepare(self, data: Any) -> Any:
@@ -110,7 +110,7 @@ class Descent:
             probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
-        """All tensors that clients predict with; see `LocalSolver`."""
+        """Return all tensors that clients predict with; see `LocalSolver`."""
         return {**functional.with_counts(parameters, self.counts), **state.buffers}
 
     def configured(self, total: int) -> Configured:
@@ -154,7 +154,7 @@ class Descent:
         return tree.take(tree.concatenate(_same_info(done)), back)
 
     def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
-        """Rows of the block that can share steps exactly."""
+        """Return rows of the block that can share steps exactly."""
         asked = self.objective.trainer.asked
         traits = []
         if self.loss.batched and not self.loss.separable:
@@ -250,7 +250,7 @@ class _Stack:
                     self.tensors[name].copy_(value)
 
     def _step_by_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Quadratic, clipping and the optimiser one after the other."""
+        """Add the quadratic, clip and step, one after the other."""
         for i, (tensor, gradient) in enumerate(zip(self.tensors.values(), gradients)):
             if self.pulls is not None:
                 precision, shift = self.pulls[i]
@@ -267,7 +267,7 @@ class _Stack:
         self.direct.step()
 
     def _now(self) -> tuple[dict[str, Tensor], State]:
-        """(tensors and buffers, the optimiser's state if it is kept) after the steps so far."""
+        """Return (tensors and buffers, the optimiser's state if it is kept) after the steps so far."""
         kept = self.state_of(self.optimizer, self.tensors, self.state.optimizer) if self.descent.keep else {}
         return {**self.tensors, **self.buffers}, kept
 
@@ -305,19 +305,19 @@ def _contiguous(leaf: Tensor) -> Tensor:
 
 
 def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:
-    """λ and h of each parameter, in its dtype."""
+    """Return λ and h of each parameter, in its dtype."""
     precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
     return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
 
 
 def _same_info(parts: Sequence[Local]) -> list[Local]:
-    """The solutions of groups of clients, NaN for what only others have told."""
+    """Return the solutions of groups of clients, NaN for what only others have told."""
     names = dict.fromkeys(name for local in parts for name in local.info)
     return [local._replace(info={n: local.info.get(n, local.lr_sum * torch.nan) for n in names}) for local in parts]
 
 
 def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
-    """`kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
+    """Return `kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
     if kept is None:
         return tree.map(torch.clone, now)
 

@@ -42,7 +42,7 @@ def gradient_descent(
     project: Callable[[Tree], Tree] | None = None,
     ignore_hooks: Sequence[str] = (),
 ) -> LocalSolver:
-    """A local solver that trains `module` by its own optimiser, on stacked clients.
+    """Return a local solver that trains `module` by its own optimiser, on stacked clients.
 
     The added `Quadratic` enters as its gradient λx − h, before the optimiser's step. `Local.info` has `loss`, the mean
     training loss over the client's steps, and what the module logs by `self.log`: numbers by their mean over the steps

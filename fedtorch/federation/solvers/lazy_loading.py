@@ -20,7 +20,7 @@ _CLIENTS, _ROWS = 4, 8  # at most so many are tried before the first round
 
 
 def lazy_loading(local: LocalSolver, dataset: Any) -> LocalSolver:
-    """A local solver for clients that have numbers of items, as `ft.data.partition(dataset, …)` gives them.
+    """Return a local solver for clients that have numbers of items, as `ft.data.partition(dataset, …)` gives them.
 
     The items of a block's clients are read when its round begins, with torch's, NumPy's and Python's generators seeded
     from each client's key: a random transform draws again in every round, the same in every population. All epochs of
@@ -54,7 +54,7 @@ def lazy_loading(local: LocalSolver, dataset: Any) -> LocalSolver:
 
 
 def _prepare(local: LocalSolver, dataset: Any, data: ClientData) -> ClientData:
-    """The numbers as they are, after a look at what a few of them stand for."""
+    """Return the numbers as they are, after a look at what a few of them stand for."""
     numbers = data.batch
     if not isinstance(numbers, Tensor) or numbers.ndim != 2 or numbers.dtype != torch.int64:
         raise ValueError(
@@ -81,7 +81,7 @@ def _solve(
 
 
 def _read(dataset: Any, data: ClientData, keys: Tensor) -> ClientData:
-    """A block of rows for one of numbers, zeros where there is none."""
+    """Return a block of rows for one of numbers, zeros where there is none."""
     device, width, read = data.count.device, data.batch.shape[1], []
     for numbers, count, key in zip(data.batch, data.count.tolist(), keys.tolist()):
         with seeded(key % 2**63):

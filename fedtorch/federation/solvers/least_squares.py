@@ -40,7 +40,7 @@ from fedtorch.tree import Tree
 
 
 def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None) -> LocalSolver:
-    """A local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
+    """Return a local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
 
     Where the minimiser is not unique (fewer rows than features, or features that depend on each other, and no
     quadratic), it is the one nearest to the start in the units of the features, which is where gradient descent would
@@ -152,7 +152,7 @@ def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> _Added:
 
 
 def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
-    """The minimiser `(K, p, o)` nearest to `old`; `share` of X'X is the curvature of the loss."""
+    """Return the minimiser `(K, p, o)` nearest to `old`; `share` of X'X is the curvature of the loss."""
     if added is not None and added.precision.shape[1] != 1:
         return _exact_minimiser(data, share, added, old)
     curvature, target = data.values * share, data.cross * share
@@ -172,7 +172,7 @@ def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) 
 
 
 def _exact_minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
-    """The same whatever the units of the features."""
+    """Return the same whatever the units of the features."""
     matrix, right = data.statistics.gram * share, data.statistics.cross * share
     if added is not None:
         matrix, right = matrix + added.precision.expand(right.shape[:2]).diag_embed(), right + added.shift
@@ -199,7 +199,7 @@ def _descended(
 
 
 def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Tensor, Tensor]:
-    """η Σ_{t<T} (1 − η m)^t of every curvature m `(K, p)`, and the sum of the learning rates `(K,)`."""
+    """Return η Σ_{t<T} (1 − η m)^t of every curvature m `(K, p)`, and the sum of the learning rates `(K,)`."""
     largest = curvature.amax(1, keepdim=True)
     rate = torch.where(largest > 0, 1 / largest, 0.0) if lr is None else torch.full_like(largest, lr)
     # From T's binary digits: a sum of T powers twice over is that sum times 1 + q^T, and one more term is q^T.
@@ -213,7 +213,7 @@ def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Te
 
 
 def _precisions(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> Tensor:
-    """λ of every row of θ, `(K, p)`."""
+    """Return λ of every row of θ, `(K, p)`."""
     each = {
         name: tree.along(quadratic.precision_of(name), leaf) * torch.ones_like(leaf)
         for name, leaf in parameters.items()

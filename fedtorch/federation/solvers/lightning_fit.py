@@ -50,7 +50,7 @@ def lightning_fit(
     shuffle: bool = True,
     **trainer_arguments: Any,
 ) -> LocalSolver:
-    r"""A local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
+    r"""Return a local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
 
     Every client gets a copy of the module with its own start, and a `DataLoader` over its rows that gives the
     minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers. The added
@@ -212,7 +212,7 @@ class _Fit:
         refuse_untrained(loss, module.parameters(), module, self._original())
 
     def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
-        """A client's minibatches, which are those of `Batches`."""
+        """Return a client's minibatches, which are those of `Batches`."""
         order = _Order(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
         size = self.batch_size or max(count, 1)
         return DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
@@ -306,7 +306,7 @@ class _Order(Sampler[int]):
         self.first: int | None = None  # epoch of the round, by the federation's clock
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Lightning at the start of each epoch."""
+        """Note the epoch, as Lightning does at the start of each."""
         self.first = epoch if self.first is None else self.first
         self.epoch = epoch - self.first
 

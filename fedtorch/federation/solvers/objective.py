@@ -97,7 +97,7 @@ class TrainerStandIn:
 
 
 def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
-    """A deep copy that can train stacked: metrics replaced, hooks checked.
+    """Return a deep copy that can train stacked: metrics replaced, hooks checked.
 
     Raises:
         TypeError: not a module, or a LightningModule that overrides hooks of the training loop, optimises manually or

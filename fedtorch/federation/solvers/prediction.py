@@ -14,7 +14,7 @@ from fedtorch.tree import Tree
 
 
 def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True) -> Callable[[Tree, Tree], Tree]:
-    """(tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.
+    """Return (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.
 
     Args:
         module: called as `module(inputs)`, or as `module(**inputs)` with rows that are dicts of its arguments.

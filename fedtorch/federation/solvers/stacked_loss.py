@@ -67,7 +67,7 @@ class StackedLoss:
 
     @property
     def eager(self) -> str | None:
-        """Why steps are not captured; None if they are."""
+        """Return why steps are not captured; None if they are."""
         if not self.compile:
             return "compile=False"
         if not self.batched:
@@ -99,7 +99,7 @@ class StackedLoss:
             return step(index, *flat) if self.eager else self._captured(step, *flat)
 
     def step(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
-        """`gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
+        """Return `gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
 
         Args:
             rows: their structure.
@@ -137,7 +137,7 @@ class StackedLoss:
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
-        """One client's (loss, logs, new buffers)."""
+        """Return one client's (loss, logs, new buffers)."""
         with self._swap(values):
             loss, logs = self.objective(rows, weights, index)
             new = tuple(self._swap.current(i) for i in range(len(self.tensors), len(values)))
@@ -147,7 +147,7 @@ class StackedLoss:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
-        """`gradients` of the clients that still train, one after the other; zeros for the others."""
+        """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
         keys, replies, every, recorded = random.fold_in(key, index), [], [], []
         later = random.fold_in(keys, _BACKWARD) if self.random else keys
         each = list(zip(*(value.detach().unbind() for value in values)))
@@ -167,7 +167,7 @@ class StackedLoss:
     def _alone(
         self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """One client's (loss, logs, new buffers, gradients), drawn from a key; its tensors stay as they are."""
+        """Return one client's (loss, logs, new buffers, gradients), drawn from a key; its tensors stay as they are."""
         count = len(self.tensors)
         trained = [value.detach().requires_grad_() for value in values[:count]]
         with torch.enable_grad():
@@ -217,7 +217,7 @@ class RoundLogs:
 
 @contextmanager
 def _short_products() -> Iterator[None]:
-    """Products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
+    """Let products and convolutions of float32 on a CUDA device have 10 bits of their factors (TF32) inside."""
     places: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn.conv)  # type: ignore[attr-defined]
     before = [place.fp32_precision for place in places]
     try:
@@ -230,12 +230,12 @@ def _short_products() -> Iterator[None]:
 
 
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """Each client's gradient of its own loss, stacked; None for what no loss depends on."""
+    """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
     return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
 
 
 def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:
-    """The values of clients `at` as rows of a stack `(count, ...)`; None if there are none."""
+    """Return the values of clients `at` as rows of a stack `(count, ...)`; None if there are none."""
     some = next((value for value in each if value is not None), None)
     if some is None:
         return None

@@ -30,7 +30,7 @@ class _Prepared(NamedTuple):
 
 
 def unlabelled(local: LocalSolver) -> LocalSolver:
-    """A local solver that takes nodes without rows, too: they follow their neighbours.
+    """Return a local solver that takes nodes without rows, too: they follow their neighbours.
 
     Args:
         local: how a node that has rows works on its own problem. What it makes of a row of zeros, which stands for
@@ -76,7 +76,7 @@ def _solve(
 
 
 def _minimiser(start: Tree, quadratic: Quadratic) -> Tree:
-    """h/λ of every parameter, the start where λ is zero."""
+    """Return h/λ of every parameter, the start where λ is zero."""
     minimisers = {}
     for name, leaf in start.items():
         precision = tree.along(quadratic.precision_of(name), leaf).to(leaf.dtype)

@@ -23,7 +23,7 @@ def fit(
     iterations: int = 200,
     start: bool = True,
 ) -> Tensor:
-    """Maximise the bound plus the priors centrally by L-BFGS, for Gaussian noise, and sets the posterior.
+    """Maximise the bound plus the priors centrally by L-BFGS, for Gaussian noise, and set the posterior.
 
     Args:
         model: changed in place; its batch shape is that of y.

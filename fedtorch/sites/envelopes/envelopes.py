@@ -55,7 +55,7 @@ class Envelopes:
             self._fresh.update(heard.messages)
 
     def forget(self) -> None:
-        """Sites are asked for their envelopes again, as they stand in another round."""
+        """Ask sites for their envelopes again, as they stand in another round."""
         self._fresh.clear()
         self._held.clear()
 
@@ -64,7 +64,7 @@ class Envelopes:
         self._held.update(envelopes)
 
     def to(self, site: str) -> dict[str, bytes]:
-        """The envelopes for a site, by name."""
+        """Return the envelopes for a site, by name."""
         return {_FROM + sender: found[site] for sender, found in self._held.items() if site in found}
 
 
@@ -146,7 +146,7 @@ class SiteEnvelopes:
         return self._sealer
 
     def _between(self, senders: range, receivers: range) -> Tensor:
-        """Those of `senders` that are neighbours of `receivers`, ascending."""
+        """Return those of `senders` that are neighbours of `receivers`, ascending."""
         sends, hears = self._edges.T
         inside = (
             (sends >= senders.start) & (sends < senders.stop) & (hears >= receivers.start) & (hears < receivers.stop)

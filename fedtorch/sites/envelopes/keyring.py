@@ -56,7 +56,7 @@ class Keyring:
         return heard.missing
 
     def _read(self, run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
-        """An announcement that others will believe, so that one site does not spoil the directory for all."""
+        """Return an announcement that others will believe, so that one site does not spoil the directory for all."""
         word = frame.blob("keys")
         try:
             said = key_directory.speaker(word, self._roster, run)
@@ -67,15 +67,15 @@ class Keyring:
         return word, said
 
     def forget(self) -> None:
-        """Sites are asked again, for the keys of another run."""
+        """Ask sites again, for the keys of another run."""
         self._said.clear()
 
     def directory(self, sites: Iterable[str]) -> bytes:
-        """The directory of sites in the order of their clients, as far as they have announced keys."""
+        """Return the directory of sites in the order of their clients, as far as they have announced keys."""
         return key_directory.write(self._roster, [self._said[name][0] for name in sites if name in self._said])
 
     def signing(self, sites: Iterable[str]) -> list[bytes]:
-        """With which keys sites sign."""
+        """Return the keys with which sites sign."""
         return [self._said[name][1].signing for name in sites]
 
 
@@ -99,17 +99,17 @@ class SiteKeys:
         self.name, self.own = identity.name, key_directory.RunKeys(identity, run, first, clients)
 
     def announce(self, frame: Frame) -> bytes:
-        """The answer to a request for keys."""
+        """Return the answer to a request for keys."""
         said = self.own.announcement(frame.integer("epoch"))
         return frames.encode_blobs("answer", {"keys": said}, sequence=frame.integer("sequence", 1))
 
     @property
     def signing(self) -> bytes:
-        """The private Ed25519 key."""
+        """Return the private Ed25519 key."""
         return self.own.signing.private_bytes_raw()
 
     def read(self, data: bytes) -> tuple[tuple[Speaker, ...], int]:
-        """(the sites of a directory, the place of this one).
+        """Return (the sites of a directory, the place of this one).
 
         Raises:
             Refusal: it cannot be believed, lacks this site, or is of an older roster than another.

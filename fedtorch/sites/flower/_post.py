@@ -174,7 +174,7 @@ class Post:
 
 
 def answer(deliver: Deliver, limits: Limits, message: Any, context: Any) -> Any:
-    """The reply to a message; see `client_app`."""
+    """Return the reply to a message; see `client_app`."""
     flwr, envelope = library(), read(message.content, limits)
     name, frames = deliver(context.node_config, envelope.opens, envelope.frames)
     record = flwr.ConfigRecord({"name": name, "frames": list(frames)})
@@ -182,7 +182,7 @@ def answer(deliver: Deliver, limits: Limits, message: Any, context: Any) -> Any:
 
 
 def library() -> Any:
-    """`flwr.app`.
+    """Return `flwr.app`.
 
     Raises:
         ImportError: it is not installed.

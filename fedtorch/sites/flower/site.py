@@ -40,12 +40,12 @@ from fedtorch.sites.rounds.site import deliver
 
 
 def app() -> Any:
-    """The `ClientApp`: `app = fedtorch.sites.flower.site.app()` in the app's client module."""
+    """Return the `ClientApp`: `app = fedtorch.sites.flower.site.app()` in the app's client module."""
     return flower.client_app(take_part)
 
 
 def take_part(settings: Mapping[str, Any], opens: bool, payloads: Sequence[bytes]) -> tuple[str, list[bytes]]:
-    """(the site's name, what it says to some frames of the server); see `transport.flower.client_app`.
+    """Return (the site's name, what it says to some frames of the server); see `transport.flower.client_app`.
 
     Raises:
         ValueError: the node's settings lack something.

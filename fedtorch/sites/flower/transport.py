@@ -69,7 +69,7 @@ def serve(
 
 
 def client_app(deliver: Deliver, limits: Limits = LIMITS) -> Any:
-    """A `ClientApp` that gives what comes to `deliver(the node's settings, whether a stream begins, frames)`.
+    """Return a `ClientApp` that gives what comes to `deliver(the node's settings, whether a stream begins, frames)`.
 
     Args:
         deliver: returns the name of the site and the frames that it has to say.

@@ -17,7 +17,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}")
 
 
 def digest_of(public: bytes) -> str:
-    """SHA-256 of a public key as DER, in hexadecimal."""
+    """Return SHA-256 of a public key as DER, in hexadecimal."""
     digest = hashes.Hash(hashes.SHA256())
     digest.update(public)
     return digest.finalize().hex()

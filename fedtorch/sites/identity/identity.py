@@ -233,7 +233,7 @@ def _certify(
     usage: x509.ObjectIdentifier,
     known_as: x509.GeneralName,
 ) -> bytes:
-    """A certificate for one usage; it ends with the authority's, if not before."""
+    """Return a certificate for one usage; it ends with the authority's, if not before."""
     try:
         asked = x509.load_pem_x509_csr(request)
         key = asked.public_key()

@@ -97,7 +97,7 @@ class RunKeys:
 
 
 def sign_roster(authority: Path | str, roster: Roster, now: Callable[[], float] = time.time) -> bytes:
-    """The sites of a roster that are not revoked, and their keys, signed by the authority in a folder."""
+    """Return the sites of a roster that are not revoked, and their keys, signed by the authority in a folder."""
     key = serialization.load_pem_private_key((Path(authority) / "authority.key.pem").read_bytes(), None)
     assert isinstance(key, ec.EllipticCurvePrivateKey)
     sites = {name: site.key for name, site in roster.sites.items() if not site.revoked}
@@ -105,7 +105,7 @@ def sign_roster(authority: Path | str, roster: Roster, now: Callable[[], float] 
 
 
 def write(roster: bytes, announcements: Sequence[bytes]) -> bytes:
-    """A directory, of a signed roster and announcements in the order of the clients."""
+    """Return a directory, of a signed roster and announcements in the order of the clients."""
     return json.dumps([part.decode() for part in (roster, *announcements)]).encode()
 
 
@@ -122,7 +122,7 @@ def speaker(word: bytes, roster: bytes, run: str) -> Speaker:
 
 
 def read(directory: bytes, authority: bytes, run: str) -> KeyDirectory:
-    """A directory that can be believed.
+    """Return a directory that can be believed.
 
     Args:
         directory: what the server has passed on.

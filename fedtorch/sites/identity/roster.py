@@ -54,7 +54,7 @@ class Roster:
 
     @property
     def sites(self) -> dict[str, Member]:
-        """By name, those that are revoked too."""
+        """Return all by name, those that are revoked too."""
         try:
             found = self.path.stat()
         except FileNotFoundError:
@@ -70,7 +70,7 @@ class Roster:
         return {name: site.rows for name, site in self.sites.items()}
 
     def name_of(self, certificate: bytes) -> str:
-        """The site that shows this PEM certificate, which the authority has made.
+        """Return the site that shows this PEM certificate, which the authority has made.
 
         Raises:
             PermissionError: it is not in the roster with this key, or revoked.

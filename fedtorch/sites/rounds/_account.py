@@ -45,7 +45,7 @@ class Account:
         return tree.map(lambda leaf: leaf[site].clone(), self._told)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Flat, for checkpoints."""
+        """Return it flat, for checkpoints."""
         return {"left": self.left.clone(), **tree.flatten(tree.to(self._told, copy=True), "told")}
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:

@@ -64,7 +64,7 @@ class RemoteClients:
         return self._drive(totals.total(self.session))[0]
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """The sums of metrics that sites offer under the names that `function` returns; see `Clients.evaluate`.
+        """Return the sums of metrics that sites offer under the names that `function` returns; see `Clients.evaluate`.
 
         Raises:
             ValueError: `data` is not the population's `validation`.
@@ -129,7 +129,7 @@ class RemoteClients:
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The run's identity at the sites, and which of each site's answers was last taken in."""
+        """Return the run's identity at the sites, and which of each site's answers was last taken in."""
         session = self.session
         kept = tuple(session.kept)
         if kept not in session.saved:
@@ -149,7 +149,7 @@ class RemoteClients:
         session.forget()
 
     def meet(self) -> None:
-        """Sites are met when they are asked."""
+        """Do nothing: sites are met when they are asked."""
 
     def introduce(self, about: Callable[[], Mapping[str, str]]) -> None:
-        """Sites compare the algorithm's settings with their own when a run begins there."""
+        """Do nothing: sites compare the algorithm's settings with their own when a run begins there."""

@@ -52,7 +52,7 @@ class Frame(NamedTuple):
     sender: str
 
     def integer(self, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
-        """A whole number of the metadata.
+        """Return a whole number of the metadata.
 
         Raises:
             PayloadError: it is missing, something else, or out of range.
@@ -63,14 +63,14 @@ class Frame(NamedTuple):
         return value
 
     def text(self, name: str) -> str:
-        """A text of the metadata; raises `PayloadError` if it is none."""
+        """Return a text of the metadata; raises `PayloadError` if it is none."""
         value = self.about.get(name)
         if not isinstance(value, str):
             raise self.refused(f"{name} as a text", value)
         return value
 
     def texts(self, name: str) -> list[str]:
-        """Distinct texts of the metadata; raises `PayloadError` if they are none."""
+        """Return distinct texts of the metadata; raise `PayloadError` if they are none."""
         value = self.about.get(name)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.refused(f"{name} as texts", value)
@@ -79,21 +79,21 @@ class Frame(NamedTuple):
         return value
 
     def integers(self, name: str) -> list[int]:
-        """Whole numbers of the metadata that are not negative; raises `PayloadError` if they are none."""
+        """Return whole numbers of the metadata that are not negative; raises `PayloadError` if they are none."""
         value = self.about.get(name)
         if not isinstance(value, list) or not all(type(item) is int and 0 <= item < 2**63 for item in value):
             raise self.refused(f"{name} as whole numbers", value)
         return value
 
     def names(self, name: str) -> dict[str, Any]:
-        """Values by name of the metadata; raises `PayloadError` if they are none."""
+        """Return values by name of the metadata; raises `PayloadError` if they are none."""
         value = self.about.get(name)
         if not isinstance(value, dict):
             raise self.refused(f"{name} by name", value)
         return value
 
     def tree(self, like: Tree, finite: bool = True) -> Tree:
-        """The tensors, in a structure that is known; raises `PayloadError` if they are others."""
+        """Return the tensors, in a structure that is known; raises `PayloadError` if they are others."""
         return wire.decode(self.payload, like, client=self.sender, limit=max(len(self.payload), 1), finite=finite)
 
     def room(self) -> dict[str, Tensor]:
@@ -104,45 +104,45 @@ class Frame(NamedTuple):
         return {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
 
     def blobs(self) -> dict[str, bytes]:
-        """The bytes by name of a frame that holds nothing else; raises `PayloadError` if it does."""
+        """Return the bytes by name of a frame that holds nothing else; raises `PayloadError` if it does."""
         return plain(self.tree(self.room()))
 
     def blob(self, name: str) -> bytes:
-        """Those of one name, which alone are there; raises `PayloadError` if they are not."""
+        """Return those of one name, which alone are there; raises `PayloadError` if they are not."""
         found = self.blobs()
         if found.keys() != {name}:
             raise self.refused(f"bytes called {name!r}", sorted(found))
         return found[name]
 
     def refused(self, expected: str, got: object) -> PayloadError:
-        """The error for what is not as it should be."""
+        """Return the error for what is not as it should be."""
         return PayloadError(f"{self.kind} of {self.sender!r}: expected {expected}, but got {str(got)[:100]!r}")
 
 
 def encode(kind: str, tensors: Tree = None, **about: Any) -> bytes:
-    """The bytes of a frame."""
+    """Return the bytes of a frame."""
     return wire.encode(tensors, {"kind": kind, **about})
 
 
 def encode_blobs(kind: str, blobs: Mapping[str, bytes], **about: Any) -> bytes:
-    """The bytes of a frame that holds nothing but bytes by name."""
+    """Return the bytes of a frame that holds nothing but bytes by name."""
     tensors, sizes = coded(blobs)
     return encode(kind, tensors, sizes=sizes, **about)
 
 
 def coded(blobs: Mapping[str, bytes]) -> tuple[dict[str, Tensor], dict[str, int]]:
-    """Bytes by name as tensors, and what `sizes=` a frame says of them."""
+    """Return bytes by name as tensors, and what `sizes=` a frame says of them."""
     tensors = {name: torch.frombuffer(bytearray(part + b"0"), dtype=torch.uint8)[:-1] for name, part in blobs.items()}
     return tensors, {name: len(part) for name, part in blobs.items()}
 
 
 def plain(coded: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """The bytes by name that were `coded`."""
+    """Return the bytes by name that were `coded`."""
     return {name: part.numpy().tobytes() for name, part in coded.items()}
 
 
 def read(payload: bytes, sender: str) -> Frame:
-    """A frame, of which the tensors are not read yet.
+    """Return a frame, of which the tensors are not read yet.
 
     Raises:
         PayloadError: it is none.
@@ -171,14 +171,14 @@ def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | 
 
 
 def run_of(begin: Frame) -> str:
-    """The identity of the run that a frame is about; raises `PayloadError` if it is none."""
+    """Return the identity of the run that a frame is about; raises `PayloadError` if it is none."""
     if not _RUN.fullmatch(run := begin.text("run")):
         raise begin.refused("a run of 32 hexadecimal digits", run)
     return run
 
 
 def described(rows: Tree) -> Any:
-    """The structure of rows as JSON: names, dtypes, and the shape of one row."""
+    """Return the structure of rows as JSON: names, dtypes, and the shape of one row."""
     if isinstance(rows, Tensor):
         return {"dtype": str(rows.dtype).removeprefix("torch."), "shape": list(rows.shape[1:])}
     if isinstance(rows, dict):
@@ -187,7 +187,7 @@ def described(rows: Tree) -> Any:
 
 
 def no_rows(schema: Any, depth: int = 0) -> Tree:
-    """Rows `(0, ...)` of a structure that `described` has told; a `NamedTuple` comes back as a tuple.
+    """Return rows `(0, ...)` of a structure that `described` has told; a `NamedTuple` comes back as a tuple.
 
     Raises:
         ValueError: it is no such structure.

@@ -215,7 +215,7 @@ class PastSums:
             self._sets.append(frozenset(line["sites"]))
 
     def _read(self, path: Path) -> None:
-        """Know all lines; a last one that is not whole is of a sum that the site has not confirmed, and is cut off."""
+        """Read all lines; a last one that is not whole is of a sum that the site has not confirmed, and is cut off."""
         data = path.read_bytes()
         whole = data.rpartition(b"\n")[0] + b"\n"
         try:
@@ -263,6 +263,6 @@ def _digest(names: Sequence[str]) -> str:
 
 
 def _named(sites: frozenset[str]) -> str:
-    """Some sites by name, and how many there are."""
+    """Return some sites by name, and how many there are."""
     names = sorted(sites)
     return f"{names[:_NAMED]} ({len(names)} in all)"

@@ -152,16 +152,16 @@ class Remote:
 
     @property
     def data(self) -> FederatedData:
-        """Not here: raises ValueError."""
+        """Return not here: raises ValueError."""
         raise ValueError("Expected rows in this process, but they are at the sites; ask for what can be computed there")
 
     @property
     def troubles(self) -> dict[str, str]:
-        """The last reason why a site did not do what it was asked, by site."""
+        """Return the last reason why a site did not do what it was asked, by site."""
         return dict(self.plan.sites.troubles)
 
     def bind(self, algorithm: Algorithm, state: Tree) -> RemoteClients:
-        """The sites' clients for one run of `algorithm`."""
+        """Return the sites' clients for one run of `algorithm`."""
         return RemoteClients(self.plan, algorithm, state)
 
     def finish(self, run: Any) -> None:
@@ -190,6 +190,6 @@ class Remote:
 
 
 def _nobody(rows: Tree) -> ClientData:
-    """A block of no clients, with rows like `rows` `(0, ...)`."""
+    """Return a block of no clients, with rows like `rows` `(0, ...)`."""
     block = tree.map(lambda leaf: leaf.new_zeros(0, 1, *leaf.shape[1:]), rows)
     return ClientData(block, torch.zeros(0, dtype=torch.int64))

@@ -92,7 +92,7 @@ class SiteSession:
         self._last: frames.Inboxes | None = None
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
-        """Keys, where the server may not read what clients send."""
+        """Return keys, where the server may not read what clients send."""
         carry = self._carry
         try:
             carry.check(clients)
@@ -104,7 +104,7 @@ class SiteSession:
         return SiteKeys(identity, self.run, self.first, self._count) if hidden else None
 
     def _correspond(self, server: Tree, state: Tree) -> SiteEnvelopes | None:
-        """Envelopes, where neighbours hear each other through the server."""
+        """Return envelopes, where neighbours hear each other through the server."""
         network = self._carry.network
         if network is None or self._keys is None or self.algorithm.told is None:
             return None
@@ -113,12 +113,12 @@ class SiteSession:
 
     @property
     def _own(self) -> range:
-        """The numbers of the site's clients."""
+        """Return the numbers of the site's clients."""
         return range(self.first, self.first + self._count)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The site's clients."""
+        """Return the site's clients."""
         return self.configuration.data.names
 
     def settle(self, frame: Frame) -> None:
@@ -196,26 +196,26 @@ class SiteSession:
         return self._part.begun
 
     def keys(self, frame: Frame) -> bytes:
-        """The keys with which the site speaks to others in this run."""
+        """Return the keys with which the site speaks to others in this run."""
         if self._keys is None:
             raise Refusal("the algorithm lets the server read what clients send, and needs no keys")
         return self._keys.announce(frame)
 
     def phase(self, frame: Frame) -> bytes:
-        """The site's message of a later phase of a sum under masks."""
+        """Return the site's message of a later phase of a sum under masks."""
         if self._part is None:
             raise Refusal("the site is in no sum under masks; it may have begun anew since")
         return self._part.answer(frame)
 
     def envelopes(self, frame: Frame) -> bytes:
-        """Envelopes to the sites of a directory, of what the site's nodes have told last."""
+        """Return envelopes to the sites of a directory, of what the site's nodes have told last."""
         if self._envelopes is None:
             raise Refusal("the algorithm's clients write no envelopes")
         said = self._envelopes.write(frame.blobs().get(DIRECTORY, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
-        """The site's part of a sum."""
+        """Return the site's part of a sum."""
         assert self._keys is not None
         directory = blobs.get(DIRECTORY, b"")
         return Part(site_half(self._carry.masks, self._keys, directory, number, about, found, guard), number)
@@ -226,7 +226,7 @@ class SiteSession:
         return self.algorithm.told.of(self.clients.table.read(slice(self._own.start, self._own.stop)))
 
     def evaluate(self, frame: Frame) -> bytes:
-        """The sums of the metrics that are asked for, of each client's model on its validation rows."""
+        """Return the sums of the metrics that are asked for, of each client's model on its validation rows."""
         wanted = frame.texts("metrics")
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
@@ -253,7 +253,7 @@ class SiteSession:
         self._versions.finish()
 
     def tensors(self) -> Tree:
-        """The tensors that the site's clients predict with after the run, `(K, ...)`.
+        """Return the tensors that the site's clients predict with after the run, `(K, ...)`.
 
         Raises:
             ValueError: the server has not said that the run is over.
@@ -263,7 +263,7 @@ class SiteSession:
         return self.clients.tensors(self._last, self._last.ids)
 
     def client_module(self, client: str) -> nn.Module:
-        """A copy of the module with the tensors that a client of the site, by name, predicts with."""
+        """Return a copy of the module with the tensors that a client of the site, by name, predicts with."""
         if client not in self.names:
             raise ValueError(f"Expected one of the site's clients {self.names}, but got {client!r}")
         if self.algorithm.module is None:
@@ -281,7 +281,7 @@ class SiteSession:
         checkpoint.write(Path(path), flat)
 
     def _hear(self, frame: Frame, more: Tree = None) -> tuple[frames.Inboxes, Tree, dict[str, bytes]]:
-        """(what the site's clients hear, the tensors beside it, bytes by name)."""
+        """Return (what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
         heard, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})

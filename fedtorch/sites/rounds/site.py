@@ -130,7 +130,7 @@ def _join(dial: Callable[[], Link], site: Site, timeout: Timeout) -> SiteSession
 
 
 def _next(link: Link, site: Site, seconds: float, wanted: Receive) -> bytes:
-    """The server's next frame; where it has said that its run is without this site, however late that comes."""
+    """Return the server's next frame; where it has said that its run is without this site, however late that comes."""
     while True:
         try:
             return link.receive(seconds if wanted.seconds is None else wanted.seconds)
@@ -267,7 +267,7 @@ class Site:
         return answer
 
     def _budget(self) -> Budget | None:
-        """The budget of the algorithm that is run now."""
+        """Return the budget of the algorithm that is run now."""
         return None if self._session is None else self._session.algorithm.budget
 
     def _end(self, frame: Frame) -> None:
@@ -295,15 +295,15 @@ class SiteLog:
         self._between, self._next, self._answers, self._began = between, 0.0, 0, 0.0
 
     def connected(self, clients: int, rows: int) -> None:
-        """The server has been reached, and has been told what the site brings."""
+        """Note that the server has been reached, and told what the site brings."""
         _LOG.info("connected, with %d clients and %d rows; waiting for a run", clients, rows)
 
     def unlisted(self, reason: str) -> None:
-        """The server has a run without this site."""
+        """Note that the server has a run without this site."""
         _LOG.warning("%s; waiting for a run", reason)
 
     def begun(self, frame: Frame, first: int, clients: int) -> None:
-        """The site takes part in a run."""
+        """Note that the site takes part in a run."""
         self._next, self._answers = 0.0, 0
         settings = ", ".join(f"{name}={value}" for name, value in frame.names("settings").items())
         what, total = f"{frame.text('algorithm')}({settings})", frame.integer("clients")
@@ -311,11 +311,11 @@ class SiteLog:
         _LOG.info("run %s has begun: %s with %s", run_of(frame)[:_SHOWN], what, named)
 
     def working(self) -> None:
-        """The site has been asked."""
+        """Note that the site has been asked."""
         self._began = time.monotonic()
 
     def answered(self, frame: Frame) -> None:
-        """The site has computed an answer."""
+        """Note that the site has computed an answer."""
         now, self._answers = time.monotonic(), self._answers + 1
         if now < self._next:
             return
@@ -325,5 +325,5 @@ class SiteLog:
         _LOG.info("%s of run %s: answered within %.2f s, %d answers so far", what, run, seconds, self._answers)
 
     def over(self, frame: Frame) -> None:
-        """The run is over."""
+        """Note that the run is over."""
         _LOG.info("run %s is over, after %d answers", run_of(frame)[:_SHOWN], self._answers)

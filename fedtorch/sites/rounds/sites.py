@@ -131,7 +131,7 @@ class Sites:
             self._next(left)
 
     def next_sequence(self) -> int:
-        """A number that no other request has."""
+        """Return a number that no other request has."""
         self._sequence += 1
         return self._sequence
 
@@ -211,7 +211,7 @@ class Sites:
         return True
 
     def _next(self, seconds: float) -> Frame | None:
-        """The next frame of one of the sites; a `hello` has been taken in."""
+        """Return the next frame of one of the sites; a `hello` has been taken in."""
         try:
             peer, payload = self.host.receive(seconds)
         except TimeoutError:

@@ -17,7 +17,7 @@ Adverts = dict[int, tuple[bytes, bytes, bytes]]  # by client: mask key, envelope
 
 
 def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
-    """(mask key, envelope key, commitment) of every client that has advertised.
+    """Return (mask key, envelope key, commitment) of every client that has advertised.
 
     Raises:
         Aborted: too few, or one twice.

@@ -76,7 +76,7 @@ def revealed(sets: Sequence[frozenset[Party]], minimum: int, most: int = MOST) -
 
 
 def _orthogonal(rows: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The columns of a matrix whose rows span what is orthogonal to all of `rows`."""
+    """Return the columns of a matrix whose rows span what is orthogonal to all of `rows`."""
     left, pivots = [[int(value) for value in row] for row in rows], dict[int, list[int]]()
     width = len(left[0]) if left else 0
     for place in range(width):
@@ -96,13 +96,13 @@ def _orthogonal(rows: Sequence[Sequence[int]]) -> list[list[int]]:
 
 
 def _reduced(column: list[int], basis: dict[int, list[int]]) -> list[int]:
-    """A column less those of a basis, each of which is one at its own place, in the order in which they came."""
+    """Return a column less those of a basis, each of which is one at its own place, in the order in which they came."""
     for place, other in basis.items():
         column = _less(column, other, place)
     return column
 
 
 def _less(row: list[int], other: list[int], place: int) -> list[int]:
-    """A row less what another has at a place, where that is one."""
+    """Return a row less what another has at a place, where that is one."""
     factor = row[place]
     return [(value - factor * more) % PRIME for value, more in zip(row, other)] if factor else row

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 
 
 def settled(disputes: Iterable[tuple[int, int]], colluding: int) -> tuple[set[int], set[int]]:
-    """(who lies for sure, all that are left out) of disputes between pairs of clients.
+    """Return (who lies for sure, all that are left out) of disputes between pairs of clients.
 
     Args:
         disputes: the pairs, in either order.

@@ -40,12 +40,12 @@ class Recovery:
                 self._shares.setdefault((int(owner), bool(own)), {})[holder] = int.from_bytes(bytes(share), "big")
 
     def own_mask(self, client: int, committed: bytes) -> bytes | None:
-        """A client's own mask; None where shares are too few or wrong."""
+        """Return a client's own mask; None where shares are too few or wrong."""
         secret = self._secret(client, own=True)
         return self._right(client, secret, secret is not None and commitment(secret) == committed)
 
     def mask_key(self, client: int, public: bytes) -> bytes | None:
-        """A client's mask key; None where shares are too few or wrong."""
+        """Return a client's mask key; None where shares are too few or wrong."""
         secret = self._secret(client, own=False)
         made = secret and X25519PrivateKey.from_private_bytes(secret).public_key().public_bytes_raw()
         return self._right(client, secret, made == public)

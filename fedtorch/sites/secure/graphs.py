@@ -158,7 +158,7 @@ def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None
 
 
 def _parts(network: Network) -> list[dict[int, float]]:
-    """{neighbour: weight} of every node."""
+    """Return {neighbour: weight} of every node."""
     parts: list[dict[int, float]] = [{} for _ in range(network.nodes)]
     for (one, other), weight in zip(network.edges.tolist(), network.weights.tolist()):
         parts[one][other] = parts[other][one] = weight
@@ -166,14 +166,14 @@ def _parts(network: Network) -> list[dict[int, float]]:
 
 
 def _pairs(parts: list[dict[int, float]]) -> Iterator[tuple[int, int]]:
-    """Nodes that are neighbours or have one in common; of others two sums say no more than each."""
+    """Return nodes that are neighbours or have one in common; of others two sums say no more than each."""
     for one, own in enumerate(parts):
         near = {*own, *(other for middle in own for other in parts[middle])}
         yield from ((one, other) for other in sorted(near) if other > one)
 
 
 def _fewest(one: dict[int, float], other: dict[int, float], known: set[int]) -> int:
-    """The least number of unknown values in a combination of two sums that is not zero."""
+    """Return the least number of unknown values in a combination of two sums that is not zero."""
     one, other = ({node: w for node, w in part.items() if node not in known} for part in (one, other))
     everybody = len({*one, *other})
     ratios = Counter(float(f"{one[node] / other[node]:.{_DIGITS}g}") for node in one.keys() & other.keys())

@@ -33,7 +33,7 @@ class Grid(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Words of a number in the ring."""
+        """Return words of a number in the ring."""
         return 1
 
     def check(self, clients: int) -> None:
@@ -47,7 +47,7 @@ class Grid(NamedTuple):
             )
 
     def encode(self, values: Tensor) -> Tensor:
-        """Words of numbers, int64.
+        """Return words of numbers, int64.
 
         Raises:
             ValueError: a number that is not finite or beyond the bound, which would wrap around in a sum.
@@ -62,7 +62,7 @@ class Grid(NamedTuple):
         return (values * 2.0**self.bits).round().to(torch.int64)
 
     def decode(self, words: Tensor) -> Tensor:
-        """Numbers of words, float64."""
+        """Return numbers of words, float64."""
         return words.to(torch.float64) * 2.0**-self.bits
 
 
@@ -93,7 +93,7 @@ class ExactSums(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Words of a number in the ring."""
+        """Return words of a number in the ring."""
         return LIMBS // 2
 
     def check(self, clients: int) -> None:
@@ -104,7 +104,7 @@ class ExactSums(NamedTuple):
             raise ValueError(f"Expected fewer than {2 ** (_ROOM - 1)} clients of an exact sum, but got {clients}")
 
     def encode(self, values: Tensor) -> Tensor:
-        """Words `(..., 5 n)` of n numbers in limbs `(..., 10 n)`, int64.
+        """Return words `(..., 5 n)` of n numbers in limbs `(..., 10 n)`, int64.
 
         Raises:
             ValueError: what is not in limbs, or a number of 2¹⁴⁰ or more.
@@ -126,7 +126,7 @@ class ExactSums(NamedTuple):
         return (digits[..., ::2] | (digits[..., 1::2] << _HALF)).flatten(-2)
 
     def decode(self, words: Tensor) -> Tensor:
-        """Limbs `(10 n,)` of words `(5 n,)`, float64; all but the last of a number are not negative."""
+        """Return limbs `(10 n,)` of words `(5 n,)`, float64; all but the last of a number are not negative."""
         limbs = torch.stack([words & _MASK, (words >> _HALF) & _MASK], -1).flatten().unflatten(0, (-1, LIMBS))
         top = limbs[:, -1]
         limbs[:, -1] = torch.where(top >= 2 ** (_HALF - 1), top - 2**_HALF, top)

@@ -127,18 +127,18 @@ class Session(NamedTuple):
             )
 
     def encoded(self) -> bytes:
-        """The session as bytes."""
+        """Return the session as bytes."""
         sizes = (self.round, self.attempt, self.size, *self.graph, self.minimum, self.width, self.apart)
         head = _SESSION.pack(len(self.run), *sizes, ADVERSARIES.index(self.adversary), len(self.keys))
         return head + self.run + b"".join(NUMBER.pack(client) + self.keys[client] for client in sorted(self.keys))
 
     def digest(self) -> bytes:
-        """32 bytes of all of it."""
+        """Return 32 bytes of all of it."""
         return hashlib.sha256(_MAGIC + self.encoded()).digest()
 
 
 def session_of(data: bytes, most: int = 2**20) -> Session:
-    """The session whose `encoded` these bytes are.
+    """Return the session whose `encoded` these bytes are.
 
     Args:
         data: the bytes.
@@ -163,19 +163,19 @@ def session_of(data: bytes, most: int = 2**20) -> Session:
 
 
 def most_up(session: Session, phase: int) -> int:
-    """Bytes of a client's message of a phase, at most; but for shares, complaints and revelations exactly."""
+    """Return bytes of a client's message of a phase, at most; but for shares, complaints and revelations exactly."""
     return _signed_size(session, phase) + (8 * session.size if phase == MASKED else 0)
 
 
 def _signed_size(session: Session, phase: int) -> int:
-    """Bytes of what is signed of a message, at most."""
+    """Return bytes of what is signed of a message, at most."""
     near = session.graph.neighbours
     bodies = (KEYS.size, near * ENVELOPE.size, near * NUMBER.size, _bits(session) + DIGEST, DIGEST, near * SHARE.size)
     return _HEAD.size + bodies[phase - 1] + _SIGNATURE
 
 
 def most_down(session: Session, phase: int) -> int:
-    """Bytes of what the server passes on before a phase, at most."""
+    """Return bytes of what the server passes on before a phase, at most."""
     clients, near = len(session.keys), session.graph.neighbours
     if phase == ADVERT:
         return 0
@@ -189,13 +189,13 @@ def most_down(session: Session, phase: int) -> int:
 def sign(
     session: Session, phase: int, sender: int, body: bytes, key: Ed25519PrivateKey, digest: bytes | None = None
 ) -> bytes:
-    """A message of a client; `digest` is the session's, where it is known already."""
+    """Return a message of a client; `digest` is the session's, where it is known already."""
     signed = _HEAD.pack(phase, sender) + body
     return signed + key.sign(_signed(digest or session.digest(), signed))
 
 
 def with_words(session: Session, sender: int, others: Iterable[int], words: bytes, key: Ed25519PrivateKey) -> bytes:
-    """A client's masked words behind a head, which says with whom they are masked and has their hash."""
+    """Return a client's masked words behind a head, which says with whom they are masked and has their hash."""
     place, bits = {client: i for i, client in enumerate(sorted(session.keys))}, bytearray(_bits(session))
     for other in others:
         bits[place[other] // 8] |= 1 << place[other] % 8
@@ -203,7 +203,7 @@ def with_words(session: Session, sender: int, others: Iterable[int], words: byte
 
 
 def split_words(session: Session, message: bytes) -> tuple[bytes, bytes]:
-    """(the head, the words) of masked words.
+    """Return (the head, the words) of masked words.
 
     Raises:
         ValueError: they are not as long as the session's, or the head is of others.
@@ -217,14 +217,14 @@ def split_words(session: Session, message: bytes) -> tuple[bytes, bytes]:
 
 
 def listed(session: Session, body: bytes) -> set[int]:
-    """With whom masked words are masked, from the verified body of their head."""
+    """Return the clients with whom words are masked, from the verified body of their head."""
     if len(body) != _bits(session) + DIGEST:
         raise ValueError(f"Expected a head with a list of {_bits(session)} bytes, but got {len(body)} bytes")
     return {client for i, client in enumerate(sorted(session.keys)) if body[i // 8] >> i % 8 & 1}
 
 
 def _bits(session: Session) -> int:
-    """Bytes of a list of clients, a bit each."""
+    """Return bytes of a list of clients, a bit each."""
     return -(-len(session.keys) // 8)
 
 
@@ -234,7 +234,7 @@ def _signed(digest: bytes, message: bytes) -> bytes:
 
 
 def verified(session: Session, phase: int, message: bytes, digest: bytes | None = None) -> tuple[int, bytes]:
-    """(sender, body) of a message of this session and phase; of masked words, of their head.
+    """Return (sender, body) of a message of this session and phase; of masked words, of their head.
 
     `digest` is the session's, where it is known already.
 
@@ -262,12 +262,12 @@ def verified(session: Session, phase: int, message: bytes, digest: bytes | None 
 
 
 def body_of(message: bytes) -> bytes:
-    """The body of a message that has been `verified`."""
+    """Return the body of a message that has been `verified`."""
     return message[_HEAD.size : -_SIGNATURE]
 
 
 def records(body: bytes, form: struct.Struct) -> list[tuple[int | bytes, ...]]:
-    """A body as records of one form.
+    """Return a body as records of one form.
 
     Raises:
         ValueError: it does not consist of whole ones.
@@ -278,12 +278,12 @@ def records(body: bytes, form: struct.Struct) -> list[tuple[int | bytes, ...]]:
 
 
 def bundle(messages: Sequence[bytes]) -> bytes:
-    """Messages as one, each behind its length."""
+    """Return messages as one, each behind its length."""
     return b"".join(_LENGTH.pack(len(message)) + message for message in messages)
 
 
 def unbundle(data: bytes) -> list[bytes]:
-    """The messages of a bundle.
+    """Return the messages of a bundle.
 
     Raises:
         ValueError: it is none.

@@ -120,7 +120,7 @@ class _Tails(NamedTuple):
     everybody: bool
 
     def found(self, clients: int, bad: int, gone: int) -> Neighbourhoods | None:
-        """The least number of neighbours, if there is one."""
+        """Return the least number of neighbours, if there is one."""
         colluding = 0
         for neighbours in self._candidates(clients):
             if neighbours == clients - 1:
@@ -160,7 +160,7 @@ _A = {"active": "an active", "curious": "a curious"}
 
 
 def _part(number: int, clients: int) -> float:
-    """A short part of the clients that is this number of them."""
+    """Return a short part of the clients that is this number of them."""
     return next(part for digits in range(16) if round((part := round(number / clients, digits)) * clients) == number)
 
 
@@ -184,7 +184,7 @@ def circle(clients: list[int], neighbours: int, seed: bytes, of: Iterable[int] |
 
 
 def _at_least(population: int, marked: int, drawn: int, number: int) -> float:
-    """P(X ≥ number) of a hypergeometric X."""
+    """Return P(X ≥ number) of a hypergeometric X."""
     start, top = max(number, drawn - (population - marked), 0), min(marked, drawn)
     whole = _log_ways(population, drawn)
     parts = (_log_ways(marked, i) + _log_ways(population - marked, drawn - i) for i in range(start, top + 1))

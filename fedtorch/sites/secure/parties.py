@@ -119,7 +119,7 @@ class Client:
         self._survivors: frozenset[int] = frozenset()
 
     def answer(self, phase: int, payload: bytes) -> bytes:
-        """The message of a phase, from what the server has passed on before it: `Server.request`.
+        """Return the message of a phase, from what the server has passed on before it: `Server.request`.
 
         Raises:
             Aborted: this client goes no further.
@@ -149,13 +149,13 @@ class Client:
         return self._survivors
 
     def advertise(self) -> bytes:
-        """Phase 1."""
+        """Take phase 1."""
         self._enter(ADVERT)
         public = [key.public_key().public_bytes_raw() for key in (self._mask_key, self._envelope_key)]
         return self._sign(ADVERT, KEYS.pack(*public, commitment(self._own)))
 
     def share(self, adverts: Sequence[bytes]) -> bytes:
-        """Phase 2, from everybody's adverts; a neighbour with keys of low order is as one that is not there.
+        """Take phase 2, from everybody's adverts; a neighbour with keys of low order is as one that is not there.
 
         Raises:
             Aborted: too few, some twice, or its own is missing.
@@ -193,7 +193,7 @@ class Client:
         )
 
     def complain(self, envelopes: bytes) -> bytes:
-        """Phase 3: whose shares it cannot open or are not those committed to, of those that have sent some.
+        """Take phase 3: say whose shares it cannot open or are not those committed to, of those that have sent some.
 
         Raises:
             ValueError: shares twice, or of somebody who is no neighbour.
@@ -213,7 +213,7 @@ class Client:
         return self._sign(COMPLAIN, b"".join(NUMBER.pack(sender) for sender in sorted(wrong)))
 
     def mask(self, words: Tensor, others: Sequence[int]) -> bytes:
-        """Phase 4: the words, masked with those neighbours that are still there.
+        """Take phase 4: send the words, masked with those neighbours that are still there.
 
         Raises:
             Aborted: too few of them, or some whose shares it does not have.
@@ -234,7 +234,7 @@ class Client:
         return with_words(self.session, self.number, self._listed, masked.numpy().tobytes(), self._signing)
 
     def confirm(self, survivors: Sequence[int], heads: Sequence[bytes]) -> bytes:
-        """Phase 5: signs who has sent masked words, from the heads of its neighbours among them.
+        """Take phase 5: sign who has sent masked words, from the heads of its neighbours among them.
 
         Raises:
             Aborted: too few, or it is not among them itself, or it and one of them have not masked with each other.
@@ -265,7 +265,7 @@ class Client:
             )
 
     def reveal(self, confirmations: Sequence[bytes]) -> bytes:
-        """Phase 6: one share of each neighbour, once enough of them have confirmed the same survivors.
+        """Take phase 6: send one share of each neighbour, once enough of them have confirmed the same survivors.
 
         Raises:
             Aborted: too few have.
@@ -289,7 +289,7 @@ class Client:
         return self._sign(REVEAL, body)
 
     def _open(self, sender: int, sealed: bytes, commitments: list[bytes]) -> tuple[bytes, bytes] | None:
-        """A neighbour's shares, if they are what it has committed to."""
+        """Return a neighbour's shares, if they are what it has committed to."""
         try:
             cipher = AESGCM(self._envelope(sender, self.number))
             both = cipher.decrypt(_NONCE, sealed, self._digest + b"".join(commitments))
@@ -322,5 +322,5 @@ class Client:
 
 
 def _numbers(data: bytes) -> list[int]:
-    """Clients of bytes."""
+    """Return clients of bytes."""
     return [int(client) for (client,) in records(data, NUMBER)]

@@ -169,7 +169,7 @@ class Server:
 
     @cached_property
     def neighbours(self) -> dict[int, list[int]]:
-        """Everybody's neighbours, once phase 1 is over.
+        """Return everybody's neighbours, once phase 1 is over.
 
         Raises:
             Aborted: too few have begun.
@@ -183,7 +183,7 @@ class Server:
         return found
 
     def _senders(self, client: int) -> list[int]:
-        """The neighbours that have sent shares, to whom it has too."""
+        """Return the neighbours that have sent shares, to whom it has too."""
         return [other for other in self.neighbours[client] if other in self.messages[SHARES]]
 
     @cached_property
@@ -197,7 +197,7 @@ class Server:
         return frozenset(complaints) - out
 
     def _masking(self, client: int) -> list[int]:
-        """With whom a client masks; nobody, if it is left out itself."""
+        """Return the clients with whom one masks; none, if it is left out itself."""
         return [k for k in self.neighbours[client] if k in self._remaining] if client in self._remaining else []
 
     @property
@@ -211,7 +211,7 @@ class Server:
         return agreed(self.survivors, self._adverts)
 
     def total(self) -> Tensor:
-        """The sum of the survivors' words, `(size,)`.
+        """Return the sum of the survivors' words, `(size,)`.
 
         Raises:
             Aborted: it cannot be recovered, or would be of too few; with the `members` that are known to be guilty.

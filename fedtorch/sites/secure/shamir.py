@@ -43,7 +43,7 @@ def split(secret: bytes, threshold: int, holders: Sequence[int], random: bytes) 
 
 
 def combine(shares: Mapping[int, int]) -> bytes:
-    """The secret of shares by holder, if there are as many as the threshold.
+    """Return the secret of shares by holder, if there are as many as the threshold.
 
     Raises:
         ValueError: what they give is no secret, so that some are wrong or of different secrets.

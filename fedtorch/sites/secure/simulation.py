@@ -71,7 +71,7 @@ def secure_sum(
     earlier: Sequence[Sequence[int]] = (),
     entropy: Entropy | None = None,
 ) -> SecureSum:
-    """The sum of rows `(K, D)` by the whole protocol.
+    """Return the sum of rows `(K, D)` by the whole protocol.
 
     Args:
         values: a client a row; with `ExactSums` numbers in the limbs of `fedtorch.exact` side by side.

@@ -72,7 +72,7 @@ def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Se
 def masked_party(
     half: Half, party: int, session: Session, signing: Ed25519PrivateKey, grid: Grid, entropy: Entropy
 ) -> Half:
-    """A party's half with masks on what it sends.
+    """Return a party's half with masks on what it sends.
 
     Args:
         half: as without masks, such as `vfl.iteration.party_half(node, iterations)`.
@@ -119,7 +119,7 @@ def masked_party(
 
 
 def masked_server(half: Half, session: Session, grid: Grid) -> Half:
-    """The server's half, which is handed the sum as the last party's value, and zeros as those of the others.
+    """Return the server's half, which is handed the sum as the last party's value, and zeros as those of the others.
 
     Args:
         half: as without masks, such as `vfl.iteration.server_half(node, iterations)`.

@@ -18,7 +18,7 @@ HEAD = struct.Struct(">Q")
 
 
 def split(frames: Iterable[bytes]) -> Iterator[bytes]:
-    """The chunks of frames."""
+    """Return the chunks of frames."""
     for frame in frames:
         yield HEAD.pack(len(frame)) + frame[:CHUNK]
         for start in range(CHUNK, len(frame), CHUNK):

@@ -57,7 +57,7 @@ class Pipe:
 
     @property
     def held(self) -> int:
-        """Bytes of frames that wait, and of one that is arriving."""
+        """Return bytes of frames that wait, and of one that is arriving."""
         return self._own.used
 
     def ask(self, frames: float) -> None:
@@ -113,7 +113,7 @@ class Pipe:
         return bool(self._arriving) and time.monotonic() - self._moved > seconds
 
     def get(self, seconds: float | None = None) -> bytes:
-        """The next frame; those that came before an end are still given.
+        """Return the next frame; those that came before an end are still given.
 
         Raises:
             TimeoutError: none came in time.
@@ -158,7 +158,7 @@ class Pipe:
             self.changed.notify_all()
 
     def __iter__(self) -> Iterator[bytes]:
-        """All frames until the end, for whoever carries them."""
+        """Return all frames until the end, for whoever carries them."""
         while True:
             try:
                 yield self.get()

@@ -14,7 +14,7 @@ _PROBE = 5.0  # seconds in which a server is asked why it cannot be spoken to
 
 
 def library() -> Any:
-    """grpcio.
+    """Import grpcio.
 
     Raises:
         ImportError: it is not installed.
@@ -38,7 +38,7 @@ def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
 
 
 def dial(address: str, authority: bytes, identity: Identity | None, limits: Limits) -> Any:
-    """A channel to a server of this authority, once it is there."""
+    """Return a channel to a server of this authority, once it is there."""
     grpc = library()
     own = (None, None) if identity is None else (identity.key, identity.certificate)
     told = [*options(limits), ("grpc.ssl_target_name_override", SERVER)]

@@ -78,7 +78,7 @@ def serve(address: str, identity: Identity, roster: Roster, limits: Limits = LIM
 
 
 def connect(address: str, identity: Identity, limits: Limits = LIMITS) -> Link:
-    """A link to the server at `address`, as the site that `identity` names.
+    """Return a link to the server at `address`, as the site that `identity` names.
 
     Raises:
         ConnectionError: there is no server in time, or not the one that was enrolled with.
@@ -115,7 +115,7 @@ def _stream(
     requests: Iterator[bytes],
     context: Any,
 ) -> Iterator[bytes]:
-    """A site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
+    """Return a site's stream as the server has it: yields what goes out, while a thread takes what comes in."""
     try:
         gate.enter(context.peer())
         (certificate,) = context.auth_context()["x509_pem_cert"]
@@ -168,7 +168,7 @@ def _listen(grpc: Any, call: Any, line: Line, limits: Limits) -> None:
 
 
 def _reason(grpc: Any, code: Any, details: str) -> Exception:
-    """The error for a stream that the server, or the network, has ended."""
+    """Return the error for a stream that the server, or the network, has ended."""
     if code is grpc.StatusCode.UNIMPLEMENTED:
         return PermissionError("the server has other streams; install the same version of fedtorch on both sides")
     refused = code is grpc.StatusCode.PERMISSION_DENIED

@@ -84,13 +84,13 @@ class Hub:
 
     @property
     def connected(self) -> frozenset[str]:
-        """The peers that have a stream now."""
+        """Return the peers that have a stream now."""
         with self._changed:
             return frozenset(self._lines)
 
     @property
     def held(self) -> dict[str, int]:
-        """The bytes of each peer's frames that wait to be taken."""
+        """Return the bytes of each peer's frames that wait to be taken."""
         with self._changed:
             return {peer: line.inward.held for peer, line in self._lines.items()}
 
@@ -120,7 +120,7 @@ class Hub:
             raise
 
     def receive(self, seconds: float) -> tuple[str, bytes]:
-        """The next frame and whom it came from; peers that have sent several take turns.
+        """Return the next frame and whom it came from; peers that have sent several take turns.
 
         Raises:
             TimeoutError: none came in time.
@@ -140,7 +140,7 @@ class Hub:
                 return peer, frame
 
     def meet(self, peer: str, seconds: float) -> Link:
-        """A link to one peer on the stream that it has, once it has connected; the link ends with that stream.
+        """Return a link to one peer on the stream that it has, once it has connected; the link ends with that stream.
 
         Frames that are taken from it are not given by `receive`.
 
@@ -162,7 +162,7 @@ class Hub:
             self.leave(peer, line, PermissionError(reason))
 
     def join(self, peer: str, admitted: Callable[[], None] | None = None) -> Line:
-        """A line for a peer that has connected, in place of an earlier one of the same name.
+        """Return a line for a peer that has connected, in place of an earlier one of the same name.
 
         Args:
             peer: its name.
@@ -208,7 +208,7 @@ class Hub:
                 self.leave(peer, line, ConnectionAbortedError(reason))
 
     def on_close(self, action: Callable[[], None]) -> None:
-        """Has something done when the hub closes."""
+        """Register what is done when the hub closes."""
         self._closing.append(action)
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class Link:
         self._line.outward.put(frame, self._limits.seconds)
 
     def receive(self, seconds: float) -> bytes:
-        """The next frame of the other side.
+        """Return the next frame of the other side.
 
         Raises:
             TimeoutError: none came in time.

@@ -97,7 +97,7 @@ class IdleConnections:
 
 
 def connections_to(port: int) -> list[Connection]:
-    """The connections to a port of this process; their sockets are copies, to be closed."""
+    """Return the connections to a port of this process; their sockets are copies, to be closed."""
     every: dict[int, Connection] = {}
     with suppress(FileNotFoundError):
         for name in os.listdir(_DESCRIPTORS):
@@ -110,7 +110,7 @@ def connections_to(port: int) -> list[Connection]:
 
 
 def _connection(descriptor: int, port: int) -> Connection | None:
-    """The connection of a socket, if it is one to the port."""
+    """Return the connection of a socket, if it is one to the port."""
     copy = socket.socket(fileno=os.dup(descriptor))  # the descriptor may soon be another's, its copy stays this one
     try:
         if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.getsockname()[1] == port:
@@ -123,7 +123,7 @@ def _connection(descriptor: int, port: int) -> Connection | None:
 
 
 def _written(host: str, port: int) -> str:
-    """Address and port as gRPC writes them, without its quotes."""
+    """Return address and port as gRPC writes them, without its quotes."""
     address = ipaddress.ip_address(host.partition("%")[0])
     address = getattr(address, "ipv4_mapped", None) or address
     return f"ipv4:{address}:{port}" if address.version == 4 else f"ipv6:[{host}]:{port}"

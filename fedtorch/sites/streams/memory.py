@@ -22,7 +22,7 @@ __all__ = ["link"]
 
 
 def link(host: Hub, name: str, admitted: Callable[[], None] | None = None) -> Link:
-    """A link of the site called `name` to a hub in this process; see `Hub.join`."""
+    """Return a link of the site called `name` to a hub in this process; see `Hub.join`."""
     line = host.join(name, admitted)
     gone = ConnectionAbortedError("the site has closed the stream")
     return Link(Line(line.outward, line.inward), host.limits, lambda: host.leave(name, line, gone))

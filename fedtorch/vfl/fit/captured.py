@@ -56,7 +56,7 @@ class CapturedBound:
 
     @property
     def eager(self) -> str | None:
-        """The reason why an iteration cannot be captured; None if it can."""
+        """Return the reason why an iteration cannot be captured; None if it can."""
         draws = [stack.draws for stack in self._stacks if stack.training]
         if any(draws):
             return "the networks draw random numbers"
@@ -64,7 +64,7 @@ class CapturedBound:
 
     @property
     def one_by_one(self) -> str | None:
-        """The reason why the captured operations are no CUDA graph; None if they are."""
+        """Return the reason why the captured operations are no CUDA graph; None if they are."""
         return self.eager or self._captured.one_by_one
 
     def backward(self, data: VerticalData, noise: Noise, share: Tensor) -> Tensor:

@@ -112,12 +112,12 @@ class Part(nn.Module):
 
     @property
     def q(self) -> dict[str, dict[str, Tensor]]:
-        """Its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights"."""
+        """Return its parameters of q, `(B, ...)` each, by group: "theta", "z", "weights"."""
         return {name: dict(group._parameters) for name, group in self.groups.items()}  # type: ignore[arg-type]
 
     @property
     def model(self) -> VerticalModel:
-        """The model, with ρ where this part is."""
+        """Return the model, with ρ where this part is."""
         return replace(self._model, rho=self.rho, active=self.active)
 
     def draw_noise(self, step: int, rows: int) -> Noise:

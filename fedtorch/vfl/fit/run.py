@@ -112,7 +112,7 @@ class VerticalRun:
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per iteration: loss, who took part, bytes, seconds; see `ft.History.frame`."""
+        """Return a row per iteration: loss, who took part, bytes, seconds; see `ft.History.frame`."""
         return self.log.frame()
 
     def predict(

@@ -128,18 +128,18 @@ class VariationalFit(VerticalRun):
 
     @property
     def parameters(self) -> Parameters:
-        """The parameters of q."""
+        """Return the parameters of q."""
         return tree.map(torch.detach, self._parameters)
 
     @property
     def bounds(self) -> Tensor:
-        """The mean of the sampled bound over each `every` steps, `(steps // every, B)`."""
+        """Return the mean of the sampled bound over each `every` steps, `(steps // every, B)`."""
         empty = self._recent.new_zeros(0, self.size)
         return torch.stack(self._means) if self._means else empty
 
     @property
     def drift(self) -> Tensor:
-        """The largest mean gradient of a parameter over the last steps, in standard errors, `(B,)`."""
+        """Return the largest mean gradient of a parameter over the last steps, in standard errors, `(B,)`."""
         return self._drift.largest(self.size)
 
     def _iterate(self, number: int) -> Iterated:

@@ -80,24 +80,24 @@ class VerticalModel:
 
     @property
     def sizes(self) -> list[int]:
-        """Coordinates of γ, θ_1, …, θ_J."""
+        """Return coordinates of γ, θ_1, …, θ_J."""
         outputs = self.likelihood.outputs if self.intercept else 0
         return [outputs + len(self.likelihood.shared), *(p.size for p in self.predictors)]
 
     @property
     def outputs(self) -> list[int]:
-        """Numbers a row of the likelihood's predictor, and of what each party sends."""
+        """Return numbers a row of the likelihood's predictor, and of what each party sends."""
         whole = self.likelihood.outputs
         return [whole, *(p.outputs or whole for p in self.predictors)]
 
     @property
     def row_dims(self) -> list[int]:
-        """Dimensions of one row of each party's features."""
+        """Return dimensions of one row of each party's features."""
         return [p.row_dims for p in self.predictors]
 
     @property
     def noise_sd(self) -> Tensor:
-        """ρ, shaped to multiply predictors: `(1 or B, 1, 1, 1)`."""
+        """Return ρ, shaped to multiply predictors: `(1 or B, 1, 1, 1)`."""
         return self.rho.reshape(-1, 1, 1, 1)
 
     def log_shared_prior(self, gamma: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class VerticalData(_Fields):
 
     @property
     def y(self) -> Tensor:
-        """The response beside draws, `(1 or B, 1, n)`."""
+        """Return the response beside draws, `(1 or B, 1, n)`."""
         return self.response.reshape(-1, 1, self.response.shape[-1])
 
     @property
