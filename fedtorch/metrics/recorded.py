@@ -6,8 +6,8 @@ updates them for all batches, or for all rows of padded ones, if it gives one cl
 >>> import torch, torchmetrics
 >>> right = torch.tensor([[True, True, False, False], [True, False, False, False]])  # of two clients' batches of 4
 >>> call = Call(*take_out(((right.double(),), {})))
->>> batch = Batch(call, call.tensors, (True,), torch.tensor([4, 2]))  # the second client has two rows only
->>> share = ClientValues(torchmetrics.MeanMetric())
+>>> batch = BatchCall(call, call.tensors, (True,), torch.tensor([4, 2]))  # the second client has two rows only
+>>> share = ClientMetric(torchmetrics.MeanMetric())
 >>> share.of_round([batch, batch])
 tensor([0.5000, 0.5000], dtype=torch.float64)
 """
@@ -78,7 +78,7 @@ def _put_in(value: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchCall:
     """One call of a metric in one step, of `K` clients.
 
     Attributes:
@@ -107,7 +107,7 @@ class Batch:
         return all(bool(((self.sizes == width) | (self.sizes == 0)).all()) for width in widths)
 
 
-class ClientValues:
+class ClientMetric:
     """A metric's values for each of `K` clients, in float64; NaN for a client without batches.
 
     Args:
@@ -123,7 +123,7 @@ class ClientValues:
         with suppress(TypeError):
             self._states = list(summed_states(self._metric))
 
-    def of_round(self, batches: Sequence[Batch]) -> Tensor:
+    def of_round(self, batches: Sequence[BatchCall]) -> Tensor:
         """Return the values over all of each client's batches, `(K,)`.
 
         Raises:
@@ -136,7 +136,7 @@ class ClientValues:
         clients = range(len(batches[0].sizes))
         return torch.stack([self._looped([b for b in batches if b.sizes[k] > 0], k) for k in clients])
 
-    def of_batches(self, batches: Sequence[Batch]) -> Tensor:
+    def of_batches(self, batches: Sequence[BatchCall]) -> Tensor:
         """Return the values of every batch, `(S, K)`.
 
         Raises:
@@ -148,7 +148,7 @@ class ClientValues:
             return self._computed([each.flatten(0, 1) for each in states], sizes.flatten()).reshape(sizes.shape)
         return torch.stack([self.of_round([batch]) for batch in batches])
 
-    def _looped(self, batches: Sequence[Batch], client: int) -> Tensor:
+    def _looped(self, batches: Sequence[BatchCall], client: int) -> Tensor:
         """Return one client's value as a loop gives it."""
         if not batches:
             return torch.tensor(torch.nan, dtype=torch.float64)
@@ -165,7 +165,7 @@ class ClientValues:
         self._metric.update(*positional, **named)
         return [getattr(self._metric, state) for state in self._states]
 
-    def _states_of(self, batches: Sequence[Batch]) -> list[Tensor] | None:
+    def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
         """Return the states after each batch alone, `(S, K, ...)` each; None if they cannot be had all at once."""
         shapes = {tuple(t.shape if isinstance(t, Tensor) else None for t in batch.tensors) for batch in batches}
         alike = len(shapes) == 1 and None not in next(iter(shapes)) and len(next(iter(shapes))) > 0

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.expected import loaded
-from fedtorch.metrics.recorded import Batch, Call, ClientValues, take_out
+from fedtorch.metrics.recorded import BatchCall, Call, ClientMetric, take_out
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -100,7 +100,7 @@ class MetricRecorder(nn.Module):
     def __init__(self, metric: torchmetrics.Metric) -> None:
         super().__init__()
         self.calls: list[Any] = []
-        self.values = ClientValues(metric)
+        self.values = ClientMetric(metric)
         self.takes = metric._filter_kwargs
 
     def forward(self, *args: Any, **kwargs: Any) -> MetricValue:
@@ -233,7 +233,7 @@ class RoundMetrics:
 
     def __init__(self, calls: StepCalls, total: Tensor) -> None:
         self._step, self._total = calls, total
-        self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, Batch]]] = {}
+        self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, BatchCall]]] = {}
 
     def add(self, step: int, tensors: Sequence[Any], sizes: Tensor, weighted: bool) -> None:
         """Take in one step.
@@ -249,7 +249,7 @@ class RoundMetrics:
         given = iter(zip(tensors, padded))
         for recorder, number, call in calls:
             pairs = [next(given) for _ in call.tensors]
-            batch = Batch(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], sizes)
+            batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], sizes)
             self._batches.setdefault((recorder, number), []).append((step, batch))
 
     def values(self) -> dict[str, Tensor]:

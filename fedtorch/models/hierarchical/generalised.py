@@ -49,7 +49,7 @@ class _Rows(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
-class Family(NamedTuple):
+class ExponentialFamily(NamedTuple):
     """A log-concave family: log p(y | η) = t(y) η − b(η), up to a constant, for linear predictors η = x'θ."""
 
     response: Callable[[Tensor], Tensor]  # y -> t(y); raises ValueError for responses that do not fit
@@ -94,7 +94,7 @@ def poisson(
 
 def generalised(
     hierarchy: Hierarchy,
-    family: Family,
+    family: ExponentialFamily,
     *,
     rule: QuadratureRule | None = None,
     inner: QuadratureRule | str | None = "default",
@@ -152,7 +152,7 @@ class _White(NamedTuple):
         return self.mean + (self.root @ u[..., None])[..., 0]
 
 
-def _log_likelihood(family: Family, data: _Rows, theta: Tensor) -> Tensor:
+def _log_likelihood(family: ExponentialFamily, data: _Rows, theta: Tensor) -> Tensor:
     """Return Σ log p(y | x'θ), up to its constant, `(K, ...)`, for θ `(K, ..., d)`."""
     points = theta.flatten(1, -2)
     (total,) = _in_blocks(lambda eta: (family.cumulant(eta, data),), data, points)
@@ -165,7 +165,7 @@ def _in_blocks(sums: Callable[[Tensor], tuple[Tensor, ...]], data: _Rows, theta:
     return [torch.cat(parts, 1) for parts in zip(*[sums(part @ data.columns) for part in torch.split(theta, size, 1)])]
 
 
-def _mode(family: Family, data: _Rows, prior: _White) -> tuple[Tensor, Tensor, Tensor]:
+def _mode(family: ExponentialFamily, data: _Rows, prior: _White) -> tuple[Tensor, Tensor, Tensor]:
     """Find the mode û `(K, R, d)` by Newton's method with halved steps; its log density, and minus its curvature."""
     u = torch.zeros_like(prior.mean)
     products = gaussian.pack(data.x[..., :, None] * data.x[..., None, :])
@@ -264,5 +264,5 @@ def _counts(y: Tensor) -> Tensor:
     return y
 
 
-_BINARY = Family(_binary, torch.zeros_like, _sum_log_cosh, _logistic_slopes)
-_COUNTS = Family(_counts, lambda y: -torch.lgamma(y + 1), _sum_exp, _poisson_slopes)
+_BINARY = ExponentialFamily(_binary, torch.zeros_like, _sum_log_cosh, _logistic_slopes)
+_COUNTS = ExponentialFamily(_counts, lambda y: -torch.lgamma(y + 1), _sum_exp, _poisson_slopes)
