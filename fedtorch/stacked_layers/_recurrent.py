@@ -32,14 +32,20 @@ def _rule(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...])
     states, at = (before, dims[1]) if several else ([before], [dims[1]])
     inputs, states = in_front(info, inputs, dims[0]), all_in_front(info, states, at)
     settings = biases, layers, dropout, train, bidirectional
+    draws = dropout and train and layers > 1
     if not any(dim is not None for dim in dims[2]):
+        if draws:  # time comes first in a mask, so that it would depend on how many rows of padding there are
+            raise NotImplementedError(
+                f"Expected {operation} without dropout between its layers under a torch.vmap over examples, but got "
+                f"dropout={dropout}; set it to zero, or put layers of one into a torch.nn.Sequential with Dropout"
+            )
         joined = [state.movedim(0, 1).flatten(1, 2) for state in states]
         rows = inputs.flatten(0, 1) if batch_first else inputs.movedim(0, 1).flatten(1, 2)
         outputs, *last = operation(rows, joined if several else joined[0], weights, *settings, batch_first)
         sizes = (info.batch_size, -1)
         outputs = outputs.unflatten(0, sizes) if batch_first else outputs.unflatten(1, sizes).movedim(1, 0)
         return outputs, *(state.unflatten(1, sizes).movedim(1, 0) for state in last)
-    if dropout and train and layers > 1 and info.randomness != "different":
+    if draws and info.randomness != "different":
         raise RuntimeError(
             f"Expected randomness='different' for {operation} with dropout={dropout} under torch.vmap, but got "
             f"randomness={info.randomness!r}"

@@ -39,7 +39,27 @@ class SharedNoise(NoMetrics):
         return F.cross_entropy(self.net(x + 0.1 * torch.randn(3, dtype=x.dtype)), y)
 
 
-@pytest.mark.parametrize("kind", [NoMetrics, Noisy, SharedNoise])
+class Layers(nn.Module):
+    """Two recurrent layers, whose masks between them have time in front."""
+
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(1, 4, num_layers=2, dropout=0.5, batch_first=True, dtype=torch.float64)
+        self.out = nn.Linear(4, 2, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.out(self.rnn(x.unsqueeze(-1))[0][:, -1])
+
+
+class Recurrent(NoMetrics):
+    """A recurrent network on a row's features as a sequence."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.net = seeded(Layers)
+
+
+@pytest.mark.parametrize("kind", [NoMetrics, Noisy, SharedNoise, Recurrent])
 @pytest.mark.parametrize("batched", [True, False])
 def test_company_does_not_matter(kind, batched):
     """Draws are the same bits; sums over padded rows and stacked products are in another order, hence rounding."""
