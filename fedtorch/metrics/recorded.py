@@ -129,7 +129,7 @@ class ClientMetric:
         Raises:
             TypeError: a value is no single number.
         """
-        states = self._states_of(batches)
+        states = self._states_after(batches)
         if states is not None:
             sums = [each.sum(0, dtype=wide(each)).to(each.dtype) for each in states]
             return self._computed(sums, torch.stack([batch.sizes for batch in batches]).sum(0))
@@ -142,7 +142,7 @@ class ClientMetric:
         Raises:
             TypeError: a value is no single number.
         """
-        states = self._states_of(batches)
+        states = self._states_after(batches)
         if states is not None:
             sizes = torch.stack([batch.sizes for batch in batches])
             return self._computed([each.flatten(0, 1) for each in states], sizes.flatten()).reshape(sizes.shape)
@@ -165,8 +165,23 @@ class ClientMetric:
         self._metric.update(*positional, **named)
         return [getattr(self._metric, state) for state in self._states]
 
-    def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
+    def _states_after(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
         """Return the states after each batch alone, `(S, K, ...)` each; None if they cannot be had all at once."""
+        alike: dict[Any, list[int]] = {}
+        for number, batch in enumerate(batches):
+            shapes = tuple(t.shape if isinstance(t, Tensor) else None for t in batch.tensors)
+            alike.setdefault((shapes, tuple(batch.padded)), []).append(number)
+        parts = []
+        for numbers in alike.values():
+            states = self._states_of([batches[number] for number in numbers])
+            if states is None:
+                return None
+            parts.append(states)
+        back = torch.tensor([number for numbers in alike.values() for number in numbers]).argsort()
+        return [torch.cat(each)[back.to(each[0].device)] for each in zip(*parts)]
+
+    def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
+        """Return the states after each batch alone, of batches of one shape; None if they cannot be had all at once."""
         shapes = {tuple(t.shape if isinstance(t, Tensor) else None for t in batch.tensors) for batch in batches}
         alike = len(shapes) == 1 and None not in next(iter(shapes)) and len(next(iter(shapes))) > 0
         whole = all(batch.whole for batch in batches)
