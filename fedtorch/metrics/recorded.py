@@ -182,10 +182,9 @@ class ClientMetric:
 
     def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
         """Return the states after each batch alone, of batches of one shape; None if they cannot be had all at once."""
-        shapes = {tuple(t.shape if isinstance(t, Tensor) else None for t in batch.tensors) for batch in batches}
-        alike = len(shapes) == 1 and None not in next(iter(shapes)) and len(next(iter(shapes))) > 0
+        one_shape = [isinstance(tensor, Tensor) for tensor in batches[0].tensors]  # for all clients
         whole = all(batch.whole for batch in batches)
-        if not self._states or not alike or not (whole or all(map(all, (batch.padded for batch in batches)))):
+        if not self._states or not one_shape or not all(one_shape) or not (whole or all(batches[0].padded)):
             return None
         sizes = torch.stack([batch.sizes for batch in batches])
         flat = [torch.stack(each) for each in zip(*(batch.tensors for batch in batches))]  # (S, K, ...)

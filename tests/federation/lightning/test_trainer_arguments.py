@@ -83,14 +83,11 @@ ACTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "plugins": ({"plugins": [TorchCheckpointIO()]}, 3, 3),
 }
 
-# They act on files and names, which other tests look at, or there is nothing in a federation that they could act on.
+# They write files, which tests here, in `test_lightning` and `test_checkpoint_io` look at, or have nothing to act on.
 ELSEWHERE = {
-    "logger": "test_logging",
-    "enable_checkpointing": "test_checkpoint_io",
-    "default_root_dir": "test_checkpoint_io",
-    "enable_autolog_hparams": "test_settings_are_logged_unless_told_not_to",
-    "model_registry": "where Lightning's own checkpoint callback uploads",
-    "use_distributed_sampler": "no loader has rows",
+    *("logger", "enable_checkpointing", "default_root_dir", "enable_autolog_hparams"),
+    "model_registry",  # where Lightning's own checkpoint callback uploads
+    "use_distributed_sampler",  # no loader has rows
 }
 
 
