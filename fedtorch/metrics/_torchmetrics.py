@@ -54,6 +54,14 @@ def summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
     return defaults
 
 
+def updated(metric: torchmetrics.Metric, prediction: Any, target: Any) -> None:
+    """Update a metric; targets that are a dict are arguments of its `update` by name."""
+    if isinstance(target, dict):
+        metric.update(prediction, **target)
+    else:
+        metric.update(prediction, target)
+
+
 def computed(metric: torchmetrics.Metric) -> Tensor:
     """Compute a metric from its present states: one number, NaN where they do not suffice."""
     metric._update_count = 1  # states were put in place without `update`

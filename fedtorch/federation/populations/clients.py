@@ -78,6 +78,8 @@ class LocalClients:
         chunk: at most so many at once.
     """
 
+    in_process = True
+
     def __init__(
         self,
         algorithm: Algorithm,

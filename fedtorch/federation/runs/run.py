@@ -233,6 +233,8 @@ class Run(Scored):
             raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
         return functional.load(module, held)
 
+    evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference
+
     def _module(self) -> nn.Module:
         if self.algorithm.module is None:
             raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
