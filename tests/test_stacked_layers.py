@@ -205,3 +205,22 @@ def test_clients_take_the_branches_that_they_take_alone(name):
 def test_numbers_of_floats_and_values_of_examples_stay_refused(reads):
     with stacked_layers.ReadsValues(), pytest.raises(RuntimeError, match="vmap"):
         vmap(reads)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_integers_are_counted_for_each_client(weighed):
+    values = random.randint(random.key(0), 5, (CLIENTS, 2, 9))
+    weights = drawn(1, CLIENTS, 2, 9) if weighed else None
+    run = lambda x, w: torch.bincount(x, w, minlength=6)
+    dims = (0, 0 if weighed else None)
+    counts = vmap(vmap(run, dims), dims)(values, weights)
+    for k in range(CLIENTS):
+        for row in range(2):
+            alone = run(values[k, row], weights[k, row] if weighed else None)
+            assert torch.equal(counts[k, row], alone)
+
+
+@pytest.mark.parametrize(("values", "said"), [([[0, 5]], "0 to 5"), ([[-1, 0]], "-1 to 0")])
+def test_counts_of_several_lengths_are_refused(values, said):
+    with pytest.raises(RuntimeError, match=f"minlength=5, for all rows' counts have one length, but got {said}"):
+        vmap(lambda x: torch.bincount(x, minlength=5))(torch.tensor(values))

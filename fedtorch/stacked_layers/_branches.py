@@ -65,7 +65,7 @@ class ReadsValues(TorchFunctionMode):
             values = _values(func, args)
             if values is not None:
                 self.count += 1
-                value = _agreed(values).tolist()
+                value: Any = _agreed(values).tolist()
                 return int(value) if func in _WHOLE else value
         return func(*args, **(kwargs or {}))
 
