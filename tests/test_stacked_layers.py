@@ -155,3 +155,22 @@ def test_fused_attention_of_gradients_inside():
     q = drawn(1, CLIENTS, ROWS, 2, STEPS, 3)
     slope = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos()).square().sum())
     torch.testing.assert_close(vmap(slope)(q), torch.stack([slope(each) for each in q]))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_integers_are_counted_for_each_client(weighed):
+    values = random.randint(random.key(0), 5, (CLIENTS, 2, 9))
+    weights = drawn(1, CLIENTS, 2, 9) if weighed else None
+    run = lambda x, w: torch.bincount(x, w, minlength=6)
+    dims = (0, 0 if weighed else None)
+    counts = vmap(vmap(run, dims), dims)(values, weights)
+    for k in range(CLIENTS):
+        for row in range(2):
+            alone = run(values[k, row], weights[k, row] if weighed else None)
+            assert torch.equal(counts[k, row], alone)
+
+
+@pytest.mark.parametrize(("values", "said"), [([[0, 5]], "0 to 5"), ([[-1, 0]], "-1 to 0")])
+def test_counts_of_several_lengths_are_refused(values, said):
+    with pytest.raises(RuntimeError, match=f"minlength=5, for all rows' counts have one length, but got {said}"):
+        vmap(lambda x: torch.bincount(x, minlength=5))(torch.tensor(values))

@@ -28,7 +28,7 @@ _CALLBACKS = {
     ModelPruning: "prune client_module(client) or global_module()",
     BackboneFinetuning: "set requires_grad=False, or take ft.personal_layers",
     BatchSizeFinder: "give batch_size= to the local solver",
-    LearningRateFinder: "tune with ft.grid",
+    LearningRateFinder: "tune with ft.grid or ft.tune",
     LearningRateMonitor: "schedules are the clients'; a module of ft.lightning_fit can log its own optimizer's lr",
 }
 
