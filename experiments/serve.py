@@ -21,7 +21,7 @@ try:
     from fastapi import FastAPI, HTTPException, Request
     from fastapi.concurrency import run_in_threadpool
 except ModuleNotFoundError as error:
-    raise ImportError("Expected FastAPI and uvicorn for a server: pip install 'fedtorch[serve]'") from error
+    raise ImportError("Expected FastAPI and uvicorn for a server: pip install fastapi uvicorn") from error
 
 MOST = 2**20  # bytes of a request
 

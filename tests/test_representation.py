@@ -6,7 +6,6 @@ import dataclasses
 
 import lightning as L
 import pytest
-import torch
 from support.small_federations import Classifier, classes, solver
 from torch import nn
 
@@ -15,8 +14,6 @@ from fedtorch._representation import LONGEST, method, one_line
 from fedtorch.trust import attacks, privacy, robust
 
 LINE = ft.Network.from_edges([(0, 1), (1, 2), (2, 3), (3, 4)])
-
-
 
 
 SHOWN = {

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_model, save_model
-from support.small_federations import FEATURES, Classifier, classes, solver
+from support.small_federations import Classifier, classes, solver
 from torch import Tensor, nn
 
 import fedtorch as ft
