@@ -3,8 +3,8 @@
 >>> did_you_mean("--trainer.max_epoch", ["--cohort", "--trainer.max_epochs", "--algorithm.local.epochs"])
 '; did you mean --trainer.max_epochs?'
 >>> did_you_mean("--epochs", ["--cohort", "--trainer.max_epochs", "--algorithm.local.epochs"])  # its path is missing
-'; did you mean --algorithm.local.epochs or --trainer.max_epochs?'
->>> did_you_mean("--colour", ["--cohort", "--data"])
+'; did you mean --algorithm.local.epochs?'
+>>> did_you_mean("--colour", ["--metrics", "--data"])
 ''
 """
 
