@@ -10,7 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from fedtorch.data import FederatedData
 from fedtorch.federation.lightning._trainer_settings import check_loader
-from fedtorch.federation.runs.evaluation import Split, check_same_clients
+from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
@@ -113,7 +113,8 @@ class Evaluation:
     def predictions(self, client: int, trainer: Any) -> list[Any]:
         """Return the outputs of a client's batches."""
         if self._predict is None:
-            self._predict = predictor_of(self._run, self._split, trainer)
+            split = None if self._split is inputs_and_targets else self._split  # rows of other forms are all inputs
+            self._predict = predictor_of(self._run, split, trainer)
         (batches,) = client_batches(self._run, self.rows("predict"), False, self._batch_size, [client])
         return self._predict(batches)
 
