@@ -184,7 +184,7 @@ class Descent:
             self.move(device)
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_batch(self.loss, batch.alone(0), values, device, self._original)
-            rows = batch.parts()[0][1].alone(0) if self.loss.batched else batch.alone(0)
+            rows = batch.as_rows(0) if self.loss.batched else batch.alone(0)
             probe_batch(self.loss, rows, values, torch.ones(1, dtype=torch.int64, device=device))
 
     def _groups(self, state: LocalState, per_epoch: Tensor, round: int, traits: list[Tensor]) -> list[Tensor]:

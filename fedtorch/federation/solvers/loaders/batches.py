@@ -13,6 +13,7 @@ from fedtorch import random, tree
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.data.padding import alike
 from fedtorch.federation.solvers.batches import MODULE, Batch
+from fedtorch.tree import Tree
 
 
 class LoadedBatch:
@@ -37,10 +38,12 @@ class LoadedBatch:
 
     def alone(self, client: int) -> Any:
         """Return one client's batch as its loader has made it; with `pad=` as a batch of several clients would be."""
-        batch, source = self._batches[client], self._source
-        if source.pad is None:
-            return batch
-        return tree.map(lambda leaf: leaf[0], alike([batch], source.pad, source.mask)[0][1])
+        return self._batches[client] if self._source.pad is None else self.as_rows(client)
+
+    def as_rows(self, client: int) -> Tree:
+        """Return one client's batch as tensors, as it is in a stack."""
+        (_, rows), *_ = alike([self._batches[client]], self._source.pad, self._source.mask)
+        return tree.map(lambda leaf: leaf[0], rows)
 
     def parts(self) -> list[tuple[Tensor, Batch]]:
         """Return stacks of those batches that are alike, each with its clients' places."""
