@@ -232,7 +232,7 @@ class Run:
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
         """
         holds = self._modules.of_server(self.outbox)
-        holds.check_whole()
+        holds.check_whole(self._modules.module)
         return functional.load(self._modules.module, holds.tensors)
 
     def evaluate(
@@ -310,8 +310,8 @@ class Run:
         self.clients.meet()
 
     def load(self, path: Path | str, *, anyway: bool = False) -> Run:
-        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
-        self.load_state_dict(checkpoint.read(path), anyway=anyway)
+        """Go on from what `save` or a Trainer wrote, and return itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read_run(path), anyway=anyway)
         return self
 
 
