@@ -261,7 +261,8 @@ class Federation(L.LightningModule):
         """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
-            "but got load_from_checkpoint, for which a checkpoint says too little"
+            "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
+            "fedtorch.load_module(path, module)"
         )
 
     def setup(self, stage: str) -> None:
