@@ -91,7 +91,7 @@ def test_batches_of_objects_reach_the_modules_own_steps(run: ft.Run) -> None:
         alone = trainer().test(run.client_module(k), data.loader(k), verbose=False)[0]
         assert float(scores["first"].clients[k]) == pytest.approx(alone["first"], rel=1e-6)
     with pytest.raises(
-        TypeError, match="batches of tensors for metrics=, but client 'client 0' has others.*log the metr"
+        TypeError, match=r"batches of tensors for metrics=, but client 'client 0' has others.*log the metr"
     ):
         run.evaluate(data, {"loss": F.cross_entropy})
 
