@@ -54,6 +54,8 @@ def federation(
     wrap: list[Wrapper] | None = None,
     record: list[Recorder] | None = None,
     on_bad_message: Literal["raise", "drop"] = "raise",
+    anyway: bool = False,
+    joined: Literal["new"] | None = None,
     *,
     seed: int,
 ) -> Federation:
@@ -73,6 +75,8 @@ def federation(
         wrap: wrappers of the algorithm, the innermost first, as `algorithm | wrapper | wrapper` in Python.
         record: who follows the run, such as a `fedtorch.Sampler`.
         on_bad_message: what a message with NaN or Inf does.
+        anyway: whether --ckpt_path may be of other settings or rows.
+        joined: "new" where --ckpt_path may be of fewer clients, whom others have joined.
         seed: of all randomness.
 
     Raises:
@@ -82,7 +86,7 @@ def federation(
         raise ValueError("Expected either holdout= or validation=, but got both")
     if holdout:
         data, validation = data.split(1 - holdout, seed)
-    joined = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
+    every_fault = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
     return Federation(
         functools.reduce(operator.or_, wrap or (), algorithm),
         population(data),
@@ -92,9 +96,11 @@ def federation(
         metrics=metrics,
         split=split,
         seed=seed,
-        faults=joined,
+        faults=every_fault,
         record=record or (),
         on_bad_message=on_bad_message,
+        anyway=anyway,
+        joined=joined,
     )
 
 

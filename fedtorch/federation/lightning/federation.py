@@ -24,6 +24,7 @@ from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
 from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
+from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
@@ -64,6 +65,8 @@ class Federation(L.LightningModule):
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
         on_bad_message: what a message with NaN or Inf does; see `Run`.
+        anyway: whether `trainer.fit(federation, ckpt_path=path)` takes a checkpoint of other settings or rows too.
+        joined: "new" where it may be one of fewer clients, whom others have joined; see `Run.load_state_dict`.
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
@@ -99,6 +102,8 @@ class Federation(L.LightningModule):
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
         on_bad_message: Literal["raise", "drop"] = "raise",
+        anyway: bool = False,
+        joined: Literal["new"] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -124,7 +129,7 @@ class Federation(L.LightningModule):
             keep_losses=keep_losses,
             on_bad_message=on_bad_message,
         )
-        self._split, self._validation = split, validation
+        self._split, self._validation, self._anyway, self._joined = split, validation, anyway, joined
         self._metrics = stacked_metrics(metrics) if metrics else {}
         self.scores: dict[str, Score] = {}
         self._warned = False
@@ -233,6 +238,10 @@ class Federation(L.LightningModule):
         """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
 
+    def on_train_end(self) -> None:
+        """Note why the run has stopped before the rounds that the Trainer was given."""
+        self.run.ended = stopped_early(self.trainer, self.round)
+
     def on_validation_start(self) -> None:
         """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.val_dataloaders, _ONE_ROUND, "validation")
@@ -291,7 +300,7 @@ class Federation(L.LightningModule):
         Raises:
             ValueError: it belongs to another federation.
         """
-        self.run.load_state_dict(state)
+        self.run.load_state_dict(state, anyway=self._anyway, joined=self._joined)
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
@@ -119,6 +120,7 @@ def lightning_fit(
             "reset": reset,
             "buffers": buffers,
             "shuffle": shuffle,
+            **configured_settings(fit.module),
             **trainer_arguments,
         },
     )
