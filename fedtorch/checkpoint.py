@@ -130,7 +130,15 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], of_
         mine: flat, as it should look.
         of_any_shape: with what the names of tensors begin whose shapes are not compared.
     """
-    loose = ("history.", "recorders.", "fingerprint", "clients.record", "rows.", "ended")  # which check their own
+    loose = (
+        "history.",
+        "recorders.",
+        "fingerprint",
+        "module",
+        "clients.record",
+        "rows.",
+        "ended",
+    )  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
     if any(not name.startswith(loose) for name in missing | other):
         raise ValueError(

@@ -37,7 +37,8 @@ def measured(rows: int, features: int, clients: int) -> tuple[float, float]:
     def first() -> None:
         ft.Run(ft.fedavg(local), ft.InProcess(data)).step()
 
-    first(), noted(data)
+    first()
+    noted(data)
     times = [(seconds(first), seconds(lambda: noted(data))) for _ in range(REPEATS)]
     return statistics.median(round for round, _ in times), statistics.median(digest for _, digest in times)
 

@@ -7,27 +7,27 @@ who records it; research code steps through it, `ft.run` goes to the end, a Ligh
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
-from fedtorch.data import FederatedData
+from fedtorch._representation import run_line
 from fedtorch.federation.algorithm import Algorithm, Turn, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
-from fedtorch.federation.runs import resuming
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
-from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Newcomers
 from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.resuming import Resumable
+from fedtorch.federation.runs.scored import Scored
+from fedtorch.federation.runs.server_module import Modules
 from fedtorch.history import History, Recorder, Round, headline
-from fedtorch.metrics.scores import Score
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
@@ -39,7 +39,7 @@ TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clien
 Until = Callable[[History], bool]
 
 
-class Run:
+class Run(Scored, Resumable):
     """A run of an algorithm on a population, begun and not yet stepped.
 
     Args:
@@ -60,7 +60,6 @@ class Run:
         server: the server's state.
         clients: the population's clients, bound to the algorithm.
         last: the last round that was done here, None before.
-        begun: number of clients -> (the server's state, one client's state) before the first round.
         ended: why it stopped before the rounds that it was given, "" where it did not.
 
     Raises:
@@ -105,14 +104,15 @@ class Run:
         self.last: Round | None = None
         self.ended = ""
         self.log = History(keep_losses)
-        self.begun = partial(begun, algorithm, parameters)
-        server, state = self.begun(clients)
+        self._begin = partial(begun, algorithm, parameters)
+        server, state = self._begin(clients)
         hidden = carried(algorithm, population.carry, type(population).__name__)
         self.network = None if faults is None or faults.twice is None else Deliveries(hidden, faults.twice)
         delivered = hidden if self.network is None else self.network.algorithm
         self.clients: Clients = population.bind(delivered, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
+        self._modules = Modules(algorithm, self._newcomers.state)
         self.server: Tree = tree.to(server, population.device)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
@@ -183,6 +183,9 @@ class Run:
                 return
             yield self.step()
 
+    def __repr__(self) -> str:
+        return run_line("Run", self)
+
     def __iter__(self) -> Iterator[Round]:
         raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")
 
@@ -217,90 +220,21 @@ class Run:
 
     def client_module(self, client: int | str) -> nn.Module:
         """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
-        number, module = client_number(client, self.population.names), self._module()
-        module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        number = client_number(client, self.population.names)
+        module = functional.load(self._modules.module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
         if self.algorithm.finish is not None:
             self.algorithm.finish(module, self.population.data[number])
         return module
 
     def global_module(self) -> nn.Module:
-        """Return a copy of the module with the server's parameters, for algorithms that send out all of them.
+        """Return a copy of the module with the server's tensors; frozen ones, that no training changes, are its own.
 
         Raises:
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
         """
-        module = self._module()
-        held = getattr(self.outbox, "parameters", self.outbox)
-        named = {**functional.parameters(module), **dict(module.named_buffers())}  # frozen ones are the module's own
-        # Counters do not predict, and bounds at infinity are the module's own.
-        whole = {name for name, t in named.items() if t.is_floating_point() and bool(t.isfinite().all())}
-        if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
-            raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
-        return functional.load(module, held)
-
-    def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
-    ) -> dict[str, Score]:
-        """Return scores of every client's model on its rows of `data`; see `ft.metrics`.
-
-        Args:
-            data: rows of the run's clients.
-            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
-                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
-            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
-            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
-        """
-        if self.algorithm.predict is None:
-            raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        clients = self._newcomers if unseen else self.clients
-        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
-
-    def _module(self) -> nn.Module:
-        if self.algorithm.module is None:
-            raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
-        return self.algorithm.module
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat: server and all clients' states, round, bytes, history, recorders.
-
-        Over ranks it is called on all of them, and each gets the whole.
-        """
-        return resuming.state_of(self)
-
-    def load_state_dict(
-        self, flat: Mapping[str, Tensor], *, anyway: bool = False, joined: Literal["new"] | None = None
-    ) -> None:
-        """Go on from what `state_dict` returned.
-
-        Args:
-            flat: of a run of the same algorithm, settings, rows, population, cohort, faults and seed; chunks, device
-                and number of ranks may differ.
-            anyway: whether other settings and rows are taken all the same.
-            joined: "new" takes clients beyond those of the checkpoint as new ones: they are in the initial state, and
-                count in totals as clients do that have not been asked yet.
-
-        Raises:
-            ValueError: it belongs to another run.
-        """
-        resuming.load(self, flat, anyway, joined)
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return the settings that a checkpoint belongs to, by name."""
-        return resuming.fingerprint(self)
-
-    def save(self, path: Path | str) -> None:
-        """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""
-        flat = self.state_dict()
-        if self.population.leads:
-            checkpoint.write(path, flat)
-        self.clients.meet()
-
-    def load(self, path: Path | str, *, anyway: bool = False, joined: Literal["new"] | None = None) -> Run:
-        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
-        self.load_state_dict(checkpoint.read(path), anyway=anyway, joined=joined)
-        return self
+        holds = self._modules.of_server(self.outbox)
+        holds.check_whole()
+        return functional.load(self._modules.module, holds.tensors)
 
 
 def run(
