@@ -24,6 +24,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data.federated import FederatedData
+from fedtorch.data.loaders import FederatedLoaders
 
 _STRETCH = 512  # words that are added up together
 _SPREAD = 16 * 2**10  # bytes of rows, spread evenly, whose digest is kept beside the sums
@@ -32,7 +33,7 @@ _WORDS = tuple(np.dtype(kind) for kind in (np.int64, np.int32, np.int16, np.uint
 Notes = dict[str, Tensor]
 
 
-def noted(data: FederatedData, clients: int | None = None) -> Notes:
+def noted(data: FederatedData | FederatedLoaders, clients: int | None = None) -> Notes:
     """Return what is noted of the first `clients` of some data, default all: how many rows, and digests of them.
 
     Returns:

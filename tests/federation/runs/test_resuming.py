@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 from support.oracles.closed_forms import linear, linear_clients, same_bits, sgd
 from support.small_federations import trainer
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedtorch as ft
 
@@ -125,6 +126,18 @@ def test_rows_on_disk_are_counted_only(tmp_path: Path) -> None:
         else:
             with pytest.raises(ValueError, match="client 'client 1' has 4 rows and had 5"):
                 other.load(tmp_path / "run")
+
+
+def test_loaders_are_known_by_their_length(tmp_path: Path) -> None:
+    loaders = lambda rows: {
+        name: DataLoader(TensorDataset(*(leaf[:n] for leaf in own)), batch_size=2)
+        for name, own, n in zip(DATA.names, DATA, rows)
+    }
+    saved, same, other = (
+        run_of(sgd(0.1), ft.data.from_loaders(loaders(rows))) for rows in ([4, 5, 6], [4, 5, 6], [4, 3, 6])
+    )
+    refused(saved, other, tmp_path / "run", "on the rows that are here, but client 'client 1' has 3 rows and had 5")
+    same.load(tmp_path / "run")
 
 
 def test_clients_that_grow_may_have_other_rows(tmp_path: Path) -> None:
