@@ -20,7 +20,7 @@ from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_batch, check_rows, probe, probe_batch
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
+from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged, note_whole_batches
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import check_settings, descend
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
@@ -99,6 +99,7 @@ class Descent:
         if isinstance(data, ClientLoaders):  # no batch is read before its time
             check_settings(self.batch_size)
             return data
+        note_whole_batches(self.batch_size, data.count)
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")

@@ -413,3 +413,35 @@ def test_ranks_go_through_loaders_of_their_own() -> None:
     alone = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_loaders(loaders())), rounds=2)
     ranked = ft.run(ft.fedavg(local), ft.Distributed(ft.data.from_loaders(loaders())), rounds=2)
     assert all(torch.equal(value, ranked.server[name]) for name, value in alone.server.items())
+
+
+class Central(Validating):
+    """Has loaders of its own, as a module of one's own project may."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(5), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(rows(6), batch_size=6)
+
+
+def test_a_modules_own_loaders_are_refused_or_used() -> None:
+    for make in (
+        lambda **more: ft.gradient_descent(seeded(Central), epochs=1, batched=False, **more),
+        lambda **more: ft.lightning_fit(seeded(Central), max_epochs=1, **more),
+    ):
+        with pytest.raises(TypeError, match=r"Central has train_dataloader.*ignore_hooks=\['train_dataloader'"):
+            make()
+        local = make(ignore_hooks=["train_dataloader", "val_dataloader"])
+        run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_loaders(loaders())), rounds=1)
+        assert "lightning_fit" not in local.settings["solver"] or run.history["batch"].tolist() == [6.0]
+    with pytest.raises(TypeError, match="Central has val_dataloader"):
+        ft.gradient_descent(seeded(Central), epochs=1, ignore_hooks=["train_dataloader"])
+
+
+@pytest.mark.parametrize("solver", ["lightning", "one by one"])
+def test_a_missing_size_of_batches_says_what_it_means(solver: str, caplog: Any) -> None:
+    data = ft.data.from_tensors([rows(3).tensors, rows(7).tensors])
+    with caplog.at_level("INFO", logger="fedtorch"):
+        ft.Run(ft.fedavg(SOLVERS[solver](seeded(Lit))), ft.InProcess(data))
+    assert "batch_size= is not given: a step takes all of a client's rows, up to 7" in caplog.text
