@@ -204,7 +204,7 @@ class Federation(L.LightningModule):
     def _score(self, stage: str) -> dict[str, float]:
         self.scores = self._evaluation.scores(stage, self.trainer)
         values = values_of(self.scores)
-        self._log_values(values, prog_bar=tuple(self.scores))
+        self._log_values(values, prog_bar=tuple(name for name in self.scores if name in values))
         return values
 
     def train_dataloader(self) -> Iterable[int]:
@@ -258,7 +258,8 @@ class Federation(L.LightningModule):
         """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
-            "but got load_from_checkpoint, for which a checkpoint says too little"
+            "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
+            "fedtorch.load_module(path, module)"
         )
 
     def setup(self, stage: str) -> None:

@@ -80,6 +80,8 @@ class LocalClients:
         chunk: at most so many at once.
     """
 
+    in_process = True
+
     def __init__(
         self,
         algorithm: Algorithm,

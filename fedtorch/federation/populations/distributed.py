@@ -125,6 +125,7 @@ class _DistributedClients:
         self.local, self.population = local, population
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
+        self.in_process = population.world_size == 1
         self._names: tuple[str, ...] = ()  # of the diagnostics that ranks have told so far
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
 

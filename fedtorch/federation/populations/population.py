@@ -87,6 +87,8 @@ class Pending(NamedTuple):
 class Clients(Protocol):
     """The clients of a population, bound to one algorithm."""
 
+    in_process: bool  # whether all of them run in this process
+
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Run the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.
 

@@ -230,8 +230,10 @@ class Run(Scored):
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
         """
         holds = self._modules.of_server(self.outbox)
-        holds.check_whole()
+        holds.check_whole(self._modules.module)
         return functional.load(self._modules.module, holds.tensors)
+
+    evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -291,8 +293,8 @@ class Run(Scored):
         self.clients.meet()
 
     def load(self, path: Path | str, *, anyway: bool = False) -> Run:
-        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
-        self.load_state_dict(checkpoint.read(path), anyway=anyway)
+        """Go on from what `save` or a Trainer wrote, and return itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read_run(path), anyway=anyway)
         return self
 
 
