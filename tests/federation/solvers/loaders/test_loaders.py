@@ -21,6 +21,7 @@ from fedtorch import random
 from fedtorch.data.items import seeded as draws
 from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.solvers.batches import MODULE
+from fedtorch.models.gibbs import sparse
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 SIZES = (5, 9, 8, 3)
@@ -324,18 +325,37 @@ def test_what_is_no_loader_is_refused(loader: Any, said: str) -> None:
         ft.data.from_loaders({"a": loader}, lengths={"a": 2})
 
 
-def test_what_needs_all_rows_refuses_loaders_by_name() -> None:
+NEEDS_ROWS = {
+    "fedavg of least_squares": lambda: ft.fedavg(ft.least_squares(nn.Linear(3, 1))),
+    "gtv of least_squares": lambda: ft.gtv(ft.least_squares(nn.Linear(3, 1)), ft.Network.ring(4), alpha=1.0),
+    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy()),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_ROWS)
+def test_what_needs_all_rows_refuses_loaders_by_name(name: str) -> None:
+    population, start = ft.InProcess(ft.data.from_loaders(loaders())), torch.zeros(3) if name == "gibbs" else None
+    with pytest.raises(TypeError, match=rf"{name}: Expected rows as tensors, .*from_datasets\(\[loader.dataset"):
+        ft.Run(NEEDS_ROWS[name](), population, start)
+
+
+def test_rows_of_loaders_are_refused_wherever_they_are_asked_for() -> None:
     data = ft.data.from_loaders(loaders())
-    algorithms = {
-        "fedavg of least_squares": ft.fedavg(ft.least_squares(nn.Linear(3, 1))),
-        "gtv of least_squares": ft.gtv(ft.least_squares(nn.Linear(3, 1)), ft.Network.ring(4), alpha=1.0),
-    }
-    for name, algorithm in algorithms.items():
-        with pytest.raises(TypeError, match=rf"{name}: Expected rows as tensors, .*from_datasets\(\[loader.dataset"):
-            ft.Run(algorithm, ft.InProcess(data))
     run = ft.Run(ft.fedavg(ft.lightning_fit(Lit(), max_epochs=1)), ft.InProcess(data))
-    with pytest.raises(TypeError, match="Expected rows as tensors"):
-        run.population.data[0]
+    for asked in (
+        lambda: run.population.data[0],
+        lambda: data.split(0.5, seed=0),
+        lambda: ft.Run(run.algorithm, ft.Growing(data, lambda rounds: data.counts)),
+    ):
+        with pytest.raises(TypeError, match=r"Expected rows as tensors, .* but these clients have loaders"):
+            asked()
+
+
+def test_batches_are_moved_as_lightning_moves_them() -> None:
+    data = ft.data.from_loaders(word_loaders()).to("meta")
+    (sentences, labels, remark), *_ = data.batches("c0", seed=0)
+    assert {words.device.type for words in sentences} == {"meta"}
+    assert (len(labels), remark) == (3, None)
 
 
 @pytest.mark.parametrize("make", [ft.gradient_descent, ft.lightning_fit])
