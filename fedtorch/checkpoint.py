@@ -1,8 +1,8 @@
 """Checkpoints of runs: flat tensors in a safetensors file that appears whole, and a fingerprint of what they belong to.
 
 A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
-the device or the number of ranks, which change no result beyond rounding, and not the data, which may be too large to
-read for it. Functions count by their name and the values that they close over.
+the device or the number of ranks, which change no result beyond rounding. What is noted of the clients' rows stands
+beside it, see `fedtorch.data.digests`. Functions count by their name and the values that they close over.
 
 >>> import tempfile, torch
 >>> from fedtorch import checkpoint
@@ -38,6 +38,10 @@ from torch import Tensor
 
 from fedtorch import _files as files
 
+ANYWAY = (
+    "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
+    "`fedtorch fit --anyway true`"
+)
 _DEEPEST = 4  # functions within functions that a description follows
 _LONGEST = 240  # characters of a description that are kept as they are
 _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
@@ -140,13 +144,27 @@ def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Non
         if theirs.get(name) != mine.get(name):
             raise ValueError(
                 f"Expected a checkpoint of a run with {name} {mine.get(name)}, but got one with {theirs.get(name)}; "
-                "pass anyway=True to go on from it all the same"
+                f"pass {ANYWAY}"
             )
 
 
-def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-    """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part."""
-    loose = ("history.", "recorders.", "fingerprint", "module", "clients.record")  # which check their own
+def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], of_any_shape: str | None = None) -> None:
+    """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part.
+
+    Args:
+        state: flat.
+        mine: flat, as it should look.
+        of_any_shape: with what the names of tensors begin whose shapes are not compared.
+    """
+    loose = (
+        "history.",
+        "recorders.",
+        "fingerprint",
+        "module",
+        "clients.record",
+        "rows.",
+        "ended",
+    )  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
     if any(not name.startswith(loose) for name in missing | other):
         raise ValueError(
@@ -157,6 +175,8 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> 
             continue
         rows = name.startswith("clients.")
         want, got = leaf.shape[rows:], state[name].shape[rows:]
+        if of_any_shape is not None and name.startswith(of_any_shape):
+            want = got
         if want != got or leaf.dtype != state[name].dtype:
             raise ValueError(
                 f"Expected {name} in the checkpoint to be {leaf.dtype} of shape {tuple(want)}, but got "
