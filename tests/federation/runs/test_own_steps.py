@@ -196,12 +196,21 @@ def test_clients_without_rows_have_no_scores_and_other_clients_have_theirs(run: 
     assert len(pooled.evaluate(clients())["loss"].clients) == 3
 
 
+class Box:
+    """What is no module and no tensor."""
+
+    batches = 0
+
+
 class Counting(Classifier):
     """Keeps a number of its own, which cannot be joined, and draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0.0
+        self.box = Box()
+        self.weights = torch.ones(2)  # neither parameter nor buffer
+        self.register_buffer("rows", torch.zeros(()))
 
     def setup(self, stage: str) -> None:
         self.stage = stage
@@ -210,6 +219,10 @@ class Counting(Classifier):
         self.starts = self.trainer.current_epoch
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.rows += len(batch[1])
+        self.box.batches += 1
+        self.weights.mul_(2)
+        self.last = batch_idx
         self.seen += float(F.cross_entropy(self(batch[0]), batch[1])) * len(batch[1])
         self.log("noise", torch.rand(()))
         self.log("rounds", float(self.starts))
@@ -217,6 +230,7 @@ class Counting(Classifier):
 
     def on_validation_epoch_end(self) -> None:
         self.log("seen", self.seen / max(self.seen, 7))
+        self.log("all", self.rows + 100 * self.box.batches + 1000 * self.weights[0].log2() + 1e4 * self.last)
 
 
 def test_what_cannot_be_joined_is_the_mean_over_rows_and_draws_come_from_the_seed() -> None:
@@ -229,6 +243,7 @@ def test_what_cannot_be_joined_is_the_mean_over_rows_and_draws_come_from_the_see
     torch.manual_seed(5)
     assert run.evaluate(clients(), batch_size=3)["noise"].clients.tolist() == scores["noise"].clients.tolist()
     assert scores["rounds"].overall == 2
+    assert scores["all"].clients.tolist() == [n + 1100 * (b := -(-n // 3)) + 1e4 * (b - 1) for n in SIZES]
 
 
 class Broken(Classifier):
