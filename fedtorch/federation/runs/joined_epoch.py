@@ -91,6 +91,10 @@ class JoinedEpoch:
             self.whole = self.whole and _same(old, new)
         return new
 
+    def knows(self, name: str) -> bool:
+        """Return whether a metric's states, or those of a metric in it, have been joined."""
+        return any(states.updates for each, states in self._states.items() if f"{each}.".startswith(f"{name}."))
+
     def metric(self, name: str) -> Any:
         """Return a copy of a metric that has seen all rows."""
         metric: Any = self._template.get_submodule(name)

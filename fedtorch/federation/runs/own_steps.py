@@ -182,7 +182,8 @@ class OwnSteps:
             best = None
             if entry.metric is not None:
                 metric = joined.metric(entry.metric)
-                overall, best = value_of(metric), metric.higher_is_better
+                overall = value_of(metric) if joined.knows(entry.metric) else _mean(epochs, name)
+                best = metric.higher_is_better
             elif not entry.at_end:
                 overall = over_batches(logged)
             else:
@@ -209,5 +210,5 @@ class OwnSteps:
 
 def _mean(epochs: list[_Epoch], name: str) -> float:
     """Return the mean of clients' values, weighted by their rows."""
-    rows = sum(epoch.rows for epoch in epochs if name in epoch.values)
-    return sum(epoch.rows * epoch.values[name] for epoch in epochs if name in epoch.values) / rows
+    known = [(epoch.rows, epoch.values[name]) for epoch in epochs if name in epoch.values]
+    return sum(rows * value for rows, value in known) / sum(rows for rows, _ in known)
