@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.trainer.states import TrainerFn
 
 from fedtorch.federation.lightning.client_sharding import ClientSharding
+from fedtorch.federation.local_schedule import LocalSchedule, check_length
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.population import Population
 
@@ -90,6 +91,19 @@ def _check_batches(trainer: L.Trainer) -> None:
         )
     if trainer._accelerator_connector._layer_sync is not None:
         _refuse("sync_batchnorm=True", 'average statistics by ft.gradient_descent(…, buffers="average")')
+
+
+def check_rounds(trainer: L.Trainer, schedule: LocalSchedule | None) -> None:
+    """Refuse to train for another number of rounds than the clients' schedules were made for.
+
+    Raises:
+        ValueError: the message names the setting of the Trainer.
+    """
+    given = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps")}
+    limits = {name: value for name, value in given.items() if value not in (None, -1)}
+    if limits and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        name = min(limits, key=lambda name: limits[name])
+        check_length(schedule, limits[name], f"{name}={limits[name]} of the Trainer")
 
 
 def check_loader(given: object, own: object, name: str) -> None:

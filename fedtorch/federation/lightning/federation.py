@@ -21,7 +21,7 @@ from fedtorch.checkpoint_io import keep_plain
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
-from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
+from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_rounds, check_settings
 from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.populations.population import Population, check_population
@@ -225,7 +225,8 @@ class Federation(L.LightningModule):
         return []
 
     def on_fit_start(self) -> None:
-        """Tell the loggers the settings, those of the local solver as `local/lr`."""
+        """Refuse a run of another length than its schedules; tell the loggers the settings, as `local/lr`."""
+        check_rounds(self.trainer, self.run.algorithm.schedule)
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(_hyperparameters(self.run))
 

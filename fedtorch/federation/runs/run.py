@@ -22,6 +22,7 @@ from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import agreed, carried
+from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
@@ -107,8 +108,7 @@ class Run:
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         hidden = carried(algorithm, population.carry, type(population).__name__)
         self.network = None if faults is None or faults.twice is None else Deliveries(hidden, faults.twice)
-        delivered = hidden if self.network is None else self.network.algorithm
-        self.clients: Clients = population.bind(delivered, state)
+        self.clients: Clients = population.bind(hidden if self.network is None else self.network.algorithm, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
         if algorithm.told is not None:
@@ -118,15 +118,16 @@ class Run:
         self._keys = RoundKeys(seed)
         self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
 
-    def step(self) -> Round:
-        """Do one round."""
+    def step(self, **ask: Any) -> Round:
+        """Do one round; `ask` are further fields of its `Turn`, such as `limit`."""
         began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
-        keys = self._keys(self.number)
+        keys, done = self._keys(self.number), self.number
+        check_round(algorithm.schedule, done + 1)
         asked = None if self._draw is None else self._draw(keys.cohort)
         if algorithm.budget is not None:
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent)
+        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, done, **ask), fate.silent)
         if pending.refused and self.on_bad_message == "raise":
             pending.raise_refused(self.population.names, self.number + 1)
         if pending.aggregate is not None:
@@ -172,6 +173,7 @@ class Run:
         """
         if rounds is None and until is None:
             raise ValueError("Expected rounds= or until=, but got neither; to take a single round use run.step()")
+        check_round(self.algorithm.schedule, rounds or 0)
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
@@ -299,11 +301,8 @@ class Run:
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
-        about.update(agreed(self.population.carry))
-        return {
-            **{name: describe(value) for name, value in about.items()},
-            "clients": describe(self.population.names),
-        }
+        about.update(agreed(self.population.carry), clients=self.population.names)
+        return {name: describe(value) for name, value in about.items()}
 
     def save(self, path: Path | str) -> None:
         """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""
@@ -343,6 +342,7 @@ def run(
         2
     """
     made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
+    check_length(algorithm.schedule, rounds, f"ft.run(…, rounds={rounds})")
     title = str(algorithm.settings.get("algorithm", "Rounds"))
     with Progress(title, rounds, shown=progress and population.leads) as shown:
         for round in made.rounds(rounds, until):

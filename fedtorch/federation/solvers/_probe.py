@@ -18,7 +18,7 @@ from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._state import refuse_changed_buffers
-from fedtorch.federation.solvers.batches import is_ragged
+from fedtorch.federation.solvers.batches import batches_of, is_ragged
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
@@ -78,6 +78,23 @@ def check_rows(
             f"Expected rows that {type(stacked.objective.module).__name__} can train on, but got "
             f"{described_rows(data.batch)}: {error}; {_advice(error, data.batch, own[0].dtype)}",
         ) from error
+
+
+def check_batches_of_one(
+    stacked: StackedLoss, data: Any, values: Mapping[str, Tensor], batch_size: int | None, steps: int | None
+) -> None:
+    """Raise BadClients for clients that come to a batch of one row in their steps, if the module trains on none."""
+    per_epoch, device = batches_of(data.count, batch_size), data.count.device
+    last = data.count - (per_epoch - 1) * (batch_size or 0)
+    client = ((last == 1) & (per_epoch <= (steps or per_epoch))).nonzero()[:, 0]
+    if len(client):
+        rows = _rows_at(data, client[:1], torch.zeros_like(client[:1]), device)
+        if (error := _failure(stacked, _own(stacked, values, device), rows)) is not None:
+            raise BadClients(
+                client.cpu(),
+                f"Expected more than one row in a batch, but got one in the last of {int(data.count[client[0]])} rows "
+                f"with batch_size={batch_size}: {error}; pass drop_last=True, or leave a client of one row out",
+            ) from error
 
 
 def _failure(

@@ -17,9 +17,9 @@ from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
-from fedtorch.federation.solvers._probe import check_rows, probe
+from fedtorch.federation.solvers._probe import check_batches_of_one, check_rows, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
-from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
+from fedtorch.federation.solvers.batches import MODULE, Batches, batches_of, check_whole_batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
@@ -55,6 +55,7 @@ class Descent:
         precision: str = "32",
         project: Callable[[Tree], Tree] | None = None,
         ignore_hooks: Sequence[str] = (),
+        drop_last: bool = False,
     ) -> None:
         # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
@@ -63,6 +64,7 @@ class Descent:
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
+        self.drop_last = drop_last
         self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
         self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
         trainable = functional.parameters(trained)
@@ -99,15 +101,23 @@ class Descent:
         if len(data.count):
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_rows(self.loss, data, values, self._original)
+            if self.drop_last:
+                check_whole_batches(data.count, self.batch_size)
         self._learn(data)
+        if len(data.count) and not self.drop_last:
+            check_batches_of_one(self.loss, data, values, self.batch_size, self.steps)
         return data
 
     def _learn(self, data: Any) -> None:
         """Find out what the module can do, as far as this block tells and it is not known."""
-        separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
+        separable = not self.loss.batched or self.loss.separable is False or not self._ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
             self.move(data.count.device)
             probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
+
+    def _ragged(self, count: Tensor) -> bool:
+        """Return whether batches of a step may differ in size."""
+        return not self.drop_last and is_ragged(count)
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """Return all tensors that clients predict with; see `LocalSolver`."""
@@ -139,8 +149,8 @@ class Descent:
         count, key = data.count.to("cpu"), turn.key
         if len(count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
-        if self.linear is not None and self.linear.knows(start, data.batch, quadratic):
-            batches = Batches(data.batch, count, self.batch_size, self.epochs, self.steps, key)
+        if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
+            batches = self.batches(data.batch, count, turn)
             return self.linear.solve(start, state, data, batches, quadratic)
         groups = self._groups(state, count, turn.round)
         if len(groups) == 1:
@@ -149,22 +159,27 @@ class Descent:
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            done.append(_Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
+            done.append(_Stack(self, first, old, batch, count[rows], pull, turn._replace(key=keys)).run())
         back = torch.cat(groups).argsort().to(key.device)
         return tree.take(tree.concatenate(_same_info(done)), back)
+
+    def batches(self, rows: Tree, count: Tensor, turn: Turn) -> Batches:
+        """Return the minibatches of a block in a round."""
+        settings = self.batch_size, self.epochs, self.steps
+        return Batches(rows, count, *settings, turn.key, self.drop_last, turn.limit)
 
     def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
         """Return rows of the block that can share steps exactly."""
         asked = self.objective.trainer.asked
         traits = []
-        if self.loss.batched and not self.loss.separable:
+        if self.loss.batched and not self.loss.separable and not self.drop_last:
             traits.append(count)
         schedule = self.configured(_SOME_STEPS).schedule
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
         by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
         behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
         if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch) or (by_step and behind):
-            traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
+            traits.append(batches_of(count, self.batch_size, self.drop_last))
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
             traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
@@ -193,7 +208,7 @@ class _Stack:
         key = turn.key
         descent.move(key.device)
         self.descent, self.state = descent, state
-        self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
+        self.batches = descent.batches(rows, count, turn)
         drawn = descent.loss.random or not descent.loss.batched
         self.key = random.fold_in(key, MODULE) if drawn else key
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
@@ -203,6 +218,7 @@ class _Stack:
         configured = descent.configured(int(self.batches.total[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
         self.position = turn.round * self.batches.longest  # where those stand who have been away, too
+        self.rates = turn.rates
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
         fused = possible(key.device) and FusedSteps.knows(self.optimizer)
@@ -223,6 +239,8 @@ class _Stack:
             position = self.position + t
             if self.schedule is not None:
                 self.schedule.apply(self.optimizer, position, per_epoch)
+            for group, rate in zip(self.optimizer.param_groups, self.rates or ()):
+                group["lr"] = rate
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -19,16 +19,25 @@ import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
+from torch.utils.data import DataLoader, default_convert
 
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.solvers._probe import check_rows
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited, mean_groups
+from fedtorch.federation.solvers._probe import check_batches_of_one, check_rows
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
-from fedtorch.federation.solvers._watch import RoundTrainer, Watch
-from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch
+from fedtorch.federation.solvers.batches import (
+    MODULE,
+    PERMUTATIONS,
+    OrderOfRows,
+    RowsOfClient,
+    batches_of,
+    check_drop_last,
+    check_whole_batches,
+)
 from fedtorch.federation.solvers.objective import Objective, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
@@ -45,6 +54,8 @@ def lightning_fit(
     module: L.LightningModule,
     *,
     batch_size: int | None = None,
+    drop_last: bool = False,
+    rounds: int | Literal["each"] | None = None,
     reset: Literal["round", "never"] = "round",
     buffers: Literal["refuse", "local", "average"] = "refuse",
     shuffle: bool = True,
@@ -71,10 +82,13 @@ def lightning_fit(
         module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
             never sent.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        drop_last: whether the last minibatch of an epoch is left out if it is smaller. Clients with fewer rows than
+            `batch_size` are refused.
+        rounds: how many the run has, where `configure_optimizers` asks its trainer how long training is: for a schedule
+            over the whole run. "each" makes one that spans a round and begins anew in each.
         reset: "round" starts optimisers and callbacks afresh each round, the only choice here. Schedulers and
             `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
-            also if it has been away; but a schedule for which `configure_optimizers` asks its trainer how long
-            training is spans a round and begins anew in each, as `ReduceLROnPlateau` does.
+            also if it has been away; but `ReduceLROnPlateau` begins anew in each.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
             raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
             too.
@@ -103,7 +117,11 @@ def lightning_fit(
         ['linear.bias', 'linear.weight']
     """
     _check(module, batch_size, reset, trainer_arguments)
-    fit = _Fit(module, batch_size, buffers, shuffle, trainer_arguments)
+    check_drop_last(drop_last, batch_size)
+    if rounds not in (None, "each") and (not isinstance(rounds, int) or rounds < 1):
+        raise ValueError(f"Expected rounds to be a whole number of at least 1, or 'each', but got {rounds!r}")
+    fit = _Fit(module, batch_size, drop_last, rounds, buffers, shuffle, trainer_arguments)
+    whole = "limit_train_batches" not in trainer_arguments
     return LocalSolver(
         solve=fit.solve,
         parameters=fit.parameters,
@@ -112,10 +130,13 @@ def lightning_fit(
         tensors=lambda parameters, state: {**functional.with_counts(parameters, fit.counts), **state.buffers},
         prepare=fit.prepare,
         module=fit.module,
+        schedule=LocalSchedule(rounds if isinstance(rounds, int) else None, fit.batches if whole else None, fit.look),
         settings={
             "solver": "lightning_fit",
             "module": type(module),
             "batch_size": batch_size,
+            "drop_last": drop_last,
+            "rounds": rounds,
             "reset": reset,
             "buffers": buffers,
             "shuffle": shuffle,
@@ -161,12 +182,20 @@ class _Fit:
     """The solver's fixed parts."""
 
     def __init__(
-        self, module: nn.Module, batch_size: int | None, buffers: str, shuffle: bool, arguments: dict[str, Any]
+        self,
+        module: nn.Module,
+        batch_size: int | None,
+        drop_last: bool,
+        rounds: int | Literal["each"] | None,
+        buffers: str,
+        shuffle: bool,
+        arguments: dict[str, Any],
     ) -> None:
         self.module = copy.deepcopy(module)
         self._original = weakref.ref(module)
         self._examined = False
-        self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
+        self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
+        self.shuffle, self.arguments, self.policy = shuffle, arguments, buffers
         averaged, self.buffers = divided_buffers(self.module, buffers)
         self.counts = counts(self.module, averaged)
         self.trained = list(functional.parameters(self.module))
@@ -178,10 +207,38 @@ class _Fit:
 
     def prepare(self, data: Any) -> Any:
         """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
+        if self.drop_last:
+            check_whole_batches(data.count, self.batch_size)
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
+                if not (self.drop_last or "limit_train_batches" in self.arguments):
+                    check_batches_of_one(self._tried, data, self.parameters, self.batch_size, self._steps())
         return data
+
+    def _steps(self) -> int | None:
+        """Return how many batches end a round, None if epochs do."""
+        steps = self.arguments.get("max_steps", -1)
+        return None if steps == -1 else steps * self.arguments.get("accumulate_grad_batches", 1)
+
+    def batches(self, count: Tensor) -> Tensor:
+        """Return how many minibatches an epoch of clients with so many rows has."""
+        return batches_of(count, self.batch_size, self.drop_last)
+
+    def look(self, count: Tensor, round: int, limit: float | None) -> list[LocalOptimizer]:
+        """Return the optimisers as a round finds them, see `LocalSchedule`: Trainers are started for it."""
+        sizes, which = limited(self.batches(count), limit).unique(return_inverse=True)
+        seen = []
+        for n in range(len(sizes)):
+            looking, rows = Look(round), int(count[which == n][0])
+            with isolated(torch.device("cpu"), self.arguments.get("accelerator"), 0):
+                plain = {n: v for n, v in self.arguments.items() if n not in ("callbacks", "plugins", "logger")}
+                trainer = RoundTrainer(**self._trainer_arguments(plain, looking, torch.device("cpu"), limit))
+                self._start(trainer, copy.deepcopy(self.module), self._loader((), rows, random.key(0)))
+            seen.append(looking.optimizers)
+        clients = torch.bincount(which).tolist()
+        means = [mean_groups([each[i].groups for each in seen], clients) for i in range(len(seen[0]))]
+        return [optimizer._replace(groups=groups) for optimizer, groups in zip(seen[0], means)]
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Fit the clients of a block, one after the other."""
@@ -194,8 +251,8 @@ class _Fit:
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                watch = Watch(client_quadratic, turn.round, None if self._examined else self._examine)
-                fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device))
+                watch = Watch(client_quadratic, turn.round, None if self._examined else self._examine, turn.rates)
+                fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device, turn.limit))
                 self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
@@ -213,25 +270,33 @@ class _Fit:
 
     def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
         """Return a client's minibatches, which are those of `Batches`."""
-        order = _Order(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
+        order = OrderOfRows(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
         size = self.batch_size or max(count, 1)
-        return DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
+        return DataLoader(
+            RowsOfClient(rows, count), size, sampler=order, collate_fn=default_convert, drop_last=self.drop_last
+        )
 
-    def _fit(self, tensors: dict[str, Tensor], watch: Watch, loader: DataLoader, device: torch.device) -> _Fitted:
-        module: Any = functional.load(self.module, tensors)
-        before = {} if self.policy != "refuse" else functional.buffers(module)
-        trainer = RoundTrainer(**self._trainer_arguments(watch, device))
-        configure = module.configure_optimizers
-        module.configure_optimizers = partial(_asked, trainer, configure)
+    def _start(self, trainer: RoundTrainer, module: Any, loader: DataLoader) -> None:
+        trainer.rounds = self.rounds
+        module.configure_optimizers = partial(trainer.configure, module.configure_optimizers)
         try:
             trainer.fit(module, train_dataloaders=loader)
+        finally:
+            module.trainer = None
+            del module.configure_optimizers
+
+    def _fit(
+        self, tensors: dict[str, Tensor], watch: Watch, loader: DataLoader, device: torch.device, limit: float | None
+    ) -> _Fitted:
+        module: Any = functional.load(self.module, tensors)
+        before = {} if self.policy != "refuse" else functional.buffers(module)
+        trainer = RoundTrainer(**self._trainer_arguments(self.arguments, watch, device, limit))
+        try:
+            self._start(trainer, module, loader)
         except SystemExit:
             # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
             if not isinstance(watch.exception, KeyboardInterrupt):
                 raise
-        finally:
-            module.trainer = None
-            del module.configure_optimizers
         if isinstance(watch.exception, KeyboardInterrupt):
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
@@ -243,8 +308,10 @@ class _Fit:
             info["loss"] = float(torch.stack(watch.losses).double().mean())
         return _Fitted(done, watch.rates, info)
 
-    def _trainer_arguments(self, watch: Watch, device: torch.device) -> dict[str, Any]:
-        given = dict(self.arguments)
+    def _trainer_arguments(
+        self, arguments: dict[str, Any], watch: L.Callback, device: torch.device, limit: float | None
+    ) -> dict[str, Any]:
+        given = dict(arguments) if limit is None else {**arguments, "limit_train_batches": limit}
         single: Any = 1
         if device.type in ("cpu", "cuda") and "accelerator" not in given:
             given["accelerator"] = device.type
@@ -264,59 +331,12 @@ class _Fit:
             )
 
 
-def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
-    """Return what `configure_optimizers` makes, and record whether it asks how long training is."""
-    trainer.configuring = True
-    try:
-        return configure()
-    finally:
-        trainer.configuring = False
-
-
 class _Fitted(NamedTuple):
     """Return the result of one client's fit."""
 
     tensors: dict[str, Tensor]
     steps: float
     info: dict[str, float]
-
-
-class _Rows(Dataset):
-    """One client's rows, taken a batch at a time."""
-
-    def __init__(self, rows: Tree, count: int) -> None:
-        self.rows, self.count = rows, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, row: int) -> Tree:
-        return tree.map(lambda leaf: leaf[row], self.rows)
-
-    def __getitems__(self, rows: list[int]) -> Tree:
-        index = torch.tensor(rows, device=tree.leaves(self.rows)[0].device)
-        return tree.take(self.rows, index)
-
-
-class _Order(Sampler[int]):
-    """The rows in the order of `Batches`: a permutation from (key, epoch)."""
-
-    def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
-        self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
-        self.first: int | None = None  # epoch of the round, by the federation's clock
-
-    def set_epoch(self, epoch: int) -> None:
-        """Note the epoch, as Lightning does at the start of each."""
-        self.first = epoch if self.first is None else self.first
-        self.epoch = epoch - self.first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.shuffle:
-            return iter(range(self.count))
-        return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
 
 
 def _as_list(value: Any) -> list[Any]:
