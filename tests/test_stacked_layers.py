@@ -155,3 +155,72 @@ def test_fused_attention_of_gradients_inside():
     q = drawn(1, CLIENTS, ROWS, 2, STEPS, 3)
     slope = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos()).square().sum())
     torch.testing.assert_close(vmap(slope)(q), torch.stack([slope(each) for each in q]))
+
+
+def test_a_mask_that_is_trained_has_its_gradient():
+    """Relative positions are added to the scores, and the CPU's fused attention has no gradient of what is added."""
+    x, bias = drawn(80, CLIENTS, ROWS, 2, STEPS, SIZE), drawn(81, CLIENTS, 2, STEPS, STEPS).requires_grad_()
+    outputs = vmap(lambda x, bias: F.scaled_dot_product_attention(x, x, x, bias[None]))(x, bias)
+    alone = torch.stack([F.scaled_dot_product_attention(x[k], x[k], x[k], bias[k][None]) for k in range(CLIENTS)])
+    torch.testing.assert_close(outputs, alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*(gradients([o], [bias]) for o in (outputs, alone)), rtol=1e-12, atol=1e-12)
+
+
+READERS = {
+    "bool": lambda x: 2 * x if (x > 0).all() else x,
+    "float_as_bool": lambda x: x if x.sum() else x + 1,
+    "int": lambda x: x * int(x.sum().long()),
+    "bool_as_int": lambda x: x * int((x > 0).all()),
+    "index": lambda x: [x, 2 * x, 3 * x, 4 * x][x[0].long()],
+    "item": lambda x: x * x.argmax().item(),
+    "one": lambda x: x * x.argmax()[None].item(),
+    "tolist": lambda x: x * sum(x.long().tolist()),
+    "equal": lambda x: x if torch.equal(x, x.flip(0)) else x + 5,
+    "twice": lambda x: (x if x[0] > x[1] else -x) if (x > 0).all() else 3 * x,
+    "of_all": lambda x: x if torch.ones(2).all() else -x,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_clients_take_the_branches_that_they_take_alone(name):
+    x = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0], [2.0, 2.0], [1.0, 2.0]])
+    groups = []
+
+    def evaluate(at):
+        some = x if at is None else x[at]
+        with stacked_layers.ReadsValues() as values:
+            result = vmap(READERS[name])(some)
+        groups.append((len(some), values.count))
+        return result
+
+    result = stacked_layers.by_branches(evaluate, lambda parts, places: torch.cat(parts)[places])
+    assert torch.equal(result, torch.stack([READERS[name](row) for row in x]))
+    assert sum(size for size, _ in groups) == len(x)  # and nobody more than once
+    assert (groups[0] == (5, 0)) == (name == "of_all")
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda x: x * x.sum().item(), lambda x: x if vmap(lambda v: v * bool(v > 0))(x).all() else -x]
+)
+def test_numbers_of_floats_and_values_of_examples_stay_refused(reads):
+    with stacked_layers.ReadsValues(), pytest.raises(RuntimeError, match="vmap"):
+        vmap(reads)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_integers_are_counted_for_each_client(weighed):
+    values = random.randint(random.key(0), 5, (CLIENTS, 2, 9))
+    weights = drawn(1, CLIENTS, 2, 9) if weighed else None
+    run = lambda x, w: torch.bincount(x, w, minlength=6)
+    dims = (0, 0 if weighed else None)
+    counts = vmap(vmap(run, dims), dims)(values, weights)
+    for k in range(CLIENTS):
+        for row in range(2):
+            alone = run(values[k, row], weights[k, row] if weighed else None)
+            assert torch.equal(counts[k, row], alone)
+
+
+@pytest.mark.parametrize(("values", "said"), [([[0, 5]], "0 to 5"), ([[-1, 0]], "-1 to 0")])
+def test_counts_of_several_lengths_are_refused(values, said):
+    with pytest.raises(RuntimeError, match=f"minlength=5, for all rows' counts have one length, but got {said}"):
+        vmap(lambda x: torch.bincount(x, minlength=5))(torch.tensor(values))

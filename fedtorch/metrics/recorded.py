@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+import fedtorch.stacked_layers  # noqa: F401 (gives vmap a rule for bincount)
 from fedtorch import tree
-from fedtorch.metrics._torchmetrics import computed, summed_states, wide
+from fedtorch.metrics._torchmetrics import FilledMasks, computed, summed_states, wide
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -220,6 +221,10 @@ class ClientMetric:
 
         def states(*tensors: Tensor) -> list[Tensor]:
             self._metric.reset()
+            nothing = torch.zeros_like(tensors[0]).sum()  # of each client: `vmap` adds in place only to what is batched
+            for name in self._states:
+                state = getattr(self._metric, name)
+                setattr(self._metric, name, state + nothing.to(state))
             validates = getattr(self._metric, "validate_args", None)
             if validates:  # looks at values, which a client's own call has done
                 self._metric.validate_args = False
@@ -242,7 +247,8 @@ class ClientMetric:
         some = sizes.nonzero()[:, 0].to(states[0].device)
         there = [state[some] for state in states]
         try:
-            known = vmap(value)(*there)
+            with FilledMasks():
+                known = vmap(value)(*there)
             same = torch.allclose(known[0].double(), value(*(s[0] for s in there)).double(), equal_nan=True)
         except RuntimeError:  # not for `vmap`
             same = False

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
 from fedtorch.checkpoint import below, describe
-from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import agreed, carried
@@ -26,10 +25,10 @@ from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
-from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Newcomers
 from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.scored import Scored
 from fedtorch.history import History, Recorder, Round, headline
-from fedtorch.metrics.scores import Score
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
@@ -42,7 +41,7 @@ _COUNTS = ("number", "bytes_up", "bytes_down")
 Until = Callable[[History], bool]
 
 
-class Run:
+class Run(Scored):
     """A run of an algorithm on a population, begun and not yet stepped.
 
     Args:
@@ -235,23 +234,6 @@ class Run:
         if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
             raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
         return functional.load(module, held)
-
-    def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
-    ) -> dict[str, Score]:
-        """Return scores of every client's model on its rows of `data`; see `ft.metrics`.
-
-        Args:
-            data: rows of the run's clients.
-            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
-                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
-            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
-            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
-        """
-        if self.algorithm.predict is None:
-            raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        clients = self._newcomers if unseen else self.clients
-        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
 
     def _module(self) -> nn.Module:
         if self.algorithm.module is None:

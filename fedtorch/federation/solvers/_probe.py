@@ -18,7 +18,7 @@ from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._state import refuse_changed_buffers
-from fedtorch.federation.solvers.batches import batches_of, is_ragged
+from fedtorch.federation.solvers.batches import is_ragged
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
@@ -80,21 +80,9 @@ def check_rows(
         ) from error
 
 
-def check_batches_of_one(
-    stacked: StackedLoss, data: Any, values: Mapping[str, Tensor], batch_size: int | None, steps: int | None
-) -> None:
-    """Raise BadClients for clients that come to a batch of one row in their steps, if the module trains on none."""
-    per_epoch, device = batches_of(data.count, batch_size), data.count.device
-    last = data.count - (per_epoch - 1) * (batch_size or 0)
-    client = ((last == 1) & (per_epoch <= (steps or per_epoch))).nonzero()[:, 0]
-    if len(client):
-        rows = _rows_at(data, client[:1], torch.zeros_like(client[:1]), device)
-        if (error := _failure(stacked, _own(stacked, values, device), rows)) is not None:
-            raise BadClients(
-                client.cpu(),
-                f"Expected more than one row in a batch, but got one in the last of {int(data.count[client[0]])} rows "
-                f"with batch_size={batch_size}: {error}; pass drop_last=True, or leave a client of one row out",
-            ) from error
+def failure_on_one_row(loss: StackedLoss, data: Any, values: Mapping[str, Tensor], client: Tensor) -> Any:
+    """Return the error of one row of a client `(1,)`, None if the module can train on it."""
+    return _failure(loss, _own(loss, values, data.count.device), _rows_at(data, client, 0 * client, data.count.device))
 
 
 def _failure(
@@ -222,7 +210,7 @@ def _check_stacked(
     """Return losses and logs of two stacked copies, if the losses are the one of a client alone."""
     name = type(stacked.objective.module).__name__
     try:
-        found = _twice(stacked, own, rows, False, key)
+        found = _twice_or_reading(stacked, own, rows, key)
     except Exception as error:
         raise RuntimeError(
             f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
@@ -235,6 +223,19 @@ def _check_stacked(
             "one alone; use batched=False, which calls the loss client by client"
         )
     return found
+
+
+def _twice_or_reading(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> tuple[Tensor, ...]:
+    """Return `_twice`; of a module that branches on values, only by reading them, which takes a little longer."""
+    try:
+        return _twice(stacked, own, rows, False, key)
+    except Exception:
+        stacked.reads = True
+        try:
+            return _twice(stacked, own, rows, False, key)
+        except Exception:
+            stacked.reads = False
+            raise
 
 
 def _check_captured(stacked: StackedLoss, own: list[Tensor], rows: Tree, asked: set[str]) -> None:
@@ -315,8 +316,7 @@ def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tr
 
 def _spread(data: Any) -> tuple[Tensor, Tensor]:
     """(client, row) of rows spread over a block, and of those with the smallest and largest of the whole numbers."""
-    ends = data.count.cumsum(0)
-    at = _evenly(int(ends[-1]), _ROWS).to(ends.device)
+    at = _evenly(int((ends := data.count.cumsum(0))[-1]), _ROWS).to(ends.device)
     client = torch.searchsorted(ends, at, right=True)
     choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
     for leaf in tree.leaves(data.batch):

@@ -6,7 +6,7 @@ without it, as a shuffling `DataLoader` does. The permutation depends on (client
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -198,6 +198,27 @@ def check_whole_batches(count: Tensor, batch_size: int | None) -> None:
             f"Expected at least the {batch_size} rows of a batch with drop_last=True, but got {int(count[few[0]])}, of "
             "which nothing would be left; leave the client out, or take a smaller batch_size",
         )
+
+
+def check_batches_of_one(
+    count: Tensor, batch_size: int | None, steps: int | None, failure: Callable[[Tensor], Exception | None]
+) -> None:
+    """Raise BadClients for clients that come to a batch of one row, if a module does not train on one, as BatchNorm.
+
+    Args:
+        count: `(K,)` rows of each client.
+        batch_size, steps: of a round; None for all rows, and for epochs.
+        failure: a client `(1,)` -> the error of a row of its, None if there is none.
+    """
+    per_epoch = batches_of(count, batch_size)
+    last = count - (per_epoch - 1) * (batch_size or 0)
+    client = ((last == 1) & (per_epoch <= (steps or per_epoch))).nonzero()[:, 0]
+    if len(client) and (error := failure(client[:1])) is not None:
+        raise BadClients(
+            client.cpu(),
+            f"Expected more than one row in a batch, but got one in the last of {int(count[client[0]])} rows "
+            f"with batch_size={batch_size}: {error}; pass drop_last=True, or leave a client of one row out",
+        ) from error
 
 
 def is_ragged(count: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,9 +18,16 @@ from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
-from fedtorch.federation.solvers._probe import check_batches_of_one, check_rows, probe
+from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row, probe
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
-from fedtorch.federation.solvers.batches import MODULE, Batches, batches_of, check_whole_batches, is_ragged
+from fedtorch.federation.solvers.batches import (
+    MODULE,
+    Batches,
+    batches_of,
+    check_batches_of_one,
+    check_whole_batches,
+    is_ragged,
+)
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
@@ -64,8 +72,7 @@ class Descent:
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
-        self.drop_last = drop_last
-        self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
+        self.make, self.keep, self.clip, self.project, self.drop_last = make, reset == "never", clip, project, drop_last
         self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
         trainable = functional.parameters(trained)
         if not trainable:
@@ -105,19 +112,16 @@ class Descent:
                 check_whole_batches(data.count, self.batch_size)
         self._learn(data)
         if len(data.count) and not self.drop_last:
-            check_batches_of_one(self.loss, data, values, self.batch_size, self.steps)
+            one_row = partial(failure_on_one_row, self.loss, data, values)
+            check_batches_of_one(data.count, self.batch_size, self.steps, one_row)
         return data
 
     def _learn(self, data: Any) -> None:
         """Find out what the module can do, as far as this block tells and it is not known."""
-        separable = not self.loss.batched or self.loss.separable is False or not self._ragged(data.count)
+        separable = not self.loss.batched or self.loss.separable is False or self.drop_last or not is_ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
             self.move(data.count.device)
             probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
-
-    def _ragged(self, count: Tensor) -> bool:
-        """Return whether batches of a step may differ in size."""
-        return not self.drop_last and is_ragged(count)
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """Return all tensors that clients predict with; see `LocalSolver`."""
@@ -165,8 +169,7 @@ class Descent:
 
     def batches(self, rows: Tree, count: Tensor, turn: Turn) -> Batches:
         """Return the minibatches of a block in a round."""
-        settings = self.batch_size, self.epochs, self.steps
-        return Batches(rows, count, *settings, turn.key, self.drop_last, turn.limit)
+        return Batches(rows, count, self.batch_size, self.epochs, self.steps, turn.key, self.drop_last, turn.limit)
 
     def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
         """Return rows of the block that can share steps exactly."""

@@ -25,7 +25,7 @@ from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited, mean_groups
-from fedtorch.federation.solvers._probe import check_batches_of_one, check_rows
+from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
 from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch
@@ -35,6 +35,7 @@ from fedtorch.federation.solvers.batches import (
     OrderOfRows,
     RowsOfClient,
     batches_of,
+    check_batches_of_one,
     check_drop_last,
     check_whole_batches,
 )
@@ -213,7 +214,8 @@ class _Fit:
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
                 if not (self.drop_last or "limit_train_batches" in self.arguments):
-                    check_batches_of_one(self._tried, data, self.parameters, self.batch_size, self._steps())
+                    one_row = partial(failure_on_one_row, self._tried, data, self.parameters)
+                    check_batches_of_one(data.count, self.batch_size, self._steps(), one_row)
         return data
 
     def _steps(self) -> int | None:

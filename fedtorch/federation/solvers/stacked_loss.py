@@ -43,6 +43,7 @@ class StackedLoss:
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
+        reads: whether it branches on values, so that clients which take different branches have steps of their own.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class StackedLoss:
         self.objective, self.compile, self.precision = objective, compile, precision
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
-        self.random = self.probed = False
+        self.random = self.probed = self.reads = False
         self.separable: bool | None = None
         self.told: list[str] = []  # names of what the module logged last
         if batched:
@@ -74,6 +75,8 @@ class StackedLoss:
             return "clients are evaluated one by one"
         if self.random:
             return "the module draws random numbers"
+        if self.reads:
+            return "the module branches on values"
         return "there are stacked buffers" if self.buffers else None
 
     def gradients(
@@ -107,6 +110,15 @@ class StackedLoss:
             index: of the step.
             flat: `(K, ...)` each.
         """
+
+        def evaluate(at: Tensor | None) -> Gradients:
+            some = (key, flat) if at is None else tree.take((key, flat), at.to(flat[0].device))
+            return self._together(rows, some[0], index, *some[1])
+
+        return stacked_layers.by_branches(evaluate, _joined)
+
+    def _together(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
+        """Return `step` of clients that take the same branches."""
         trained = len(self.tensors)
         with torch.enable_grad():
             trainable = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
@@ -132,7 +144,8 @@ class StackedLoss:
             self.told = list(logs)
             return loss, *logs.values(), *self.objective.recorded, *new
 
-        return tuple(functional.mapped(one, flat, randomness))
+        with stacked_layers.ReadsValues() if self.reads else nullcontext():
+            return tuple(functional.mapped(one, flat, randomness))
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
@@ -232,6 +245,19 @@ def _short_products() -> Iterator[None]:
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
     return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
+
+
+def _joined(parts: Sequence[Gradients], places: Tensor) -> Gradients:
+    """Return the gradients of groups of clients as those of all; zeros for what only others' losses depend on."""
+    losses, logs, buffers, gradients, recorded = zip(*parts)
+    each = [
+        [value if value is not None else like.new_zeros(len(loss), *like.shape[1:]) for value, loss in zip(row, losses)]
+        if (like := next((value for value in row if value is not None), None)) is not None
+        else [None] * len(losses)
+        for row in zip(*gradients)
+    ]
+    whole = zip(losses, logs, buffers, zip(*each), map(tuple, recorded))
+    return tree.take(tree.concatenate(list(whole)), places.to(losses[0].device))
 
 
 def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:

@@ -139,6 +139,20 @@ def remote() -> None:
     assert gap < 1e-12, gap  # rounding of sums in another order
 
 
+def tune() -> None:
+    """A search that Optuna leads."""
+    import torch
+
+    import fedtorch as ft
+
+    data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+    build = lambda mu: ft.fedprox(ft.least_squares(torch.nn.Linear(10, 1)), mu)
+    metric = ft.metrics.mean_squared_error()
+    given = {"validation": 0.3, "metric": metric, "trials": 6, "rounds": 9, "search": "tpe"}
+    result = ft.tune(build, {"mu": [0.0, 1e3, 1e9]}, ft.InProcess(data), **given)  # type: ignore[arg-type]
+    assert result.run.number == 9 > min(result.rounds)
+
+
 def docs() -> None:
     """A page whose code runs while it is built, as strictly as the documentation is."""
     Path("conf.py").write_text('extensions = ["myst_nb"]\nhtml_theme = "furo"\nnb_execution_raise_on_error = True\n')
@@ -147,7 +161,7 @@ def docs() -> None:
     assert "Network(nodes=6, edges=6)" in re.sub("<[^>]*>", "", Path("out", "index.html").read_text())
 
 
-PARTS = {part.__name__: part for part in (base, triton, privacy, remote, docs)}
+PARTS = {part.__name__: part for part in (base, triton, privacy, remote, tune, docs)}
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:
