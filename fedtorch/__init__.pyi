@@ -67,6 +67,7 @@ from .federation.runs.faults import (
     lost_messages as lost_messages,
     stragglers as stragglers,
 )
+from .federation.runs.load_module import load_module as load_module
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
 from .federation.runs.successive_halving import tune as tune

@@ -38,6 +38,7 @@ LAYERS = (
         "history",
         "captured",
         "chained_log",
+        "_representation",
         "_untrained",
         "checkpoint",
         "checkpoint_io",

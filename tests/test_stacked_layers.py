@@ -224,3 +224,66 @@ def test_integers_are_counted_for_each_client(weighed):
 def test_counts_of_several_lengths_are_refused(values, said):
     with pytest.raises(RuntimeError, match=f"minlength=5, for all rows' counts have one length, but got {said}"):
         vmap(lambda x: torch.bincount(x, minlength=5))(torch.tensor(values))
+
+
+def between(low, high, number, *shape):
+    return low + (high - low) * random.uniform(random.key(number), shape, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.GRUCell(3, 4), [(ROWS, 3), (ROWS, 4)]),
+        (nn.RNNCell(3, 4), [(ROWS, 3), (ROWS, 4)]),
+        (nn.RNNCell(3, 4, nonlinearity="relu"), [(3,)]),
+        (nn.LSTMCell(3, 4, bias=False), [(ROWS, 3)]),
+        (nn.Bilinear(3, 2, 4), [(5, ROWS, 3), (5, ROWS, 2)]),
+        (nn.Bilinear(3, 2, 4, bias=False), [(3,), (2,)]),
+        (nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), [(ROWS, 3, 6)]),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=1), [(ROWS, 3)]),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=None), [(ROWS, 3)]),
+        (nn.KLDivLoss(reduction="batchmean"), [(ROWS, 3), (ROWS, 3)]),
+        (nn.KLDivLoss(reduction="sum", log_target=True), [(ROWS, 3), (ROWS, 3)]),
+        (nn.PoissonNLLLoss(full=True), [(ROWS, 3), (ROWS, 3)]),
+        (nn.MarginRankingLoss(0.2), [(ROWS,), (ROWS,), (ROWS,)]),
+        (nn.TripletMarginLoss(), [(ROWS, 3), (ROWS, 3), (ROWS, 3)]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_operations_made_of_others(module, inputs):
+    """At the speed of their parts, with the value and the gradients of each client alone."""
+    module = module.double()
+    tensors = clients_of(module)
+    rows = [between(0.5, 2, 60 + i, CLIENTS, *shape).requires_grad_() for i, shape in enumerate(inputs)]
+
+    def run(tensors, *rows):
+        result = functional_call(module, tensors, rows)
+        return result if isinstance(result, tuple) else (result,)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "There is a performance drop")
+        together = vmap(run)(tensors, *rows)
+    alone = [run(at(tensors, k), *(each[k] for each in rows)) for k in range(CLIENTS)]
+    alone = [torch.stack(each) for each in zip(*alone)]
+    leaves = [*tensors.values(), *rows]
+    for one, other in zip([*together, *gradients(together, leaves)], [*alone, *gradients(alone, leaves)]):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_are_filled_by_assignment():
+    """`x[mask] = number` as attention that people write by hand has it."""
+
+    def attended(scores, mask):
+        scores = scores * 2
+        scores[mask] = -torch.inf
+        rest = torch.zeros_like(scores)
+        rest[mask.any(-1)] = torch.tensor(3.0)
+        return scores.softmax(-1) + rest
+
+    scores, mask = drawn(80, CLIENTS, 4, 5).requires_grad_(), drawn(81, CLIENTS, 4, 5) > 0.8
+    with stacked_layers.ReadsValues():
+        together = vmap(attended)(scores, mask)
+    alone = torch.stack([attended(scores[k], mask[k]) for k in range(CLIENTS)])
+    assert torch.equal(together, alone)
+    for one, other in zip(gradients([together], [scores]), gradients([alone], [scores])):
+        torch.testing.assert_close(one, other)

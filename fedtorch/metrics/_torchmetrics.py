@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     import torchmetrics
-
-
-class FilledMasks(TorchFunctionMode):
-    """Evaluate `x[mask] = number` as `masked_fill_`, which `torch.vmap` can batch where it cannot index by a mask."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is Tensor.__setitem__:
-            values, mask, number = args
-            if isinstance(mask, Tensor) and mask.dtype == torch.bool and isinstance(number, (bool, int, float)):
-                return values.masked_fill_(mask.reshape(mask.shape + (1,) * (values.dim() - mask.dim())), number)
-        return func(*args, **(kwargs or {}))
 
 
 def wide(state: Tensor) -> torch.dtype:

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-import fedtorch.stacked_layers  # noqa: F401 (gives vmap a rule for bincount)
-from fedtorch import tree
-from fedtorch.metrics._torchmetrics import FilledMasks, computed, summed_states, wide
+from fedtorch import stacked_layers, tree
+from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -193,7 +192,7 @@ class ClientMetric:
         self._metric.reset()
         one = self._update(batches[step].of(client))
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), stacked_layers.ReadsValues():
                 warnings.filterwarnings("error", "There is a performance drop")  # an operation would run row by row
                 states = self._stacked(batches[0].call, flat, sizes, whole)
             pairs = zip((state[step, client] for state in states), one)
@@ -247,7 +246,7 @@ class ClientMetric:
         some = sizes.nonzero()[:, 0].to(states[0].device)
         there = [state[some] for state in states]
         try:
-            with FilledMasks():
+            with stacked_layers.ReadsValues():
                 known = vmap(value)(*there)
             same = torch.allclose(known[0].double(), value(*(s[0] for s in there)).double(), equal_nan=True)
         except RuntimeError:  # not for `vmap`

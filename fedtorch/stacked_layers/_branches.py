@@ -22,7 +22,7 @@ _NUMBERS = (Tensor.item, Tensor.tolist, *_WHOLE)
 _PAIRS = (Tensor.equal, torch.equal)
 
 
-class Divergence(Exception):
+class Divergence(RuntimeError):
     """Clients that branch differently.
 
     Attributes:
@@ -38,6 +38,8 @@ class Divergence(Exception):
 
 class ReadsValues(TorchFunctionMode):
     """A context in which code under `torch.vmap` reads truths and whole numbers that all clients agree on.
+
+    It also fills by a mask, `x[mask] = number`, which torch alone refuses under `torch.vmap`.
 
     Attributes:
         count: how often one was read.
@@ -67,6 +69,9 @@ class ReadsValues(TorchFunctionMode):
                 self.count += 1
                 value: Any = _agreed(values).tolist()
                 return int(value) if func in _WHOLE else value
+        if func is Tensor.__setitem__ and _is_mask(*args):
+            x, mask, number = args
+            return x.copy_(torch.where(mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())), number, x))
         return func(*args, **(kwargs or {}))
 
 
@@ -112,6 +117,12 @@ def _values(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     if func is Tensor.tolist:
         return _clients(tensor)
     return _clients(tensor.reshape(())) if tensor.numel() == 1 else None
+
+
+def _is_mask(x: Tensor, index: Any, value: Any) -> bool:
+    """Return whether a number is to be put where a mask is true."""
+    single = not isinstance(value, Tensor) or not value.dim()
+    return single and isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 def _wrapped(tensor: Tensor) -> bool:

@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, TQDMProgr
 from torch import Tensor, nn
 
 from fedtorch import tree
+from fedtorch._representation import run_line
 from fedtorch.checkpoint import describe
 from fedtorch.checkpoint_io import keep_plain
 from fedtorch.data import FederatedData
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _ONE_ROUND = [0]  # what an epoch of the Trainer goes through
 _OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
+# Lightning's `load_from_checkpoint` of any class reads who makes the module, and says that it does not know this one.
+_INSTEAD = "of a federation: call fedtorch's load_module(path, module) instead of load_from_checkpoint."
 
 
 class Federation(L.LightningModule):
@@ -134,6 +137,9 @@ class Federation(L.LightningModule):
             vars(self).pop(name, None)
             if not self._evaluation.has("validation"):
                 setattr(self, name, None)
+
+    def __repr__(self) -> str:
+        return run_line("Federation", self.run)
 
     # -- what came out ---------------------------------------------------------------------------------------------
 
@@ -283,6 +289,10 @@ class Federation(L.LightningModule):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say in the file what to do where somebody loads it as the checkpoint of a module."""
+        checkpoint.setdefault(self.CHECKPOINT_HYPER_PARAMS_KEY, {})["_instantiator"] = _INSTEAD
+
     def get_extra_state(self) -> dict[str, Tensor]:
         """Return all of the run, flat; see `Run.state_dict`."""
         flat = self.run.state_dict()
@@ -306,13 +316,24 @@ class Federation(L.LightningModule):
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:
-    """Return the settings of a run, flat: numbers and text as they are, other values described as text."""
+    """Return the settings of a run and of its module, flat: numbers and text as they are, other values as text."""
     of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
+    module = run.algorithm.module
+    of_module = getattr(module, "hparams", {}) if getattr(module, "_log_hyperparams", False) else {}
     plain = (bool, int, float, str, type(None))
     return {
         name.replace(".", "/"): value if isinstance(value, plain) else describe(value)
-        for name, value in {**run.algorithm.settings, **of_run}.items()
+        for name, value in {**run.algorithm.settings, **of_run, **_flat(of_module, "module")}.items()
     }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return nested settings flat, their names joined by slashes."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        path = f"{prefix}/{name}"
+        flat.update(_flat(value, path) if isinstance(value, Mapping) else {path: value})
+    return flat
 
 
 class _RoundCounter(torch.optim.Optimizer):
