@@ -39,11 +39,13 @@ class LocalSchedule:
         batches: rows of clients `(K,)` -> minibatches of an epoch of theirs, `(K,)`; None where a `Turn` cannot limit
             them.
         at: (rows of clients `(K,)`, rounds done, limit of a `Turn`) -> their optimisers as the next round finds them.
+        slow: whether `at` starts Trainers.
     """
 
     rounds: int | None
     batches: Callable[[Tensor], Tensor] | None
     at: Callable[[Tensor, int, float | None], list[LocalOptimizer]]
+    slow: bool = False
 
 
 def check_length(schedule: LocalSchedule | None, rounds: int | None, setting: str) -> None:

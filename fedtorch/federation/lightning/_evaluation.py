@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fedtorch.data import FederatedData
-from fedtorch.federation.lightning._trainer_settings import check_loader
+from fedtorch import tree
+from fedtorch.data import BadClients, FederatedData
+from fedtorch.federation.lightning._trainer_settings import check_loader, limit_of
+from fedtorch.federation.local_schedule import limited
 from fedtorch.federation.runs.evaluation import Split, check_same_clients
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
@@ -48,6 +52,7 @@ class Evaluation:
         self._built = {stage: data for stage, data in rows.items() if data is not None}
         self._given: dict[str, FederatedData] = {}
         self._predict: Callable[..., list[Any]] | None = None
+        self._limited: dict[str, tuple[FederatedData, float, FederatedData]] = {}  # by stage: whole, limit, the rest
         for stage, data in self._built.items():
             self._check(stage, data)
         if metrics and not self._built:
@@ -101,8 +106,18 @@ class Evaluation:
     def scores(self, stage: str, trainer: Any) -> dict[str, Score]:
         """Return scores by the names under which they are logged."""
         own = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
-        scores = self._run.evaluate(self.rows(stage), self._metrics, self._split, batch_size=self._batch_size, **own)
+        rows = self._within(stage, limit_of(trainer, _PREFIXES[stage]))
+        scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **own)
         return {name if own else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
+
+    def _within(self, stage: str, limit: float | None) -> FederatedData:
+        """Return the rows within a limit of batches, the same object each time, whose blocks are kept."""
+        rows = self.rows(stage)
+        if limit is None or self._batch_size is None:
+            return rows
+        if self._limited.get(stage, ())[:2] != (rows, limit):
+            self._limited[stage] = rows, limit, first_batches(rows, self._batch_size, limit)
+        return self._limited[stage][2]
 
     def predictions(self, client: int, trainer: Any) -> list[Any]:
         """Return the outputs of a client's batches."""
@@ -110,6 +125,29 @@ class Evaluation:
             self._predict = predictor_of(self._run, self._split, trainer)
         (batches,) = client_batches(self._run, self.rows("predict"), False, self._batch_size, [client])
         return self._predict(batches)
+
+
+def first_batches(data: FederatedData, batch_size: int, limit: float) -> FederatedData:
+    """Return the rows of the first batches of each client, at most so many, or this share of them if it is a float.
+
+    Raises:
+        ValueError: a share leaves none of some client's.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([torch.arange(5.0), torch.arange(3.0)])
+        >>> [rows.tolist() for rows in first_batches(data, batch_size=2, limit=1)]
+        [[0.0, 1.0], [0.0, 1.0]]
+    """
+    try:
+        taken = limited((data.counts + batch_size - 1) // batch_size, limit)
+    except BadClients as error:
+        raise ValueError(f"Client {data.names[error.rows[0]]!r}: {error}") from error
+    counts = (taken * batch_size).minimum(data.counts)
+    within = torch.arange(int(data.counts.sum())) - data.starts.repeat_interleave(data.counts)
+    kept = (within < counts.repeat_interleave(data.counts)).nonzero()[:, 0]
+    rows = tree.map(lambda leaf: leaf[kept.to(leaf.device)], data.rows)
+    return replace(data, rows=rows, counts=counts)
 
 
 def values_of(scores: Mapping[str, Score]) -> dict[str, float]:

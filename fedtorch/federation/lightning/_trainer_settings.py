@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning as L
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -20,21 +22,25 @@ from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.population import Population
 
 _SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
-_AVERAGING = "keep averages of the server's parameters in a recorder, record=, or take ft.fedopt"
 _CALLBACKS = {
-    StochasticWeightAveraging: _AVERAGING,
-    WeightAveraging: _AVERAGING,
+    WeightAveraging: "take StochasticWeightAveraging, or keep averages in a recorder, record=",
     GradientAccumulationScheduler: "give it to ft.lightning_fit(callbacks=)",
     ModelPruning: "prune client_module(client) or global_module()",
     BackboneFinetuning: "set requires_grad=False, or take ft.personal_layers",
     BatchSizeFinder: "give batch_size= to the local solver",
     LearningRateFinder: "tune with ft.grid or ft.tune",
-    LearningRateMonitor: "schedules are the clients'; a module of ft.lightning_fit can log its own optimizer's lr",
 }
+_FOLLOWERS = (LearningRateMonitor, StochasticWeightAveraging)  # of the clients' learning rates
 
 
-def check_settings(trainer: L.Trainer) -> None:
+def check_settings(trainer: L.Trainer, rates: bool, limits: bool, evaluated_in_batches: bool) -> None:
     """Refuse what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
+
+    Args:
+        trainer: whose settings.
+        rates: whether the clients' learning rates are known.
+        limits: whether their epochs can be limited.
+        evaluated_in_batches: whether their rows are evaluated in several batches.
 
     Raises:
         ValueError: the message names the setting, and where to say it instead.
@@ -53,29 +59,58 @@ def check_settings(trainer: L.Trainer) -> None:
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}",
             _SOLVER.format("clip=", "gradient_clip_algorithm="),
         )
-    _check_batches(trainer)
+    _check_batches(trainer, limits, evaluated_in_batches)
     if getattr(trainer, "datamodule", None) is not None:
         _refuse("datamodule=", "make ft.data.from_datasets of the clients' data sets, or ft.data.partition one")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):
                 _refuse(f"the callback {type(callback).__name__}", instead)
+        if isinstance(callback, _FOLLOWERS) and not rates:
+            name = type(callback).__name__
+            _refuse(f"the callback {name}", "these clients have no learning rates that are known to this process")
 
 
-def _check_batches(trainer: L.Trainer) -> None:
+def limit_of(trainer: L.Trainer, stage: str) -> float | None:
+    """Return the limit of a stage's batches, "train", "val", "test" or "predict"; None for all and for none."""
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    whole = (limit == 1 and isinstance(limit, float)) or limit == 0
+    return None if whole or trainer.fast_dev_run else limit  # type: ignore[attr-defined]
+
+
+def items_for(limit: float | None) -> list[int]:
+    """Return the items of a loader of which Lightning, limiting them too, takes one.
+
+    Example:
+        >>> [len(items_for(limit)) for limit in (None, 3, 0.5, 0.3)]
+        [1, 1, 2, 4]
+    """
+    count = 1 if limit is None or isinstance(limit, int) else math.ceil(1 / limit)
+    return [0] * (count + (limit is not None and int(count * limit) < 1))
+
+
+def reads_rates(callback: L.Callback) -> bool:
+    """Return whether a callback may look at learning rates: those of Lightning that do, and all of others."""
+    return isinstance(callback, _FOLLOWERS) or not type(callback).__module__.startswith(("lightning.", "fedtorch."))
+
+
+def _check_batches(trainer: L.Trainer, limits: bool, evaluated_in_batches: bool) -> None:
     """Refuse settings of loaders: an epoch has one batch, which is the round, and clients have the rows."""
-    limits = {
-        "overfit_batches": ("train on few rows or clients: data.select([0])", (0,)),
-        "limit_train_batches": (_SOLVER.format("steps=", "limit_train_batches="), (0, 1)),
-        "limit_val_batches": ("give fewer rows as validation=", (0, 1)),
-        "limit_test_batches": ("give fewer rows to federation.evaluate", (1,)),
-        "limit_predict_batches": ("predict with federation.client_module(client)", (1,)),
-        "reload_dataloaders_every_n_epochs": ("take ft.Growing for clients whose rows change", (0,)),
-    }
-    for name, (instead, known) in limits.items():
-        value = getattr(trainer, name)
-        if value not in known and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _refuse(f"{name}={value}", instead)
+    few = trainer.overfit_batches  # type: ignore[attr-defined]
+    if few and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        _refuse(f"overfit_batches={few}", "train on few rows or clients: data.select([0])")
+    asked = {stage: limit_of(trainer, stage) for stage in ("train", "val", "test", "predict")}
+    advice = {} if limits else {"train": _SOLVER.format("steps=", "limit_train_batches=")}
+    if not evaluated_in_batches:
+        whole = "a client's rows are one batch unless ft.Federation(…, evaluation_batch_size=)"
+        advice.update(val=whole, test=whole)
+    advice["predict"] = "predict for fewer clients or rows with federation.run.predict(data, clients=)"
+    for stage, instead in advice.items():
+        if asked[stage] is not None:
+            _refuse(f"limit_{stage}_batches={asked[stage]}", instead)
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        _refuse(f"reload_dataloaders_every_n_epochs={every}", "take ft.Growing for clients whose rows change")
     every = trainer.val_check_interval
     if isinstance(every, float) and every != 1:
         _refuse(

@@ -131,7 +131,9 @@ def lightning_fit(
         tensors=lambda parameters, state: {**functional.with_counts(parameters, fit.counts), **state.buffers},
         prepare=fit.prepare,
         module=fit.module,
-        schedule=LocalSchedule(rounds if isinstance(rounds, int) else None, fit.batches if whole else None, fit.look),
+        schedule=LocalSchedule(
+            rounds if isinstance(rounds, int) else None, fit.batches if whole else None, fit.look, slow=True
+        ),
         settings={
             "solver": "lightning_fit",
             "module": type(module),
@@ -238,6 +240,8 @@ class _Fit:
                 trainer = RoundTrainer(**self._trainer_arguments(plain, looking, torch.device("cpu"), limit))
                 self._start(trainer, copy.deepcopy(self.module), self._loader((), rows, random.key(0)))
             seen.append(looking.optimizers)
+            if not any(optimizer.scheduled for optimizer in looking.optimizers):
+                return looking.optimizers  # which are everybody's
         clients = torch.bincount(which).tolist()
         means = [mean_groups([each[i].groups for each in seen], clients) for i in range(len(seen[0]))]
         return [optimizer._replace(groups=groups) for optimizer, groups in zip(seen[0], means)]
