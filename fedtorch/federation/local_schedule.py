@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from fedtorch.data import BadClients
@@ -36,15 +35,16 @@ class LocalSchedule:
 
     Attributes:
         rounds: how many a run has, as the solver was told; None for any number.
-        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs, `(K,)`; None where a `Turn` cannot limit
-            them.
-        at: (rows of clients `(K,)`, rounds done, limit of a `Turn`) -> their optimisers as the next round finds them.
+        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs, `(K,)`.
+        at: (minibatches of an epoch of clients `(K,)`, rounds done) -> their optimisers as the next round finds them.
+        takes_limit: whether the minibatches of an epoch can be limited by a `Turn`.
         slow: whether `at` starts Trainers.
     """
 
     rounds: int | None
-    batches: Callable[[Tensor], Tensor] | None
-    at: Callable[[Tensor, int, float | None], list[LocalOptimizer]]
+    batches: Callable[[Tensor], Tensor]
+    at: Callable[[Tensor, int], list[LocalOptimizer]]
+    takes_limit: bool = True
     slow: bool = False
 
 
@@ -52,7 +52,7 @@ def check_length(schedule: LocalSchedule | None, rounds: int | None, setting: st
     """Raise ValueError unless a run of so many rounds (None: not known) is as long as schedules, if there are any.
 
     Example:
-        >>> schedule = LocalSchedule(50, batches=lambda count: count, at=lambda count, round, limit: [])
+        >>> schedule = LocalSchedule(50, batches=lambda count: count, at=lambda batches, round: [])
         >>> check_length(schedule, 10, "max_epochs=10 of the Trainer")
         Traceback (most recent call last):
         ValueError: Expected a run of 50 rounds, for which rounds=50 of the local solver makes schedules, but got ...
@@ -68,7 +68,7 @@ def check_round(schedule: LocalSchedule | None, round: int) -> None:
     """Raise ValueError if schedules, if there are any, end before the round of that number, the first being 1.
 
     Example:
-        >>> schedule = LocalSchedule(5, batches=lambda count: count, at=lambda count, round, limit: [])
+        >>> schedule = LocalSchedule(5, batches=lambda count: count, at=lambda batches, round: [])
         >>> check_round(schedule, 5)
         >>> check_round(schedule, 6)
         Traceback (most recent call last):
@@ -125,21 +125,22 @@ def mean_groups(groups: Sequence[Sequence[Mapping[str, Any]]], clients: Sequence
 
 def local_schedule(
     configured: Callable[[int], Any],
-    batches: Callable[[Tensor], Tensor] | None,
+    batches: Callable[[Tensor], Tensor],
     epochs: int | None,
     steps: int | None,
     rounds: int | None,
+    takes_limit: bool = True,
 ) -> LocalSchedule:
     """Return what is known of the learning rates of a solver on stacked clients.
 
     Args:
         configured: steps of a round -> its optimiser and schedule.
-        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs; None where they are drawn row by row.
+        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs.
         epochs, steps, rounds: of the solver.
+        takes_limit: see `LocalSchedule`.
     """
 
-    def at(count: Tensor, round: int, limit: float | None) -> list[LocalOptimizer]:
-        per_epoch = torch.ones_like(count) if batches is None else limited(batches(count), limit)
+    def at(per_epoch: Tensor, round: int) -> list[LocalOptimizer]:
         sizes, clients = per_epoch.unique(return_counts=True)
         totals = [(steps or 0) if epochs is None else epochs * size for size in sizes.tolist()]
         parts = [configured(total) for total in totals]
@@ -154,7 +155,7 @@ def local_schedule(
             )
         ]
 
-    return LocalSchedule(rounds, batches, at)
+    return LocalSchedule(rounds, batches, at, takes_limit)
 
 
 def _groups_at(configured: Any, position: int, per_epoch: int) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from fedtorch.data import BadClients
+from fedtorch.data.loaders import FederatedLoaders
 from fedtorch.federation.local_schedule import LocalOptimizer, limited
 from fedtorch.federation.runs.run import Run
 
@@ -37,7 +38,7 @@ class ClientsOptimizers:
     @property
     def known(self) -> bool:
         """Return whether the clients have learning rates that can be followed here."""
-        return self._run.algorithm.schedule is not None and self._counts() is not None
+        return self._run.algorithm.schedule is not None and self._data() is not None
 
     def make(self, watched: bool) -> Any:
         """Return what `configure_optimizers` does.
@@ -81,26 +82,33 @@ class ClientsOptimizers:
             ValueError: it leaves nothing of some client's epochs.
         """
         self.limit = limit
-        schedule, counts = self._run.algorithm.schedule, self._counts()
-        if self.limit is None or schedule is None or schedule.batches is None or counts is None:
-            return
-        try:
-            limited(schedule.batches(counts), self.limit)
-        except BadClients as error:
-            raise ValueError(f"Client {self._run.population.names[error.rows[0]]!r}: {error}") from error
+        if limit is not None and self.known:
+            self._batches(torch.arange(len(self._run.population.names)))
 
-    def _counts(self) -> Tensor | None:
-        """Return how many rows each client has, None where nobody here knows."""
+    def _data(self) -> Any:
+        """Return the clients' data, None where they are elsewhere."""
         try:
-            return self._run.population.data.counts
-        except ValueError:  # of clients elsewhere
+            return self._run.population.data
+        except ValueError:
             return None
 
-    def _seen(self, ids: Tensor) -> list[LocalOptimizer]:
-        schedule, counts = self._run.algorithm.schedule, self._counts()
+    def _batches(self, ids: Tensor) -> Tensor:
+        """Return the minibatches of an epoch of clients."""
+        schedule, data = self._run.algorithm.schedule, self._data()
         assert schedule is not None
-        assert counts is not None
-        return schedule.at(counts[ids], self._run.number, self.limit)
+        if isinstance(data, FederatedLoaders):
+            per_epoch = torch.tensor([data.steps(k) for k in ids.tolist()])
+        else:
+            per_epoch = schedule.batches(data.counts[ids])
+        try:
+            return limited(per_epoch, self.limit)
+        except BadClients as error:
+            raise ValueError(f"Client {self._run.population.names[int(ids[error.rows[0]])]!r}: {error}") from error
+
+    def _seen(self, ids: Tensor) -> list[LocalOptimizer]:
+        schedule = self._run.algorithm.schedule
+        assert schedule is not None
+        return schedule.at(self._batches(ids), self._run.number)
 
 
 class ClientsOptimizer(torch.optim.Optimizer):

@@ -217,7 +217,7 @@ class Federation(L.LightningModule):
     def _score(self, stage: str) -> dict[str, float]:
         self.scores = self._evaluation.scores(stage, self.trainer)
         values = values_of(self.scores)
-        self._log_values(values, prog_bar=tuple(self.scores))
+        self._log_values(values, prog_bar=tuple(name for name in self.scores if name in values))
         return values
 
     def train_dataloader(self) -> Iterable[int]:
@@ -251,7 +251,7 @@ class Federation(L.LightningModule):
         averaging for one of the server's parameters.
         """
         schedule = self.run.algorithm.schedule
-        limits = schedule is not None and schedule.batches is not None and self._optimizers.known
+        limits = schedule is not None and schedule.takes_limit and self._optimizers.known
         check_settings(self.trainer, self._optimizers.known, limits, self._batch_size is not None)
         self._evaluation.attach(self.trainer, self)
         self._show_validation()

@@ -56,8 +56,8 @@ class Run(Scored):
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
         keep_losses: how many of the clients' latest training losses are kept for `client_losses`, 8 bytes each.
-        on_bad_message: whether a message with NaN, Inf or a negative weight stops the run before anything of its round
-            is kept, or is left out, as if it were lost.
+        on_bad_message: whether a message with NaN, Inf or a negative weight, or a client whose loader or training
+            fails, stops the run before anything of its round is kept, or is left out, as if it were lost.
 
     Attributes:
         number: rounds done.
@@ -109,7 +109,8 @@ class Run(Scored):
         server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
         hidden = carried(algorithm, population.carry, type(population).__name__)
         self.network = None if faults is None or faults.twice is None else Deliveries(hidden, faults.twice)
-        self.clients: Clients = population.bind(hidden if self.network is None else self.network.algorithm, state)
+        delivered = hidden if self.network is None else self.network.algorithm
+        self.clients: Clients = population.bind(delivered, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
         self._modules = Modules(algorithm, self._newcomers.state)
@@ -130,8 +131,7 @@ class Run(Scored):
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, done, **ask), fate.silent)
-        if pending.refused and self.on_bad_message == "raise":
-            pending.raise_refused(self.population.names, self.number + 1)
+        pending.check(self.population.names, self.number + 1, self.on_bad_message)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()
@@ -156,7 +156,7 @@ class Run(Scored):
             everybody if asked is None else asked,
             *fate[2:],
             pending.repeated,
-            torch.tensor(sorted(pending.refused), dtype=torch.int64),
+            torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
         )
         self.log.record(self.last, time.perf_counter() - began)
@@ -236,6 +236,8 @@ class Run(Scored):
         holds.check_whole()
         return functional.load(self._modules.module, holds.tensors)
 
+    evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -280,8 +282,11 @@ class Run(Scored):
     def fingerprint(self) -> dict[str, str]:
         """Return the settings that a checkpoint belongs to, by name."""
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
-        about.update(agreed(self.population.carry), clients=self.population.names)
-        return {name: describe(value) for name, value in about.items()}
+        about.update(agreed(self.population.carry))
+        return {
+            **{name: describe(value) for name, value in about.items()},
+            "clients": describe(self.population.names),
+        }
 
     def save(self, path: Path | str) -> None:
         """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""

@@ -11,9 +11,9 @@ import copy
 import inspect
 import weakref
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import lightning as L
 import torch
@@ -23,22 +23,24 @@ from torch.utils.data import DataLoader, default_convert
 
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
+from fedtorch.data import ClientData
+from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited, mean_groups
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
-from fedtorch.federation.solvers._surroundings import isolated
-from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch
+from fedtorch.federation.solvers._surroundings import as_list, isolated
+from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch, look
 from fedtorch.federation.solvers.batches import (
     MODULE,
     PERMUTATIONS,
-    OrderOfRows,
-    RowsOfClient,
     batches_of,
     check_batches_of_one,
     check_drop_last,
     check_whole_batches,
 )
+from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
+from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
@@ -48,6 +50,7 @@ _SILENT = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "num_sanity_val_steps": 0,
 }
+_NOT_LOOKED_AT = ("callbacks", "plugins", "logger", "limit_train_batches")  # of a Trainer that only shows optimisers
 _ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
 
 
@@ -122,7 +125,6 @@ def lightning_fit(
     if rounds not in (None, "each") and (not isinstance(rounds, int) or rounds < 1):
         raise ValueError(f"Expected rounds to be a whole number of at least 1, or 'each', but got {rounds!r}")
     fit = _Fit(module, batch_size, drop_last, rounds, buffers, shuffle, trainer_arguments)
-    whole = "limit_train_batches" not in trainer_arguments
     return LocalSolver(
         solve=fit.solve,
         parameters=fit.parameters,
@@ -132,7 +134,7 @@ def lightning_fit(
         prepare=fit.prepare,
         module=fit.module,
         schedule=LocalSchedule(
-            rounds if isinstance(rounds, int) else None, fit.batches if whole else None, fit.look, slow=True
+            None if rounds == "each" else rounds, fit.batches, fit.look, fit.limit is None, slow=True
         ),
         settings={
             "solver": "lightning_fit",
@@ -199,6 +201,9 @@ class _Fit:
         self._examined = False
         self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
         self.shuffle, self.arguments, self.policy = shuffle, arguments, buffers
+        self.limit, self.length = arguments.get("limit_train_batches"), None if rounds == "each" else rounds
+        most = arguments.get("max_steps", -1)
+        self._steps = None if most == -1 else most * arguments.get("accumulate_grad_batches", 1)  # batches of a round
         averaged, self.buffers = divided_buffers(self.module, buffers)
         self.counts = counts(self.module, averaged)
         self.trained = list(functional.parameters(self.module))
@@ -210,55 +215,52 @@ class _Fit:
 
     def prepare(self, data: Any) -> Any:
         """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
+        if isinstance(data, ClientLoaders):  # no batch is read before its time
+            check_settings(self.batch_size, shuffle=None if self.shuffle else False, drop_last=self.drop_last or None)
+            return data
         if self.drop_last:
             check_whole_batches(data.count, self.batch_size)
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
-                if not (self.drop_last or "limit_train_batches" in self.arguments):
+                if not self.drop_last and self.limit is None:
                     one_row = partial(failure_on_one_row, self._tried, data, self.parameters)
-                    check_batches_of_one(data.count, self.batch_size, self._steps(), one_row)
+                    check_batches_of_one(data.count, self.batch_size, self._steps, one_row)
         return data
-
-    def _steps(self) -> int | None:
-        """Return how many batches end a round, None if epochs do."""
-        steps = self.arguments.get("max_steps", -1)
-        return None if steps == -1 else steps * self.arguments.get("accumulate_grad_batches", 1)
 
     def batches(self, count: Tensor) -> Tensor:
         """Return how many minibatches an epoch of clients with so many rows has."""
-        return batches_of(count, self.batch_size, self.drop_last)
+        return limited(batches_of(count, self.batch_size, self.drop_last), self.limit)
 
-    def look(self, count: Tensor, round: int, limit: float | None) -> list[LocalOptimizer]:
+    def look(self, batches: Tensor, round: int) -> list[LocalOptimizer]:
         """Return the optimisers as a round finds them, see `LocalSchedule`: Trainers are started for it."""
-        sizes, which = limited(self.batches(count), limit).unique(return_inverse=True)
-        seen = []
-        for n in range(len(sizes)):
-            looking, rows = Look(round), int(count[which == n][0])
+        plain = {n: v for n, v in self.arguments.items() if n not in _NOT_LOOKED_AT}
+
+        def begin(looking: Look, size: int) -> None:
             with isolated(torch.device("cpu"), self.arguments.get("accelerator"), 0):
-                plain = {n: v for n, v in self.arguments.items() if n not in ("callbacks", "plugins", "logger")}
-                trainer = RoundTrainer(**self._trainer_arguments(plain, looking, torch.device("cpu"), limit))
-                self._start(trainer, copy.deepcopy(self.module), self._loader((), rows, random.key(0)))
-            seen.append(looking.optimizers)
-            if not any(optimizer.scheduled for optimizer in looking.optimizers):
-                return looking.optimizers  # which are everybody's
-        clients = torch.bincount(which).tolist()
-        means = [mean_groups([each[i].groups for each in seen], clients) for i in range(len(seen[0]))]
-        return [optimizer._replace(groups=groups) for optimizer, groups in zip(seen[0], means)]
+                trainer = RoundTrainer(**self._trainer_arguments(plain, looking, torch.device("cpu"), None))
+                self._start(
+                    trainer, copy.deepcopy(self.module), {"train_dataloaders": DataLoader(cast(Any, range(size)))}
+                )
+
+        return look(begin, batches, round)
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Fit the clients of a block, one after the other."""
         device = data.count.device
         if len(data.count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
-        fitted = []
-        for k, count in enumerate(data.count.tolist()):
-            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(turn.key[k], MODULE))):
+        fitted, loaded = [], isinstance(data, ClientLoaders)
+        for k in range(len(data.count)):
+            seed = int(random.fold_in(turn.key[k], MODULE))
+            batches = client_batches(data, k, seed) if loaded else nullcontext(self._batches(data, k, turn.key[k]))
+            with isolated(device, self.arguments.get("accelerator"), seed), batches as given:
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
-                rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                watch = Watch(client_quadratic, turn.round, None if self._examined else self._examine, turn.rates)
-                fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device, turn.limit))
+                examine = None if self._examined else self._examine
+                watch = Watch(client_quadratic, turn.round, examine, data.steps(k) if loaded else None, turn.rates)
+                with named(k, watch) if loaded else nullcontext():
+                    fitted.append(self._fit(tensors, watch, given, device, turn.limit))
                 self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
@@ -274,31 +276,33 @@ class _Fit:
         """Refuse a loss of parameters that no fit changes."""
         refuse_untrained(loss, module.parameters(), module, self._original())
 
-    def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
-        """Return a client's minibatches, which are those of `Batches`."""
+    def _batches(self, data: ClientData, client: int, key: Tensor) -> dict[str, Any]:
+        """Return a client's minibatches, which are those of `Batches`, as a Trainer's `fit` is given them."""
+        count = int(data.count[client])
+        rows = tree.map(lambda leaf: leaf[client, :count], data.batch)
         order = OrderOfRows(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
         size = self.batch_size or max(count, 1)
-        return DataLoader(
-            RowsOfClient(rows, count), size, sampler=order, collate_fn=default_convert, drop_last=self.drop_last
-        )
+        made = RowsOfClient(rows, count)
+        loader = DataLoader(made, size, sampler=order, collate_fn=default_convert, drop_last=self.drop_last)
+        return {"train_dataloaders": loader}
 
-    def _start(self, trainer: RoundTrainer, module: Any, loader: DataLoader) -> None:
+    def _start(self, trainer: RoundTrainer, module: Any, given: dict[str, Any]) -> None:
         trainer.rounds = self.rounds
         module.configure_optimizers = partial(trainer.configure, module.configure_optimizers)
         try:
-            trainer.fit(module, train_dataloaders=loader)
+            trainer.fit(module, **given)
         finally:
             module.trainer = None
             del module.configure_optimizers
 
     def _fit(
-        self, tensors: dict[str, Tensor], watch: Watch, loader: DataLoader, device: torch.device, limit: float | None
+        self, tensors: dict[str, Tensor], watch: Watch, given: dict[str, Any], device: torch.device, limit: float | None
     ) -> _Fitted:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
         trainer = RoundTrainer(**self._trainer_arguments(self.arguments, watch, device, limit))
         try:
-            self._start(trainer, module, loader)
+            self._start(trainer, module, given)
         except SystemExit:
             # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
             if not isinstance(watch.exception, KeyboardInterrupt):
@@ -323,9 +327,9 @@ class _Fit:
             given["accelerator"] = device.type
             if device.type == "cuda":
                 single = [device.index or 0]
-        callbacks = [watch, *_as_list(copy.deepcopy(given.pop("callbacks", None)))]
+        callbacks = [watch, *as_list(copy.deepcopy(given.pop("callbacks", None)))]
         # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.
-        plugins = [*_as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
+        plugins = [*as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
         return {**_SILENT, "devices": single, **given, **_ALONE, "callbacks": callbacks, "plugins": plugins}
 
     def _refuse_thawed(self, module: nn.Module) -> None:
@@ -343,9 +347,3 @@ class _Fitted(NamedTuple):
     tensors: dict[str, Tensor]
     steps: float
     info: dict[str, float]
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

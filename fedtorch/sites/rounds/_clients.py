@@ -36,6 +36,8 @@ class RemoteClients:
         over: whether sites are told that the run is over.
     """
 
+    in_process = False
+
     def __init__(self, plan: Plan, algorithm: Algorithm, state: Tree) -> None:
         self.plan, self.algorithm, self.over = plan, algorithm, False
         keeps = plan.withdrawals and algorithm.told is not None and algorithm.exchange.additive
@@ -58,8 +60,8 @@ class RemoteClients:
         """
         if turn.rates is not None or turn.limit is not None:
             raise ValueError(
-                "Expected a round in which sites train as their configuration says, but got learning rates or a limit of "
-                "minibatches for them; say them to the local solver, which the sites run too"
+                "Expected a round in which sites train as their configuration says, but got learning rates or a limit "
+                "of minibatches for them; say them to the local solver, which the sites run too"
             )
         self.over = False
         pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
