@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fedtorch import tree
-from fedtorch.data import BadClients, FederatedData
+from fedtorch.data import FederatedData, FederatedLoaders
+from fedtorch.federation.lightning._first_batches import first_batches
 from fedtorch.federation.lightning._trainer_settings import check_loader, limit_of
-from fedtorch.federation.local_schedule import limited
-from fedtorch.federation.runs.evaluation import Split, check_same_clients
+from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
@@ -42,7 +39,7 @@ class Evaluation:
     def __init__(
         self,
         run: Run,
-        rows: Mapping[str, FederatedData | None],
+        rows: Mapping[str, Evaluable | None],
         metrics: Mapping[str, Any] | None,
         split: Split,
         batch_size: int | None,
@@ -51,17 +48,21 @@ class Evaluation:
             any_metrics(metrics)  # which refuses what is none
         self._run, self._metrics, self._split, self._batch_size = run, metrics or None, split, batch_size
         self._built = {stage: data for stage, data in rows.items() if data is not None}
-        self._given: dict[str, FederatedData] = {}
+        self._given: dict[str, Evaluable] = {}
         self._predict: Callable[..., list[Any]] | None = None
-        self._limited: dict[str, tuple[FederatedData, float, FederatedData]] = {}  # by stage: whole, limit, the rest
+        self._limited: dict[str, tuple[Evaluable, float, Evaluable]] = {}  # by stage: all, the limit, what is within
         for stage, data in self._built.items():
             self._check(stage, data)
         if "validation" in self._built:
             self._check_step("validation")
+        if batch_size is not None and any(isinstance(data, FederatedLoaders) for data in self._built.values()):
+            raise ValueError(
+                f"Expected no evaluation_batch_size= for clients with loaders, which have theirs, but got {batch_size}"
+            )
         if metrics and not self._built:
             raise ValueError("Expected validation= and metrics= together, but got only metrics=, and no test= either")
 
-    def _check(self, stage: str, data: FederatedData) -> None:
+    def _check(self, stage: str, data: Evaluable) -> None:
         check_same_clients(data, self._run.population.names, stage)
 
     def _check_step(self, stage: str) -> None:
@@ -81,12 +82,13 @@ class Evaluation:
         self._given, self._predict = {}, None
         stage = stages.get(trainer.state.fn)  # type: ignore[arg-type]
         if stage is None:
+            self._check_limit("validation", trainer)
             return
         loop: Any = {"validation": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
             stage
         ]
         source = loop._data_source
-        if isinstance(source.instance, FederatedData):
+        if isinstance(source.instance, (FederatedData, FederatedLoaders)):
             self._check(stage, source.instance)
             self._given[stage] = source.instance
             source.instance, source.name = module, _LOADERS[stage]
@@ -100,12 +102,17 @@ class Evaluation:
                 f"FederatedData of the same clients, or ft.Federation(…, {said}=data)"
             )
         self._check_step(stage)
+        self._check_limit(stage, trainer)
+
+    def _check_limit(self, stage: str, trainer: L.Trainer) -> None:
+        if stage in _PREFIXES and self.has(stage):
+            self._within(stage, limit_of(trainer, _PREFIXES[stage]))
 
     def has(self, stage: str) -> bool:
         """Return whether there are rows."""
         return stage in self._given or stage in self._built
 
-    def rows(self, stage: str) -> FederatedData:
+    def rows(self, stage: str) -> Evaluable:
         """Return the rows of a stage: those that the Trainer was given, or those of construction."""
         return self._given.get(stage) or self._built[stage]
 
@@ -116,10 +123,10 @@ class Evaluation:
         scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **own)
         return {name if own else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
 
-    def _within(self, stage: str, limit: float | None) -> FederatedData:
-        """Return the rows within a limit of batches, the same object each time, whose blocks are kept."""
+    def _within(self, stage: str, limit: float | None) -> Evaluable:
+        """Return what is within a limit of batches, the same object each time, whose blocks are kept."""
         rows = self.rows(stage)
-        if limit is None or self._batch_size is None:
+        if limit is None:
             return rows
         if self._limited.get(stage, ())[:2] != (rows, limit):
             self._limited[stage] = rows, limit, first_batches(rows, self._batch_size, limit)
@@ -128,32 +135,10 @@ class Evaluation:
     def predictions(self, client: int, trainer: Any) -> list[Any]:
         """Return the outputs of a client's batches."""
         if self._predict is None:
-            self._predict = predictor_of(self._run, self._split, trainer)
+            split = None if self._split is inputs_and_targets else self._split  # rows of other forms are all inputs
+            self._predict = predictor_of(self._run, split, trainer)
         (batches,) = client_batches(self._run, self.rows("predict"), False, self._batch_size, [client])
         return self._predict(batches)
-
-
-def first_batches(data: FederatedData, batch_size: int, limit: float) -> FederatedData:
-    """Return the rows of the first batches of each client, at most so many, or this share of them if it is a float.
-
-    Raises:
-        ValueError: a share leaves none of some client's.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([torch.arange(5.0), torch.arange(3.0)])
-        >>> [rows.tolist() for rows in first_batches(data, batch_size=2, limit=1)]
-        [[0.0, 1.0], [0.0, 1.0]]
-    """
-    try:
-        taken = limited((data.counts + batch_size - 1) // batch_size, limit)
-    except BadClients as error:
-        raise ValueError(f"Client {data.names[error.rows[0]]!r}: {error}") from error
-    counts = (taken * batch_size).minimum(data.counts)
-    within = torch.arange(int(data.counts.sum())) - data.starts.repeat_interleave(data.counts)
-    kept = (within < counts.repeat_interleave(data.counts)).nonzero()[:, 0]
-    rows = tree.map(lambda leaf: leaf[kept.to(leaf.device)], data.rows)
-    return replace(data, rows=rows, counts=counts)
 
 
 def values_of(scores: Mapping[str, Score]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The settings of a run and of its module, as loggers of hyperparameters take them."""
+"""Describe the settings of a run as loggers take them."""
 
 from __future__ import annotations
 

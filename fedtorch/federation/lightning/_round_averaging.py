@@ -1,20 +1,36 @@
-"""Lightning's StochasticWeightAveraging on a federation: the server's parameters are averaged over rounds.
+"""Callbacks of a Trainer that act on epochs or on parameters, on a federation.
+
+StochasticWeightAveraging averages the server's parameters over rounds.
 
 Source: Izmailov et al. (2018), algorithm 1, where an epoch is a round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, StochasticWeightAveraging, TQDMProgressBar
 from torch import Tensor, nn
 
 from fedtorch import tree
+from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.runs.run import Run
 from fedtorch.tree import Tree
+
+_OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
+
+
+def callbacks_of_rounds(callbacks: Sequence[L.Callback]) -> list[L.Callback]:
+    """Return callbacks without the summary of a module's parameters, which clients have, and with those of rounds."""
+    return [_of_rounds(each) for each in callbacks if type(each) is not ModelSummary]
+
+
+def _of_rounds(callback: L.Callback) -> L.Callback:
+    if type(callback) in _OWN_BARS:
+        return RoundProgressBar()
+    return RoundAveraging(callback) if type(callback) is StochasticWeightAveraging else callback
 
 
 class RoundAveraging(StochasticWeightAveraging):

@@ -33,14 +33,13 @@ _CALLBACKS = {
 _FOLLOWERS = (LearningRateMonitor, StochasticWeightAveraging)  # of the clients' learning rates
 
 
-def check_settings(trainer: L.Trainer, rates: bool, limits: bool, evaluated_in_batches: bool) -> None:
+def check_settings(trainer: L.Trainer, rates: bool, limits: bool) -> None:
     """Refuse what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
 
     Args:
         trainer: whose settings.
         rates: whether the clients' learning rates are known.
         limits: whether their epochs can be limited.
-        evaluated_in_batches: whether their rows are evaluated in several batches.
 
     Raises:
         ValueError: the message names the setting, and where to say it instead.
@@ -59,7 +58,7 @@ def check_settings(trainer: L.Trainer, rates: bool, limits: bool, evaluated_in_b
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}",
             _SOLVER.format("clip=", "gradient_clip_algorithm="),
         )
-    _check_batches(trainer, limits, evaluated_in_batches)
+    _check_batches(trainer, limits)
     if getattr(trainer, "datamodule", None) is not None:
         _refuse("datamodule=", "make ft.data.from_datasets of the clients' data sets, or ft.data.partition one")
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -94,20 +93,16 @@ def reads_rates(callback: L.Callback) -> bool:
     return isinstance(callback, _FOLLOWERS) or not type(callback).__module__.startswith(("lightning.", "fedtorch."))
 
 
-def _check_batches(trainer: L.Trainer, limits: bool, evaluated_in_batches: bool) -> None:
+def _check_batches(trainer: L.Trainer, limits: bool) -> None:
     """Refuse settings of loaders: an epoch has one batch, which is the round, and clients have the rows."""
     few = trainer.overfit_batches  # type: ignore[attr-defined]
     if few and not trainer.fast_dev_run:  # type: ignore[attr-defined]
         _refuse(f"overfit_batches={few}", "train on few rows or clients: data.select([0])")
-    asked = {stage: limit_of(trainer, stage) for stage in ("train", "val", "test", "predict")}
     advice = {} if limits else {"train": _SOLVER.format("steps=", "limit_train_batches=")}
-    if not evaluated_in_batches:
-        whole = "a client's rows are one batch unless ft.Federation(…, evaluation_batch_size=)"
-        advice.update(val=whole, test=whole)
     advice["predict"] = "predict for fewer clients or rows with federation.run.predict(data, clients=)"
     for stage, instead in advice.items():
-        if asked[stage] is not None:
-            _refuse(f"limit_{stage}_batches={asked[stage]}", instead)
+        if (limit := limit_of(trainer, stage)) is not None:
+            _refuse(f"limit_{stage}_batches={limit}", instead)
     if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
         every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         _refuse(f"reload_dataloaders_every_n_epochs={every}", "take ft.Growing for clients whose rows change")

@@ -12,19 +12,17 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, StochasticWeightAveraging, TQDMProgressBar
 from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch._representation import run_line
 from fedtorch.checkpoint_io import keep_plain
-from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._clients_optimizers import ClientsOptimizers
 from fedtorch.federation.lightning._evaluation import Evaluation, values_of
 from fedtorch.federation.lightning._hyperparameters import hyperparameters
-from fedtorch.federation.lightning._round_averaging import RoundAveraging
+from fedtorch.federation.lightning._round_averaging import callbacks_of_rounds
 from fedtorch.federation.lightning._trainer_settings import (
     check_loader,
     check_place,
@@ -34,10 +32,10 @@ from fedtorch.federation.lightning._trainer_settings import (
     limit_of,
     reads_rates,
 )
-from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
+from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
-from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Evaluable, Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
@@ -47,7 +45,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-_OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
 # Lightning's `load_from_checkpoint` of any class reads who makes the module, and says that it does not know this one.
 _INSTEAD = "of a federation: call fedtorch's load_module(path, module) instead of load_from_checkpoint."
@@ -80,6 +77,8 @@ class Federation(L.LightningModule):
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
         on_bad_message: what a message with NaN or Inf does; see `Run`.
+        anyway: whether `trainer.fit(federation, ckpt_path=path)` takes a checkpoint of other settings or rows too.
+        joined: "new" where it may be one of fewer clients, whom others have joined; see `Run.load_state_dict`.
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
@@ -107,8 +106,8 @@ class Federation(L.LightningModule):
         parameters: Tree = None,
         *,
         cohort: Asked = None,
-        validation: FederatedData | None = None,
-        test: FederatedData | None = None,
+        validation: Evaluable | None = None,
+        test: Evaluable | None = None,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,
         evaluation_batch_size: int | None = None,
@@ -117,6 +116,8 @@ class Federation(L.LightningModule):
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
         on_bad_message: Literal["raise", "drop"] = "raise",
+        anyway: bool = False,
+        joined: Literal["new"] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -135,6 +136,7 @@ class Federation(L.LightningModule):
         )
         rows = {"validation": validation, "test": test, "predict": test}
         self._split, self._metrics, self._batch_size = split, metrics, evaluation_batch_size
+        self._anyway, self._joined = anyway, joined
         self._evaluation = Evaluation(self.run, rows, metrics, split, evaluation_batch_size)
         self._optimizers = ClientsOptimizers(self.run)
         self._items = {stage: [0] for stage in ("train", "val", "test")}  # an epoch is a round, an evaluation a step
@@ -183,7 +185,11 @@ class Federation(L.LightningModule):
         return self.run.global_module()
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None, **options: Any
+        self,
+        data: Evaluable,
+        metrics: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+        **options: Any,
     ) -> dict[str, Score]:
         """Return scores as `Run.evaluate` does, whose options are taken; metrics default to those of construction."""
         options = {"batch_size": self._batch_size, **options}
@@ -252,12 +258,11 @@ class Federation(L.LightningModule):
         """
         schedule = self.run.algorithm.schedule
         limits = schedule is not None and schedule.takes_limit and self._optimizers.known
-        check_settings(self.trainer, self._optimizers.known, limits, self._batch_size is not None)
+        check_settings(self.trainer, self._optimizers.known, limits)
         self._evaluation.attach(self.trainer, self)
         self._show_validation()
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        kept = [each for each in callbacks if type(each) is not ModelSummary]  # of no parameters: clients have them
-        callbacks[:] = [_of_rounds(each) for each in kept]
+        callbacks[:] = callbacks_of_rounds(callbacks)
         return []
 
     def on_fit_start(self) -> None:
@@ -270,6 +275,10 @@ class Federation(L.LightningModule):
         """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.train_dataloader, self._items["train"], "train")
 
+    def on_train_end(self) -> None:
+        """Note why the run has stopped before the rounds that the Trainer was given."""
+        self.run.ended = stopped_early(self.trainer, self.round)
+
     def on_validation_start(self) -> None:
         """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.val_dataloaders, self._items["val"], "validation")
@@ -279,7 +288,8 @@ class Federation(L.LightningModule):
         """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
-            "but got load_from_checkpoint, for which a checkpoint says too little"
+            "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
+            "fedtorch.load_module(path, module)"
         )
 
     def setup(self, stage: str) -> None:
@@ -333,11 +343,4 @@ class Federation(L.LightningModule):
         Raises:
             ValueError: it belongs to another federation.
         """
-        self.run.load_state_dict(state)
-
-
-def _of_rounds(callback: L.Callback) -> L.Callback:
-    """Return what acts on a federation in the place of a callback that acts on epochs or parameters."""
-    if type(callback) in _OWN_BARS:
-        return RoundProgressBar()
-    return RoundAveraging(callback) if type(callback) is StochasticWeightAveraging else callback
+        self.run.load_state_dict(state, anyway=self._anyway, joined=self._joined)

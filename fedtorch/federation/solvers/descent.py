@@ -71,8 +71,7 @@ class Descent:
     ) -> None:
         # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
-        self.module = copy.deepcopy(module)
-        self._original = weakref.ref(module)
+        self.module, self._original = copy.deepcopy(module), weakref.ref(module)
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
@@ -91,6 +90,7 @@ class Descent:
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
+        self.optimizer_settings = configured.settings
         self.untrained: State = {}
         if self.keep:
             self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
@@ -119,8 +119,8 @@ class Descent:
                 check_whole_batches(data.count, self.batch_size)
         self._learn(data)
         if len(data.count) and not self.drop_last:
-            one_row = partial(failure_on_one_row, self.loss, data, values)
-            check_batches_of_one(data.count, self.batch_size, self.steps, one_row)
+            check = partial(failure_on_one_row, self.loss, data, values)
+            check_batches_of_one(data.count, self.batch_size, self.steps, check)
         return data
 
     def _learn(self, data: Any) -> None:

@@ -27,6 +27,7 @@ from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited
+from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import as_list, isolated
@@ -145,6 +146,7 @@ def lightning_fit(
             "reset": reset,
             "buffers": buffers,
             "shuffle": shuffle,
+            **configured_settings(fit.module),
             **trainer_arguments,
         },
     )
@@ -197,8 +199,7 @@ class _Fit:
         arguments: dict[str, Any],
     ) -> None:
         self.module = copy.deepcopy(module)
-        self._original = weakref.ref(module)
-        self._examined = False
+        self._original, self._examined = weakref.ref(module), False
         self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
         self.shuffle, self.arguments, self.policy = shuffle, arguments, buffers
         self.limit, self.length = arguments.get("limit_train_batches"), None if rounds == "each" else rounds

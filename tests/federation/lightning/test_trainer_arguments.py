@@ -27,6 +27,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
 from support.oracles.closed_forms import linear, linear_clients, sgd
 from support.small_federations import trainer
+from torch.utils.data import DataLoader
 
 import fedtorch as ft
 
@@ -211,8 +212,20 @@ def test_evaluation_takes_the_first_batches_of_each_client(limit: float, rows: i
 
 @pytest.mark.parametrize("name", ["limit_val_batches", "limit_test_batches"])
 def test_one_batch_of_all_rows_has_no_limit(name: str) -> None:
-    with pytest.raises(ValueError, match=f"without {name}=2, which would do nothing.*evaluation_batch_size="):
-        trainer(max_epochs=1, **{name: 2}).fit(federation())
+    model = ft.Federation(ft.fedavg(ft.gradient_descent(Lit(), epochs=1)), ft.InProcess(DATA), validation=DATA)
+    made = trainer(max_epochs=1, **{name: 2})
+    with pytest.raises(ValueError, match=r"evaluation_batch_size=\) for a limit of 2 batches.*rows are one batch"):
+        made.fit(model) if name == "limit_val_batches" else made.test(model, DATA)
+
+
+def test_evaluation_takes_the_first_batches_of_each_loader() -> None:
+    loaders = {str(n): DataLoader(list(zip(*linear_clients([n])[0])), batch_size=2) for n in (4, 5, 6)}
+    data = ft.data.from_loaders(loaders)
+    local = ft.gradient_descent(Lit(), epochs=1, batched=False)
+    model = ft.Federation(ft.fedavg(local), ft.InProcess(data), validation=data)
+    made = trainer(max_epochs=1, limit_val_batches=2, limit_train_batches=1)
+    made.fit(model)
+    assert made.callback_metrics["val_rows"] == 12
 
 
 def test_accumulation_by_a_callback_is_for_the_clients_trainers() -> None:
