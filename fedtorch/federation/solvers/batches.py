@@ -6,6 +6,7 @@ without it, as a shuffling `DataLoader` does. The permutation depends on (client
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,6 +18,8 @@ from fedtorch.data import BadClients
 from fedtorch.federation.local_schedule import limited
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
+_MANY = 10_000  # rows of a step that are seldom meant
 _LOOKED_AT = 16  # rows of a block, to find out what a module can do
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
@@ -215,31 +218,34 @@ def check_drop_last(drop_last: bool, batch_size: int | None) -> None:
         raise ValueError("Expected batch_size= with drop_last=True, but got none: every batch has all rows of a client")
 
 
-def check_whole_batches(count: Tensor, batch_size: int | None) -> None:
-    """Raise BadClients for clients with fewer rows than a batch, whose only one `drop_last=True` would leave out."""
-    few = (count < (batch_size or 0)).nonzero()[:, 0].cpu()
-    if len(few):
-        raise BadClients(
-            few,
-            f"Expected at least the {batch_size} rows of a batch with drop_last=True, but got {int(count[few[0]])}, of "
-            "which nothing would be left; leave the client out, or take a smaller batch_size",
-        )
-
-
-def check_batches_of_one(
-    count: Tensor, batch_size: int | None, steps: int | None, failure: Callable[[Tensor], Exception | None]
+def check_last_batches(
+    count: Tensor,
+    batch_size: int | None,
+    drop_last: bool,
+    steps: int | None,
+    failure: Callable[[Tensor], Exception | None] | None,
 ) -> None:
-    """Raise BadClients for clients that come to a batch of one row, if a module does not train on one, as BatchNorm.
+    """Raise BadClients for clients of whom `drop_last` leaves nothing, or that come to a batch of one row in vain.
+
+    It also says once what a missing batch size means, see `note_whole_batches`.
 
     Args:
         count: `(K,)` rows of each client.
-        batch_size, steps: of a round; None for all rows, and for epochs.
-        failure: a client `(1,)` -> the error of a row of its, None if there is none.
+        batch_size, drop_last, steps: of a round; None for all rows, and for epochs.
+        failure: a client `(1,)` -> the error of a batch of one row, as of BatchNorm; None where that is not known.
     """
+    note_whole_batches(batch_size, count)
+    few = (count < (batch_size or 0)).nonzero()[:, 0] if drop_last else count[:0]
+    if len(few):
+        raise BadClients(
+            few.cpu(),
+            f"Expected at least the {batch_size} rows of a batch with drop_last=True, but got {int(count[few[0]])}, of "
+            "which nothing would be left; leave the client out, or take a smaller batch_size",
+        )
     per_epoch = batches_of(count, batch_size)
     last = count - (per_epoch - 1) * (batch_size or 0)
     client = ((last == 1) & (per_epoch <= (steps or per_epoch))).nonzero()[:, 0]
-    if len(client) and (error := failure(client[:1])) is not None:
+    if not drop_last and failure is not None and len(client) and (error := failure(client[:1])) is not None:
         raise BadClients(
             client.cpu(),
             f"Expected more than one row in a batch, but got one in the last of {int(count[client[0]])} rows "
@@ -250,6 +256,14 @@ def check_batches_of_one(
 def is_ragged(count: Tensor) -> bool:
     """Return whether clients of these numbers of rows `(K,)` ever have batches of different sizes."""
     return len(count) > 0 and bool((count != count[0]).any())
+
+
+def note_whole_batches(batch_size: int | None, count: Tensor) -> None:
+    """Log that a step takes all of a client's rows where no size is given, as a warning where these are many."""
+    if batch_size is None and len(count):
+        most = int(count.max())
+        level = logging.WARNING if most > _MANY else logging.INFO
+        _LOG.log(level, "batch_size= is not given: a step takes all of a client's rows, up to %d", most)
 
 
 def spread_rows(data: Any) -> tuple[Tensor, Tensor]:

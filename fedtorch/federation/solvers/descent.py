@@ -26,10 +26,10 @@ from fedtorch.federation.solvers.batches import (
     MODULE,
     Batches,
     batches_of,
-    check_batches_of_one,
-    check_whole_batches,
+    check_last_batches,
     is_ragged,
 )
+from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import check_settings, descend
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
@@ -115,12 +115,10 @@ class Descent:
         if len(data.count):
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_rows(self.loss, data, values, self._original)
-            if self.drop_last:
-                check_whole_batches(data.count, self.batch_size)
         self._learn(data)
-        if len(data.count) and not self.drop_last:
+        if len(data.count):
             check = partial(failure_on_one_row, self.loss, data, values)
-            check_batches_of_one(data.count, self.batch_size, self.steps, check)
+            check_last_batches(data.count, self.batch_size, self.drop_last, self.steps, check)
         return data
 
     def _learn(self, data: Any) -> None:
@@ -263,22 +261,23 @@ class _Stack:
         rates, seen = [0.0], RoundLogs(loss, total, longest if batches.alike else None)
         finished: Tree = None
         steps: Iterator[Step] = iter(batches)
-        for t, batch in enumerate(steps):
-            if (ended := batches.ended(t)) is not None:
-                finished = keep_rows(finished, self._now(), ended)
-            position = self.position + t
-            if self.schedule is not None:
-                self.schedule.apply(self.optimizer, position, per_epoch)
-            for group, rate in zip(self.optimizer.param_groups, self.rates):
-                group["lr"] = rate
-            rates.append(float(self.optimizer.param_groups[0]["lr"]))
-            answers["global_step"] = position if same_steps else None
-            answers["current_epoch"] = position // per_epoch if same_epochs else None
-            losses, logs, self.buffers, gradients, recorded = loss.gradients(
-                self.tensors, self.buffers, batch, t, self.key
-            )
-            self._descend(t, gradients)
-            seen.add(t, {**logs, "loss": losses}, recorded, batch)
+        with evaluated(loss, batches, self.tensors, self.buffers) as gradients_of:
+            for t, batch in enumerate(steps):
+                if (ended := batches.ended(t)) is not None:
+                    finished = keep_rows(finished, self._now(), ended)
+                position = self.position + t
+                if self.schedule is not None:
+                    self.schedule.apply(self.optimizer, position, per_epoch)
+                for group, rate in zip(self.optimizer.param_groups, self.rates):
+                    group["lr"] = rate
+                rates.append(float(self.optimizer.param_groups[0]["lr"]))
+                answers["global_step"] = position if same_steps else None
+                answers["current_epoch"] = position // per_epoch if same_epochs else None
+                losses, logs, self.buffers, gradients, recorded = gradients_of(
+                    self.tensors, self.buffers, batch, t, self.key
+                )
+                self._descend(t, gradients)
+                seen.add(t, {**logs, "loss": losses}, recorded, batch)
         finished = self._now() if finished is None else keep_rows(finished, self._now(), total == total.max())
         tensors, kept = finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())

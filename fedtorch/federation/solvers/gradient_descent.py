@@ -61,7 +61,9 @@ def gradient_descent(
         rounds: how many the run has, for modules that ask their trainer for `max_epochs` or
             `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training. `ft.run` and the
             Trainer of a `Federation` compare it with their own.
-        batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders, see
+            `ft.data.from_loaders`, have batches of their own, which are taken in turn: those of several clients that
+            are alike, or padded, together, and with `batched=False` batches of any kind.
         drop_last: whether the last minibatch of an epoch is left out if it is smaller, as `DataLoader` does, for
             example where BatchNorm would see one row. Clients with fewer rows than `batch_size` are refused.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a

@@ -36,13 +36,12 @@ from fedtorch.federation.solvers.batches import (
     MODULE,
     PERMUTATIONS,
     batches_of,
-    check_batches_of_one,
     check_drop_last,
-    check_whole_batches,
+    check_last_batches,
 )
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
-from fedtorch.federation.solvers.objective import Objective, training_copy
+from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.tree import Tree
@@ -52,6 +51,7 @@ _SILENT = {
     "num_sanity_val_steps": 0,
 }
 _NOT_LOOKED_AT = ("callbacks", "plugins", "logger", "limit_train_batches")  # of a Trainer that only shows optimisers
+_LOADERS = ("train_dataloader", "val_dataloader")
 _ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
 
 
@@ -64,12 +64,14 @@ def lightning_fit(
     reset: Literal["round", "never"] = "round",
     buffers: Literal["refuse", "local", "average"] = "refuse",
     shuffle: bool = True,
+    ignore_hooks: Sequence[str] = (),
     **trainer_arguments: Any,
 ) -> LocalSolver:
     r"""Return a local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
 
     Every client gets a copy of the module with its own start, and a `DataLoader` over its rows that gives the
-    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers. The added
+    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers; or the loader or
+    data module that it has, as it is, see `ft.data.from_loaders` and `from_datamodules`. The added
     `Quadratic` enters as its gradient λx − h, once in each optimiser step, after accumulation and before
     clipping; the value of a closure does not contain it. Random draws come from torch's, numpy's and Python's
     generators, seeded from the client's key: reproducible, but not the draws of `gradient_descent`.
@@ -86,7 +88,8 @@ def lightning_fit(
     Args:
         module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
             never sent.
-        batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders have
+            batches of their own, and an order.
         drop_last: whether the last minibatch of an epoch is left out if it is smaller. Clients with fewer rows than
             `batch_size` are refused.
         rounds: how many the run has, where `configure_optimizers` asks its trainer how long training is: for a schedule
@@ -98,6 +101,8 @@ def lightning_fit(
             raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
             too.
         shuffle: whether each epoch goes through the rows in a new order.
+        ignore_hooks: "train_dataloader" leaves that of the module alone, which is refused otherwise; its
+            `val_dataloader` is what the Trainers validate on.
         trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
             Callbacks and plugins are copied for each client.
 
@@ -125,6 +130,7 @@ def lightning_fit(
     check_drop_last(drop_last, batch_size)
     if rounds not in (None, "each") and (not isinstance(rounds, int) or rounds < 1):
         raise ValueError(f"Expected rounds to be a whole number of at least 1, or 'each', but got {rounds!r}")
+    refuse_own_loaders(module, ignore_hooks, ["train_dataloader"])
     fit = _Fit(module, batch_size, drop_last, rounds, buffers, shuffle, trainer_arguments)
     return LocalSolver(
         solve=fit.solve,
@@ -189,15 +195,9 @@ class _Fit:
     """The solver's fixed parts."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        batch_size: int | None,
-        drop_last: bool,
-        rounds: int | Literal["each"] | None,
-        buffers: str,
-        shuffle: bool,
-        arguments: dict[str, Any],
-    ) -> None:
+        self, module: nn.Module, batch_size: int | None, drop_last: bool, rounds: int | Literal["each"] | None,
+        buffers: str, shuffle: bool, arguments: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.module = copy.deepcopy(module)
         self._original, self._examined = weakref.ref(module), False
         self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
@@ -212,21 +212,19 @@ class _Fit:
         self._tried: StackedLoss | None = None
         if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
             with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
-                self._tried = StackedLoss(Objective(training_copy(module)), self.trained, [], batched=False)
+                self._tried = StackedLoss(Objective(training_copy(module, _LOADERS)), self.trained, [], batched=False)
 
     def prepare(self, data: Any) -> Any:
         """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
         if isinstance(data, ClientLoaders):  # no batch is read before its time
             check_settings(self.batch_size, shuffle=None if self.shuffle else False, drop_last=self.drop_last or None)
             return data
-        if self.drop_last:
-            check_whole_batches(data.count, self.batch_size)
+        one_row = None
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
-                if not self.drop_last and self.limit is None:
-                    one_row = partial(failure_on_one_row, self._tried, data, self.parameters)
-                    check_batches_of_one(data.count, self.batch_size, self._steps, one_row)
+                one_row = None if self.limit else partial(failure_on_one_row, self._tried, data, self.parameters)
+        check_last_batches(data.count, self.batch_size, self.drop_last, self._steps, one_row)
         return data
 
     def batches(self, count: Tensor) -> Tensor:
