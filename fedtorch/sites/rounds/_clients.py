@@ -56,7 +56,13 @@ class RemoteClients:
 
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
+            ValueError: the turn holds learning rates or a limit, which are the sites' own.
         """
+        if turn.rates is not None or turn.limit is not None:
+            raise ValueError(
+                "Expected a round in which sites train as their configuration says, but got learning rates or a limit "
+                "of minibatches for them; say them to the local solver, which the sites run too"
+            )
         self.over = False
         pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
         return pending._replace(bytes_up=moved.up, bytes_down=moved.down)
