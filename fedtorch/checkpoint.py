@@ -26,6 +26,7 @@ import dis
 import functools
 import hashlib
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,31 @@ def read(path: Path | str) -> dict[str, Tensor]:
         return safetensors.torch.load(Path(path).read_bytes())
     except SafetensorError as error:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+
+
+def read_run(path: Path | str) -> dict[str, Tensor]:
+    """Read the tensors of a run, from its own file or from the checkpoint of a Trainer of a `Federation`.
+
+    Raises:
+        ValueError: `path` is empty or a folder, or the file is damaged or something else.
+    """
+    if not str(path) or Path(path).is_dir():
+        raise ValueError(
+            f"Expected the path of a checkpoint, but got {str(path)!r}; a ModelCheckpoint has one in best_model_path "
+            "when something has been saved"
+        )
+    if not zipfile.is_zipfile(path):
+        return read(path)
+    from fedtorch.checkpoint_io import PlainCheckpointIO  # which imports Lightning
+
+    content = PlainCheckpointIO().load_checkpoint(path)
+    flat = content.get("state_dict", {}).get("_extra_state") if isinstance(content, dict) else None
+    if not isinstance(flat, dict):
+        raise ValueError(
+            f"Expected the checkpoint of a federation in {path}, but got that of another module; load it with its "
+            "class's load_from_checkpoint"
+        )
+    return flat
 
 
 def describe(value: Any) -> str:

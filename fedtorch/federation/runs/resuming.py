@@ -132,8 +132,8 @@ class Resumable:
         self.clients.meet()
 
     def load(self, path: Path | str, *, anyway: bool = False, joined: Literal["new"] | None = None) -> Self:
-        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
-        self.load_state_dict(checkpoint.read(path), anyway=anyway, joined=joined)
+        """Go on from what `save` or a Trainer wrote, and return itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read_run(path), anyway=anyway, joined=joined)
         return self
 
     def _check_rows(self, before: Mapping[str, Tensor], clients: int) -> None:

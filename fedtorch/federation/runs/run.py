@@ -232,7 +232,7 @@ class Run(Scored, Resumable):
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
         """
         holds = self._modules.of_server(self.outbox)
-        holds.check_whole()
+        holds.check_whole(self._modules.module)
         return functional.load(self._modules.module, holds.tensors)
 
     evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference

@@ -77,7 +77,7 @@ class VerticalRun:
         self.recorders: tuple[Recorder, ...] = ()
 
     def __repr__(self) -> str:
-        return run_line(type(self).__name__, self)
+        return run_line(type(self).__name__, self, "parties")
 
     def step(self) -> Round:
         """Do one iteration."""
