@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
-from support.sites import offers
+from support.sites import Carried, offers
 
 import fedtorch as ft
 from fedtorch import checkpoint
 from fedtorch.protocol.versions import runs
-from fedtorch.sites import Remote, Roster, connect, join, serve
+from fedtorch.sites import Remote, Roster, connect, join, secure, serve
+from fedtorch.sites.carry import masked
 from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds import past_sums, sites as meeting
 
@@ -47,19 +49,20 @@ def gtv(nodes: int) -> ft.Algorithm:
 class Server:
     """Of sites in this process, the first three of which are there from the beginning."""
 
-    def __init__(self, folder: Path | None, make: Make = scaffold, settings: Any = None) -> None:
+    def __init__(self, folder: Path | None, make: Make = scaffold, settings: Any = None, **hidden: Any) -> None:
         brought = offers(DATA, make, sites=4)
         self.last, self.make, self.settings, self.folder = brought.pop("d"), make, settings, folder
-        self.host = Loopback(brought, folder)
+        self.host, self.hidden = Loopback(brought, folder, certified("abcd").identities if hidden else None), hidden
 
     def run(self, settings: Any = None, **more: Any) -> ft.Run:
         asked, settings = list(self.host.brought), settings or self.settings
-        population = Remote(self.host, asked, "it", settings, **{"seconds": 0.2, "quorum": 1.0, **more})
+        population = Remote(self.host, asked, "it", settings, **{"seconds": 0.2, "quorum": 1.0, **self.hidden, **more})
         return ft.Run(self.make(**(settings or {})), population, seed=3)
 
     def take_in(self) -> None:
         """The fourth site comes."""
-        self.host.brought["d"] = replace(self.last, policy=self.last.policy._replace(remember_sums=False))
+        kept = self.folder is not None
+        self.host.brought["d"] = replace(self.last, policy=self.last.policy._replace(remember_sums=kept))
         if self.folder is not None:
             past_sums.begin(self.folder / "d")
         self.host.start("d")
@@ -165,6 +168,28 @@ def test_a_fourth_site_joins(make: Make, killed: bool, memory: bool, tmp_path: P
         assert run.step().ids.tolist() == list(range(6))
     run.save(file)
     assert server.run(withdrawals=True).load(file).number == run.number
+
+
+def test_a_site_joins_sums_under_masks(tmp_path: Path) -> None:
+    """It announces its keys to the others, which go on with theirs; numbers are rounded to those of the grid."""
+    make = Carried(scaffold, masked(secure.Grid(30, 2.0**20), dropouts=0))
+    server, file = (
+        Server(tmp_path, make, carry=make.carry, roster=certified("abcd").roster),
+        tmp_path / "run.safetensors",
+    )
+    few = server.run()
+    few.step()
+    few.save(file)
+    server.take_in()
+    run = server.run().load(file, joined="new")
+    here = ft.Run(scaffold(), ft.InProcess(DATA.select(range(6))), seed=3)
+    here.step()
+    wanted = ft.Run(scaffold(), ft.InProcess(DATA), seed=3)
+    wanted.load_state_dict(here.state_dict(), joined="new")
+    for each in (run, wanted):
+        list(each.rounds(2))
+    assert run.last.ids.tolist() == list(range(8))
+    assert distance(run.server, wanted.server) < len(DATA) * 2.0**-30  # a grid's step for each client
 
 
 def test_a_site_joins_a_network(tmp_path: Path) -> None:
