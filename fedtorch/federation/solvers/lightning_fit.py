@@ -26,6 +26,7 @@ from fedtorch._untrained import refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
@@ -123,6 +124,7 @@ def lightning_fit(
             "reset": reset,
             "buffers": buffers,
             "shuffle": shuffle,
+            **configured_settings(fit.module),
             **trainer_arguments,
         },
     )
