@@ -85,8 +85,8 @@ class RemoteClients:
                 "got other rows; clients in no site are scored with unseen=True"
             )
         nobody = torch.zeros(len(data), dtype=torch.bool)
-        here = self.session.local.evaluate_parts(outbox, data, function, nobody)
-        return self._drive(totals.scores(self.session, outbox, tree.take(here[1][0], slice(0, 0))))[0]
+        parts = self.session.local.evaluate_parts(outbox, data, function, nobody)
+        return self._drive(totals.scores(self.session, outbox, tree.take(parts[1][0], slice(0, 0))))[0]
 
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
         session = self.session
