@@ -33,6 +33,8 @@ LAYERS = (
         "wire",
         "metrics",
         "module_randomness",
+        "drawing_modules",
+        "step_draws",
         "stacked_layers",
         "expected",
         "history",

@@ -23,6 +23,7 @@ from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
+from fedtorch.step_draws import StepKeys
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
@@ -195,7 +196,7 @@ class _Stack:
         self.descent, self.state = descent, state
         self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
         drawn = descent.loss.random or not descent.loss.batched
-        self.key = random.fold_in(key, MODULE) if drawn else key
+        self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
         self.buffers = tensors
@@ -228,7 +229,7 @@ class _Stack:
             answers["current_epoch"] = position // per_epoch if same_epochs else None
             batch = batches[t]
             losses, logs, self.buffers, gradients, recorded = loss.gradients(
-                self.tensors, self.buffers, batch, t, self.key
+                self.tensors, self.buffers, batch, t, self.keys
             )
             self._descend(t, gradients)
             seen.add(t, {**logs, "loss": losses}, recorded, batch)
@@ -280,7 +281,7 @@ class _Stack:
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
-            rates[total].to(self.key.device),
+            rates[total].to(self.keys.keys.device),
             info,
         )
 

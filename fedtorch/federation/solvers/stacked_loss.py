@@ -10,12 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedtorch import functional, random, stacked_layers, tree
+from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
+from fedtorch.drawing_modules import DrawingModules, Interception
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
-from fedtorch.module_randomness import KeyedRandomness, drawn_if_random
+from fedtorch.module_randomness import drawn_if_random
+from fedtorch.step_draws import Draws, StepKeys
 from fedtorch.tree import Tree
 
 # Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
@@ -62,6 +64,7 @@ class StackedLoss:
         self.told: list[str] = []  # names of what the module logged last
         if batched:
             stacked_layers.adapt(objective.module)
+        self.drawing = DrawingModules(objective.module)
         self._swap = functional.Swap(objective.module, [*tensors, *buffers])
         self._captured = CapturedStep()
 
@@ -77,7 +80,7 @@ class StackedLoss:
         return "there are stacked buffers" if self.buffers else None
 
     def gradients(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, keys: StepKeys
     ) -> Gradients:
         """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
 
@@ -86,36 +89,41 @@ class StackedLoss:
             buffers: the stacked buffers.
             batch: the clients' minibatches.
             index: of the step.
-            key: `(K,)` the clients' keys for the module's draws.
+            keys: the clients' for the module's draws.
         """
         values = [*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers)]
         with _short_products() if self.precision == "tf32" else nullcontext():
             if not self.batched:
-                return self._one_by_one(values, batch, index, key)
+                return self._one_by_one(values, batch, index, keys[index])
             flat = [*values, *batch.leaves]
             if batch.weights is not None:
                 flat.append(batch.weights)
-            step = partial(self.step, batch.rows, key if self.random else None)
+            step = partial(self.step, batch.rows, keys[index] if self.random else None)
             return step(index, *flat) if self.eager else self._captured(step, *flat)
 
-    def step(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
+    def step(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
         """Return `gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
 
         Args:
             rows: their structure.
-            key: `(K,)` of the module's draws; None if it draws none.
+            draws: the module's; None if it draws nothing.
             index: of the step.
             flat: `(K, ...)` each.
         """
+        step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
+        if draws is None:
+            return step(nullcontext())
+        return self.drawing.drawn(step, draws.together())
+
+    def _step(
+        self, rows: Tree, index: int, flat: Sequence[Tensor], randomness: str, interception: Interception
+    ) -> Gradients:
         trained = len(self.tensors)
         with torch.enable_grad():
             trainable = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
             whole = [*trainable, *flat[trained:]]
-            with (
-                self._cast(flat[0].device),
-                nullcontext() if key is None else KeyedRandomness(random.fold_in(key, index)),
-            ):
-                losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
+            with self._cast(flat[0].device), interception:
+                losses, *others = self.stacked(whole, rows, index, randomness)
             gradients = _gradients(losses, trainable)
         logs, last = dict(zip(self.told, others)), len(others) - len(self.buffers)
         new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
@@ -146,32 +154,36 @@ class StackedLoss:
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
+    def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, draws: Draws) -> Gradients:
         """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, every, recorded = random.fold_in(key, index), [], [], []
-        later = random.fold_in(keys, _BACKWARD) if self.random else keys
+        replies, every, recorded = [], [], []
+        later = draws.calls[:, _BACKWARD] if self.random else draws.keys
         each = list(zip(*(value.detach().unbind() for value in values)))
         active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
         for k in active:
             rows = tree.map(lambda leaf, k=k: leaf[k, : sizes[k]], batch.rows)
-            alone = partial(self._alone, each[k], rows, index, keys[k] if self.random else None)
-            loss, logs, new, gradients = drawn_if_random(alone, later[k])
+            alone = partial(self._alone, each[k], rows, index)
+            if self.random:
+                result = self.drawing.drawn(alone, draws.alone(k), later[k])
+            else:
+                result = drawn_if_random(partial(alone, nullcontext()), later[k])
+            loss, logs, new, gradients = result
             replies.append((loss.detach(), logs, new))
             every.append(gradients)
             recorded.append(self.objective.recorded)
-        losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
-        gradients = [_spread(each, active, len(keys)) for each in zip(*every)]
+        losses, logs, new = tree.map(lambda *each: _spread(each, active, len(later)), *replies)
+        gradients = [_spread(each, active, len(later)) for each in zip(*every)]
         arguments = [dict(zip(active, each)) for each in zip(*recorded)]
         return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients, arguments
 
     def _alone(
-        self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
+        self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """Return one client's (loss, logs, new buffers, gradients), drawn from a key; its tensors stay as they are."""
+        """Return one client's (loss, logs, new buffers, gradients); its tensors stay as they are."""
         count = len(self.tensors)
         trained = [value.detach().requires_grad_() for value in values[:count]]
         with torch.enable_grad():
-            with self._cast(values[0].device), nullcontext() if key is None else KeyedRandomness(key):
+            with self._cast(values[0].device), interception:
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             return loss, logs, new, _gradients(loss, trained)
 
