@@ -13,10 +13,10 @@ from then on. Whether anything else has drawn is seen by torch's global generato
 ...     first = net(x)
 >>> drawing.parts
 [Dropout(p=0.5, inplace=False)]
->>> def forward(interception):
+>>> def forward(_, interception):
 ...     with interception:
 ...         return net(x)
->>> torch.equal(drawing.drawn(forward, KeyedRandomness(random.key(0))), first)
+>>> torch.equal(drawing.drawn(forward, [KeyedRandomness(random.key(0))])[0], first)
 True
 """
 
@@ -71,31 +71,38 @@ class DrawingModules:
 
     def drawn(
         self,
-        function: Callable[[Interception], T],
-        interception: KeyedRandomness,
-        backward: Tensor | None = None,
-    ) -> T:
-        """Return `function(interception)`, which enters what it is given around the module's forward pass.
+        each: Callable[[int, Interception], T],
+        interceptions: Sequence[KeyedRandomness],
+        backward: Sequence[Tensor] | None = None,
+    ) -> list[T]:
+        """Return `each(i, interception)` of each interception, which is entered around the module's forward pass.
 
         Args:
-            function: which gives the same again when it is called twice.
-            interception: draws for the forward pass.
-            backward: the key of other draws; None intercepts none.
+            each: which gives the same again when it is called twice.
+            interceptions: draw for the forward passes.
+            backward: keys of other draws, one to each; None intercepts none.
         """
         if self.parts is None:
-            whole = lambda: function(interception)
-            return whole() if backward is None else drawn_if_random(whole, backward)
+            alone = [partial(each, i, interception) for i, interception in enumerate(interceptions)]
+            return (
+                [drawn_if_random(one, key) for one, key in zip(alone, backward)] if backward else [f() for f in alone]
+            )
+        parts = self.parts
 
-        def again() -> tuple[T, bool]:
-            everything, before = interception.anew(), interception.calls
-            with nullcontext() if backward is None else KeyedRandomness(backward) as other:
-                result = function(everything)
-            if everything.calls > before:
+        def again() -> tuple[list[T], bool]:
+            whole = [interception.anew() for interception in interceptions]
+            others = [KeyedRandomness(key) for key in backward or ()]
+            results = []
+            for i, interception in enumerate(whole):
+                with others[i] if others else nullcontext():
+                    results.append(each(i, interception))
+            if any(new.calls > old.calls for new, old in zip(whole, interceptions)):
                 self.parts = None
-            return result, everything.calls > before or (other is not None and other.calls > 0)
+            return results, self.parts is None or any(other.calls for other in others)
 
-        some = _wrapped(self.parts, partial(_inside, interception))
-        return unless_drawn(lambda: function(some), again, interception.keys.device)
+        some = [_wrapped(parts, partial(_inside, interception)) for interception in interceptions]
+        every = lambda: [each(i, context) for i, context in enumerate(some)]
+        return unless_drawn(every, again, interceptions[0].keys.device)
 
 
 def _inside(

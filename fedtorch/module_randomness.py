@@ -152,11 +152,28 @@ def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
         True
     """
 
-    def again() -> tuple[T, bool]:
-        with KeyedRandomness(key) as intercepted:
-            return function(), intercepted.calls > 0
+    return each_drawn_if_random(lambda _: function(), [key])[0]
 
-    return unless_drawn(function, again, key.device)
+
+def each_drawn_if_random(function: Callable[[int], T], keys: Sequence[Tensor]) -> list[T]:
+    """Return `drawn_if_random` of `function(0)`, `function(1)`, …, of as many clients as there are keys, by one look.
+
+    Example:
+        >>> keys, dropout = random.fold_in(random.key(0), torch.arange(2)), torch.nn.Dropout()
+        >>> several = each_drawn_if_random(lambda client: dropout(torch.ones(8)), keys.unbind())
+        >>> torch.equal(several[1], drawn(lambda: dropout(torch.ones(8)), keys[1]))
+        True
+    """
+
+    def again() -> tuple[list[T], bool]:
+        calls, results = 0, []
+        for client, key in enumerate(keys):
+            with KeyedRandomness(key) as intercepted:
+                results.append(function(client))
+            calls += intercepted.calls
+        return results, calls > 0
+
+    return unless_drawn(lambda: [function(client) for client in range(len(keys))], again, keys[0].device)
 
 
 def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]], device: torch.device) -> T:

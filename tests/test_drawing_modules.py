@@ -50,11 +50,11 @@ MODULES = {
 
 
 def intercepted(drawing: DrawingModules, function, interception: KeyedRandomness) -> Tensor:
-    def forward(context) -> Tensor:
+    def forward(_: int, context) -> Tensor:
         with context:
             return function()
 
-    return drawing.drawn(forward, interception)
+    return drawing.drawn(forward, [interception])[0]
 
 
 def observed(module: nn.Module) -> DrawingModules:
@@ -147,14 +147,17 @@ def test_draws_of_backward_passes_have_a_key_of_their_own():
     module = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
     drawing = observed(module)
 
-    def step(context) -> Tensor:
-        x = X[0].clone().requires_grad_()
+    def step(client: int, context) -> Tensor:
+        x = X[client].clone().requires_grad_()
         with context:
             loss = Noisy.apply(module(x)).sum()
         return torch.autograd.grad(loss, x)[0]
 
-    with KeyedRandomness(KEYS[1]):
-        expected = step(KeyedRandomness(KEYS[0]))
+    expected, later = [], random.fold_in(KEYS, 1)
+    for client, key in enumerate(KEYS):
+        with KeyedRandomness(later[client]):
+            expected.append(step(client, KeyedRandomness(key)))
     for _ in range(2):
-        assert torch.equal(drawing.drawn(step, KeyedRandomness(KEYS[0]), KEYS[1]), expected)
+        got = drawing.drawn(step, [KeyedRandomness(key) for key in KEYS], later.unbind())
+        assert torch.equal(torch.stack(got), torch.stack(expected))
     assert drawing.parts  # the forward pass draws where it is known to

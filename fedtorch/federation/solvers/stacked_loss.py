@@ -16,7 +16,7 @@ from fedtorch.drawing_modules import DrawingModules, Interception
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
-from fedtorch.module_randomness import drawn_if_random
+from fedtorch.module_randomness import each_drawn_if_random
 from fedtorch.step_draws import Draws, StepKeys
 from fedtorch.tree import Tree
 
@@ -113,7 +113,7 @@ class StackedLoss:
         step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
         if draws is None:
             return step(nullcontext())
-        return self.drawing.drawn(step, draws.together())
+        return self.drawing.drawn(lambda _, interception: step(interception), [draws.together()])[0]
 
     def _step(
         self, rows: Tree, index: int, flat: Sequence[Tensor], randomness: str, interception: Interception
@@ -156,36 +156,40 @@ class StackedLoss:
 
     def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, draws: Draws) -> Gradients:
         """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
-        replies, every, recorded = [], [], []
-        later = draws.calls[:, _BACKWARD] if self.random else draws.keys
         each = list(zip(*(value.detach().unbind() for value in values)))
-        active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
-        for k in active:
-            rows = tree.map(lambda leaf, k=k: leaf[k, : sizes[k]], batch.rows)
-            alone = partial(self._alone, each[k], rows, index)
-            if self.random:
-                result = self.drawing.drawn(alone, draws.alone(k), later[k])
-            else:
-                result = drawn_if_random(partial(alone, nullcontext()), later[k])
-            loss, logs, new, gradients = result
-            replies.append((loss.detach(), logs, new))
-            every.append(gradients)
-            recorded.append(self.objective.recorded)
-        losses, logs, new = tree.map(lambda *each: _spread(each, active, len(later)), *replies)
-        gradients = [_spread(each, active, len(later)) for each in zip(*every)]
+        leaves = list(zip(*(leaf.unbind() for leaf in batch.leaves)))
+        active, sizes, width = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist(), batch.leaves[0].shape[1]
+
+        def one(i: int, interception: Interception) -> tuple[Any, ...]:
+            k = active[i]
+            parts = leaves[k] if sizes[k] == width else [leaf[: sizes[k]] for leaf in leaves[k]]
+            return self._alone(each[k], tree.refill(batch.rows, parts), index, interception)
+
+        if self.random:
+            backward = draws.calls[:, _BACKWARD].unbind()
+            results = self.drawing.drawn(one, [draws.alone(k) for k in active], [backward[k] for k in active])
+        else:
+            keys = draws.keys.unbind()
+            results = each_drawn_if_random(lambda i: one(i, nullcontext()), [keys[k] for k in active])
+        every, recorded, replies = zip(*((gradients, said, reply) for gradients, said, *reply in results))
+        spread = partial(_spread, at=active, count=len(each))
+        with torch.no_grad():
+            losses, logs, new = tree.map(lambda *each: spread(each), *map(tuple, replies))
+            stacked = [spread(each) for each in zip(*every)]
         arguments = [dict(zip(active, each)) for each in zip(*recorded)]
-        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients, arguments
+        return losses, logs, dict(zip(self.buffers, new)), stacked, arguments
 
     def _alone(
         self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception
-    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """Return one client's (loss, logs, new buffers, gradients); its tensors stay as they are."""
+    ) -> tuple[Sequence[Tensor | None], Sequence[Any], Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
+        """Return one client's (gradients, metrics' arguments, loss, logs, new buffers); its tensors stay as is."""
         count = len(self.tensors)
         trained = [value.detach().requires_grad_() for value in values[:count]]
         with torch.enable_grad():
             with self._cast(values[0].device), interception:
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
-            return loss, logs, new, _gradients(loss, trained)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return gradients, self.objective.recorded, loss.detach(), logs, new
 
 
 class RoundLogs:
@@ -252,9 +256,9 @@ def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:
     if some is None:
         return None
     if len(at) == count and all(value is not None for value in each):
-        return torch.stack([value.detach() for value in each if value is not None])
+        return torch.stack(each)  # type: ignore[arg-type]
     whole = some.new_zeros(count, *some.shape)
     for k, value in zip(at, each):
         if value is not None:
-            whole[k] = value.detach()
+            whole[k] = value
     return whole
