@@ -120,7 +120,7 @@ def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Non
 
 def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
     """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part."""
-    loose = ("history.", "recorders.", "fingerprint", "clients.record")  # which check their own
+    loose = ("history.", "recorders.", "fingerprint", "module", "clients.record")  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
     if any(not name.startswith(loose) for name in missing | other):
         raise ValueError(

@@ -30,7 +30,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedtorch.module_randomness import KeyedRandomness, drawn_if_random, dropped, unless_drawn
+from fedtorch.module_randomness import KeyedRandomness, dropped
+from fedtorch.watched_generators import drawn_if_random, unless_drawn
 
 T = TypeVar("T")
 Interception = AbstractContextManager[Any]

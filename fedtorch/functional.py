@@ -38,6 +38,16 @@ def buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: b.detach().clone() for name, b in module.named_buffers()}
 
 
+def tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return all parameters and buffers by name, the module's own.
+
+    Example:
+        >>> list(tensors(nn.Sequential(nn.Linear(1, 1, bias=False), nn.BatchNorm1d(1, affine=False))))
+        ['0.weight', '1.running_mean', '1.running_var', '1.num_batches_tracked']
+    """
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
 def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Split named tensors in two: (those that match a pattern, the rest).
 

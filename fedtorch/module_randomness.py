@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,6 @@ from fedtorch import random
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
-T = TypeVar("T")
 Draw = Callable[..., Tensor]  # (keys, shape of a row, ...) -> rows
 
 
@@ -125,100 +124,6 @@ class KeyedRandomness(TorchDispatchMode):
         if tuple(shape[: len(clients)]) != clients:
             raise _misplaced(fn, clients, shape)
         return tuple(shape[len(clients) :])
-
-
-def drawn(function: Callable[[], T], key: Tensor) -> T:
-    """Return `function()`, its random operations drawn from one client's key."""
-    with KeyedRandomness(key):
-        return function()
-
-
-def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
-    """Return `drawn(function, key)` of a function that is expected not to draw, at the price of calling it.
-
-    It is called without interception, and once more with it if torch's global generators have moved, which are then
-    put back to where they were. Generators of the module's own are not watched.
-
-    Args:
-        function: which gives the same again when it is called twice.
-        key: of one client, `()`.
-
-    Example:
-        >>> before, dropout = torch.get_rng_state(), torch.nn.Dropout()
-        >>> some = drawn_if_random(lambda: dropout(torch.ones(8)), random.key(0))
-        >>> torch.equal(some, drawn(lambda: dropout(torch.ones(8)), random.key(0)))
-        True
-        >>> torch.equal(torch.get_rng_state(), before)
-        True
-    """
-
-    return each_drawn_if_random(lambda _: function(), [key])[0]
-
-
-def each_drawn_if_random(function: Callable[[int], T], keys: Sequence[Tensor]) -> list[T]:
-    """Return `drawn_if_random` of `function(0)`, `function(1)`, …, of as many clients as there are keys, by one look.
-
-    Example:
-        >>> keys, dropout = random.fold_in(random.key(0), torch.arange(2)), torch.nn.Dropout()
-        >>> several = each_drawn_if_random(lambda client: dropout(torch.ones(8)), keys.unbind())
-        >>> torch.equal(several[1], drawn(lambda: dropout(torch.ones(8)), keys[1]))
-        True
-    """
-
-    def again() -> tuple[list[T], bool]:
-        calls, results = 0, []
-        for client, key in enumerate(keys):
-            with KeyedRandomness(key) as intercepted:
-                results.append(function(client))
-            calls += intercepted.calls
-        return results, calls > 0
-
-    return unless_drawn(lambda: [function(client) for client in range(len(keys))], again, keys[0].device)
-
-
-def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]], device: torch.device) -> T:
-    """Return `function()`, or what `again` returns where torch's global generators have moved in it.
-
-    Args:
-        function: which gives the same again when it is called twice.
-        again: computes the same with other draws, and says whether there were any, which puts the generators back;
-            otherwise another thread has moved them. It is asked at once where a device's generators cannot be read.
-        device: of the tensors.
-
-    Example:
-        >>> before = torch.get_rng_state()
-        >>> unless_drawn(lambda: torch.rand(()), lambda: (random.uniform(random.key(0)), True), torch.device("cpu"))
-        tensor(0.3990)
-        >>> torch.equal(torch.get_rng_state(), before)
-        True
-    """
-    if device.type not in ("cpu", "cuda"):
-        return again()[0]
-    generators = _global_generators(device)
-    before = [generator.get_state() for generator in generators]
-    result = function()
-    if all(torch.equal(_words(g.get_state()), _words(state)) for g, state in zip(generators, before)):
-        return result
-    drew = True
-    try:
-        result, drew = again()
-    finally:
-        if drew:
-            for generator, state in zip(generators, before):
-                generator.set_state(state)
-    return result
-
-
-def _global_generators(device: torch.device) -> list[torch.Generator]:
-    """Return those which operations on tensors of the CPU and of a device draw from."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    return generators
-
-
-def _words(state: Tensor) -> Tensor:
-    return state.view(torch.int64)  # compared eight times as fast as bytes
 
 
 AHEAD = 8  # calls whose keys are made at a time: eight cost little more than one

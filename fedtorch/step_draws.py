@@ -76,6 +76,11 @@ class Draws:
         """Return the draws of all clients stacked."""
         return KeyedRandomness(self.keys, self.calls)
 
+    def some(self, clients: Tensor) -> Draws:
+        """Return the draws of some of the clients."""
+        at = clients.to(self.keys.device)
+        return Draws(self.keys[at], self.calls[at])
+
     def alone(self, client: int) -> KeyedRandomness:
         """Return the draws of one client, made with those of the next ones, which are expected to draw the same."""
         return _AmongOthers(self, client)

@@ -155,3 +155,135 @@ def test_fused_attention_of_gradients_inside():
     q = drawn(1, CLIENTS, ROWS, 2, STEPS, 3)
     slope = torch.func.grad(lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos()).square().sum())
     torch.testing.assert_close(vmap(slope)(q), torch.stack([slope(each) for each in q]))
+
+
+def test_a_mask_that_is_trained_has_its_gradient():
+    """Relative positions are added to the scores, and the CPU's fused attention has no gradient of what is added."""
+    x, bias = drawn(80, CLIENTS, ROWS, 2, STEPS, SIZE), drawn(81, CLIENTS, 2, STEPS, STEPS).requires_grad_()
+    outputs = vmap(lambda x, bias: F.scaled_dot_product_attention(x, x, x, bias[None]))(x, bias)
+    alone = torch.stack([F.scaled_dot_product_attention(x[k], x[k], x[k], bias[k][None]) for k in range(CLIENTS)])
+    torch.testing.assert_close(outputs, alone, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(*(gradients([o], [bias]) for o in (outputs, alone)), rtol=1e-12, atol=1e-12)
+
+
+READERS = {
+    "bool": lambda x: 2 * x if (x > 0).all() else x,
+    "float_as_bool": lambda x: x if x.sum() else x + 1,
+    "int": lambda x: x * int(x.sum().long()),
+    "bool_as_int": lambda x: x * int((x > 0).all()),
+    "index": lambda x: [x, 2 * x, 3 * x, 4 * x][x[0].long()],
+    "item": lambda x: x * x.argmax().item(),
+    "one": lambda x: x * x.argmax()[None].item(),
+    "tolist": lambda x: x * sum(x.long().tolist()),
+    "equal": lambda x: x if torch.equal(x, x.flip(0)) else x + 5,
+    "twice": lambda x: (x if x[0] > x[1] else -x) if (x > 0).all() else 3 * x,
+    "of_all": lambda x: x if torch.ones(2).all() else -x,
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_clients_take_the_branches_that_they_take_alone(name):
+    x = torch.tensor([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0], [2.0, 2.0], [1.0, 2.0]])
+    groups = []
+
+    def evaluate(at):
+        some = x if at is None else x[at]
+        with stacked_layers.ReadsValues() as values:
+            result = vmap(READERS[name])(some)
+        groups.append((len(some), values.count))
+        return result
+
+    result = stacked_layers.by_branches(evaluate, lambda parts, places: torch.cat(parts)[places])
+    assert torch.equal(result, torch.stack([READERS[name](row) for row in x]))
+    assert sum(size for size, _ in groups) == len(x)  # and nobody more than once
+    assert (groups[0] == (5, 0)) == (name == "of_all")
+
+
+@pytest.mark.parametrize(
+    "reads", [lambda x: x * x.sum().item(), lambda x: x if vmap(lambda v: v * bool(v > 0))(x).all() else -x]
+)
+def test_numbers_of_floats_and_values_of_examples_stay_refused(reads):
+    with stacked_layers.ReadsValues(), pytest.raises(RuntimeError, match="vmap"):
+        vmap(reads)(torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("weighed", [False, True])
+def test_integers_are_counted_for_each_client(weighed):
+    values = random.randint(random.key(0), 5, (CLIENTS, 2, 9))
+    weights = drawn(1, CLIENTS, 2, 9) if weighed else None
+    run = lambda x, w: torch.bincount(x, w, minlength=6)
+    dims = (0, 0 if weighed else None)
+    counts = vmap(vmap(run, dims), dims)(values, weights)
+    for k in range(CLIENTS):
+        for row in range(2):
+            alone = run(values[k, row], weights[k, row] if weighed else None)
+            assert torch.equal(counts[k, row], alone)
+
+
+@pytest.mark.parametrize(("values", "said"), [([[0, 5]], "0 to 5"), ([[-1, 0]], "-1 to 0")])
+def test_counts_of_several_lengths_are_refused(values, said):
+    with pytest.raises(RuntimeError, match=f"minlength=5, for all rows' counts have one length, but got {said}"):
+        vmap(lambda x: torch.bincount(x, minlength=5))(torch.tensor(values))
+
+
+def between(low, high, number, *shape):
+    return low + (high - low) * random.uniform(random.key(number), shape, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("module", "inputs"),
+    [
+        (nn.GRUCell(3, 4), [(ROWS, 3), (ROWS, 4)]),
+        (nn.RNNCell(3, 4), [(ROWS, 3), (ROWS, 4)]),
+        (nn.RNNCell(3, 4, nonlinearity="relu"), [(3,)]),
+        (nn.LSTMCell(3, 4, bias=False), [(ROWS, 3)]),
+        (nn.Bilinear(3, 2, 4), [(5, ROWS, 3), (5, ROWS, 2)]),
+        (nn.Bilinear(3, 2, 4, bias=False), [(3,), (2,)]),
+        (nn.utils.parametrizations.weight_norm(nn.Conv1d(3, 4, 2)), [(ROWS, 3, 6)]),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=1), [(ROWS, 3)]),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(3, 4), dim=None), [(ROWS, 3)]),
+        (nn.KLDivLoss(reduction="batchmean"), [(ROWS, 3), (ROWS, 3)]),
+        (nn.KLDivLoss(reduction="sum", log_target=True), [(ROWS, 3), (ROWS, 3)]),
+        (nn.PoissonNLLLoss(full=True), [(ROWS, 3), (ROWS, 3)]),
+        (nn.MarginRankingLoss(0.2), [(ROWS,), (ROWS,), (ROWS,)]),
+        (nn.TripletMarginLoss(), [(ROWS, 3), (ROWS, 3), (ROWS, 3)]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
+)
+def test_operations_made_of_others(module, inputs):
+    """At the speed of their parts, with the value and the gradients of each client alone."""
+    module = module.double()
+    tensors = clients_of(module)
+    rows = [between(0.5, 2, 60 + i, CLIENTS, *shape).requires_grad_() for i, shape in enumerate(inputs)]
+
+    def run(tensors, *rows):
+        result = functional_call(module, tensors, rows)
+        return result if isinstance(result, tuple) else (result,)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "There is a performance drop")
+        together = vmap(run)(tensors, *rows)
+    alone = [run(at(tensors, k), *(each[k] for each in rows)) for k in range(CLIENTS)]
+    alone = [torch.stack(each) for each in zip(*alone)]
+    leaves = [*tensors.values(), *rows]
+    for one, other in zip([*together, *gradients(together, leaves)], [*alone, *gradients(alone, leaves)]):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
+def test_masks_are_filled_by_assignment():
+    """`x[mask] = number` as attention that people write by hand has it."""
+
+    def attended(scores, mask):
+        scores = scores * 2
+        scores[mask] = -torch.inf
+        rest = torch.zeros_like(scores)
+        rest[mask.any(-1)] = torch.tensor(3.0)
+        return scores.softmax(-1) + rest
+
+    scores, mask = drawn(80, CLIENTS, 4, 5).requires_grad_(), drawn(81, CLIENTS, 4, 5) > 0.8
+    with stacked_layers.ReadsValues():
+        together = vmap(attended)(scores, mask)
+    alone = torch.stack([attended(scores[k], mask[k]) for k in range(CLIENTS)])
+    assert torch.equal(together, alone)
+    for one, other in zip(gradients([together], [scores]), gradients([alone], [scores])):
+        torch.testing.assert_close(one, other)

@@ -47,6 +47,14 @@ def test_clients_one_after_the_other_draw_their_own(sizes, numbers, monkeypatch)
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_some_of_the_clients_draw_the_same():
+    draws, dropout = StepKeys(KEYS)[2], torch.func.vmap(lambda x: F.dropout(x, 0.3), randomness="different")
+    with draws.together():
+        expected = dropout(torch.ones(5, 4))
+    with draws.some(torch.tensor([3, 0])).together():
+        assert torch.equal(dropout(torch.ones(2, 4)), expected[[3, 0]])
+
+
 def test_clients_draw_together_in_one_call_of_the_generator(monkeypatch):
     calls, draw = [], random.bernoulli
     monkeypatch.setattr(random, "bernoulli", lambda key, *rest: calls.append(len(key)) or draw(key, *rest))

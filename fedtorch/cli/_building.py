@@ -4,9 +4,6 @@
 Linear(in_features=2, out_features=1, bias=True)
 >>> built({"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}}).keywords  # the rest comes later
 {'lr': 0.1}
->>> check({"algorithm": {"class_path": "fedtorch.fedavgg"}})
-Traceback (most recent call last):
-ValueError: Expected a name in fedtorch as class_path of algorithm, but got 'fedavgg'; like it are fedavg, ...
 """
 
 from __future__ import annotations
@@ -19,43 +16,23 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 
-def check(value: Any, where: str = "") -> None:
-    """Refuse what the names of a configuration do not stand for, before anything is built.
-
-    Raises:
-        ValueError: a path to nothing, or an argument that its function does not take; the message says what there is.
-    """
-    for key, part in _parts(value):
-        check(part, f"{where}.{key}" if where else str(key))
-    if not _is_call(value) or "." not in str(value["class_path"]):
-        return  # the parser knows some classes by their last name, such as Lightning's callbacks
-    path = value["class_path"]
-    signature = _signature(named(path, where))
-    parameters = signature.parameters.values() if signature else ()
-    names = [p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    open_ended = signature is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
-    for name in value.get("init_args") or ():
-        if name not in names and not open_ended:
-            raise ValueError(f"Expected init_args of {path} in {where or 'the file'} among {names}, but got {name!r}")
-
-
 def built(value: Any, where: str = "") -> Any:
     """Return the value with every `class_path` in it called; one that lacks arguments becomes a `functools.partial`.
 
     Raises:
         ValueError: what was called refuses its arguments; the message says where in the configuration.
     """
-    parts = {key: built(part, f"{where}.{key}" if where else str(key)) for key, part in _parts(value)}
+    made = {key: built(part, f"{where}.{key}" if where else str(key)) for key, part in parts(value)}
     if isinstance(value, list):
-        return list(parts.values())
-    if not _is_call(value):
-        return parts if isinstance(value, Mapping) else value
-    function, arguments = named(value["class_path"], where), parts.get("init_args") or {}
-    arguments = {**arguments, **(parts.get("dict_kwargs") or {})}
-    signature = _signature(function)
+        return list(made.values())
+    if not is_call(value):
+        return made if isinstance(value, Mapping) else value
+    function, arguments = named(value["class_path"], where), made.get("init_args") or {}
+    arguments = {**arguments, **(made.get("dict_kwargs") or {})}
+    called = signature(function)
     try:
-        if signature is not None:
-            signature.bind(**arguments)
+        if called is not None:
+            called.bind(**arguments)
     except TypeError:
         return functools.partial(function, **arguments)
     try:
@@ -98,7 +75,7 @@ def _attribute(owner: Any, path: str, name: str, place: str) -> Any:
         raise ValueError(f"Expected a name in {path}{place}, but got {name!r}; like it are {', '.join(like)}") from None
 
 
-def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
+def signature(function: Callable[..., Any]) -> inspect.Signature | None:
     """Return the signature of a callable, None where it is written in C and has none."""
     try:
         return inspect.signature(function)
@@ -106,11 +83,13 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature | None:
         return None
 
 
-def _is_call(value: Any) -> bool:
+def is_call(value: Any) -> bool:
+    """Return whether a value of a configuration names something to be called."""
     return isinstance(value, Mapping) and "class_path" in value
 
 
-def _parts(value: Any) -> list[tuple[Any, Any]]:
+def parts(value: Any) -> list[tuple[Any, Any]]:
+    """Return what is directly within a value, by its key or place."""
     if isinstance(value, Mapping):
         return list(value.items())
     return list(enumerate(value)) if isinstance(value, list) else []

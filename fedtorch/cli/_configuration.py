@@ -19,7 +19,8 @@ from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveCon
 from torch import Tensor
 
 from fedtorch import _files as files
-from fedtorch.cli._building import built, check
+from fedtorch.cli._building import built
+from fedtorch.cli._names import check, check_keys, check_options
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep.algorithm import Factors
@@ -98,19 +99,33 @@ def federation(
     )
 
 
-def check_file(file: Path) -> None:
-    """Refuse keys that are none, and what the names in a configuration file do not stand for.
+KEYS = [name for name in inspect.signature(federation).parameters if name != "seed"] + ["trainer", "seed_everything"]
+
+
+def check_file(file: Path) -> dict[str, Any]:
+    """Refuse keys that are none, and what the names in a configuration file do not stand for; return its content.
 
     Raises:
         ValueError: the message says what there is.
     """
     content = yaml.safe_load(file.read_text())
-    keys = [*inspect.signature(federation).parameters, "trainer", "seed_everything", "ckpt_path", "verbose"]
-    keys.remove("seed")
-    unknown = [key for key in content if key.split(".")[0] not in keys] if isinstance(content, dict) else [content]
-    if unknown:
-        raise ValueError(f"Expected keys among {keys} in {file}, but got {unknown[0]!r}")
+    check_keys(content, [*KEYS, "ckpt_path", "verbose"], file)
+    given = content.get("population")
+    if isinstance(given, dict) and "class_path" not in given:  # the arguments of the default
+        content["population"] = {"class_path": "fedtorch.InProcess", "init_args": given.get("init_args", given)}
     check(content)
+    return content
+
+
+def merged(one: Any, other: Any) -> Any:
+    """Return a content with that of a later file over it.
+
+    >>> merged({"cohort": 3, "trainer": {"max_epochs": 1}}, {"trainer": {"logger": False}})
+    {'cohort': 3, 'trainer': {'max_epochs': 1, 'logger': False}}
+    """
+    if not (isinstance(one, dict) and isinstance(other, dict)):
+        return other
+    return {**one, **{key: merged(one.get(key), value) for key, value in other.items()}}
 
 
 class FederationCLI(LightningCLI):
@@ -146,9 +161,16 @@ class FederationCLI(LightningCLI):
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, after a look at the names in the files."""
+        """Parse, after a look at the names in the files and those of the options."""
+        content = {**dict.fromkeys(KEYS), "population": {"class_path": "fedtorch.InProcess"}}
         for file in _files(args):
-            check_file(file)
+            content = merged(content, check_file(file))
+        hidden = self.subcommands()[self.command]
+        of_method = inspect.signature(getattr(L.Trainer, self.command)).parameters.keys() - hidden - {"self"}
+        try:
+            check_options(args[1:], content, ["config", "print_config", *of_method])
+        except ValueError as error:
+            parser.error(str(error))
         self.config = parser.parse_args(args)
 
     def instantiate_classes(self) -> None:

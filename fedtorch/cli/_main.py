@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -15,13 +14,14 @@ from fedtorch.cli import (
     _report as report,
     _sites as sites,
 )
+from fedtorch.cli._misspelt import Parser
 
 COMMANDS = (fit, experiments, data, report, record, sites, launch)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command with these arguments, those of the process unless given, and return its exit code."""
-    parser = argparse.ArgumentParser(prog="fedtorch", description="Federated modelling on PyTorch and Lightning")
+    parser = Parser(prog="fedtorch", description="Federated modelling on PyTorch and Lightning")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
         command.add(commands)

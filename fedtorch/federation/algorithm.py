@@ -35,11 +35,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from fedtorch import expected, tree
+from fedtorch._representation import method, one_line
 from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.exchange import Exchange, sum_over
 from fedtorch.federation.exchanges.star import star
@@ -166,6 +168,9 @@ class LocalSolver:
     statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
 
+    def __repr__(self) -> str:
+        return one_line(partial(method, {"solver": "LocalSolver", **self.settings}))
+
 
 def check_solver(local: LocalSolver) -> None:
     """Raise TypeError unless it is a local solver."""
@@ -237,6 +242,9 @@ class Algorithm:
     module: nn.Module | None = None
     finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
+
+    def __repr__(self) -> str:
+        return one_line(partial(method, self.settings))
 
     def __or__(self, wrapper: Callable[[Algorithm], Algorithm]) -> Algorithm:
         """Return the algorithm wrapped, the left wrapper innermost; see `fedtorch.federation.wrapper`."""

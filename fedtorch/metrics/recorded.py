@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedtorch import tree
+from fedtorch import stacked_layers, tree
 from fedtorch.metrics._torchmetrics import computed, summed_states, wide
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class ClientMetric:
         self._metric.reset()
         one = self._update(batches[step].of(client))
         try:
-            with warnings.catch_warnings():
+            with warnings.catch_warnings(), stacked_layers.ReadsValues():
                 warnings.filterwarnings("error", "There is a performance drop")  # an operation would run row by row
                 states = self._stacked(batches[0].call, flat, sizes, whole)
             pairs = zip((state[step, client] for state in states), one)
@@ -220,6 +220,10 @@ class ClientMetric:
 
         def states(*tensors: Tensor) -> list[Tensor]:
             self._metric.reset()
+            nothing = torch.zeros_like(tensors[0]).sum()  # of each client: `vmap` adds in place only to what is batched
+            for name in self._states:
+                state = getattr(self._metric, name)
+                setattr(self._metric, name, state + nothing.to(state))
             validates = getattr(self._metric, "validate_args", None)
             if validates:  # looks at values, which a client's own call has done
                 self._metric.validate_args = False
@@ -242,7 +246,8 @@ class ClientMetric:
         some = sizes.nonzero()[:, 0].to(states[0].device)
         there = [state[some] for state in states]
         try:
-            known = vmap(value)(*there)
+            with stacked_layers.ReadsValues():
+                known = vmap(value)(*there)
             same = torch.allclose(known[0].double(), value(*(s[0] for s in there)).double(), equal_nan=True)
         except RuntimeError:  # not for `vmap`
             same = False

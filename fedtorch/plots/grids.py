@@ -19,11 +19,13 @@ if TYPE_CHECKING:
 def heat_map(grid: GridSearch, name: str = "score") -> Figure:
     """Draw the mean over clients of each setting's score, by colour and number; the best setting has a frame.
 
+    Cells of settings that a search has not drawn are empty.
+
     Hyperparameters of one value are left out. If one is left, the figure is a line with the spread over clients; with
     two they are the axes; with more the first two are, and a cell has the best of the settings that fall into it.
 
     Args:
-        grid: what `ft.grid` returns.
+        grid: what `ft.grid` or `ft.tune` returns.
         name: what the score is called.
 
     Example:
@@ -42,13 +44,15 @@ def heat_map(grid: GridSearch, name: str = "score") -> Figure:
     down, across = varied[:2]
     rows, columns = tried[down], tried[across]
     values = np.full((len(rows), len(columns)), np.nan)
+    drawn = np.zeros(values.shape, dtype=bool)
     for i in reversed(grid.order):  # the best setting of a cell comes last
         setting = grid.settings[i]
-        values[rows.index(setting[down]), columns.index(setting[across])] = grid.scores[i].mean()
+        cell = rows.index(setting[down]), columns.index(setting[across])
+        values[cell], drawn[cell] = grid.scores[i].mean(), True
     best = None if all(grid.diverged) else grid.settings[grid.order[0]]
     figure = new_figure(2.6 + 0.75 * len(columns), max(3.2, 1.6 + 0.5 * len(rows)))
     axes = figure.subplots()
-    _draw_cells(axes, values, f"{name}, mean over clients", grid.largest_is_best)
+    _draw_cells(axes, values, drawn, f"{name}, mean over clients", grid.largest_is_best)
     axes.set_xticks(range(len(columns)), [_short(value) for value in columns])
     axes.set_yticks(range(len(rows)), [_short(value) for value in rows])
     axes.set_xlabel(across)
@@ -61,8 +65,8 @@ def heat_map(grid: GridSearch, name: str = "score") -> Figure:
     return figure
 
 
-def _draw_cells(axes: Axes, values: np.ndarray, label: str, largest_is_best: bool) -> None:
-    """Colour with numbers on them; a cell without a number diverged."""
+def _draw_cells(axes: Axes, values: np.ndarray, drawn: np.ndarray, label: str, largest_is_best: bool) -> None:
+    """Colour with numbers on them; one that was drawn and has no number diverged."""
     known = values[np.isfinite(values)]
     image = axes.imshow(
         values, origin="lower", aspect="auto", cmap="viridis" if largest_is_best else "viridis_r", interpolation="none"
@@ -72,7 +76,7 @@ def _draw_cells(axes: Axes, values: np.ndarray, label: str, largest_is_best: boo
     for (i, j), value in np.ndenumerate(values):
         red, green, blue, _ = image.cmap(image.norm(value))
         dark = np.isfinite(value) and 0.3 * red + 0.59 * green + 0.11 * blue < 0.5
-        text = f"{value:#.3g}" if np.isfinite(value) else "diverged"
+        text = f"{value:#.3g}" if np.isfinite(value) else "diverged" * int(drawn[i, j])
         axes.text(j, i, text, ha="center", va="center", fontsize="small", color="white" if dark else "black")
     assert axes.figure is not None
     axes.figure.colorbar(image, ax=axes, label=label)

@@ -1,4 +1,6 @@
-"""Layers that `torch.vmap` cannot batch, or batches client by client: recurrent ones, and attention on the CPU.
+"""What `torch.vmap` cannot batch, or batches client by client: recurrent layers, attention on the CPU, and branches.
+
+So are counts of integers, of which confusion matrices and scores by class are made.
 
 Importing the package gives `torch.vmap` a rule for each, below autograd and above the kernels: operations for which
 torch has none keep their meaning and their gradients, and nothing else changes. Where a later torch has a rule of its
@@ -14,5 +16,7 @@ own, that one stays.
 torch.Size([2, 5, 7, 4])
 """
 
+from fedtorch.stacked_layers import _composite as _composite, _counting as _counting
 from fedtorch.stacked_layers._attention import adapt as adapt
+from fedtorch.stacked_layers._branches import ReadsValues as ReadsValues, by_branches as by_branches
 from fedtorch.stacked_layers._recurrent import faster_alone as faster_alone

@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.autograd_function import VmapInfo
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedtorch.stacked_layers._rules import in_front, register
 
 aten = torch.ops.aten
+
+_FUSED = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class StackedAttention(nn.MultiheadAttention):
@@ -81,7 +84,10 @@ def _folded(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...
     size = tensors[0].shape[1]  # of a client's batch
     folded = [_joined(tensor, size) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
     named = {argument.name: value for argument, value in zip(operation._schema.arguments, folded)}
-    results = operation(**named)
+    mask = named.get("attn_mask")
+    # Of masks that are trained, such as relative positions, the fused kernel has no gradient.
+    trained = operation is _FUSED and mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    results = _plain(**named) if trained else operation(**named)
     return tuple(result.unflatten(0, (info.batch_size, size)) for result in results)
 
 
@@ -92,8 +98,15 @@ def _joined(tensor: Tensor, size: int) -> Tensor:
     return tensor.expand(-1, size, *tensor.shape[2:]).flatten(0, 1)
 
 
+def _plain(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Return the outputs, and zeros for the sums that only the fused kernel's backward pass reads."""
+    with sdpa_kernel(SDPBackend.MATH):
+        outputs = F.scaled_dot_product_attention(query, key, value, **options)
+    return outputs, query.new_zeros(query.shape[:-1])
+
+
 for _operation in (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _FUSED,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 ):
     register(_operation, partial(_folded, _operation))

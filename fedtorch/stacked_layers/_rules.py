@@ -12,12 +12,18 @@ from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch._functorch.vmap import unwrap_batched, wrap_batched
 
 _KEY = torch._C.DispatchKey.FuncTorchBatched
+_KEYS = (_KEY.name, "FuncTorchBatchedDecomposition")
 # Of draws, vmap takes note also where no tensor is batched.
 _OUTSIDE = torch._C.DispatchKeySet(_KEY).add(torch._C.DispatchKey.FuncTorchVmapMode)
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 # (what vmap is told, at which dimension each tensor has the batch, the operation's arguments) -> results, batch first
 Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], tuple[Tensor, ...]]
+
+
+def has_rule(operation: Any) -> bool:
+    """Return whether `torch.vmap` knows how to evaluate an overload in `torch.ops.aten`."""
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in _KEYS)
 
 
 def register(operation: Any, rule: Rule) -> None:
@@ -27,10 +33,7 @@ def register(operation: Any, rule: Rule) -> None:
         operation: an overload in `torch.ops.aten`.
         rule: is called outside of this vmap with all arguments of the schema, in its order.
     """
-    name = operation._schema.name
-    if operation._schema.overload_name:
-        name += "." + operation._schema.overload_name
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, _KEY.name):
+    if has_rule(operation):
         return
     schema = operation._schema.arguments
     single = len(operation._schema.returns) == 1
@@ -47,7 +50,7 @@ def register(operation: Any, rule: Rule) -> None:
         wrapped = wrap_batched(results, (0,) * len(results), level)
         return wrapped[0] if single else tuple(wrapped)
 
-    _LIBRARY.impl(name.removeprefix("aten::"), evaluate, _KEY.name, with_keyset=True)
+    _LIBRARY.impl(operation.name().removeprefix("aten::"), evaluate, _KEY.name, with_keyset=True)
 
 
 def in_front(info: VmapInfo, tensor: Tensor, dim: int | None) -> Tensor:

@@ -142,3 +142,23 @@ def test_it_runs_as_a_module() -> None:
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ, check=False)
     assert done.returncode == 2
     assert "but got 'nothing'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        ("fitt --config run.yaml", "fit"),
+        ("data lsit", "list"),
+        ("join server:1 --daata my_data.py", "--data"),
+        ("enrol token --identiy folder", "--identity"),
+        ("launch --procesess 4 train.py --anything", "--processes"),
+        ("report folder --oout page.html", "--out"),
+    ],
+)
+def test_misspelt_commands_and_options_are_asked_about(
+    arguments: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments.split())
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")

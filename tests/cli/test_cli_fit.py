@@ -214,6 +214,85 @@ def test_wrong_files_are_refused_by_name(write, content: Any, message: str, caps
     assert re.search(message, capsys.readouterr().err)
 
 
+LOCAL_KEYS = "algorithm.init_args.local.init_args"
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("cohorts", "cohort"),
+        ("rounds", "trainer.max_epochs"),
+        ("seed", "seed_everything"),
+        ("trainr", "trainer"),
+        ("max_epochs", "trainer.max_epochs"),
+        ("trainer.max_epoch", "trainer.max_epochs"),
+        ("algorithm.mu", "algorithm.init_args.mu"),
+        ("algorithm.init_arg", "algorithm.init_args"),
+        ("algorithm.init_args.loca", "algorithm.init_args.local"),
+        (f"{LOCAL_KEYS}.epoch", f"{LOCAL_KEYS}.epochs"),
+        (f"{LOCAL_KEYS}.optimizer.init_args.momentm", f"{LOCAL_KEYS}.optimizer.init_args.momentum"),
+        ("data.init_args.client", "data.init_args.clients"),
+        ("faults.1.init_args.afterr", "faults.1.init_args.after"),
+        ("population.chunks", "population.init_args.chunk"),
+        ("population.init_args.chunks", "population.init_args.chunk"),
+        ("trainer.callbacks.0.init_args.monitr", "trainer.callbacks.0.init_args.monitor"),
+    ],
+)
+def test_a_misspelt_key_is_asked_about_at_its_full_path(write, path: str, meant: str, capsys) -> None:
+    content = given()
+    content["population"] = {"init_args": {"chunk": 2}} if "init_args" in path else {"chunk": 2}
+    content["trainer"]["callbacks"] = [call("EarlyStopping", monitor="train_loss")]
+    *way, last = path.split(".")
+    node: Any = content
+    for step in way:
+        node = node[int(step)] if isinstance(node, list) else node[step]
+    node[last] = 1
+    assert main(["fit", "--config", write(content)]) == 1
+    assert capsys.readouterr().err.endswith(f"; did you mean {meant}?\n")
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ("--rouns 3", "--trainer.max_epochs"),
+        ("--cohorts=3", "--cohort"),
+        ("--seed 3", "--seed_everything"),
+        ("--ckpt_pth last.ckpt", "--ckpt_path"),
+        ("--epochs 3", "--algorithm.local.epochs"),
+        ("--trainer.max_epoch 3", "--trainer.max_epochs"),
+        ("--trainr.max_epochs 3", "--trainer.max_epochs"),
+        ("--algoritm.local.epochs 3", "--algorithm.local.epochs"),
+        ("--algorithm.loca.epochs 3", "--algorithm.local.epochs"),
+        ("--algorithm.local.epoch 3", "--algorithm.local.epochs"),
+        ("--algorithm.init_args.local.init_args.epoch=3", "--algorithm.local.epochs"),
+        ("--algorithm.local.optimizer.lrr 3", "--algorithm.local.optimizer.lr"),
+        (
+            "--algorithm.local.optimizer torch.optim.Adam --algorithm.local.optimizer.beta=3",
+            "--algorithm.local.optimizer.betas",
+        ),
+        ("--population.chunks 3", "--population.chunk"),
+        ("--data.client 3", "--data.clients"),
+        ("--faults.afterr 3", "--faults.after"),
+        ("--wrap+=fedtorch.trust.attacks.sign_flip --wrap.client=[0]", "--wrap.clients"),
+        ("--trainer.callbacks+=EarlyStopping --trainer.callbacks.monitr=loss", "--trainer.callbacks.monitor"),
+    ],
+)
+def test_a_misspelt_option_is_asked_about_at_its_full_path(write, options: str, meant: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", write(given()), *options.split()])
+    assert caught.value.code == 2
+    message = capsys.readouterr().err
+    assert re.search(rf"Expected an option, but got --\S+; did you mean [^?]*{re.escape(meant)}[ ,?]", message), message
+
+
+def test_options_that_nobody_can_tell_before_parsing_are_left_to_the_parser(write, capsys) -> None:
+    options = ["--metrics.more=fedtorch.metrics.accuracy", "--parameters", "{weight: 1}", "--print_config"]
+    with pytest.raises(SystemExit) as caught:
+        main(["fit", "--config", write(given()), *options])
+    assert caught.value.code == 0
+    assert "more" in yaml.safe_load(capsys.readouterr().out)["metrics"]
+
+
 def test_rows_for_validation_are_held_out_or_given() -> None:
     data = ft.data.from_tensors([(torch.ones(1, 2), torch.ones(1))])
     with pytest.raises(ValueError, match="Expected either holdout= or validation=, but got both"):

@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 ROOT = Path(__file__).parents[2]
 SOURCES = ("fedtorch/", "tests/", "docs/", "experiments/")
 FILES = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "constraints.txt"}
-USED = ("triton", "remote", "privacy", "docs")  # the extras of people who use the package
+USED = ("triton", "remote", "privacy", "tune", "export", "docs")  # the extras of people who use the package
 
 
 def build(folder: Path) -> tuple[Path, Path]:

@@ -1,6 +1,7 @@
 """Children of one process that has imported the package: an import takes seconds, a fork none.
 
-The process that forks must not have used threads or automatic differentiation before; `warm` only imports.
+The process that forks must not have used threads before, nor automatic differentiation on a device;
+`warm` only imports.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     WeightAveraging,
 )
-from lightning.pytorch.trainer.states import TrainerFn
 
 from fedtorch.federation.lightning.client_sharding import ClientSharding
 from fedtorch.federation.populations.distributed import Distributed
@@ -28,7 +27,7 @@ _CALLBACKS = {
     ModelPruning: "prune client_module(client) or global_module()",
     BackboneFinetuning: "set requires_grad=False, or take ft.personal_layers",
     BatchSizeFinder: "give batch_size= to the local solver",
-    LearningRateFinder: "tune with ft.grid",
+    LearningRateFinder: "tune with ft.grid or ft.tune",
     LearningRateMonitor: "schedules are the clients'; a module of ft.lightning_fit can log its own optimizer's lr",
 }
 
@@ -39,13 +38,6 @@ def check_settings(trainer: L.Trainer) -> None:
     Raises:
         ValueError: the message names the setting, and where to say it instead.
     """
-    doing = trainer.state.fn
-    if doing in (TrainerFn.TESTING, TrainerFn.PREDICTING):
-        instead = {
-            TrainerFn.TESTING: "federation.evaluate(data, metrics)",
-            TrainerFn.PREDICTING: "federation.client_module(client) or federation.global_module()",
-        }[doing]
-        raise ValueError(f"Expected trainer.fit or trainer.validate, but got trainer.{doing.value}; use {instead}")
     if trainer.precision != "32-true":
         _refuse(f"precision={trainer.precision!r}", _SOLVER.format('precision="bf16"', "precision="))
     if trainer.gradient_clip_val is not None:
@@ -95,7 +87,7 @@ def _check_batches(trainer: L.Trainer) -> None:
 def check_loader(given: object, own: object, name: str) -> None:
     """Refuse loaders in place of the federation's own `own`, which says only that an epoch is a round."""
     if given is not None and given is not own:
-        instead = "its population has the rows" if name == "train" else "validation= and metrics= at its construction"
+        instead = "its population has the rows" if name == "train" else "FederatedData as validation= or test="
         _refuse(f"a {name} loader", f"give it to the federation: {instead}, or call federation.evaluate(data)")
 
 

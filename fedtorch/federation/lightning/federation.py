@@ -16,21 +16,22 @@ from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, TQDMProgr
 from torch import Tensor, nn
 
 from fedtorch import tree
+from fedtorch._representation import run_line
 from fedtorch.checkpoint import describe
 from fedtorch.checkpoint_io import keep_plain
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
+from fedtorch.federation.lightning._evaluation import Evaluation, values_of
 from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
-from fedtorch.federation.lightning._validation import OwnValidation, has_validation_step
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
-from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
-from fedtorch.metrics.scores import Score, stacked_metrics
+from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 _ONE_ROUND = [0]  # what an epoch of the Trainer goes through
 _OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
+# Lightning's `load_from_checkpoint` of any class reads who makes the module, and says that it does not know this one.
+_INSTEAD = "of a federation: call fedtorch's load_module(path, module) instead of load_from_checkpoint."
 
 
 class Federation(L.LightningModule):
@@ -54,10 +57,14 @@ class Federation(L.LightningModule):
         cohort: how many clients are asked each round (uniformly without replacement), which, by their ids, or a
             function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
         validation: rows of the same clients, scored after every round.
-        metrics: by name, for `validation`: torchmetrics with summed states, `ft.metrics`, losses of torch, or functions
-            (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` logs,
-            under its names, with each client's tensors on all of its rows as one batch.
-        split: rows -> (inputs, targets), for `metrics`.
+        test: rows of the same clients, for `Trainer.test` and `Trainer.predict`, which take others as well, as
+            `Trainer.validate` does: `trainer.test(federation, data)`. Predictions are a list for each client, of an
+            output for each of its batches.
+        metrics: by name, for `validation` and `test`: torchmetrics, `ft.metrics`, losses of torch, or functions
+            (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` and
+            `test_step` log, under their names; see `Run.evaluate`.
+        split: rows -> (inputs, targets), for `metrics`, and predictions of a module without `predict_step`.
+        evaluation_batch_size: rows of a client that are evaluated or predicted at once; default: all of them.
         seed: of all randomness.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`.
         record: who follows the run, such as an `ft.Sampler`.
@@ -92,8 +99,10 @@ class Federation(L.LightningModule):
         *,
         cohort: Asked = None,
         validation: FederatedData | None = None,
+        test: FederatedData | None = None,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,
+        evaluation_batch_size: int | None = None,
         seed: int = 0,
         faults: Faults | None = None,
         record: Recorder | Sequence[Recorder] = (),
@@ -104,15 +113,6 @@ class Federation(L.LightningModule):
         self.automatic_optimization = False
         check_algorithm(algorithm)
         check_population(population)
-        validating = algorithm.module if has_validation_step(algorithm.module) and not metrics else None
-        if (validation is None) != (not metrics) and (validation is None or validating is None):
-            raise ValueError(
-                "Expected validation= and metrics= together, but got only one of them, and a module that has no "
-                "validation_step"
-            )
-        if validation is not None:
-            check_same_clients(validation, population.names)
-        self._own = OwnValidation(validating) if isinstance(validating, L.LightningModule) else None
         self.run = Run(
             algorithm,
             population,
@@ -124,13 +124,22 @@ class Federation(L.LightningModule):
             keep_losses=keep_losses,
             on_bad_message=on_bad_message,
         )
-        self._split, self._validation = split, validation
-        self._metrics = stacked_metrics(metrics) if metrics else {}
+        rows = {"validation": validation, "test": test, "predict": test}
+        self._split, self._metrics, self._batch_size = split, metrics, evaluation_batch_size
+        self._evaluation = Evaluation(self.run, rows, metrics, split, evaluation_batch_size)
         self.scores: dict[str, Score] = {}
         self._warned = False
-        if validation is None:
-            # Lightning then sees that there is nothing to validate.
-            self.validation_step = self.val_dataloader = None  # type: ignore[method-assign, assignment]
+        self._show_validation()
+
+    def _show_validation(self) -> None:
+        """Let Lightning see whether there is something to validate."""
+        for name in ("validation_step", "val_dataloader"):
+            vars(self).pop(name, None)
+            if not self._evaluation.has("validation"):
+                setattr(self, name, None)
+
+    def __repr__(self) -> str:
+        return run_line("Federation", self.run)
 
     # -- what came out ---------------------------------------------------------------------------------------------
 
@@ -163,15 +172,11 @@ class Federation(L.LightningModule):
         return self.run.global_module()
 
     def evaluate(
-        self,
-        data: FederatedData,
-        metrics: Mapping[str, Any] | None = None,
-        split: Split | None = None,
-        *,
-        unseen: bool = False,
+        self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None, **options: Any
     ) -> dict[str, Score]:
-        """Return scores as `Run.evaluate` does; metrics default to those of construction."""
-        return self.run.evaluate(data, metrics or self._metrics, split or self._split, unseen=unseen)
+        """Return scores as `Run.evaluate` does, whose options are taken; metrics default to those of construction."""
+        options = {"batch_size": self._batch_size, **options}
+        return self.run.evaluate(data, metrics or self._metrics or None, split or self._split, **options)
 
     # -- Lightning -------------------------------------------------------------------------------------------------
 
@@ -186,20 +191,21 @@ class Federation(L.LightningModule):
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Score every client's model on its validation rows."""
-        assert self._validation is not None
-        if self._own is not None:
-            scores = self._own(self.run, self._validation)
-        else:
-            scores = {f"val_{name}": score for name, score in self.evaluate(self._validation).items()}
-        self.scores = scores
-        values: dict[str, float] = {}
-        for name, score in scores.items():
-            values[name] = score.overall
-            values[f"{name}_mean"] = score.mean()
-            values[f"{name}_min"] = score.worst(largest_is_best=True)
-            values[f"{name}_max"] = score.worst(largest_is_best=False)
-        self.run.log.validated(self.round, values)
-        self._log_values(values, prog_bar=tuple(scores))
+        self.run.log.validated(self.round, self._score("validation"))
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Score every client's model on its test rows."""
+        self._score("test")
+
+    def predict_step(self, batch: Any, batch_idx: int) -> list[Any]:
+        """Return the predictions of one client, an output for each of its batches."""
+        return self._evaluation.predictions(int(batch), self.trainer)
+
+    def _score(self, stage: str) -> dict[str, float]:
+        self.scores = self._evaluation.scores(stage, self.trainer)
+        values = values_of(self.scores)
+        self._log_values(values, prog_bar=tuple(self.scores))
+        return values
 
     def train_dataloader(self) -> Iterable[int]:
         """Return one item: an epoch is a round."""
@@ -208,6 +214,14 @@ class Federation(L.LightningModule):
     def val_dataloader(self) -> Iterable[int]:
         """Return one item: all clients are scored in one step."""
         return _ONE_ROUND
+
+    def test_dataloader(self) -> Iterable[int]:
+        """Return one item: all clients are scored in one step."""
+        return _ONE_ROUND
+
+    def predict_dataloader(self) -> Iterable[int]:
+        """Return the clients' numbers."""
+        return list(range(len(self._evaluation.rows("predict"))))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return an optimiser without parameters, stepped once a round, because Lightning counts its steps."""
@@ -219,6 +233,8 @@ class Federation(L.LightningModule):
         Lightning's own progress bar, which begins anew every epoch, makes place for one over all rounds.
         """
         check_settings(self.trainer)
+        self._evaluation.attach(self.trainer, self)
+        self._show_validation()
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
         kept = [each for each in callbacks if type(each) is not ModelSummary]  # of no parameters: clients have them
         callbacks[:] = [RoundProgressBar() if type(each) in _OWN_BARS else each for each in kept]
@@ -272,6 +288,10 @@ class Federation(L.LightningModule):
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Say in the file what to do where somebody loads it as the checkpoint of a module."""
+        checkpoint.setdefault(self.CHECKPOINT_HYPER_PARAMS_KEY, {})["_instantiator"] = _INSTEAD
+
     def get_extra_state(self) -> dict[str, Tensor]:
         """Return all of the run, flat; see `Run.state_dict`."""
         flat = self.run.state_dict()
@@ -295,13 +315,24 @@ class Federation(L.LightningModule):
 
 
 def _hyperparameters(run: Run) -> dict[str, Any]:
-    """Return the settings of a run, flat: numbers and text as they are, other values described as text."""
+    """Return the settings of a run and of its module, flat: numbers and text as they are, other values as text."""
     of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
+    module = run.algorithm.module
+    of_module = getattr(module, "hparams", {}) if getattr(module, "_log_hyperparams", False) else {}
     plain = (bool, int, float, str, type(None))
     return {
         name.replace(".", "/"): value if isinstance(value, plain) else describe(value)
-        for name, value in {**run.algorithm.settings, **of_run}.items()
+        for name, value in {**run.algorithm.settings, **of_run, **_flat(of_module, "module")}.items()
     }
+
+
+def _flat(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Return nested settings flat, their names joined by slashes."""
+    flat: dict[str, Any] = {}
+    for name, value in settings.items():
+        path = f"{prefix}/{name}"
+        flat.update(_flat(value, path) if isinstance(value, Mapping) else {path: value})
+    return flat
 
 
 class _RoundCounter(torch.optim.Optimizer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -39,6 +40,7 @@ def evaluate(
     data: FederatedData,
     metrics: Mapping[str, Any],
     split: Split = inputs_and_targets,
+    batch_size: int | None = None,
 ) -> dict[str, Score]:
     """Return scores of every client's model on its own rows of `data`.
 
@@ -50,6 +52,7 @@ def evaluate(
         metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, a loss such as
             `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
         split: rows -> (inputs, targets).
+        batch_size: rows of a client that are predicted at once; default: all of them.
 
     Raises:
         ValueError: no metrics.
@@ -58,7 +61,16 @@ def evaluate(
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
 
     def sums(tensors: Tree, block: ClientData) -> Tree:
-        inputs, target = split(block.batch)
+        width = block.mask.shape[1]
+        if batch_size is None or width <= batch_size:
+            return sums_of(tensors, block.batch, block.mask)
+        parts = [slice(start, start + batch_size) for start in range(0, width, batch_size)]
+        columns = lambda part: tree.map(lambda leaf: leaf[:, part], (block.batch, block.mask))
+        first, *others = (sums_of(tensors, *columns(part)) for part in parts)
+        return functools.reduce(tree.add, others, first)
+
+    def sums_of(tensors: Tree, rows: Tree, mask: Tensor) -> Tree:
+        inputs, target = split(rows)
         try:
             prediction = predict(tensors, inputs)
         except (RuntimeError, IndexError, TypeError) as error:
@@ -66,7 +78,7 @@ def evaluate(
                 f"Expected inputs that the clients' models take, but got {described_rows(inputs)}: {error}; pass rows "
                 "like those of training, and split=lambda rows: (inputs, targets) if they have other fields"
             ) from error
-        return {name: metric.update(prediction, target, block.mask) for name, metric in stacked.items()}
+        return {name: metric.update(prediction, target, mask) for name, metric in stacked.items()}
 
     with torch.inference_mode(False), torch.no_grad():
         every = clients.evaluate(outbox, data, sums)
@@ -87,27 +99,30 @@ class Newcomers:
         self.algorithm, self.state, self.clients, self.device = algorithm, tree.to(state, device), clients, device
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """Return `function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`.
+        """Return `function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`."""
+        order, parts = [], []
+        for ids, block in data.to(self.device).buckets(small=SMALL_BLOCK):
+            for rows in torch.arange(len(ids)).split(max(1, BLOCK_ROWS // max(1, block.mask.shape[1]))):
+                parts.append(function(self.tensors(outbox, rows), tree.take(block, rows.to(self.device))))
+                order.append(ids[rows])
+        return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
+
+    def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
+        """Return the tensors that so many of them predict with, `(M, ...)`.
 
         Raises:
             ValueError: what a client hears is its own: on a graph, or by private rows.
         """
-        order, parts = [], []
-        for ids, block in data.to(self.device).buckets(small=SMALL_BLOCK):
-            for rows in torch.arange(len(ids)).split(max(1, BLOCK_ROWS // max(1, block.mask.shape[1]))):
-                inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(rows)))
-                if any(len(leaf) != len(rows) for leaf in tree.leaves(inbox)):
-                    raise ValueError(
-                        "Expected an algorithm in which all clients hear the same, but got one that has a row for each "
-                        "(a graph, or private rows), where clients that have not been seen have no model"
-                    )
-                model = self.algorithm.model(inbox, tree.expand(self.state, len(rows)))
-                parts.append(function(model, tree.take(block, rows.to(self.device))))
-                order.append(ids[rows])
-        return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(self.device))
+        inbox = self.algorithm.exchange.scatter(outbox, slice(self.clients, self.clients + len(ids)))
+        if any(len(leaf) != len(ids) for leaf in tree.leaves(inbox)):
+            raise ValueError(
+                "Expected an algorithm in which all clients hear the same, but got one that has a row for each "
+                "(a graph, or private rows), where clients that have not been seen have no model"
+            )
+        return self.algorithm.model(inbox, tree.expand(self.state, len(ids)))
 
 
-def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
+def check_same_clients(data: FederatedData, names: Sequence[str], kind: str = "validation") -> None:
     """Refuse rows of other clients, unless one (pooled) client is scored on all of them.
 
     Example:
@@ -117,17 +132,17 @@ def check_same_clients(validation: FederatedData, names: Sequence[str]) -> None:
         Traceback (most recent call last):
         ValueError: Expected validation rows of the same clients, but client 1 is 'b' there and 'c' in the population
     """
-    expected.kind(validation, FederatedData, "validation= as FederatedData", "split the clients' own with data.split")
+    expected.kind(data, FederatedData, f"{kind}= as FederatedData", "split the clients' own with data.split")
     if len(names) == 1:
         return
-    if len(validation) != len(names):
+    if len(data) != len(names):
         raise ValueError(
-            f"Expected validation rows of the population's {len(names)} clients, but got {len(validation)}; split "
+            f"Expected {kind} rows of the population's {len(names)} clients, but got {len(data)}; split "
             "the rows of the same clients with data.split"
         )
-    for number, (theirs, ours) in enumerate(zip(validation.names, names)):
+    for number, (theirs, ours) in enumerate(zip(data.names, names)):
         if theirs != ours:
             raise ValueError(
-                f"Expected validation rows of the same clients, but client {number} is {theirs!r} there and {ours!r} "
+                f"Expected {kind} rows of the same clients, but client {number} is {theirs!r} there and {ours!r} "
                 "in the population"
             )

@@ -11,24 +11,25 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
+from fedtorch._representation import run_line
 from fedtorch.checkpoint import below, describe
-from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import agreed, carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
-from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Newcomers
 from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.scored import Scored
+from fedtorch.federation.runs.server_module import Modules
 from fedtorch.history import History, Recorder, Round, headline
-from fedtorch.metrics.scores import Score
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
@@ -41,7 +42,7 @@ _COUNTS = ("number", "bytes_up", "bytes_down")
 Until = Callable[[History], bool]
 
 
-class Run:
+class Run(Scored):
     """A run of an algorithm on a population, begun and not yet stepped.
 
     Args:
@@ -111,6 +112,7 @@ class Run:
         self.clients: Clients = population.bind(delivered, state)
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
+        self._modules = Modules(algorithm, self._newcomers.state)
         if algorithm.told is not None:
             server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
@@ -179,6 +181,9 @@ class Run:
         while (rounds is None or self.number < rounds) and not ended() and not exhausted(self.algorithm.budget):
             yield self.step()
 
+    def __repr__(self) -> str:
+        return run_line("Run", self)
+
     def __iter__(self) -> Iterator[Round]:
         raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")
 
@@ -213,48 +218,21 @@ class Run:
 
     def client_module(self, client: int | str) -> nn.Module:
         """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
-        number, module = client_number(client, self.population.names), self._module()
-        module = functional.load(module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
+        number = client_number(client, self.population.names)
+        module = functional.load(self._modules.module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
         if self.algorithm.finish is not None:
             self.algorithm.finish(module, self.population.data[number])
         return module
 
     def global_module(self) -> nn.Module:
-        """Return a copy of the module with the server's parameters, for algorithms that send out all of them.
+        """Return a copy of the module with the server's tensors; frozen ones, that no training changes, are its own.
 
         Raises:
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
         """
-        module = self._module()
-        held = getattr(self.outbox, "parameters", self.outbox)
-        named = {**functional.parameters(module), **dict(module.named_buffers())}  # frozen ones are the module's own
-        # Counters do not predict, and bounds at infinity are the module's own.
-        whole = {name for name, t in named.items() if t.is_floating_point() and bool(t.isfinite().all())}
-        if not isinstance(held, dict) or not whole <= held.keys() <= named.keys():
-            raise ValueError("Expected the server to hold a whole model, but it does not; use client_module(client)")
-        return functional.load(module, held)
-
-    def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any], split: Split = inputs_and_targets, unseen: bool = False
-    ) -> dict[str, Score]:
-        """Return scores of every client's model on its rows of `data`; see `ft.metrics`.
-
-        Args:
-            data: rows of the run's clients.
-            metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
-                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
-            split: rows -> (inputs, targets). Inputs that are a dict are arguments of the module's `forward` by name.
-            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
-        """
-        if self.algorithm.predict is None:
-            raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
-        clients = self._newcomers if unseen else self.clients
-        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split)
-
-    def _module(self) -> nn.Module:
-        if self.algorithm.module is None:
-            raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
-        return self.algorithm.module
+        holds = self._modules.of_server(self.outbox)
+        holds.check_whole()
+        return functional.load(self._modules.module, holds.tensors)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -269,6 +247,7 @@ class Run:
         for i, recorder in enumerate(self.recorders):
             flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
         flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
+        flat.update(self._modules.entries(self.outbox, self.server))
         flat["fingerprint"] = torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)
         return flat
 

@@ -165,28 +165,25 @@ def grid(
         >>> result.best
         {'mu': 0.0}
     """
-    _check_settings(build, settings)
+    check_names(build, settings)
+    for name, values in settings.items():
+        check_values(name, values)
     if rounds < 1:
         raise ValueError(f"Expected at least one round, but got {rounds}")
-    population, validation = _held_out(population, validation, seed)
+    population, validation = held_out(population, validation, seed)
     checked_draws(cohort, len(population.data))
     largest_is_best = is_largest_best(largest_is_best, as_stacked(metric).largest_is_best)
     tried = [dict(zip(settings, values)) for values in itertools.product(*settings.values())]
-    algorithms = [_built(build, setting, seed) for setting in tried]
+    algorithms = [built(build, setting, seed) for setting in tried]
     scores: list[Score | None] = []
     title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
     with Progress(title, len(tried) * rounds, shown=progress and population.leads) as shown:
         for i, algorithm in enumerate(algorithms, 1):
             made = Run(algorithm, population, cohort=cohort, seed=seed, faults=faults, on_bad_message="drop")
-            finite = True
-            while finite and made.number < rounds:
-                done = made.step()
-                finite = _is_finite(done.server) and not len(done.refused)
-                shown.update()
-            scores.append(_score(made, validation, metric, split) if finite else None)
+            scores.append(scored(made, validation, metric, split) if trained(made, rounds, shown) else None)
             failed = scores.count(None)
             shown.update(i * rounds - shown.done, partial(dict, diverged=failed) if failed else None)
-    nothing = Score(math.nan, torch.full((len(validation),), math.nan, dtype=torch.float64))
+    nothing = no_score(len(validation))
     return GridSearch(
         settings=tuple(tried),
         scores=tuple(nothing if score is None else score for score in scores),
@@ -195,8 +192,8 @@ def grid(
     )
 
 
-def _check_settings(build: Callable[..., Algorithm], settings: Mapping[str, Sequence[Any]]) -> None:
-    """Raise TypeError or ValueError unless `settings` are values of all that `build` needs."""
+def check_names(build: Callable[..., Algorithm], settings: Mapping[str, Any]) -> None:
+    """Raise TypeError or ValueError unless `settings` name all parameters that `build` needs, and no others."""
     if not settings:
         raise ValueError("Expected settings to try, but got none; pass for example {'lr': [0.01, 0.1]}")
     parameters = inspect.signature(build).parameters.values()
@@ -210,14 +207,17 @@ def _check_settings(build: Callable[..., Algorithm], settings: Mapping[str, Sequ
             f"Expected values for all that build needs, but got none for {sorted(required - set(settings))}; add them "
             "to the settings, or give build a default"
         )
-    for name, values in settings.items():
-        if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
-            raise ValueError(f"Expected a list of values of {name}, but got {values!r}")
-        if any(value in values[:i] for i, value in enumerate(values)):
-            raise ValueError(f"Expected different values of {name}, but got {values!r}")
 
 
-def _held_out(population: Population, validation: FederatedData | float, seed: int) -> tuple[Population, FederatedData]:
+def check_values(name: str, values: Any, or_else: str = "") -> None:
+    """Raise ValueError unless `values` of a hyperparameter are a list of different ones."""
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
+        raise ValueError(f"Expected a list of values of {name}{or_else}, but got {values!r}")
+    if any(value in values[:i] for i, value in enumerate(values)):
+        raise ValueError(f"Expected different values of {name}, but got {values!r}")
+
+
+def held_out(population: Population, validation: FederatedData | float, seed: int) -> tuple[Population, FederatedData]:
     """Return the population to train on, and the validation rows of its clients."""
     if not isinstance(validation, FederatedData):
         if not 0 < validation < 1:
@@ -228,14 +228,15 @@ def _held_out(population: Population, validation: FederatedData | float, seed: i
                 f"{type(population).__name__}; split its data with data.split, and pass validation= the held-out rows"
             )
         training, validation = population.data.split(1 - validation, seed)
-        population = type(population)(training, chunk=population.chunk)
+        population = type(population)(training, chunk=population.chunk, carry=population.carry)
     check_same_clients(validation, population.names)
     if int(validation.counts.sum()) == 0:
         raise ValueError("Expected validation rows, but no client has any; hold out a larger fraction")
     return population, validation
 
 
-def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algorithm:
+def built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algorithm:
+    """Return the algorithm of a setting, made while torch's global generator stands at `seed`."""
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         try:
@@ -250,7 +251,21 @@ def _built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algo
     return algorithm
 
 
-def _score(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
+def trained(run: Run, rounds: int, shown: Progress) -> bool:
+    """Go on with a run until `rounds` are done in all, and return whether its messages and its server are finite."""
+    for done in run.rounds(rounds):
+        shown.update()
+        if len(done.refused) or not _is_finite(done.server):
+            return False
+    return True
+
+
+def no_score(clients: int) -> Score:
+    """Return the score of a setting that diverged."""
+    return Score(math.nan, torch.full((clients,), math.nan, dtype=torch.float64))
+
+
+def scored(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
     """Return the score of a setting; None if it has diverged."""
     finite = lambda tensors, block: _are_finite(tensors, len(block.count))
     if not (_is_finite(run.server) and bool(run.clients.evaluate(run.outbox, validation, finite).all())):

@@ -205,7 +205,7 @@ def _check_stacked(
     """Return losses and logs of two stacked copies, if the losses are the one of a client alone."""
     name = type(stacked.objective.module).__name__
     try:
-        found = _twice(stacked, own, rows, False, key)
+        found = _twice_or_reading(stacked, own, rows, key)
     except Exception as error:
         raise RuntimeError(
             f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
@@ -218,6 +218,19 @@ def _check_stacked(
             "one alone; use batched=False, which calls the loss client by client"
         )
     return found
+
+
+def _twice_or_reading(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> tuple[Tensor, ...]:
+    """Return `_twice`; of a module that branches on values, only by reading them, which takes a little longer."""
+    try:
+        return _twice(stacked, own, rows, False, key)
+    except Exception:
+        stacked.reads = True
+        try:
+            return _twice(stacked, own, rows, False, key)
+        except Exception:
+            stacked.reads = False
+            raise
 
 
 def _check_captured(stacked: StackedLoss, own: list[Tensor], rows: Tree, asked: set[str]) -> None:

@@ -257,7 +257,7 @@ class Objective(nn.Module):
             raise TypeError(
                 f"Expected self.log({name!r}, …) of one number or a torchmetrics metric of the module, but got {got}"
             )
-        reduction = Reduction(_reduction_named(name, reduce_fx), weighted=bool(on_epoch))
+        reduction = Reduction(reduction_named(name, reduce_fx), weighted=bool(on_epoch))
         self._add_log(name, value, reduction)
         if on_step and on_epoch:
             self._add_log(f"{name}_step", value, Reduction("last"))
@@ -271,7 +271,7 @@ class Objective(nn.Module):
             self._log(name, value, *args, **kwargs)
 
 
-def _reduction_named(name: str, reduce_fx: Any) -> str:
+def reduction_named(name: str, reduce_fx: Any) -> str:
     """Return mean, sum, min or max of what `self.log` calls `reduce_fx`."""
     given = getattr(reduce_fx, "__name__", str(reduce_fx))
     known = {"mean": "mean", "sum": "sum", "min": "min", "max": "max", "amin": "min", "amax": "max"}

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedtorch import functional, tree
+from fedtorch import functional, stacked_layers, tree
 from fedtorch.tree import Tree
 
 
@@ -25,6 +26,11 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True) -> 
     def one(tensors: Tree, inputs: Tree) -> Tree:
         return functional_call(template, tensors, *functional.arguments(template, inputs))
 
+    def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
+        some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))
+        with stacked_layers.ReadsValues():
+            return vmap(one, randomness="error")(*some)
+
     def alone(tensors: Tree, inputs: Tree) -> Tree:
         # A module may keep what it has computed in evaluation mode, as those of GPyTorch do: a new one for everybody.
         positional, named = functional.arguments(template, inputs)
@@ -37,7 +43,7 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True) -> 
             template.to(leaf.device)
         with torch.no_grad():
             if len(leaf) and batched():
-                return vmap(one, randomness="error")(tensors, inputs)
+                return stacked_layers.by_branches(partial(together, tensors, inputs), _joined)
             count = max(len(leaf), 1)  # without clients, one of zeros tells the shape
             if not len(leaf):
                 tensors, inputs = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
@@ -45,3 +51,8 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True) -> 
             return tree.take(outputs, slice(0, len(leaf)))
 
     return predict
+
+
+def _joined(parts: list[Tree], places: Tensor) -> Tree:
+    outputs = tree.concatenate(parts)
+    return tree.take(outputs, places.to(tree.leaves(outputs)[0].device))

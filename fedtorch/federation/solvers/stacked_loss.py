@@ -16,9 +16,9 @@ from fedtorch.drawing_modules import DrawingModules, Interception
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
-from fedtorch.module_randomness import each_drawn_if_random
 from fedtorch.step_draws import Draws, StepKeys
 from fedtorch.tree import Tree
+from fedtorch.watched_generators import each_drawn_if_random
 
 # Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
@@ -45,6 +45,7 @@ class StackedLoss:
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
+        reads: whether it branches on values, so that clients which take different branches have steps of their own.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class StackedLoss:
         self.objective, self.compile, self.precision = objective, compile, precision
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
-        self.random = self.probed = False
+        self.random = self.probed = self.reads = False
         self.separable: bool | None = None
         self.told: list[str] = []  # names of what the module logged last
         if batched:
@@ -77,6 +78,8 @@ class StackedLoss:
             return "clients are evaluated one by one"
         if self.random:
             return "the module draws random numbers"
+        if self.reads:
+            return "the module branches on values"
         return "there are stacked buffers" if self.buffers else None
 
     def gradients(
@@ -110,6 +113,16 @@ class StackedLoss:
             index: of the step.
             flat: `(K, ...)` each.
         """
+
+        def evaluate(at: Tensor | None) -> Gradients:
+            if at is None:
+                return self._together(rows, draws, index, *flat)
+            return self._together(rows, draws and draws.some(at), index, *tree.take(flat, at.to(flat[0].device)))
+
+        return stacked_layers.by_branches(evaluate, _joined)
+
+    def _together(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
+        """Return `step` of clients that take the same branches."""
         step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
         if draws is None:
             return step(nullcontext())
@@ -140,7 +153,8 @@ class StackedLoss:
             self.told = list(logs)
             return loss, *logs.values(), *self.objective.recorded, *new
 
-        return tuple(functional.mapped(one, flat, randomness))
+        with stacked_layers.ReadsValues() if self.reads else nullcontext():
+            return tuple(functional.mapped(one, flat, randomness))
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
@@ -248,6 +262,19 @@ def _short_products() -> Iterator[None]:
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
     return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
+
+
+def _joined(parts: Sequence[Gradients], places: Tensor) -> Gradients:
+    """Return the gradients of groups of clients as those of all; zeros for what only others' losses depend on."""
+    losses, logs, buffers, gradients, recorded = zip(*parts)
+    each = [
+        [value if value is not None else like.new_zeros(len(loss), *like.shape[1:]) for value, loss in zip(row, losses)]
+        if (like := next((value for value in row if value is not None), None)) is not None
+        else [None] * len(losses)
+        for row in zip(*gradients)
+    ]
+    whole = zip(losses, logs, buffers, zip(*each), map(tuple, recorded))
+    return tree.take(tree.concatenate(list(whole)), places.to(losses[0].device))
 
 
 def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import checkpoint
+from fedtorch._representation import run_line
 from fedtorch.checkpoint import below, describe
 from fedtorch.history import History, Recorder, Round
 from fedtorch.metrics.scores import Score, score_of, stacked_metrics
@@ -72,6 +73,9 @@ class VerticalRun:
         self.number = self.bytes_up = self.bytes_down = 0
         self.log = History()
         self.recorders: tuple[Recorder, ...] = ()
+
+    def __repr__(self) -> str:
+        return run_line(type(self).__name__, self)
 
     def step(self) -> Round:
         """Do one iteration."""

@@ -149,9 +149,11 @@ def test_rows_are_the_populations_and_not_the_trainers(local: ft.LocalSolver) ->
 
 def test_what_a_trainer_does_not_do_says_who_does(local: ft.LocalSolver) -> None:
     model = federation(local)
-    with pytest.raises(ValueError, match=r"but got trainer\.test; use federation\.evaluate"):
+    with pytest.raises(ValueError, match=r"rows for trainer\.test, but got none; pass trainer\.test\(federation, data"):
         trainer().test(model)
-    with pytest.raises(ValueError, match=r"but got trainer\.predict; use federation\.client_module"):
+    with pytest.raises(ValueError, match=r"without a test loader.*FederatedData as validation= or test="):
+        trainer().test(model, DataLoader(torch.zeros(4, 1)))
+    with pytest.raises(ValueError, match=r"without a prediction loader.*FederatedData"):
         trainer().predict(model, DataLoader(torch.zeros(4, 1)))
     with pytest.raises(TypeError, match=r"Expected .*trainer\.fit\(federation, ckpt_path=path\)"):
         ft.Federation.load_from_checkpoint("http://localhost/last.ckpt")

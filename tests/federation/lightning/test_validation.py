@@ -36,6 +36,9 @@ class Validated(L.LightningModule):
         self.log("val_error", self.error)
         self.log("val_loss", torch.nn.functional.mse_loss(self(x)[:, 0], y), prog_bar=True)
 
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_loss", torch.nn.functional.mse_loss(self(batch[0])[:, 0], batch[1]))
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
@@ -68,3 +71,76 @@ def test_metrics_come_first_and_something_must_be_there() -> None:
     assert "val_loss" not in outer.callback_metrics
     with pytest.raises(ValueError, match=r"validation= and metrics= together.*no validation_step"):
         ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA), validation=DATA)
+
+
+class Predicting(Validated):
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])[:, 0] + batch_idx
+
+
+class Epochs(Validated):
+    """Asks its Trainer in validation."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("epoch", float(self.current_epoch))
+        self.log("checking", float(self.trainer.sanity_checking))
+        self.log("real", float(isinstance(self.trainer, L.Trainer)))
+
+
+def federation(module: Any = None, **options: Any) -> ft.Federation:
+    return ft.Federation(ft.fedavg(ft.gradient_descent(module or Validated(), epochs=1)), ft.InProcess(DATA), **options)
+
+
+def loader(rows: Any, size: int) -> DataLoader:
+    return DataLoader(list(zip(*rows)), batch_size=size)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "built"])
+@pytest.mark.parametrize(("stage", "name"), [("test", "test_loss"), ("validate", "val_loss")])
+def test_trainer_test_and_validate_are_those_of_each_client(stage: str, name: str, given: bool) -> None:
+    rows = {} if given else {"test": DATA, "validation": DATA}
+    model = federation(evaluation_batch_size=4, **rows)
+    trainer(max_epochs=2, limit_val_batches=0).fit(model)
+    outer = trainer()
+    (answer,) = getattr(outer, stage)(model, DATA if given else None, verbose=False)
+    alone = [
+        getattr(trainer(), stage)(model.client_module(k), loader(rows, 4), verbose=False)[0][name]
+        for k, rows in enumerate(DATA)
+    ]
+    weights = DATA.counts.double() / DATA.counts.sum()
+    assert answer[name] == pytest.approx(float(weights @ torch.tensor(alone, dtype=torch.float64)), rel=1e-6)
+    assert (answer[f"{name}_min"], answer[f"{name}_max"]) == pytest.approx((min(alone), max(alone)), rel=1e-6)
+    assert model.scores[name].clients.tolist() == pytest.approx(alone, rel=1e-6)
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "built"])
+@pytest.mark.parametrize("module", [Validated, Predicting])
+def test_trainer_predict_gives_a_list_for_each_client(module: Any, given: bool) -> None:
+    model = federation(module(), evaluation_batch_size=4, **({} if given else {"test": DATA}))
+    trainer(max_epochs=1).fit(model)
+    answer = trainer().predict(model, DATA if given else None)
+    assert answer is not None
+    for k, (x, _) in enumerate(DATA):
+        alone, parts = model.client_module(k), x.split(4)
+        wanted = [alone(part) if module is Validated else alone(part)[:, 0] + i for i, part in enumerate(parts)]
+        assert all(map(torch.equal, answer[k], wanted))
+    with pytest.raises(ValueError, match=r"predict rows of the population's 3 clients, but got 2"):
+        trainer().predict(model, DATA.select([0, 1]))
+
+
+def test_metrics_of_a_test_are_named_after_it() -> None:
+    model = federation(test=DATA, metrics={"mse": lambda prediction, target: (prediction[..., 0] - target).square()})
+    (answer,) = trainer().test(model, verbose=False)
+    assert set(answer) == {"test_mse", "test_mse_mean", "test_mse_min", "test_mse_max"}
+    assert answer["test_mse"] == pytest.approx(model.evaluate(DATA)["mse"].overall)
+    with pytest.raises(ValueError, match=r"Expected rows for trainer\.validate, but got none"):
+        trainer().validate(model)
+    with pytest.raises(ValueError, match=r"test= and metrics= together, .* no test_step"):
+        ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA), test=DATA)
+
+
+def test_the_module_finds_its_trainer() -> None:
+    model = federation(Epochs(), validation=DATA)
+    (outer := trainer(max_epochs=3, num_sanity_val_steps=1)).fit(model)
+    assert [float(outer.callback_metrics[name]) for name in ("epoch", "checking", "real")] == [2, 0, 1]
+    assert model.run.evaluate(DATA)["epoch"].overall == 3  # rounds done

@@ -84,7 +84,7 @@ def test_modules_that_look_at_the_whole_stack_or_fail_under_vmap(caplog):
             self.net = linear()
 
         def forward(self, x):
-            return self.net(x) if x.sum() > 0 else -self.net(x)
+            return self.net(x[x[:, 0] > -99])
 
     with pytest.raises(
         RuntimeError, match=r"Branching cannot run on stacked clients under torch.vmap.*\n.*batched=False"
@@ -99,6 +99,14 @@ def test_modules_that_look_at_the_whole_stack_or_fail_under_vmap(caplog):
         "batched='auto' evaluates the clients of Branching one by one: Branching cannot run on stacked clients"
     )
     assert together == "batched='auto' evaluates the clients of Linear together"
+
+
+def test_whether_a_module_branches_on_values():
+    branching = lambda output, target: F.cross_entropy(output if output.sum() > 0 else -output, target)
+    assert stacked(branching).reads
+    assert not stacked().reads
+    assert stacked(branching, compile=True).eager == "the module branches on values"
+    assert stacked(branching, batched="auto").batched
 
 
 def test_a_loss_that_differs_under_vmap_is_refused():

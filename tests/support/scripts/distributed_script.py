@@ -6,6 +6,7 @@ the numbers, or a message.
 
 from __future__ import annotations
 
+import functools
 import json
 import warnings
 from collections.abc import Callable
@@ -96,16 +97,15 @@ def only(*clients: int) -> Callable[[Tensor], Tensor]:
     return lambda key: torch.tensor(clients)
 
 
-def rounds() -> dict[str, float]:
-    """Rounds on two ranks beside rounds in one process; running sums are made anew in between."""
-    running.TOTAL_ANEW = 2
+def cases() -> dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, Any]]]:
+    """Algorithms with their clients and the arguments of their runs."""
     personal = ft.personal_layers(solver("adam", torch.float64, reset="never"), "head.*")
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
     robust_star = fedavg | robust.rule(robust.krum(1))
     robust_gtv = ft.gtv(sgd(0.05), NETWORK, 0.3) | robust.rule(robust.median(), NETWORK)
     half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
     faults = ft.dropouts(0.2) | ft.stragglers(1.0, 0.1 * LINEAR.counts) | ft.lost_messages(after=0.2)
-    cases: dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, Any]]] = {
+    return {
         "everybody": (fedavg, LINEAR, {}),
         "a cohort": (fedavg, LINEAR, {"cohort": 3}),
         "nobody on rank 1": (fedavg, LINEAR, {"cohort": only(0, 4)}),
@@ -155,9 +155,23 @@ def rounds() -> dict[str, float]:
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),
         "no rows": (remembers(), LINEAR, {"parameters": {}, "faults": ft.Faults(after=lambda key, ids: ids >= 0)}),
     }
+
+
+@functools.cache
+def in_one_process() -> dict[str, list[Any]]:
+    """Return the rounds of each case in one process; ranks that are forked later have them."""
+    running.TOTAL_ANEW = 2
+    return {
+        name: some_rounds(algorithm, ft.InProcess(data), **arguments)
+        for name, (algorithm, data, arguments) in cases().items()
+    }
+
+
+def rounds() -> dict[str, float]:
+    """Rounds on two ranks beside rounds in one process; running sums are made anew in between."""
     found = {}
-    for name, (algorithm, data, arguments) in cases.items():
-        expected = some_rounds(algorithm, ft.InProcess(data), **arguments)
+    for name, (algorithm, data, arguments) in cases().items():
+        expected = in_one_process()[name]
         got = some_rounds(algorithm, ft.Distributed(data, chunk=2), **arguments)
         found[f"{name}, in chunks"] = worst(expected, got)
         arguments["faults"] = arguments.get("faults", ft.Faults()) | ft.duplicated(0.6)

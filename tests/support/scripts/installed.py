@@ -139,6 +139,36 @@ def remote() -> None:
     assert gap < 1e-12, gap  # rounding of sums in another order
 
 
+def tune() -> None:
+    """A search that Optuna leads."""
+    import torch
+
+    import fedtorch as ft
+
+    data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+    build = lambda mu: ft.fedprox(ft.least_squares(torch.nn.Linear(10, 1)), mu)
+    metric = ft.metrics.mean_squared_error()
+    given = {"validation": 0.3, "metric": metric, "trials": 6, "rounds": 9, "search": "tpe"}
+    result = ft.tune(build, {"mu": [0.0, 1e3, 1e9]}, ft.InProcess(data), **given)  # type: ignore[arg-type]
+    assert result.run.number == 9 > min(result.rounds)
+
+
+def export() -> None:
+    """A model as ONNX, which predicts alike."""
+    import onnx
+    import torch
+    from onnx.reference import ReferenceEvaluator
+
+    import fedtorch as ft
+
+    data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+    run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), rounds=2)
+    module, x = run.global_module().eval(), data[0][0]
+    torch.onnx.export(module, (x,), "model.onnx", dynamo=True, input_names=["x"])
+    (output,) = ReferenceEvaluator(onnx.load("model.onnx")).run(None, {"x": x.numpy()})
+    torch.testing.assert_close(torch.from_numpy(output), module(x).detach(), rtol=1e-5, atol=1e-3)  # of about 150
+
+
 def docs() -> None:
     """A page whose code runs while it is built, as strictly as the documentation is."""
     Path("conf.py").write_text('extensions = ["myst_nb"]\nhtml_theme = "furo"\nnb_execution_raise_on_error = True\n')
@@ -147,7 +177,7 @@ def docs() -> None:
     assert "Network(nodes=6, edges=6)" in re.sub("<[^>]*>", "", Path("out", "index.html").read_text())
 
 
-PARTS = {part.__name__: part for part in (base, triton, privacy, remote, docs)}
+PARTS = {part.__name__: part for part in (base, triton, privacy, remote, tune, export, docs)}
 
 if __name__ == "__main__":
     with TemporaryDirectory() as scratch:

@@ -52,7 +52,7 @@ def noise_variance(name: str, rho: float, parties: int) -> float:
 @pytest.mark.parametrize(
     ("name", "widths"),
     [
-        ("augmented", [3]),
+        pytest.param("augmented", [3], marks=pytest.mark.slow),
         ("augmented", [1, 1, 1]),
         pytest.param("power", [3], marks=pytest.mark.slow),
         ("power", [1, 1, 1]),

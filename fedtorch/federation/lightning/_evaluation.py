@@ -1,0 +1,123 @@
+"""Validation, tests and predictions of a federation: which rows, and how they are scored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+
+from fedtorch.data import FederatedData
+from fedtorch.federation.lightning._trainer_settings import check_loader
+from fedtorch.federation.runs.evaluation import Split, check_same_clients
+from fedtorch.federation.runs.own_steps import has_step
+from fedtorch.federation.runs.run import Run
+from fedtorch.federation.runs.scored import client_batches, predictor_of
+from fedtorch.metrics.scores import Score, stacked_metrics
+
+_LOADERS = {"validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
+_PREFIXES = {"validation": "val", "test": "test"}
+
+
+class Evaluation:
+    """Scores a run's clients and predicts with them, for a Trainer.
+
+    Args:
+        run: of the clients.
+        rows: by stage: "validation", "test", "predict".
+        metrics: by name; none for the module's own steps.
+        split: rows -> (inputs, targets), for metrics.
+        batch_size: rows of a client that are evaluated at once; None for all.
+
+    Raises:
+        ValueError: rows of other clients, or nothing to score them by.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        rows: Mapping[str, FederatedData | None],
+        metrics: Mapping[str, Any] | None,
+        split: Split,
+        batch_size: int | None,
+    ) -> None:
+        if metrics:
+            stacked_metrics(metrics)  # which refuses what is none
+        self._run, self._metrics, self._split, self._batch_size = run, metrics or None, split, batch_size
+        self._built = {stage: data for stage, data in rows.items() if data is not None}
+        self._given: dict[str, FederatedData] = {}
+        self._predict: Callable[..., list[Any]] | None = None
+        for stage, data in self._built.items():
+            self._check(stage, data)
+        if metrics and not self._built:
+            raise ValueError("Expected validation= and metrics= together, but got only metrics=, and no test= either")
+
+    def _check(self, stage: str, data: FederatedData) -> None:
+        check_same_clients(data, self._run.population.names, stage)
+        if stage in _PREFIXES and self._metrics is None and not has_step(self._run.algorithm.module, stage):
+            raise ValueError(
+                f"Expected {stage}= and metrics= together, but got only one of them, and a module that has no "
+                f"{stage}_step"
+            )
+
+    def attach(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        """Take the rows that `Trainer.validate`, `test` or `predict` were given in the place of loaders.
+
+        Raises:
+            ValueError: there are no rows, or none that can be scored.
+        """
+        stages = {TrainerFn.VALIDATING: "validation", TrainerFn.TESTING: "test", TrainerFn.PREDICTING: "predict"}
+        self._given, self._predict = {}, None
+        stage = stages.get(trainer.state.fn)  # type: ignore[arg-type]
+        if stage is None:
+            return
+        loop: Any = {"validation": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
+            stage
+        ]
+        source = loop._data_source
+        if isinstance(source.instance, FederatedData):
+            self._check(stage, source.instance)
+            self._given[stage] = source.instance
+            source.instance, source.name = module, _LOADERS[stage]
+        elif not source.is_module():
+            check_loader(source.instance, None, {"predict": "prediction"}.get(stage, stage))
+        elif not self.has(stage):
+            verb = trainer.state.fn.value  # type: ignore[union-attr]
+            said = "validation" if stage == "validation" else "test"
+            raise ValueError(
+                f"Expected rows for trainer.{verb}, but got none; pass trainer.{verb}(federation, data) with "
+                f"FederatedData of the same clients, or ft.Federation(…, {said}=data)"
+            )
+
+    def has(self, stage: str) -> bool:
+        """Return whether there are rows."""
+        return stage in self._given or stage in self._built
+
+    def rows(self, stage: str) -> FederatedData:
+        """Return the rows of a stage: those that the Trainer was given, or those of construction."""
+        return self._given.get(stage) or self._built[stage]
+
+    def scores(self, stage: str, trainer: Any) -> dict[str, Score]:
+        """Return scores by the names under which they are logged."""
+        own = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
+        scores = self._run.evaluate(self.rows(stage), self._metrics, self._split, batch_size=self._batch_size, **own)
+        return {name if own else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
+
+    def predictions(self, client: int, trainer: Any) -> list[Any]:
+        """Return the outputs of a client's batches."""
+        if self._predict is None:
+            self._predict = predictor_of(self._run, self._split, trainer)
+        (batches,) = client_batches(self._run, self.rows("predict"), False, self._batch_size, [client])
+        return self._predict(batches)
+
+
+def values_of(scores: Mapping[str, Score]) -> dict[str, float]:
+    """Return what is logged of scores: over all rows, and of the clients the mean, the least and the most."""
+    values: dict[str, float] = {}
+    for name, score in scores.items():
+        values[name] = score.overall
+        values[f"{name}_mean"] = score.mean()
+        values[f"{name}_min"] = score.worst(largest_is_best=True)
+        values[f"{name}_max"] = score.worst(largest_is_best=False)
+    return values

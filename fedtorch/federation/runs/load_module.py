@@ -1,0 +1,93 @@
+"""A checkpoint's model as an ordinary module, without the algorithm, the population and the rows of its run."""
+
+from __future__ import annotations
+
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedtorch import checkpoint, functional
+from fedtorch.checkpoint_io import PlainCheckpointIO
+from fedtorch.federation.runs.server_module import SavedModule, checksum, read
+
+_NAMED = 3  # tensors in a message
+
+
+def load_module(path: Path | str, module: nn.Module) -> nn.Module:
+    """Return a copy of `module` with the server's tensors of a checkpoint, as `global_module` of its run did.
+
+    Files are read as plain tensors; nothing in them is run. What no training changes, frozen parameters and such
+    buffers as class weights, is the module's own, and has to be what it was in training: pass the same pretrained base.
+
+    Args:
+        path: of a file of `Run.save`, or of a Trainer of a `Federation`, such as `ModelCheckpoint.best_model_path`.
+        module: one like that which was trained, made in the same way; it stays as it is.
+
+    Raises:
+        ValueError: the file is no checkpoint of a federation, the server holds no whole model, or the module has other
+            tensors, by name, shape or, where frozen, by value.
+
+    Example:
+        >>> import tempfile, torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+        >>> local = ft.least_squares(torch.nn.Linear(2, 1, bias=False))
+        >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     run.save(f"{folder}/run.safetensors")
+        ...     module = ft.load_module(f"{folder}/run.safetensors", torch.nn.Linear(2, 1, bias=False))
+        >>> module(torch.eye(2)).detach().round(decimals=3)
+        tensor([[2.],
+                [3.]])
+    """
+    if not isinstance(module, nn.Module):
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise TypeError(
+            f"Expected a module made as for training, but got {got}; a checkpoint holds tensors and no code: "
+            "ft.load_module(path, Net(...))"
+        )
+    saved = read(_flat(path))
+    saved.holds.check_whole()
+    _check_module(saved, module)
+    return functional.load(module, saved.holds.tensors)
+
+
+def _flat(path: Path | str) -> dict[str, Tensor]:
+    """Return a run's tensors from its own file, or from that of a Trainer."""
+    file = Path(path)
+    if not str(path) or file.is_dir():
+        raise ValueError(
+            f"Expected the path of a checkpoint, but got {str(path)!r}; a ModelCheckpoint has one in best_model_path "
+            "when something has been saved"
+        )
+    if not zipfile.is_zipfile(file):
+        return checkpoint.read(file)
+    content: Any = PlainCheckpointIO().load_checkpoint(file)
+    flat = content.get("state_dict", {}).get("_extra_state") if isinstance(content, dict) else None
+    if not isinstance(flat, dict):
+        raise ValueError(
+            f"Expected the checkpoint of a federation in {path}, but got that of another module; load it with its "
+            "class's load_from_checkpoint"
+        )
+    return flat
+
+
+def _check_module(saved: SavedModule, module: nn.Module) -> None:
+    """Refuse a module whose tensors are not those of training."""
+    named, known = functional.tensors(module), {*saved.holds.tensors, *saved.own}
+    if named.keys() != known:
+        more, less = sorted(named.keys() - known)[:_NAMED], sorted(known - named.keys())[:_NAMED]
+        differ = " and ".join(
+            text for names, text in ((more, f"with {more} besides"), (less, f"without {less}")) if names
+        )
+        raise ValueError(
+            f"Expected a module with the tensors of the {saved.kind} that was trained, but got {type(module).__name__} "
+            f"{differ}; make it as for training, adapters included"
+        )
+    for name, number in saved.own.items():
+        if number is not None and number != checksum(named[name]):
+            raise ValueError(
+                f"Expected {name!r}, which training left alone and the checkpoint does not hold, with the values that "
+                "it had in training, but got others; begin from the same pretrained base or seed"
+            )

@@ -1,0 +1,232 @@
+"""A LightningModule's own `validation_step`, `test_step` and `predict_step`, for every client of a federation.
+
+Each client is evaluated as a `lightning.Trainer` would evaluate its module on its batches: by a copy of the module with
+the client's tensors, fresh metrics and the hooks around the steps. Over all clients, numbers that steps log are reduced
+over all batches, metrics are those of all rows together (see `metrics.joined`), and what `on_validation_epoch_end` logs
+is what it makes of all clients' metrics and lists.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, random
+from fedtorch.expected import loaded
+from fedtorch.federation.runs.joined_epoch import JoinedEpoch
+from fedtorch.federation.runs.step_logs import Logged, StepLogs, over_batches, takes_index
+from fedtorch.metrics.joined import metrics_in, value_of
+from fedtorch.metrics.scores import Score
+
+STAGES = {"validation": "validate", "test": "test", "predict": "predict"}  # as `setup` calls them
+_KEY = -1  # of the draws of evaluation; those of rounds have the numbers of rounds
+
+
+class ClientBatches(NamedTuple):
+    """A client as it is evaluated.
+
+    Attributes:
+        number: of the client.
+        name: of the client.
+        tensors: that it predicts with.
+        batches: `(batch, its number of rows)`.
+    """
+
+    number: int
+    name: str
+    tensors: dict[str, Tensor]
+    batches: Iterable[tuple[Any, int]]
+
+
+class _Epoch(NamedTuple):
+    """What a client's evaluation came to."""
+
+    rows: int
+    values: dict[str, float]
+    entries: dict[str, Logged]
+
+
+def has_step(module: nn.Module | None, stage: str) -> bool:
+    """Return whether a module is a LightningModule with a step of its own for `validation`, `test` or `predict`."""
+    base, name = loaded("lightning.pytorch", "LightningModule"), f"{stage}_step"
+    return isinstance(module, base) and getattr(type(module), name) is not getattr(base, name)
+
+
+class AloneTrainer:
+    """Answers what a module may ask its trainer where a run is evaluated without one.
+
+    Example:
+        >>> trainer = AloneTrainer(3)
+        >>> trainer.current_epoch, trainer.logger, hasattr(trainer, "strategy")
+        (3, None, False)
+    """
+
+    sanity_checking = training = False
+    logger, datamodule = None, None
+    is_global_zero, global_rank, local_rank, world_size, num_devices = True, 0, 0, 1, 1
+
+    def __init__(self, rounds: int) -> None:
+        self.current_epoch = self.global_step = rounds
+        self.loggers: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"Expected the module to ask only for what a run without a Trainer has, but it asked for 'trainer.{name}'; "
+            "evaluate with trainer.validate(federation, data)"
+        )
+
+
+class OwnSteps:
+    """Evaluates clients by a module's own steps.
+
+    Args:
+        module: which has them; it is copied.
+        stage: "validation", "test" or "predict".
+        device: where the clients are evaluated.
+        trainer: what the module is told that its trainer is.
+        seed: of what the module draws, the same in every evaluation.
+    """
+
+    def __init__(self, module: nn.Module, stage: str, device: torch.device, trainer: Any, seed: int = 0) -> None:
+        self._stage, self._device, self._trainer, self._seed = stage, device, trainer, seed
+        template: Any = copy.deepcopy(module)
+        template.trainer = trainer
+        template.setup(STAGES[stage])
+        template.trainer = None
+        for _, metric in metrics_in(template):
+            metric.reset()
+            metric.distributed_available_fn = lambda: False  # clients' metrics never meet over ranks
+        self._template = template.to(device).eval()
+        self._indexed = takes_index(getattr(template, f"{stage}_step"))
+
+    def scores(self, clients: Iterable[ClientBatches]) -> dict[str, Score]:
+        """Return what is logged of each client and over all, by name."""
+        joined, epochs = JoinedEpoch(self._template), []
+        with self._quiet():
+            for client in clients:
+                with self._named(client):
+                    epochs.append(self._epoch(client, joined))
+            return self._scored(epochs, joined)
+
+    def outputs(self, client: ClientBatches) -> list[Any]:
+        """Return what the step returns for each batch of a client, on the CPU."""
+        from lightning.fabric.utilities import move_data_to_device
+
+        with self._quiet(), self._named(client):
+            module = self._module(client.tensors)
+            self._seeded(client.number)
+            every = [move_data_to_device(output, "cpu") for output, _ in self._steps(module, client.batches, None)]
+            self._hook(module, "epoch_end")
+            return every
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Record no gradients, and leave torch's generators as they are."""
+        gpus = [self._device] if self._device.type == "cuda" else []
+        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=gpus):
+            yield
+
+    @contextmanager
+    def _named(self, client: ClientBatches) -> Iterator[None]:
+        """Say in errors whose evaluation fails."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"in {self._stage}_step of client {client.name!r}, or the hooks around it")
+            raise
+
+    def _seeded(self, client: int) -> None:
+        key = random.fold_in(random.fold_in(random.key(self._seed), _KEY), client)
+        torch.default_generator.manual_seed(int(key))
+        if self._device.type == "cuda":
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(int(key))
+
+    def _module(self, tensors: dict[str, Tensor]) -> Any:
+        """Return a client's module: what is not of the client's tensors is shared, but for buffers."""
+        buffers = functional.buffers(self._template)
+        module: Any = functional.with_tensors(self._template, {**buffers, **tensors})
+        module.trainer = self._trainer
+        return module
+
+    def _epoch(self, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
+        module, rows = self._module(client.tensors), 0
+        logs = StepLogs(module)
+        self._seeded(client.number)
+        for _, size in self._steps(module, client.batches, logs):
+            rows += size
+        if not rows:
+            return _Epoch(0, {}, {})
+        joined.add(module, client.tensors, rows)
+        self._hook(module, "epoch_end")
+        values = logs.values()
+        self._hook(module, "end")
+        return _Epoch(rows, values, logs.entries)
+
+    def _steps(self, module: Any, batches: Any, logs: StepLogs | None) -> Iterator[tuple[Any, int]]:
+        """Yield (output, rows) of every batch; the hooks before the first run where there is one."""
+        step = getattr(module, f"{self._stage}_step")
+        for index, (batch, rows) in enumerate(batches):
+            if index == 0:
+                for name in ("model_eval", "start", "epoch_start"):
+                    self._hook(module, name)
+            if logs is not None:
+                logs.rows = rows
+            batch = module.on_before_batch_transfer(batch, 0)
+            batch = module.on_after_batch_transfer(module.transfer_batch_to_device(batch, self._device, 0), 0)
+            self._hook(module, "batch_start", batch, index)
+            output = step(batch, index) if self._indexed else step(batch)
+            self._hook(module, "batch_end", output, batch, index)
+            if logs is not None:
+                logs.rows = 0
+            yield output, rows
+
+    def _hook(self, module: Any, name: str, *arguments: Any) -> None:
+        """Call a hook that the module overrides; Lightning's own ask a Trainer, or do nothing."""
+        name = f"on_{self._stage}_{name}"
+        if getattr(type(module), name, None) is not getattr(loaded("lightning.pytorch", "LightningModule"), name, None):
+            getattr(module, name)(*arguments)
+
+    def _scored(self, epochs: list[_Epoch], joined: JoinedEpoch) -> dict[str, Score]:
+        names = {name: entry for epoch in epochs for name, entry in epoch.entries.items()}
+        at_end = self._at_end(joined) if any(entry.at_end for entry in names.values()) else {}
+        scores = {}
+        for name, entry in names.items():
+            clients = torch.tensor([epoch.values.get(name, torch.nan) for epoch in epochs], dtype=torch.float64)
+            logged = [epoch.entries[name] for epoch in epochs if name in epoch.entries]
+            best = None
+            if entry.metric is not None:
+                metric = joined.metric(entry.metric)
+                overall, best = value_of(metric), metric.higher_is_better
+            elif not entry.at_end:
+                overall = over_batches(logged)
+            else:
+                overall = at_end[name] if name in at_end else _mean(epochs, name)
+            there = torch.tensor([name in epoch.entries for epoch in epochs])
+            failed = clients.isnan() & there if entry.metric is None else None
+            scores[name] = Score(overall, clients, best, failed)
+        return scores
+
+    def _at_end(self, joined: JoinedEpoch) -> dict[str, float]:
+        """Return what the hook at the end logs of all clients, nothing where a step has kept what cannot be joined."""
+        if not joined.whole:
+            return {}
+        module: Any = joined.module()
+        module.trainer = self._trainer
+        logs = StepLogs(module)
+        self._seeded(-1)
+        try:
+            self._hook(module, "epoch_end")
+        except Exception:  # of what it finds in no list and no metric; it has passed for every client
+            return {}
+        return logs.values()
+
+
+def _mean(epochs: list[_Epoch], name: str) -> float:
+    """Return the mean of clients' values, weighted by their rows."""
+    rows = sum(epoch.rows for epoch in epochs if name in epoch.values)
+    return sum(epoch.rows * epoch.values[name] for epoch in epochs if name in epoch.values) / rows

@@ -1,0 +1,197 @@
+"""Scores and predictions of a run's clients: by metrics, or by the module's own evaluation steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.populations.population import Clients, Population
+from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
+from fedtorch.federation.runs.own_steps import AloneTrainer, ClientBatches, OwnSteps, has_step
+from fedtorch.metrics.scores import Score
+from fedtorch.tree import Tree
+
+_TOGETHER = 64  # clients whose tensors are asked for at once
+
+
+class Scored:
+    """The part of a `Run` that scores its clients' models and predicts with them."""
+
+    algorithm: Algorithm
+    population: Population
+    clients: Clients
+    number: int
+    seed: int
+    _newcomers: Newcomers
+
+    @property
+    def outbox(self) -> Tree:
+        """Return what the server sends out now."""
+        raise NotImplementedError
+
+    def evaluate(
+        self,
+        data: FederatedData,
+        metrics: Mapping[str, Any] | None = None,
+        split: Split = inputs_and_targets,
+        unseen: bool = False,
+        *,
+        step: Literal["validation", "test"] = "validation",
+        batch_size: int | None = None,
+        trainer: Any = None,
+    ) -> dict[str, Score]:
+        """Return scores of every client's model on its rows of `data`; see `ft.metrics`.
+
+        Without `metrics` they are what the LightningModule's own `validation_step` or `test_step` logs, and the hooks
+        around it, such as `on_validation_epoch_end`; of a client, what a Trainer reports on its batches. Over all
+        clients numbers are reduced over all batches, and metrics are those of all rows, not the clients' means.
+
+        Args:
+            data: rows of the run's clients.
+            metrics: by name: torchmetrics, `MetricCollection`s, `ft.metrics`, a loss such as
+                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+            split: rows -> (inputs, targets), for `metrics`. Inputs that are a dict are arguments of the module's
+                `forward` by name; targets that are a dict are those of a torchmetrics metric's `update`.
+            unseen: whether `data` are the rows of other clients, which begin where the run's have begun.
+            step: whose logs, without `metrics`.
+            batch_size: rows of a client that are evaluated at once; default: all of them.
+            trainer: what the module's own steps find as `self.trainer`; default: one that knows the rounds done.
+
+        Raises:
+            ValueError: no metrics, and a module without such a step.
+        """
+        if metrics is None:
+            return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))
+        if self.algorithm.predict is None:
+            raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
+        clients = self._newcomers if unseen else self.clients
+        return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split, batch_size)
+
+    def predict(
+        self,
+        data: FederatedData,
+        split: Callable[[Tree], tuple[Tree, Any]] | None = None,
+        unseen: bool = False,
+        *,
+        clients: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        trainer: Any = None,
+    ) -> dict[str, list[Any]]:
+        """Return what every client's model predicts for its rows of `data`: by client, an output for each batch.
+
+        It is what the LightningModule's own `predict_step` returns. A module without one is called on the inputs of
+        `split`; by default they are the first of rows `(inputs, targets)`, and rows of other forms as they are.
+
+        Args:
+            data: rows of the run's clients.
+            split: rows -> (inputs, targets), for a module without `predict_step`.
+            unseen: whether `data` are the rows of other clients.
+            clients: numbers of those that predict; default: all.
+            batch_size: rows that are predicted at once; default: all of a client's.
+            trainer: as in `evaluate`.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor(y)) for y in ([1.0, 2.0], [3.0, 4.0])])
+            >>> algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)))
+            >>> run = ft.run(algorithm, ft.InProcess(data), rounds=1)
+            >>> [batch.shape for batch in run.predict(data, batch_size=1)["0"]]
+            [torch.Size([1, 1]), torch.Size([1, 1])]
+        """
+        outputs = predictor_of(self, split, trainer)
+        return {each.name: outputs(each) for each in client_batches(self, data, unseen, batch_size, clients)}
+
+
+def predictor_of(
+    run: Scored, split: Callable[[Tree], tuple[Tree, Any]] | None, trainer: Any
+) -> Callable[[ClientBatches], list[Any]]:
+    """Return what predicts for a client: the outputs of its batches; see `Scored.predict`."""
+    if has_step(run.algorithm.module, "predict"):
+        return _own(run, "predict", trainer).outputs
+    predict, device = run.algorithm.predict, run.population.device
+    if predict is None:
+        raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
+
+    def outputs(client: ClientBatches) -> list[Any]:
+        tensors = tree.map(lambda leaf: leaf[None], client.tensors)
+        every = []
+        for batch, _ in client.batches:
+            inputs = _inputs(batch) if split is None else split(batch)[0]
+            with torch.inference_mode(False), torch.no_grad():
+                stacked = predict(tensors, tree.map(lambda leaf: leaf.to(device)[None], inputs))
+            every.append(tree.map(lambda leaf: leaf[0].cpu(), stacked))
+        return every
+
+    return outputs
+
+
+def client_batches(
+    run: Scored,
+    data: FederatedData,
+    unseen: bool = False,
+    batch_size: int | None = None,
+    some: Sequence[int] | None = None,
+) -> Iterator[ClientBatches]:
+    """Yield clients as they are evaluated, with their tensors and their rows of `data` in batches.
+
+    Raises:
+        ValueError: the rows are not those of the run's clients.
+    """
+    names = run.population.names
+    if not unseen and len(data) != len(names) > 1:
+        raise ValueError(
+            f"Expected data of the population's {len(names)} clients, but got {len(data)}; split the data of the "
+            "same clients, pass unseen=True for others, or evaluate a population of one (pooled) client"
+        )
+    if batch_size is not None and batch_size < 1:
+        raise ValueError(f"Expected batch_size of at least 1, but got {batch_size}")
+    if not int(data.counts.sum()):
+        raise ValueError(
+            "Expected rows to evaluate on, but got none; where they are at sites, pass metrics= that the sites offer"
+        )
+    for ids in torch.arange(len(data))[slice(None) if some is None else list(some)].split(_TOGETHER):
+        tensors = _models(run, ids, unseen)
+        for row, client in enumerate(ids.tolist()):
+            own = tree.map(lambda leaf, row=row: leaf[row], tensors)
+            yield ClientBatches(client, data.names[client], own, _batches(data[client], batch_size))
+
+
+def _own(run: Scored, step: str, trainer: Any) -> OwnSteps:
+    """Return the evaluation by the module's own steps."""
+    module = run.algorithm.module
+    if not has_step(module, step):
+        raise ValueError(
+            f"Expected at least one metric, or a LightningModule with a {step}_step, but got "
+            f"{'no module' if module is None else type(module).__name__} without metrics; pass "
+            "metrics={'accuracy': ft.metrics.accuracy()}"
+        )
+    assert module is not None
+    return OwnSteps(module, step, run.population.device, trainer or AloneTrainer(run.number), run.seed)
+
+
+def _models(run: Scored, ids: Tensor, unseen: bool) -> Tree:
+    """Return the tensors that clients predict with, `(M, ...)`."""
+    if unseen:
+        return run._newcomers.tensors(run.outbox, ids)
+    if len(run.population.names) > 1:
+        return run.clients.tensors(run.outbox, ids)
+    one = run.clients.tensors(run.outbox, torch.zeros(1, dtype=torch.int64))
+    return tree.map(lambda leaf: leaf.expand(len(ids), *leaf.shape[1:]), one)
+
+
+def _batches(rows: Tree, size: int | None) -> Iterator[tuple[Tree, int]]:
+    """Yield a client's rows in order, so many at a time, with their number."""
+    total = len(tree.leaves(rows)[0])
+    step = size or max(total, 1)
+    for start in range(0, total, step):
+        yield tree.take(rows, slice(start, start + step)), min(step, total - start)
+
+
+def _inputs(rows: Tree) -> Any:
+    return rows[0] if isinstance(rows, tuple) and len(rows) == 2 else rows

@@ -1,0 +1,142 @@
+"""The module that a server holds: which of its tensors, and which only clients have.
+
+What a client predicts with comes from what the server sends out, from the client's own state, and from the module
+itself, whose frozen parameters and buffers no training changes. A server has a whole model where clients add nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import functional, tree
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.tree import Tree
+
+ENTRY = "module"  # of a checkpoint: the bytes of JSON that say what the server holds
+_NAMED = 3  # tensors in a message
+
+
+class ServerModule(NamedTuple):
+    """Hold what a server knows of a module.
+
+    Attributes:
+        tensors: by the module's names, those that the server holds.
+        clients: names of those that only clients hold.
+    """
+
+    tensors: dict[str, Tensor]
+    clients: tuple[str, ...]
+
+    def check_whole(self) -> None:
+        """Raise ValueError where clients hold a part of the model."""
+        if self.clients:
+            names = ", ".join(self.clients[:_NAMED]) + (", …" if len(self.clients) > _NAMED else "")
+            raise ValueError(
+                f"Expected the server to hold a whole model, but it does not: {names} stay with the clients; use "
+                'client_module(client), or average buffers by ft.gradient_descent(…, buffers="average")'
+            )
+
+
+class Modules:
+    """The modules of a run's algorithm.
+
+    Args:
+        algorithm: of the run.
+        state: one client's initial state, on the run's device.
+    """
+
+    def __init__(self, algorithm: Algorithm, state: Tree) -> None:
+        self._algorithm, self._state = algorithm, state
+        self._checksums: dict[str, int | None] = {}
+
+    @property
+    def module(self) -> nn.Module:
+        """Return the algorithm's module.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self._algorithm.module is None:
+            raise ValueError("Expected an algorithm of a module, but got one without; use run.tensors(clients)")
+        return self._algorithm.module
+
+    def of_server(self, outbox: Tree) -> ServerModule:
+        """Return what the server holds that sends out `outbox`."""
+        algorithm, named = self._algorithm, functional.tensors(self.module)
+        held = getattr(outbox, "parameters", outbox)
+        held = held if isinstance(held, dict) and held.keys() <= named.keys() else {}
+        used = set(functional.parameters(self.module))
+        if held:  # whatever a client predicts with besides, of nobody's `(0, ...)` tensors
+            used |= algorithm.model(algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)).keys()
+        # Counters do not predict, and bounds at infinity are the module's own.
+        matters = lambda tensor: tensor.is_floating_point() and bool(tensor.isfinite().all())
+        return ServerModule(held, tuple(name for name in sorted(used - held.keys()) if matters(named[name])))
+
+    def entries(self, outbox: Tree, server: Tree) -> dict[str, Tensor]:
+        """Return what a checkpoint says of it, flat: the names of the server's tensors, and those that are none of its.
+
+        Args:
+            outbox: what the server sends out.
+            server: its state, whose leaves are in the checkpoint.
+        """
+        if self._algorithm.module is None:
+            return {}
+        holds = self.of_server(outbox)
+        places = {id(leaf): name for name, leaf in tree.flatten(server, "server").items()}
+        names = {name: places.get(id(leaf), f"{ENTRY}.{name}") for name, leaf in holds.tensors.items()}
+        own = {n: t for n, t in functional.tensors(self.module).items() if n not in names and n not in holds.clients}
+        for name in own.keys() - self._checksums.keys():
+            self._checksums[name] = checksum(own[name])
+        said = {
+            "class": type(self.module).__name__,
+            "tensors": names,
+            "clients": holds.clients,
+            "own": {name: self._checksums[name] for name in own},
+        }
+        computed = {names[n]: leaf.detach().cpu() for n, leaf in holds.tensors.items() if id(leaf) not in places}
+        return {ENTRY: torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8), **computed}
+
+
+class SavedModule(NamedTuple):
+    """Hold what a checkpoint says of a module."""
+
+    kind: str  # its class
+    holds: ServerModule
+    own: dict[str, int | None]  # checksums of the tensors that no training changes, by name
+
+
+def read(flat: Mapping[str, Tensor]) -> SavedModule:
+    """Return what a checkpoint's `entries` say.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    if ENTRY not in flat:
+        raise ValueError(
+            "Expected a checkpoint of a federation that trained a module, but got one without; begin the run and go on "
+            "from it: ft.Run(algorithm, population).load(path)"
+        )
+    said: dict[str, Any] = json.loads(bytes(flat[ENTRY].tolist()))
+    tensors = {name: flat[place] for name, place in said["tensors"].items()}
+    return SavedModule(said["class"], ServerModule(tensors, tuple(said["clients"])), said["own"])
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """Return a number that is the same on every device for the same bits, and seldom for others; None of odd layouts.
+
+    Example:
+        >>> checksum(torch.tensor([1.0, 2.0])) == checksum(torch.tensor([1.0, 2.5]))
+        False
+        >>> checksum(torch.tensor([True])), checksum(torch.eye(2).to_sparse())
+        (1, None)
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return None
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    return int(plain.detach().contiguous().view(whole).sum(dtype=torch.int64))

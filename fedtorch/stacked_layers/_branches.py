@@ -1,0 +1,146 @@
+"""Code that branches on values (`if mask.all():`) under `torch.vmap`, for which a tensor of all clients has none.
+
+Where all clients have the same value they take the same branch, together. Where they have not, they are divided into
+groups that have, and each group is evaluated alone: every client takes the branch that it would have taken by itself.
+Values of floating-point tensors are refused as torch refuses them, for hardly two clients have the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+T = TypeVar("T")
+
+_TRUTHS = (Tensor.__bool__, Tensor.is_nonzero, torch.is_nonzero)
+_WHOLE = (Tensor.__int__, Tensor.__index__)
+_NUMBERS = (Tensor.item, Tensor.tolist, *_WHOLE)
+_PAIRS = (Tensor.equal, torch.equal)
+
+
+class Divergence(RuntimeError):
+    """Clients that branch differently.
+
+    Attributes:
+        groups: indices of clients that have the same value, `(n,)` each.
+    """
+
+    def __init__(self, groups: list[Tensor]) -> None:
+        super().__init__(
+            f"Expected {sum(map(len, groups))} clients that take one branch, but got {len(groups)} branches"
+        )
+        self.groups = groups
+
+
+class ReadsValues(TorchFunctionMode):
+    """A context in which code under `torch.vmap` reads truths and whole numbers that all clients agree on.
+
+    It also fills by a mask, `x[mask] = number`, which torch alone refuses under `torch.vmap`.
+
+    Attributes:
+        count: how often one was read.
+
+    Raises:
+        Divergence: in the context, if clients disagree.
+
+    Example:
+        >>> def loss(x, mask):
+        ...     return x.sum() if mask.all() else (x * mask).sum()
+        >>> x, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+        >>> with ReadsValues():
+        ...     torch.vmap(loss)(x, mask)
+        tensor([3., 3.])
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _TRUTHS or func in _NUMBERS or func in _PAIRS:
+            values = _values(func, args)
+            if values is not None:
+                self.count += 1
+                value: Any = _agreed(values).tolist()
+                return int(value) if func in _WHOLE else value
+        if func is Tensor.__setitem__ and _is_mask(*args):
+            x, mask, number = args
+            return x.copy_(torch.where(mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())), number, x))
+        return func(*args, **(kwargs or {}))
+
+
+def by_branches(evaluate: Callable[[Tensor | None], T], join: Callable[[list[T], Tensor], T]) -> T:
+    """Evaluate all clients together, or group by group of those that take the same branches.
+
+    Args:
+        evaluate: clients `(n,)`, None for all -> what comes of them.
+        join: what comes of the groups, one after the other, and where each client is among them -> that of all.
+
+    Example:
+        >>> x = torch.tensor([1, -1, 2])
+        >>> def sizes(at):
+        ...     with ReadsValues():
+        ...         return torch.vmap(lambda v: v if v > 0 else -v)(x if at is None else x[at])
+        >>> by_branches(sizes, lambda parts, places: torch.cat(parts)[places])
+        tensor([1, 1, 2])
+    """
+    return _evaluate(None, evaluate, join)
+
+
+def _evaluate(at: Tensor | None, evaluate: Callable[..., T], join: Callable[[list[T], Tensor], T]) -> T:
+    try:
+        return evaluate(at)
+    except Divergence as divergence:
+        groups = divergence.groups
+    parts = [_evaluate(some if at is None else at[some], evaluate, join) for some in groups]
+    return join(parts, torch.cat(groups).argsort())
+
+
+def _values(func: Any, args: tuple[Any, ...]) -> Tensor | None:
+    """Return each client's value `(K, ...)` of what is read; None if it is no tensor of clients, or of floats."""
+    if func in _PAIRS:
+        first, second = args
+        if first.shape != second.shape or not (_wrapped(first) or _wrapped(second)):
+            return None
+        return _clients((first == second).all())
+    (tensor,) = args
+    if func in _TRUTHS:
+        tensor = tensor != 0
+    if tensor.is_floating_point() or tensor.is_complex():
+        return None
+    if func is Tensor.tolist:
+        return _clients(tensor)
+    return _clients(tensor.reshape(())) if tensor.numel() == 1 else None
+
+
+def _is_mask(x: Tensor, index: Any, value: Any) -> bool:
+    """Return whether a number is to be put where a mask is true."""
+    single = not isinstance(value, Tensor) or not value.dim()
+    return single and isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def _wrapped(tensor: Tensor) -> bool:
+    return torch._C._functorch.is_batchedtensor(tensor)
+
+
+def _clients(tensor: Tensor) -> Tensor | None:
+    """Return what stands behind a tensor under one `vmap`, the clients in front; None without, or under several."""
+    maps = torch._C._functorch
+    if not maps.is_batchedtensor(tensor):
+        return None
+    inside = maps.get_unwrapped(tensor)
+    return None if maps.is_functorch_wrapped_tensor(inside) else inside.detach().movedim(maps.maybe_get_bdim(tensor), 0)
+
+
+def _agreed(values: Tensor) -> Tensor:
+    """Return the value that all have."""
+    if bool((values == values[:1]).all()):
+        return values[0]
+    _, code = values.cpu().unique(dim=0, return_inverse=True)
+    raise Divergence([(code == group).nonzero()[:, 0] for group in range(int(code.max()) + 1)])
