@@ -49,8 +49,12 @@ from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 
-class Turn(NamedTuple):
+class Turn:
     """Hold a client's part in a round: the key that it draws with, and the federation's clock.
+
+    Args:
+        key: `(K,)` of randomness, one for each client; or a function that makes it when it is first asked for.
+        round: rounds done before this one, in which a client may have been away.
 
     Example:
         >>> import fedtorch as ft
@@ -58,8 +62,18 @@ class Turn(NamedTuple):
         3
     """
 
-    key: Tensor  # (K,) of randomness, one for each client
-    round: int  # rounds done before this one, in which a client may have been away
+    def __init__(self, key: Tensor | Callable[[], Tensor], round: int) -> None:
+        self._key, self.round = key, round
+
+    @property
+    def key(self) -> Tensor:
+        """Return the clients' keys; closed forms never ask."""
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
+        return self._key
+
+    def __repr__(self) -> str:
+        return f"Turn(round={self.round})"
 
 
 class Reply(NamedTuple):
@@ -146,8 +160,8 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
-        statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
-            at hand.
+        statistics: prepared data -> `SufficientStatistics`, of a solver that has them and where nobody may ask more of
+            the rows; None where others make them of the rows.
         budget: what its rounds spend, where it protects the rows it trains on.
 
     Example:
