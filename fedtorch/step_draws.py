@@ -43,7 +43,7 @@ class StepKeys:
 
     def __init__(self, keys: Tensor) -> None:
         self.keys, self._first = keys, 0
-        self._steps = self._calls = keys.new_empty(0)
+        self._steps, self._calls = keys.new_empty(0, len(keys)), keys.new_empty(0, len(keys), AHEAD)
 
     def __getitem__(self, step: int) -> Draws:
         if not 0 <= step - self._first < len(self._steps):
@@ -52,6 +52,14 @@ class StepKeys:
             self._steps = random.fold_in(self.keys, numbers[:, None])
             self._calls = random.fold_in(self._steps[..., None], torch.arange(AHEAD, device=self.keys.device))
         return Draws(self._steps[step - self._first], self._calls[step - self._first])
+
+    def some(self, clients: Tensor, step: int) -> StepKeys:
+        """Return those of some of the clients, made with all clients' of a step."""
+        self[step]
+        at = clients.to(self.keys.device)
+        part = StepKeys(self.keys[at])
+        part._first, part._steps, part._calls = self._first, self._steps[:, at], self._calls[:, at]
+        return part
 
 
 class _Made(NamedTuple):

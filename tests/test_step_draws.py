@@ -21,6 +21,10 @@ def test_keys_of_steps_and_calls_are_folded(monkeypatch):
         draws, expected = keys[step], random.fold_in(KEYS, step)
         assert torch.equal(draws.keys, expected)
         assert torch.equal(draws.calls, random.fold_in(expected[:, None], torch.arange(AHEAD)))
+        part, at = keys.some(torch.tensor([4, 1]), step), torch.tensor([4, 1])
+        for later in (step, step + 5):
+            assert torch.equal(part[later].calls, StepKeys(KEYS)[later].calls[at])
+            assert torch.equal(part[later].keys, random.fold_in(KEYS[at], later))
     assert StepKeys(KEYS[:0])[4].calls.shape == (0, AHEAD)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger
@@ -160,6 +161,21 @@ def test_a_run_on_disk_goes_on_and_is_scored(write, straight, capsys: pytest.Cap
         resumed = run("fit", *scoring)
     assert same_bits(resumed.server, straight.server)
     assert same_history(resumed, straight)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_another_learning_rate_goes_on_when_told_so(write, capsys: pytest.CaptureFixture[str]) -> None:
+    content = changed("trainer.max_epochs", 1)
+    content["trainer"]["enable_checkpointing"] = True
+    main(["fit", "-c", write(content)])
+    (checkpoint,) = Path().rglob("*.ckpt")
+    other = changed("algorithm.init_args.local.init_args.optimizer.init_args.lr", 0.2)
+    resuming = ["fit", "-c", write({**other, "trainer": {**other["trainer"], "max_epochs": 2}})]
+    resuming += ["--ckpt_path", str(checkpoint)]
+    assert main(resuming) == 1
+    assert re.search(r"with local\.optimizer.*lr.*`fedtorch fit --anyway true`", capsys.readouterr().err)
+    assert main([*resuming, "--anyway", "true"]) == 0
+    assert capsys.readouterr().out.startswith("2 rounds")
 
 
 def test_settings_reach_the_loggers_after_a_resume(tmp_path: Path) -> None:
@@ -327,6 +343,21 @@ def test_files_of_other_machines_are_not_read(capsys: pytest.CaptureFixture[str]
 def test_functions_without_a_signature_and_methods_of_classes() -> None:
     assert building.built([call("torch.zeros", size=[2])])[0].tolist() == [0.0, 0.0]
     assert building.built(call("fedtorch.networks.network.Network.ring", nodes=3)).nodes == 3
+
+
+def test_a_checkpoint_is_tested_and_predicts(write, straight, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = straight, write({**given(), "evaluation_batch_size": 16})
+    model.trainer.save_checkpoint("last.ckpt")
+    assert main(["test", "--config", file, "--ckpt_path", "last.ckpt"]) == 0
+    _, held_out = ft.data.partition(ft.data.digits(), ft.data.iid(), clients=10, seed=3).split(0.75, 7)
+    assert str(model.evaluate(held_out)["accuracy"].overall)[:8] in capsys.readouterr().out
+    assert main(["predict", "--config", file, "--ckpt_path", "last.ckpt", "--out", "out.safetensors"]) == 0
+    assert "predictions of 10 clients in out.safetensors" in capsys.readouterr().out
+    predictions = safetensors.torch.load_file("out.safetensors")
+    for k, (x, _) in enumerate(held_out):
+        torch.testing.assert_close(predictions[str(k)], model.client_module(k)(x).detach())
+    assert main(["predict", "--config", file]) == 1
+    assert "Expected --ckpt_path FILE, which `fedtorch fit` has saved" in capsys.readouterr().err
 
 
 @pytest.mark.slow

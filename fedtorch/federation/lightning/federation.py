@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch._representation import run_line
-from fedtorch.checkpoint import describe
 from fedtorch.checkpoint_io import keep_plain
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._evaluation import Evaluation, values_of
+from fedtorch.federation.lightning._hyperparameters import hyperparameters
 from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
+from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
@@ -71,6 +72,8 @@ class Federation(L.LightningModule):
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
         on_bad_message: what a message with NaN or Inf does; see `Run`.
+        anyway: whether `trainer.fit(federation, ckpt_path=path)` takes a checkpoint of other settings or rows too.
+        joined: "new" where it may be one of fewer clients, whom others have joined; see `Run.load_state_dict`.
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
@@ -108,6 +111,8 @@ class Federation(L.LightningModule):
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
         on_bad_message: Literal["raise", "drop"] = "raise",
+        anyway: bool = False,
+        joined: Literal["new"] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -126,6 +131,7 @@ class Federation(L.LightningModule):
         )
         rows = {"validation": validation, "test": test, "predict": test}
         self._split, self._metrics, self._batch_size = split, metrics, evaluation_batch_size
+        self._anyway, self._joined = anyway, joined
         self._evaluation = Evaluation(self.run, rows, metrics, split, evaluation_batch_size)
         self.scores: dict[str, Score] = {}
         self._warned = False
@@ -204,7 +210,7 @@ class Federation(L.LightningModule):
     def _score(self, stage: str) -> dict[str, float]:
         self.scores = self._evaluation.scores(stage, self.trainer)
         values = values_of(self.scores)
-        self._log_values(values, prog_bar=tuple(self.scores))
+        self._log_values(values, prog_bar=tuple(name for name in self.scores if name in values))
         return values
 
     def train_dataloader(self) -> Iterable[int]:
@@ -243,11 +249,15 @@ class Federation(L.LightningModule):
     def on_fit_start(self) -> None:
         """Tell the loggers the settings, those of the local solver as `local/lr`."""
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
-            logger.log_hyperparams(_hyperparameters(self.run))
+            logger.log_hyperparams(hyperparameters(self.run))
 
     def on_train_start(self) -> None:
         """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
+
+    def on_train_end(self) -> None:
+        """Note why the run has stopped before the rounds that the Trainer was given."""
+        self.run.ended = stopped_early(self.trainer, self.round)
 
     def on_validation_start(self) -> None:
         """Refuse rows that the Trainer was given."""
@@ -258,7 +268,8 @@ class Federation(L.LightningModule):
         """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
-            "but got load_from_checkpoint, for which a checkpoint says too little"
+            "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
+            "fedtorch.load_module(path, module)"
         )
 
     def setup(self, stage: str) -> None:
@@ -311,28 +322,7 @@ class Federation(L.LightningModule):
         Raises:
             ValueError: it belongs to another federation.
         """
-        self.run.load_state_dict(state)
-
-
-def _hyperparameters(run: Run) -> dict[str, Any]:
-    """Return the settings of a run and of its module, flat: numbers and text as they are, other values as text."""
-    of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
-    module = run.algorithm.module
-    of_module = getattr(module, "hparams", {}) if getattr(module, "_log_hyperparams", False) else {}
-    plain = (bool, int, float, str, type(None))
-    return {
-        name.replace(".", "/"): value if isinstance(value, plain) else describe(value)
-        for name, value in {**run.algorithm.settings, **of_run, **_flat(of_module, "module")}.items()
-    }
-
-
-def _flat(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return nested settings flat, their names joined by slashes."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        path = f"{prefix}/{name}"
-        flat.update(_flat(value, path) if isinstance(value, Mapping) else {path: value})
-    return flat
+        self.run.load_state_dict(state, anyway=self._anyway, joined=self._joined)
 
 
 class _RoundCounter(torch.optim.Optimizer):

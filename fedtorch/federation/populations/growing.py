@@ -16,7 +16,7 @@ Source: Jung, "Federated learning: from theory to practice", equation (4.23).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -85,6 +85,10 @@ class Growing(InProcess):
     def blocks(self) -> list[tuple[Tensor, ClientData]]:
         """Return the rows to begin with."""
         return self.at(0).buckets(small=SMALL_BLOCK)
+
+    def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
+        """Return nothing: rows come in between rounds."""
+        return {}
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
         """Return the clients for one run of `algorithm`."""

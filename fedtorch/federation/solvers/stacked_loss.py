@@ -14,6 +14,8 @@ from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.drawing_modules import DrawingModules, Interception
 from fedtorch.federation.solvers.batches import Batch
+from fedtorch.federation.solvers.loaders.batches import LoadedBatch
+from fedtorch.federation.solvers.loaders.parts import gradients_in_parts
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
 from fedtorch.step_draws import Draws, StepKeys
@@ -24,6 +26,7 @@ from fedtorch.watched_generators import each_drawn_if_random
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
 
 
+Step = Batch | LoadedBatch
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 
 
@@ -83,7 +86,7 @@ class StackedLoss:
         return "there are stacked buffers" if self.buffers else None
 
     def gradients(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, keys: StepKeys
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys
     ) -> Gradients:
         """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
 
@@ -98,6 +101,8 @@ class StackedLoss:
         with _short_products() if self.precision == "tf32" else nullcontext():
             if not self.batched:
                 return self._one_by_one(values, batch, index, keys[index])
+            if isinstance(batch, LoadedBatch):
+                return gradients_in_parts(self, tensors, buffers, batch, index, keys)
             flat = [*values, *batch.leaves]
             if batch.weights is not None:
                 flat.append(batch.weights)
@@ -168,16 +173,13 @@ class StackedLoss:
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, draws: Draws) -> Gradients:
+    def _one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, draws: Draws) -> Gradients:
         """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
         each = list(zip(*(value.detach().unbind() for value in values)))
-        leaves = list(zip(*(leaf.unbind() for leaf in batch.leaves)))
-        active, sizes, width = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist(), batch.leaves[0].shape[1]
+        active = batch.active.nonzero()[:, 0].tolist()
 
         def one(i: int, interception: Interception) -> tuple[Any, ...]:
-            k = active[i]
-            parts = leaves[k] if sizes[k] == width else [leaf[: sizes[k]] for leaf in leaves[k]]
-            return self._alone(each[k], tree.refill(batch.rows, parts), index, interception)
+            return self._alone(each[active[i]], batch.alone(active[i]), index, interception)
 
         if self.random:
             backward = draws.calls[:, _BACKWARD].unbind()
@@ -221,7 +223,7 @@ class RoundLogs:
         calls = loss.objective.metrics
         self._metrics = RoundMetrics(calls, total) if calls.recorders else None
 
-    def add(self, step: int, values: Mapping[str, Tensor], recorded: Sequence[Any] | None, batch: Batch) -> None:
+    def add(self, step: int, values: Mapping[str, Tensor], recorded: Sequence[Any] | None, batch: Step) -> None:
         """Take in one step: numbers `(K,)` by name, and the arguments of metrics, None where they stay private."""
         for name, value in values.items():
             self._numbers.setdefault(name, []).append((step, value.detach(), batch.size))
