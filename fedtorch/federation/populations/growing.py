@@ -123,8 +123,8 @@ class _GrowingClients(LocalClients):
 
 def _between(data: FederatedData, first: Tensor, last: Tensor) -> FederatedData:
     """Return rows `first` to `last` `(K,)` of every client."""
-    counts = (last - first).clamp(min=0)
+    counts, every = (last - first).clamp(min=0), data.rows
     begins = data.starts + first - (counts.cumsum(0) - counts)
     index = torch.arange(int(counts.sum())) + begins.repeat_interleave(counts)
-    rows = tree.take(data.rows, index)
+    rows = tree.take(every, index)
     return dataclasses.replace(data, rows=rows, counts=counts, allow_empty=True, on_disk=False)
