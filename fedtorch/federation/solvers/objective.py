@@ -204,7 +204,7 @@ class Objective(nn.Module):
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)
         self.reductions: dict[str, Reduction] = {}
-        self.recorded: list[Tensor] = []
+        self.recorded: Sequence[Tensor] = ()
         if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
             if loss is not None:
                 raise TypeError("Expected loss=None for a LightningModule, whose training_step returns the loss")
@@ -229,21 +229,23 @@ class Objective(nn.Module):
     def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""
         if weights is None:
-            loss, logs, self.recorded = self._one(batch, index)
+            loss, logs, recorded = self._one(batch, index)
+            if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation
+                self.recorded = recorded
             return loss, logs
 
-        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
             return self._one(tree.map(lambda leaf: leaf[None], row), index)
 
         losses, logs, recorded = vmap(example, randomness="different")(batch)
         weights = weights.to(losses.dtype)
-        self.recorded = self.metrics.of_rows(recorded, weights) if self.metrics.recorders else []
+        self.recorded = self.metrics.of_rows(recorded, weights) if self.metrics.recorders else ()
         # Padding is excluded, not only weighted by zero: a loss of inf on a padded row must not become NaN.
         average = lambda values: torch.where(weights > 0, weights * values, 0.0).sum()
         return average(losses), {name: average(value) for name, value in logs.items()}
 
-    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        self._logs = {}
+    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
+        self._logs.clear()
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index)
@@ -251,8 +253,9 @@ class Objective(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
-        logs, self._logs = self._logs, {}
-        return loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else []
+        logs = dict(self._logs)
+        self._logs.clear()
+        return loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 
     def _log(
         self,
