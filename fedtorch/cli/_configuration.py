@@ -21,6 +21,7 @@ from torch import Tensor
 from fedtorch import _files as files
 from fedtorch.cli._building import built
 from fedtorch.cli._names import check, check_keys, check_options
+from fedtorch.cli._predictions import write_predictions
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep.algorithm import Factors
@@ -46,8 +47,10 @@ def federation(
     data: FederatedData,
     holdout: float = 0.0,
     validation: FederatedData | None = None,
+    test: FederatedData | None = None,
     metrics: dict[str, StackedMetric | torchmetrics.Metric | Callable[[Tensor, Tensor], Tensor]] | None = None,
     split: Split = inputs_and_targets,
+    evaluation_batch_size: int | None = None,
     population: Callable[[FederatedData], InProcess | Distributed] = InProcess,
     parameters: Any = None,
     cohort: Asked = None,
@@ -65,8 +68,10 @@ def federation(
         data: the clients' rows.
         holdout: the part of every client's rows that is kept aside for validation; drawn by the seed.
         validation: rows of the same clients for validation, where they are not held out.
-        metrics: by name, for validation; default: what the module's own `validation_step` logs.
+        test: rows of the same clients for `test` and `predict`; default: those that are held out.
+        metrics: by name, for validation and test; default: what the module's `validation_step` or `test_step` logs.
         split: the path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).
+        evaluation_batch_size: rows of a client that are scored or predicted at once; default: all of them.
         population: where the clients run.
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round, which, by ids, or a function such as `fedtorch.poisson_cohort`.
@@ -83,6 +88,7 @@ def federation(
         raise ValueError("Expected either holdout= or validation=, but got both")
     if holdout:
         data, validation = data.split(1 - holdout, seed)
+        test = test or validation
     joined = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
     return Federation(
         functools.reduce(operator.or_, wrap or (), algorithm),
@@ -90,8 +96,10 @@ def federation(
         parameters,
         cohort=cohort,
         validation=validation,
+        test=test,
         metrics=metrics,
         split=split,
+        evaluation_batch_size=evaluation_batch_size,
         seed=seed,
         faults=joined,
         record=record or (),
@@ -109,7 +117,7 @@ def check_file(file: Path) -> dict[str, Any]:
         ValueError: the message says what there is.
     """
     content = yaml.safe_load(file.read_text())
-    check_keys(content, [*KEYS, "ckpt_path", "verbose"], file)
+    check_keys(content, [*KEYS, "ckpt_path", "verbose", "out"], file)
     given = content.get("population")
     if isinstance(given, dict) and "class_path" not in given:  # the arguments of the default
         content["population"] = {"class_path": "fedtorch.InProcess", "init_args": given.get("init_args", given)}
@@ -132,7 +140,7 @@ class FederationCLI(LightningCLI):
     """Lightning's command line for a `federation`, whose arguments are keys at the top of the file.
 
     Args:
-        command: `fit` or `validate`.
+        command: `fit`, `validate`, `test` or `predict`.
         arguments: what follows it.
     """
 
@@ -151,13 +159,15 @@ class FederationCLI(LightningCLI):
 
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         """Return the command that was given, and the arguments of the Trainer's method that are not the user's."""
-        not_his = {"model", "train_dataloaders", "val_dataloaders", "dataloaders", "datamodule", "weights_only"}
-        return {self.command: not_his}
+        of_fit = {"train_dataloaders", "val_dataloaders"}
+        return {self.command: {"model", "dataloaders", "datamodule", "weights_only", "return_predictions", *of_fit}}
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Return the federation's arguments at the top, and the Trainer's below `trainer`."""
         parser.add_function_arguments(federation, skip={"seed"}, fail_untyped=False)
         parser.add_lightning_class_args(self.trainer_class, "trainer")
+        if self.command == "predict":
+            parser.add_argument("--out", type=str, default="predictions.safetensors", help="the file to write")
         parser.set_defaults({f"trainer.{name}": value for name, value in self.trainer_defaults.items()})
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
@@ -165,13 +175,16 @@ class FederationCLI(LightningCLI):
         content = {**dict.fromkeys(KEYS), "population": {"class_path": "fedtorch.InProcess"}}
         for file in _files(args):
             content = merged(content, check_file(file))
+        extra = ["out"] if self.command == "predict" else []
         hidden = self.subcommands()[self.command]
         of_method = inspect.signature(getattr(L.Trainer, self.command)).parameters.keys() - hidden - {"self"}
         try:
-            check_options(args[1:], content, ["config", "print_config", *of_method])
+            check_options(args[1:], content, ["config", "print_config", *extra, *of_method])
         except ValueError as error:
             parser.error(str(error))
         self.config = parser.parse_args(args)
+        if self.command in ("test", "predict") and not self.config[self.command].get("ckpt_path"):
+            raise ValueError(f"Expected --ckpt_path FILE, which `fedtorch fit` has saved, but {self.command} got none")
 
     def instantiate_classes(self) -> None:
         """Build everything, the federation and the Trainer last."""
@@ -180,6 +193,15 @@ class FederationCLI(LightningCLI):
         of_federation = {name: given[name] for name in inspect.signature(federation).parameters if name in given}
         self.datamodule, self.model = None, federation(**of_federation, seed=int(given["seed_everything"]))
         self.trainer = self.instantiate_trainer()
+
+    def predict(self, **options: Any) -> None:
+        """Write what the models of a checkpoint predict."""
+        predictions = self.trainer.predict(**options)
+        names, out = self.model.run.population.names, Path(self.config[self.subcommand]["out"])
+        assert predictions is not None
+        if self.trainer.is_global_zero:
+            write_predictions(out, dict(zip(names, predictions)))
+            sys.stdout.write(f"predictions of {len(predictions)} clients in {out}\n")
 
     def after_fit(self) -> None:
         """Say how it ended, and where the logs are."""

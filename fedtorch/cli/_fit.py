@@ -1,7 +1,11 @@
-"""`fedtorch fit` and `fedtorch validate`: a federation from a configuration file, see `docs/howto/configuration.md`.
+"""`fedtorch fit`, `validate`, `test` and `predict`: a federation from a configuration file.
+
+See `docs/howto/configuration.md`.
 
 fedtorch fit --config run.yaml [--cohort 10] [--trainer.max_epochs 50] [--ckpt_path last.ckpt]
 fedtorch validate --config run.yaml --ckpt_path last.ckpt
+fedtorch test --config run.yaml --ckpt_path last.ckpt
+fedtorch predict --config run.yaml --ckpt_path last.ckpt [--out predictions.safetensors]
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 WHAT = {
     "fit": "train what a configuration file says",
     "validate": "score what a checkpoint holds, as the configuration file says",
+    "test": "score what a checkpoint holds on the test rows",
+    "predict": "write what the clients' models of a checkpoint predict for their test rows",
 }
 HELP = """usage: fedtorch {name} --config FILE [--KEY VALUE …] [--ckpt_path FILE]
 
@@ -32,7 +38,8 @@ A key within a key is an option with a dot: --trainer.max_epochs 50 --algorithm.
 options:
     --config FILE, -c FILE: YAML or JSON; several files, and what follows them, are taken in their order.
     --print_config: print all keys as they would be, defaults included, and run nothing.
-    --ckpt_path FILE: the checkpoint to go on from, or to score.
+    --ckpt_path FILE: the checkpoint to go on from, to score, or to predict with.
+    --out FILE: of predict, where predictions go; default predictions.safetensors, a tensor for each client.
 """
 
 

@@ -22,6 +22,11 @@ from .datasets.weather import (
 )
 from .federated import ClientData as ClientData, FederatedData as FederatedData
 from .items import read as read
+from .loaders import (
+    FederatedLoaders as FederatedLoaders,
+    from_datamodules as from_datamodules,
+    from_loaders as from_loaders,
+)
 from .partition import (
     by_column as by_column,
     dirichlet as dirichlet,

@@ -134,6 +134,11 @@ class FederatedData:
         """Return the number of clients, `K`."""
         return len(self.counts)
 
+    @property
+    def device(self) -> torch.device:
+        """Return where the rows are."""
+        return tree.leaves(self.rows)[0].device
+
     def __len__(self) -> int:
         return len(self.counts)
 
@@ -176,7 +181,7 @@ class FederatedData:
         for path, leaf in tree.items(batch) if self.on_disk else ():
             if (row := first_not_finite(leaf.flatten(0, 1))) is not None:
                 raise self._not_finite(path, int(ids[row // size]), row % size)
-        return ClientData(batch, counts.to(tree.leaves(self.rows)[0].device))
+        return ClientData(batch, counts.to(self.device))
 
     def buckets(self, max_ratio: float = 1.5, small: int = 0) -> list[tuple[Tensor, ClientData]]:
         """Return all clients as blocks of similar size: `(ids, data)`; see `groups`."""
@@ -245,10 +250,7 @@ class FederatedData:
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
-        """Apply `function` to the tree of all rows, which it must keep in number and order.
-
-        The names of the features are dropped, for the columns may mean something else now.
-        """
+        """Apply `function` to the tree of all rows, which it must keep in number and order; names of features go."""
         return replace(self, rows=function(self.rows), features=(), on_disk=False)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:

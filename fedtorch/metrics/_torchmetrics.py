@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ def summed_states(metric: torchmetrics.Metric) -> dict[str, Tensor]:
             )
         defaults[state] = default.detach().clone()
     return defaults
+
+
+def updated(metric: torchmetrics.Metric, prediction: Any, target: Any) -> None:
+    """Update a metric; targets that are a dict are arguments of its `update` by name."""
+    if isinstance(target, dict):
+        metric.update(prediction, **target)
+    else:
+        metric.update(prediction, target)
 
 
 def computed(metric: torchmetrics.Metric) -> Tensor:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
+from fedtorch.expected import loaded
 from fedtorch.metrics import stacked as fm
 from fedtorch.tree import Tree
 
@@ -30,13 +31,14 @@ class Score(NamedTuple):
         (0.75, 0.5)
     """
 
-    overall: float  # of all rows together
-    clients: Tensor  # (K,) of each client's rows; NaN where a client has none, or failed
+    overall: Any  # a float, of all rows together; a tensor of a metric with several numbers, such as a confusion matrix
+    clients: Tensor  # (K,), or (K, ...) of such a metric: of each client's rows; NaN where a client has none, or failed
     largest_is_best: bool | None = None  # what the metric says of itself
     failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
 
     def mean(self) -> float:
         """Return the mean over the clients that have rows; NaN where one of them failed, or where there is none."""
+        self._check_one_number()
         return math.nan if self._any_failed() else float(self.clients.nanmean())
 
     def worst(self, largest_is_best: bool | None = None) -> float:
@@ -55,8 +57,16 @@ class Score(NamedTuple):
     def _any_failed(self) -> bool:
         return self.failed is not None and bool(self.failed.any())
 
+    def _check_one_number(self) -> None:
+        if self.clients.ndim > 1:
+            raise ValueError(
+                f"Expected a metric of one number, but got {tuple(self.clients.shape[1:])} numbers of each client; see "
+                "score.overall and score.clients, or choose an average"
+            )
+
     def _from_worst(self, largest_is_best: bool | None) -> Tensor:
         """Return the scores of the clients that have one, the worst first."""
+        self._check_one_number()
         known = self.clients[~self.clients.isnan()]
         if not len(known):
             return known
@@ -85,13 +95,30 @@ def stacked_metrics(metrics: Mapping[str, Any]) -> dict[str, fm.StackedMetric]:
     """Return metrics in whatever form, by name.
 
     Raises:
-        TypeError: they have no names, or one of them is no metric.
+        TypeError: they have no names, or one of them is no metric that sums make up.
         ValueError: no metrics.
     """
+    return {name: fm.as_stacked(metric) for name, metric in named_metrics(metrics).items()}
+
+
+def named_metrics(metrics: Any) -> dict[str, Any]:
+    """Return metrics by name, those of a `MetricCollection` one by one: `name_MulticlassF1Score`.
+
+    Raises:
+        TypeError: they have no names.
+        ValueError: no metrics.
+    """
+    collection = loaded("torchmetrics", "MetricCollection")
+    if isinstance(metrics, collection):
+        return dict(metrics.items(keep_base=False, copy_state=False))
     expected.kind(metrics, Mapping, "metrics by name", "pass metrics={'accuracy': ft.metrics.accuracy()}")
     if not metrics:
         raise ValueError("Expected at least one metric, but got none; pass metrics={'accuracy': ft.metrics.accuracy()}")
-    return {name: fm.as_stacked(metric) for name, metric in metrics.items()}
+    named: dict[str, Any] = {}
+    for name, metric in metrics.items():
+        inner = named_metrics(metric) if isinstance(metric, collection) else {"": metric}
+        named.update({f"{name}_{part}" if part else name: each for part, each in inner.items()})
+    return named
 
 
 def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:

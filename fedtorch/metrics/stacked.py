@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.expected import loaded
-from fedtorch.metrics._torchmetrics import computed, summed_states, wide
+from fedtorch.metrics._torchmetrics import computed, summed_states, updated, wide
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
         }
         for k in mask.any(1).nonzero().flatten().tolist():
             copy.reset()
-            copy.update(prediction[k][mask[k]].detach(), target[k][mask[k]].detach())
+            updated(copy, *tree.map(lambda leaf, k=k: leaf[k][mask[k]].detach(), (prediction, target)))
             for state, values in states.items():
                 value = getattr(copy, state)
                 if value.shape != values.shape[1:]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning as L
 import pytest
+import safetensors.torch
 import torch
 import yaml
 from lightning.pytorch.loggers import CSVLogger
@@ -327,6 +328,21 @@ def test_files_of_other_machines_are_not_read(capsys: pytest.CaptureFixture[str]
 def test_functions_without_a_signature_and_methods_of_classes() -> None:
     assert building.built([call("torch.zeros", size=[2])])[0].tolist() == [0.0, 0.0]
     assert building.built(call("fedtorch.networks.network.Network.ring", nodes=3)).nodes == 3
+
+
+def test_a_checkpoint_is_tested_and_predicts(write, straight, capsys: pytest.CaptureFixture[str]) -> None:
+    model, file = straight, write({**given(), "evaluation_batch_size": 16})
+    model.trainer.save_checkpoint("last.ckpt")
+    assert main(["test", "--config", file, "--ckpt_path", "last.ckpt"]) == 0
+    _, held_out = ft.data.partition(ft.data.digits(), ft.data.iid(), clients=10, seed=3).split(0.75, 7)
+    assert str(model.evaluate(held_out)["accuracy"].overall)[:8] in capsys.readouterr().out
+    assert main(["predict", "--config", file, "--ckpt_path", "last.ckpt", "--out", "out.safetensors"]) == 0
+    assert "predictions of 10 clients in out.safetensors" in capsys.readouterr().out
+    predictions = safetensors.torch.load_file("out.safetensors")
+    for k, (x, _) in enumerate(held_out):
+        torch.testing.assert_close(predictions[str(k)], model.client_module(k)(x).detach())
+    assert main(["predict", "--config", file]) == 1
+    assert "Expected --ckpt_path FILE, which `fedtorch fit` has saved" in capsys.readouterr().err
 
 
 @pytest.mark.slow

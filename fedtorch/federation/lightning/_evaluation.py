@@ -14,7 +14,8 @@ from fedtorch.federation.runs.evaluation import Split, check_same_clients
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
-from fedtorch.metrics.scores import Score, stacked_metrics
+from fedtorch.metrics.pooled import any_metrics
+from fedtorch.metrics.scores import Score
 
 _LOADERS = {"validation": "val_dataloader", "test": "test_dataloader", "predict": "predict_dataloader"}
 _PREFIXES = {"validation": "val", "test": "test"}
@@ -43,18 +44,22 @@ class Evaluation:
         batch_size: int | None,
     ) -> None:
         if metrics:
-            stacked_metrics(metrics)  # which refuses what is none
+            any_metrics(metrics)  # which refuses what is none
         self._run, self._metrics, self._split, self._batch_size = run, metrics or None, split, batch_size
         self._built = {stage: data for stage, data in rows.items() if data is not None}
         self._given: dict[str, FederatedData] = {}
         self._predict: Callable[..., list[Any]] | None = None
         for stage, data in self._built.items():
             self._check(stage, data)
+        if "validation" in self._built:
+            self._check_step("validation")
         if metrics and not self._built:
             raise ValueError("Expected validation= and metrics= together, but got only metrics=, and no test= either")
 
     def _check(self, stage: str, data: FederatedData) -> None:
         check_same_clients(data, self._run.population.names, stage)
+
+    def _check_step(self, stage: str) -> None:
         if stage in _PREFIXES and self._metrics is None and not has_step(self._run.algorithm.module, stage):
             raise ValueError(
                 f"Expected {stage}= and metrics= together, but got only one of them, and a module that has no "
@@ -89,6 +94,7 @@ class Evaluation:
                 f"Expected rows for trainer.{verb}, but got none; pass trainer.{verb}(federation, data) with "
                 f"FederatedData of the same clients, or ft.Federation(…, {said}=data)"
             )
+        self._check_step(stage)
 
     def has(self, stage: str) -> bool:
         """Return whether there are rows."""
@@ -113,9 +119,13 @@ class Evaluation:
 
 
 def values_of(scores: Mapping[str, Score]) -> dict[str, float]:
-    """Return what is logged of scores: over all rows, and of the clients the mean, the least and the most."""
+    """Return what is logged of scores: over all rows, and of the clients the mean, the least and the most.
+
+    Scores of several numbers, such as a confusion matrix, are not logged.
+    """
     values: dict[str, float] = {}
-    for name, score in scores.items():
+    numbers = {name: score for name, score in scores.items() if score.clients.ndim == 1}
+    for name, score in numbers.items():
         values[name] = score.overall
         values[f"{name}_mean"] = score.mean()
         values[f"{name}_min"] = score.worst(largest_is_best=True)

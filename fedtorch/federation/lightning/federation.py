@@ -204,7 +204,7 @@ class Federation(L.LightningModule):
     def _score(self, stage: str) -> dict[str, float]:
         self.scores = self._evaluation.scores(stage, self.trainer)
         values = values_of(self.scores)
-        self._log_values(values, prog_bar=tuple(self.scores))
+        self._log_values(values, prog_bar=tuple(name for name in self.scores if name in values))
         return values
 
     def train_dataloader(self) -> Iterable[int]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.data.client_loaders import ClientLoaders, NoRows
 from fedtorch.federation.algorithm import Algorithm, Reply, Turn
 from fedtorch.federation.exchanges.exchange import (
     Sent,
@@ -63,6 +64,7 @@ class Gathered(NamedTuple):
     up: int  # bytes
     down: int
     refused: dict[int, str]  # clients whose message had NaN or Inf, and in which field
+    failed: dict[int, Exception]  # clients that could not take part, and why
     message: Tree  # of the last block, None if there was none
 
 
@@ -78,6 +80,8 @@ class LocalClients:
         chunk: at most so many at once.
     """
 
+    in_process = True
+
     def __init__(
         self,
         algorithm: Algorithm,
@@ -88,7 +92,7 @@ class LocalClients:
         chunk: int | None,
     ) -> None:
         self.algorithm, self.names, self.clients, self._chunk = algorithm, names, clients, chunk
-        self.device = tree.leaves(blocks[0][1].batch)[0].device
+        self.device = blocks[0][1].count.device
         self.table = StateTable(tree.to(state, self.device, copy=True), clients)
         self.hold(blocks)
         self._validation: dict[int, tuple[FederatedData, list[tuple[Tensor, ClientData]]]] = {}
@@ -98,12 +102,15 @@ class LocalClients:
         self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
         self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
 
-    def _prepare(self, ids: Tensor, data: ClientData) -> Tree:
+    def _prepare(self, ids: Tensor, data: ClientData | ClientLoaders) -> Tree:
         try:
             return self.algorithm.prepare(data)
         except BadClients as error:
             name = self.names[int(ids[error.rows[0]])]
             raise ValueError(f"Client {name!r}: {error}") from error
+        except NoRows as error:
+            solver = f" of {self.algorithm.settings['local.solver']}" * ("local.solver" in self.algorithm.settings)
+            raise TypeError(f"{self.algorithm.settings.get('algorithm', 'the algorithm')}{solver}: {error}") from error
 
     def _block_size(self, data: Tree, chunk: int | None) -> int:
         """Return how many clients of a block run at once."""
@@ -143,17 +150,34 @@ class LocalClients:
             return reply
         return reply._replace(message=Sent(reply.message, Sum(tree.subtract(told.of(reply.state), told.of(state)))))
 
+    def _answers(self, block: Block, outbox: Tree, turn: Turn, failed: dict[int, Exception]) -> Answers | None:
+        """Return the answers of a block without the clients that fail, of which note is taken; None of none."""
+        while True:
+            try:
+                return Answers(block[0], *self.reply(block, outbox, turn))
+            except BadClients as error:
+                ids = indices(block[0])
+                failed.update((int(ids[row]), error) for row in error.rows)
+                rest = torch.tensor([row for row in range(len(ids)) if row not in error.rows], dtype=torch.int64)
+                if len(rest) == 0:
+                    return None
+                block = ids[rest], tree.take(block[1], rest)
+
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
         """A round of the clients here, as far as a partial aggregate; messages that are `not_finite` are left out."""
         exchange = self.algorithm.exchange
         refused: dict[int, str] = {}
+        failed: dict[int, Exception] = {}
         partials: list[Tree] = []
         states: list[tuple[Rows, Tree]] = []
         infos: list[tuple[Tensor, dict[str, Tensor]]] = []
         up = down = 0
         answers: Answers | None = None
         for block in self.blocks(cohort):
-            answers = Answers(block[0], *self.reply(block, outbox, turn))
+            replied = self._answers(block, outbox, turn, failed)
+            if replied is None:
+                continue
+            answers = replied
             if turn.round == 0:
                 check_shapes(answers.message, answers.ids)
             sent, heard = exchange.traffic(outbox, answers.message, answers.ids)
@@ -175,7 +199,7 @@ class LocalClients:
             states.append((answers.ids, answers.state))
             infos.append((indices(answers.ids), answers.info))
         partial, message = exchange.merge(partials) if partials else None, answers and answers.message
-        return Gathered(partial, states, *joined(infos), up, down, refused, message)
+        return Gathered(partial, states, *joined(infos), up, down, refused, failed, message)
 
     def finish(self, partial: Tree, message: Tree) -> Tree:
         """Return the aggregate as the server takes it, of a partial one and any block's messages."""
@@ -196,9 +220,8 @@ class LocalClients:
         gathered = self.gather(outbox, cohort, turn, lost)
         aggregate = None if gathered.partial is None else self.finish(gathered.partial, gathered.message)
         commit = lambda: self.commit(gathered.states)
-        return Pending(
-            aggregate, gathered.ids, gathered.info, gathered.up, gathered.down, commit, refused=gathered.refused
-        )
+        answered = (aggregate, gathered.ids, gathered.info, gathered.up, gathered.down, commit)
+        return Pending(*answered, refused=gathered.refused, failed=gathered.failed)
 
     def total(self) -> Tree:
         """Return the total of what clients tell for good; see `Clients.total`."""

@@ -19,13 +19,14 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.checkpoint import describe
-from fedtorch.data import ClientData, FederatedData
+from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
 from fedtorch.federation.populations.population import Pending
+from fedtorch.federation.populations.stored import StoredClients
 from fedtorch.tree import Tree
 
 TIMEOUT = timedelta(minutes=10)
@@ -36,7 +37,8 @@ class Distributed:
     """A population over ranks; give it the same data on every rank.
 
     Args:
-        data: the rows of all clients; a rank keeps blocks of its own only.
+        data: the rows of all clients, of which a rank keeps blocks of its own only; or their loaders, of which a rank
+            goes through its own only.
         chunk: at most so many clients at once on a rank. Default: as many as fit 512 MiB, or a quarter of what is free
             on a CUDA device.
         device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
@@ -62,7 +64,7 @@ class Distributed:
 
     def __init__(
         self,
-        data: FederatedData,
+        data: FederatedData | FederatedLoaders,
         chunk: int | None = None,
         device: torch.device | str | None = None,
         *,
@@ -79,12 +81,17 @@ class Distributed:
     @functools.cached_property
     def about(self) -> dict[str, str]:
         """Return digests of the data, which ranks compare."""
+        if isinstance(self.data, FederatedLoaders):  # of which no rank reads those of others
+            return {"sizes": describe(self.data.counts)}
         spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
 
     def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
         """Return this rank's clients for one run of `algorithm`."""
         shard = torch.arange(len(self.data))[self.rank :: self.world_size]
+        if isinstance(self.data, FederatedLoaders):
+            stored = StoredClients(algorithm, state, self.data, self.chunk, shard)
+            return _DistributedClients(stored, shard, self)
         if len(shard):
             blocks = [(shard[ids], block) for ids, block in self.data.select(shard).buckets(small=SMALL_BLOCK)]
         else:
@@ -118,6 +125,7 @@ class _DistributedClients:
         self.local, self.population = local, population
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
+        self.in_process = population.world_size == 1
         self._names: tuple[str, ...] = ()  # of the diagnostics that ranks have told so far
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
 
@@ -148,16 +156,21 @@ class _DistributedClients:
             message = self.local.reply(block, outbox, turn).message
             partial = exchange.gather(message, block[0])
         table = self._table(cohort, gathered.ids, gathered.info)
-        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused)])
+        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused), len(gathered.failed)])
         if exchange.additive:
             counts, table, partial = ranks.add((counts, table, partial))
         else:
             (counts, table), partial = ranks.add((counts, table)), ranks.gather(partial)
-        up, down, refusals = counts.tolist()
+        up, down, refusals, failures = counts.tolist()
         ids, info = self._joined(cohort, table, gathered.ids, gathered.info)
         aggregate = self.local.finish(partial, message) if len(ids) else None
         refused = self._join_refused(gathered.refused) if refusals else {}
-        return Pending(aggregate, ids, info, up, down, lambda: self.local.commit(gathered.states), refused=refused)
+        failed: dict[int, Exception] = {}
+        if failures:  # of other ranks by what they say
+            why = self._join_refused({client: str(error) for client, error in gathered.failed.items()})
+            failed = {client: gathered.failed.get(client, ValueError(text)) for client, text in why.items()}
+        commit = lambda: self.local.commit(gathered.states)
+        return Pending(aggregate, ids, info, up, down, commit, refused=refused, failed=failed)
 
     def total(self) -> Tree:
         """Return the total of what all ranks' clients tell for good; see `Clients.total`."""

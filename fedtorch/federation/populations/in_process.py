@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.data import ClientData, FederatedData
+from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
@@ -19,9 +20,9 @@ class InProcess:
 
     Args:
         data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of
-            its clients.
+            its clients. Or their loaders, see `ft.data.from_loaders`, of which a round takes the batches.
         chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
-            of what is free on a CUDA device.
+            of what is free on a CUDA device; of clients with loaders one, or 64 whose batches are padded.
         device: where blocks and states live; default: where the data are.
         carry: how messages are carried; sums under masks are simulated, with every key, share and signature, and
             protect nobody here.
@@ -35,7 +36,7 @@ class InProcess:
 
     def __init__(
         self,
-        data: FederatedData,
+        data: FederatedData | FederatedLoaders,
         chunk: int | None = None,
         device: torch.device | str | None = None,
         *,
@@ -62,17 +63,17 @@ class InProcess:
 
 
 def placed(
-    data: FederatedData, chunk: int | None, device: torch.device | str | None
-) -> tuple[FederatedData, tuple[str, ...], torch.device]:
+    data: Any, chunk: int | None, device: torch.device | str | None
+) -> tuple[Any, tuple[str, ...], torch.device]:
     """Return (data on the device, their clients' names, the device), if a population can be made of them."""
-    if not isinstance(data, FederatedData):
+    if not isinstance(data, (FederatedData, FederatedLoaders)):
         raise TypeError(
             f"Expected FederatedData, but got {type(data).__name__}; make it with ft.data.from_tensors, "
-            "from_datasets, from_frame or partition"
+            "from_datasets, from_frame or partition, or take loaders as they are by from_loaders"
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
     if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"Expected a CUDA device for device={str(device)!r}, but got none; leave device= away")
     data = data if device is None else data.to(device)
-    return data, data.names, tree.leaves(data.rows)[0].device
+    return data, data.names, data.device

@@ -7,6 +7,7 @@ kept aside until `Pending.commit` is called, which keeps those whose message has
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, Protocol
@@ -19,6 +20,7 @@ from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -35,6 +37,34 @@ class Pending(NamedTuple):
     refused: Mapping[int, str] = MappingProxyType({})  # clients whose message was bad, and in which field
     away: Tensor = _NOBODY  # clients that could not be asked, or did not want to answer; beside simulated faults
     late: Tensor = _NOBODY  # clients that have not answered in time; beside simulated faults
+    failed: Mapping[int, Exception] = MappingProxyType({})  # clients that could not take part, and why
+
+    def check(self, names: Sequence[str], round: int, on_bad_message: str) -> None:
+        """Raise for clients whose message was bad or that could not take part; or log whom the round is without."""
+        if self.refused and on_bad_message == "raise":
+            self.raise_refused(names, round)
+        if self.failed and on_bad_message == "raise":
+            self.raise_failed(names, round)
+        for client, error in self.failed.items():
+            _LOG.warning("client %r was left out of round %d: %s", names[client], round, error)
+
+    def raise_failed(self, names: Sequence[str], round: int) -> None:
+        """Raise ValueError for clients that could not take part; name the first, and the round.
+
+        Example:
+            >>> import torch
+            >>> failed = {1: ValueError("its loader raised at batch 3: OSError: no such file")}
+            >>> pending = Pending(None, torch.tensor([0]), {}, 0, 0, lambda: None, failed=failed)
+            >>> pending.raise_failed(names=["a", "b"], round=7)
+            Traceback (most recent call last):
+            ValueError: Expected every client to take part, but in round 7 client 'b' did not: its loader raised at ...
+        """
+        client, error = next(iter(self.failed.items()))
+        raise ValueError(
+            f"Expected every client to take part, but in round {round} client {names[client]!r} did not: {error}; "
+            f"{len(self.failed) - 1} others failed too. Nothing of the round was kept: mend the client's data and go "
+            "on, or pass on_bad_message='drop' to leave such clients out of their rounds"
+        ) from error
 
     def raise_refused(self, names: Sequence[str], round: int) -> None:
         """Raise ValueError for messages with NaN, Inf or a negative weight; name the first client, field and round.
@@ -56,6 +86,8 @@ class Pending(NamedTuple):
 
 class Clients(Protocol):
     """The clients of a population, bound to one algorithm."""
+
+    in_process: bool  # whether all of them run in this process
 
     def step(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None) -> Pending:
         """Run the clients of `cohort` (ascending ids, None for all); messages of `lost` do not arrive.

@@ -1,14 +1,17 @@
-"""The clients of one process whose rows stay on disk: a round reads those of its clients, and prepares them."""
+"""The clients of one process whose rows stay elsewhere: a round reads those of its clients, and prepares them."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data import ClientData, FederatedData
+from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients, block_bytes
+from fedtorch.federation.populations.clients import SMALL_BLOCK, Block, LocalClients, block_bytes
 from fedtorch.tree import Rows, Tree
+
+_MOST_LOADERS = 64  # clients whose loaders are open at the same time, each with its workers
 
 
 class StoredClients(LocalClients):
@@ -17,25 +20,46 @@ class StoredClients(LocalClients):
     Args:
         algorithm: what they compute.
         state: one client's initial state.
-        data: rows on disk.
+        data: rows on disk, or clients' loaders.
         chunk: at most so many at once.
+        mine: the clients of this process; default: all.
     """
 
-    def __init__(self, algorithm: Algorithm, state: Tree, data: FederatedData, chunk: int | None) -> None:
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        state: Tree,
+        data: FederatedData | FederatedLoaders,
+        chunk: int | None,
+        mine: Tensor | None = None,
+    ) -> None:
         self._data = data
-        groups = data.groups(small=SMALL_BLOCK)
-        nobody = tree.take(data.stack(groups[0][:1]), slice(0, 0))
+        groups = (data if mine is None else data.select(mine)).groups(small=SMALL_BLOCK)
+        groups = groups if mine is None else [mine[ids] for ids in groups]
+        some = groups[0][:1] if len(groups[0]) else torch.tensor([0])
+        nobody = tree.take(data.stack(some), slice(0, 0))
         super().__init__(algorithm, state, data.names, [(ids, nobody) for ids in groups], len(data), chunk)
 
     def hold(self, blocks: list[tuple[Tensor, ClientData]]) -> None:
         """Take the clients' ids; see `LocalClients.hold`."""
         super().hold(blocks)
         counts = self._data.counts
-        self._widths = [int(counts[ids].max()) for ids, _ in blocks]
+        self._widths = [int(counts[ids].max()) if len(ids) else 1 for ids, _ in blocks]
         if self._chunk is None:
-            row = tree.nbytes(self._data.rows) / max(1, int(counts.sum()))
-            fits = [max(1, int(block_bytes(self.device) / (row * max(1, width)))) for width in self._widths]
-            self._sizes = [min(size, most) for size, most in zip(self._sizes, fits)]
+            self._sizes = [min(size, self._fit(width)) for size, width in zip(self._sizes, self._widths)]
+
+    def _fit(self, width: int) -> int:
+        """Return how many clients of so many rows run at once."""
+        data = self._data
+        if isinstance(data, FederatedLoaders):
+            return 1 if data.pad is None else _MOST_LOADERS  # one after another, unless their batches become alike
+        row = tree.nbytes(data.rows) / max(1, int(data.counts.sum()))
+        return max(1, int(block_bytes(self.device) / (row * max(1, width))))
+
+    def empty_block(self) -> Block:
+        """Return a block of no clients, `K = 0`."""
+        ids, nobody = self._blocks[0]
+        return ids[:0], nobody
 
     def _taken(self, number: int, rows: Rows) -> Tree:
         ids = self._blocks[number][0][rows]

@@ -15,10 +15,12 @@ from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
 from fedtorch.federation.populations.population import Clients
-from fedtorch.metrics.scores import Score, score_of, stacked_metrics
+from fedtorch.metrics.pooled import PooledMetric, any_metrics
+from fedtorch.metrics.scores import Score, score_of
+from fedtorch.metrics.stacked import StackedMetric
 from fedtorch.tree import Tree
 
-Split = Callable[[Tree], tuple[Tree, Tensor]]  # rows -> (inputs, targets)
+Split = Callable[[Tree], tuple[Tree, Any]]  # rows -> (inputs, targets)
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
@@ -49,25 +51,31 @@ def evaluate(
         outbox: what the server sends out.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
         data: rows of the same clients, or of any clients if the population is one pooled client.
-        metrics: by name: a `torchmetrics.Metric` with summed states, a `metrics.StackedMetric`, a loss such as
+        metrics: by name: a `torchmetrics.Metric`, a `MetricCollection`, a `metrics.StackedMetric`, a loss such as
             `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
         split: rows -> (inputs, targets).
         batch_size: rows of a client that are predicted at once; default: all of them.
 
     Raises:
         ValueError: no metrics.
+        TypeError: clients are in other processes, and a metric's states are not sums, which alone they tell.
     """
-    stacked = stacked_metrics(metrics)
+    every = any_metrics(metrics)
+    stacked = {name: metric for name, metric in every.items() if isinstance(metric, StackedMetric)}
+    pooled = {name: metric for name, metric in every.items() if isinstance(metric, PooledMetric)}
+    for metric in pooled.values() if not clients.in_process else ():
+        raise metric.reason
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
 
     def sums(tensors: Tree, block: ClientData) -> Tree:
-        width = block.mask.shape[1]
-        if batch_size is None or width <= batch_size:
-            return sums_of(tensors, block.batch, block.mask)
-        parts = [slice(start, start + batch_size) for start in range(0, width, batch_size)]
+        for each in pooled.values():
+            each.begin(len(block.mask))
+        size = batch_size or max(block.mask.shape[1], 1)
+        parts = [slice(start, start + size) for start in range(0, max(block.mask.shape[1], 1), size)]
         columns = lambda part: tree.map(lambda leaf: leaf[:, part], (block.batch, block.mask))
         first, *others = (sums_of(tensors, *columns(part)) for part in parts)
-        return functools.reduce(tree.add, others, first)
+        places = {name: each.end().to(block.mask.device) for name, each in pooled.items()}
+        return {**functools.reduce(tree.add, others, first), **places}
 
     def sums_of(tensors: Tree, rows: Tree, mask: Tensor) -> Tree:
         inputs, target = split(rows)
@@ -78,11 +86,15 @@ def evaluate(
                 f"Expected inputs that the clients' models take, but got {described_rows(inputs)}: {error}; pass rows "
                 "like those of training, and split=lambda rows: (inputs, targets) if they have other fields"
             ) from error
+        for each in pooled.values():
+            each.update(prediction, target, mask)
         return {name: metric.update(prediction, target, mask) for name, metric in stacked.items()}
 
     with torch.inference_mode(False), torch.no_grad():
-        every = clients.evaluate(outbox, data, sums)
-        return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+        told = clients.evaluate(outbox, data, sums)
+        scores = {name: score_of(metric, told[name]) for name, metric in stacked.items()}
+        scores.update({name: metric.score(told[name]) for name, metric in pooled.items()})
+        return {name: scores[name] for name in every}
 
 
 class Newcomers:
@@ -94,6 +106,8 @@ class Newcomers:
         clients: how many have been seen.
         device: where they run.
     """
+
+    in_process = True
 
     def __init__(self, algorithm: Algorithm, state: Tree, clients: int, device: torch.device) -> None:
         self.algorithm, self.state, self.clients, self.device = algorithm, tree.to(state, device), clients, device

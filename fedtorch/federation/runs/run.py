@@ -55,8 +55,8 @@ class Run(Scored):
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
         keep_losses: how many of the clients' latest training losses are kept for `client_losses`, 8 bytes each.
-        on_bad_message: whether a message with NaN, Inf or a negative weight stops the run before anything of its round
-            is kept, or is left out, as if it were lost.
+        on_bad_message: whether a message with NaN, Inf or a negative weight, or a client whose loader or training
+            fails, stops the run before anything of its round is kept, or is left out, as if it were lost.
 
     Attributes:
         number: rounds done.
@@ -129,8 +129,7 @@ class Run(Scored):
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent)
-        if pending.refused and self.on_bad_message == "raise":
-            pending.raise_refused(self.population.names, self.number + 1)
+        pending.check(self.population.names, self.number + 1, self.on_bad_message)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()
@@ -155,7 +154,7 @@ class Run(Scored):
             everybody if asked is None else asked,
             *fate[2:],
             pending.repeated,
-            torch.tensor(sorted(pending.refused), dtype=torch.int64),
+            torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
         )
         self.log.record(self.last, time.perf_counter() - began)
@@ -233,6 +232,8 @@ class Run(Scored):
         holds = self._modules.of_server(self.outbox)
         holds.check_whole()
         return functional.load(self._modules.module, holds.tensors)
+
+    evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 

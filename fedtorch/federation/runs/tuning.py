@@ -227,7 +227,8 @@ def held_out(population: Population, validation: FederatedData | float, seed: in
                 f"Expected a population in this process or over ranks to hold rows out of, but got "
                 f"{type(population).__name__}; split its data with data.split, and pass validation= the held-out rows"
             )
-        training, validation = population.data.split(1 - validation, seed)
+        held: tuple[FederatedData, FederatedData] = population.data.split(1 - validation, seed)
+        training, validation = held
         population = type(population)(training, chunk=population.chunk, carry=population.carry)
     check_same_clients(validation, population.names)
     if int(validation.counts.sum()) == 0:

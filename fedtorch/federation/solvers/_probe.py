@@ -18,13 +18,13 @@ from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._state import refuse_changed_buffers
-from fedtorch.federation.solvers.batches import is_ragged
+from fedtorch.federation.solvers.batches import is_ragged, some_rows, spread_rows
+from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
-_ROWS = 16
 _CHECKPOINTED = (
     "Expected a module without activation checkpointing or other hooks on saved tensors, whose backward pass would run "
     "on another client's tensors, but got one; switch checkpointing off, or use ft.lightning_fit"
@@ -60,7 +60,7 @@ def check_rows(
     # Labels out of range end the process on an accelerator: they are looked for on the CPU first.
     for device in dict.fromkeys((torch.device("cpu"), data.count.device)):
         stacked.objective.to(device)
-        own, (client, row) = _own(stacked, values, device), _spread(data)
+        own, (client, row) = _own(stacked, values, device), spread_rows(data)
         rows = _rows_at(data, client, row, device)
         with Broadcasts(len(row)) as broadcasts:
             error = _failure(stacked, own, rows, original)
@@ -78,6 +78,38 @@ def check_rows(
             f"Expected rows that {type(stacked.objective.module).__name__} can train on, but got "
             f"{described_rows(data.batch)}: {error}; {_advice(error, data.batch, own[0].dtype)}",
         ) from error
+
+
+def check_batch(
+    stacked: StackedLoss,
+    batch: Any,
+    values: Mapping[str, Tensor],
+    device: torch.device,
+    original: Callable[[], nn.Module | None] | None = None,
+) -> None:
+    """Try whether the module can train on the first batch of a client's loader; see `check_rows`.
+
+    Raises:
+        BadClients: it cannot.
+        ValueError: the loss reads parameters that are not trained, or compares every output with every target.
+        RuntimeError: it checkpoints activations.
+    """
+    objective = stacked.objective.to(device)
+    own, rows = _own(stacked, values, device), tuple(batch) if isinstance(batch, list) else batch
+    if objective.supervised and not (isinstance(rows, tuple) and len(rows) == 2):
+        raise ValueError(
+            f"Expected batches (input, target) for loss=, but got {type(batch).__name__}; take a LightningModule, "
+            "whose training_step reads any"
+        )
+    with Broadcasts(rows_in(batch)) as broadcasts:
+        error = _failure(stacked, own, batch, original)
+    if error is not None and ("checkpoint" in str(error) or isinstance(error, Warning)):
+        raise RuntimeError(_CHECKPOINTED) from error
+    name = type(objective.module).__name__
+    if error is not None:
+        raise BadClients(torch.tensor([0]), f"{name} cannot train on its first batch: {error}") from error
+    if broadcasts.met is not None and all(isinstance(leaf, Tensor) for leaf in rows):
+        refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
 
 
 def _failure(
@@ -139,8 +171,12 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
         ValueError: it changes buffers that are not stacked.
         RuntimeError: `torch.vmap` cannot run it, or gives another loss.
     """
-    rows = _some_rows(data, _ROWS)
-    device = tree.leaves(rows)[0].device
+    probe_batch(stacked, some_rows(data), values, data.count)
+
+
+def probe_batch(stacked: StackedLoss, rows: Any, values: Mapping[str, Tensor], count: Tensor) -> None:
+    """Look at a module as `probe` does, on a batch of one client of a block with so many rows `(K,)`."""
+    device = count.device
     trained, tensors, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
     whole = None
     with torch.no_grad():
@@ -152,7 +188,7 @@ def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None
                 _check_captured(stacked, tensors, rows, asked)
             if any(not torch.equal(a, b) for a, b in zip(tensors[trained:], moved)):
                 stacked.separable = False
-        if stacked.batched and stacked.separable is not False and is_ragged(data.count):
+        if stacked.batched and stacked.separable is not False and is_ragged(count):
             stacked.separable = _splits(stacked, tensors, rows, key, whole)
     stacked.probed = True
 
@@ -307,40 +343,3 @@ def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.devic
 
 def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tree:
     return tree.map(lambda leaf: leaf[client, row].to(device), data.batch)
-
-
-def _spread(data: Any) -> tuple[Tensor, Tensor]:
-    """(client, row) of rows spread over a block, and of those with the smallest and largest of the whole numbers."""
-    ends = data.count.cumsum(0)
-    at = _evenly(int(ends[-1]), _ROWS).to(ends.device)
-    client = torch.searchsorted(ends, at, right=True)
-    choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
-    for leaf in tree.leaves(data.batch):
-        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
-            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
-            first = low[client[0], 0]
-            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
-            both = torch.stack(extremes)
-            choice.append((both // mask.shape[1], both % mask.shape[1]))
-    return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
-
-
-def _evenly(count: int, most: int) -> Tensor:
-    """Return at most so many of `count` places; single precision would miss those of very many."""
-    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
-
-
-def _some_rows(data: Any, most: int) -> Tree:
-    """Valid rows spread over the clients of a block, with some for each of the first values of integer fields."""
-    client, row = data.mask.nonzero().T
-    chosen = [
-        torch.linspace(0, len(client) - 1, min(most, len(client)), dtype=torch.float64).to(client.device, torch.int64)
-    ]
-    for leaf in tree.leaves(data.batch):
-        if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
-            values, which = leaf[client, row].unique(return_inverse=True)
-            first = which.new_full((len(values),), len(which))
-            first.scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amin")
-            chosen.append(first[:most])
-    at = torch.cat(chosen).unique()
-    return tree.map(lambda leaf: leaf[client[at], row[at]], data.batch)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional
+from fedtorch import functional, tree
+from fedtorch.federation.algorithm import Local
 from fedtorch.optimisers import State
 
 
@@ -54,6 +55,23 @@ def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None
             f"Training changes the buffers {', '.join(changed)} of {type(module).__name__}, and averaging them "
             "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
         )
+
+
+def ever_trained(parts: Mapping[str, Tensor]) -> Tensor:
+    """Return 1 for clients whose optimisers have had a gradient of a parameter and 0 for others, `(K,)`."""
+    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
+
+
+def joined(groups: Sequence[Tensor], done: Sequence[Local]) -> Local:
+    """Return the solutions of groups of clients as those of one block."""
+    whole = tree.concatenate(_same_info(done))
+    return tree.take(whole, torch.cat(list(groups)).argsort().to(whole.lr_sum.device))
+
+
+def _same_info(parts: Sequence[Local]) -> list[Local]:
+    """Return the solutions of groups of clients, NaN for what only others have told."""
+    names = dict.fromkeys(name for local in parts for name in local.info)
+    return [local._replace(info={n: local.info.get(n, local.lr_sum * torch.nan) for n in names}) for local in parts]
 
 
 def _differ(old: Tensor, new: Tensor) -> bool:

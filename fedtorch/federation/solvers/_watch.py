@@ -6,6 +6,7 @@ Epochs, steps and schedules go on from earlier rounds.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -43,14 +44,23 @@ class RoundTrainer(L.Trainer):
         return super().estimated_stepping_batches
 
 
-def catch_up(trainer: RoundTrainer, round: int) -> None:
-    """Take a Trainer that is about to begin to where a client begins in round `round`, also if it has been away."""
-    loop, batches, every = trainer.fit_loop, int(trainer.num_training_batches), trainer.accumulate_grad_batches
+def catch_up(trainer: RoundTrainer, round: int, stated: int | None = None) -> None:
+    """Take a Trainer that is about to begin to where a client begins in round `round`, also if it has been away.
+
+    Args:
+        trainer: of the client.
+        round: of the federation.
+        stated: the batches of an epoch, where the loader does not tell.
+    """
+    counted = trainer.num_training_batches
+    batches = int(counted) if math.isfinite(counted) else stated or 1
+    loop, every = trainer.fit_loop, trainer.accumulate_grad_batches
     per_epoch, limits = -(-batches // every), []
     if loop.max_epochs not in (None, -1):
         limits.append(per_epoch * int(loop.max_epochs or 0))
     if loop.max_steps != -1:
         limits.append(loop.max_steps)
+    loop._resuming_from_checkpoint = True  # the first epoch has begun its pass over the rows, whatever its number
     begun = round * min(limits, default=0)
     epoch, within = divmod(begun, per_epoch)
     for config in trainer.lr_scheduler_configs:
@@ -87,6 +97,11 @@ class Watch(L.Callback):
         quadratic: of the client.
         round: of the federation.
         examine: is called with the module and each loss of the first batch, before its backward pass.
+        stated: the batches of an epoch, where the loader does not tell.
+
+    Attributes:
+        batches: taken so far.
+        refusal: what was raised here, because the module or its settings are at fault.
     """
 
     def __init__(
@@ -94,8 +109,11 @@ class Watch(L.Callback):
         quadratic: Quadratic | None,
         round: int = 0,
         examine: Callable[[L.LightningModule, Tensor], None] | None = None,
+        stated: int | None = None,
     ) -> None:
-        self.quadratic, self.round, self._examine = quadratic, round, examine
+        self.quadratic, self.round, self._examine, self._stated = quadratic, round, examine, stated
+        self.batches = 0
+        self.refusal: Exception | None = None
         self.losses: list[Tensor] = []
         self.rates = 0.0
         self.exception: BaseException | None = None
@@ -106,7 +124,7 @@ class Watch(L.Callback):
         """Go to where the federation is, and look at the optimisers, which exist by now."""
         assert isinstance(trainer, RoundTrainer)
         if self.round:
-            catch_up(trainer, self.round)
+            catch_up(trainer, self.round, self._stated)
         for metric in pl_module.modules():
             if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
                 metric.distributed_available_fn = lambda: False
@@ -114,10 +132,11 @@ class Watch(L.Callback):
         for optimizer in trainer.optimizers:
             line_search = any(group.get("line_search_fn") for group in optimizer.param_groups)
             if self.quadratic is not None and line_search:
-                raise TypeError(
+                self.refusal = TypeError(
                     f"{type(optimizer).__name__}'s line search reads the value of the loss, but what the "
                     "others think enters as a gradient only; use line_search_fn=None"
                 )
+                raise self.refusal
             optimizer.register_step_post_hook(self._after_step)
         if trainer.optimizers:
             trainer.optimizers[0].register_step_post_hook(self._count)
@@ -125,7 +144,11 @@ class Watch(L.Callback):
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
         """Show the losses of the first batch to `examine`."""
         if self._examine is not None:
-            self._examine(pl_module, loss)
+            try:
+                self._examine(pl_module, loss)
+            except ValueError as error:
+                self.refusal = error
+                raise
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Add λx − h to the gradients of the optimiser's parameters."""
@@ -156,6 +179,7 @@ class Watch(L.Callback):
     ) -> None:
         """Take down the loss, which Lightning has divided by the number of accumulated batches."""
         self._examine = None
+        self.batches += 1
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1

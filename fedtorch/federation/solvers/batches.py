@@ -6,12 +6,16 @@ as a shuffling `DataLoader` does. The permutation depends on (client key, epoch)
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
+_LOOKED_AT = 16  # rows of a block, to find out what a module can do
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
 
@@ -40,6 +44,10 @@ class Batch:
             counts = torch.arange(first.shape[1]) < size[:, None]
             self.weights = (counts / size[:, None].to(torch.float64)).to(first.device)
 
+    def alone(self, client: int) -> Tree:
+        """Return the rows of one client that count."""
+        return tree.map(lambda leaf: leaf[client, : int(self.size[client])], self.rows)
+
 
 class Batches:
     """The minibatches of a group of clients.
@@ -54,9 +62,13 @@ class Batches:
 
     Attributes:
         total, per_epoch: `(K,)` batches of each client, and of an epoch of its.
+        planned: `(K,)` the same as `total`, which is known before the first step.
+        known: whether the steps are known before the first.
         alike: whether all clients have as many rows, so that all batches of a step are alike.
         longest: the most batches that a client has.
     """
+
+    known = True
 
     def __init__(
         self,
@@ -78,7 +90,9 @@ class Batches:
             self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
         self.longest = (steps or 0) if epochs is None else epochs * self._steps
         self.total = torch.full_like(count, self.longest) if self.alike or epochs is None else self.per_epoch * epochs
+        self.planned = self.total
         self._full = batch_size is None
+        self._ends: set[int] | None = None  # after so many steps some clients have taken all of theirs
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
         self._client = torch.arange(len(count), device=self._device)[:, None]
@@ -92,6 +106,11 @@ class Batches:
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
             self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
 
+    @property
+    def together(self) -> bool:
+        """Return whether all clients have as many steps."""
+        return self.alike or bool((self.total == self.longest).all())
+
     def __getitem__(self, step: int) -> Batch:
         """Return the batches of step `step`; a client that is done repeats rows of its own."""
         if self._full:
@@ -100,6 +119,16 @@ class Batches:
         at, shape = (chosen + self._client * self._width).flatten(), chosen.shape
         rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
         return Batch(rows, size if self.alike else torch.where(active, size, shape[1]), active, self.alike)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Iterate over all steps."""
+        return (self[step] for step in range(self.longest))
+
+    def ended(self, step: int) -> Tensor | None:
+        """Return which clients have taken their last step just before this one, None if nobody has."""
+        if self._ends is None:
+            self._ends = set() if self.alike else set(self.total.unique().tolist())
+        return self.total == step if step in self._ends else None
 
     def chosen(self) -> Tensor | None:
         """The rows of all batches, `(K, T, B)`, −1 where a batch has no more; None if every batch has all rows."""
@@ -165,3 +194,42 @@ class Batches:
 def is_ragged(count: Tensor) -> bool:
     """Return whether clients of these numbers of rows `(K,)` ever have batches of different sizes."""
     return len(count) > 0 and bool((count != count[0]).any())
+
+
+def spread_rows(data: Any) -> tuple[Tensor, Tensor]:
+    """Return (client, row) of rows spread over a block, and of those with the smallest and largest whole numbers."""
+    ends = data.count.cumsum(0)
+    at = _evenly(int(ends[-1]), _LOOKED_AT).to(ends.device)
+    client = torch.searchsorted(ends, at, right=True)
+    choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
+            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
+            first = low[client[0], 0]
+            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
+            both = torch.stack(extremes)
+            choice.append((both // mask.shape[1], both % mask.shape[1]))
+    return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
+
+
+def some_rows(data: Any) -> Tree:
+    """Return valid rows spread over a block's clients, with some for each of the first values of integer fields."""
+    client, row = data.mask.nonzero().T
+    chosen = [
+        torch.linspace(0, len(client) - 1, min(_LOOKED_AT, len(client)), dtype=torch.float64).to(
+            client.device, torch.int64
+        )
+    ]
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
+            values, which = leaf[client, row].unique(return_inverse=True)
+            first = which.new_full((len(values),), len(which))
+            first.scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amin")
+            chosen.append(first[:_LOOKED_AT])
+    at = torch.cat(chosen).unique()
+    return tree.map(lambda leaf: leaf[client[at], row[at]], data.batch)
+
+
+def _evenly(count: int, most: int) -> Tensor:
+    """Return at most so many of `count` places; single precision would miss those of very many."""
+    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()

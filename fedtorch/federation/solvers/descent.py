@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,16 +12,19 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
 from fedtorch.data import BadClients
+from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
-from fedtorch.federation.solvers._probe import check_rows, probe
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers
+from fedtorch.federation.solvers._probe import check_batch, check_rows, probe, probe_batch
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
 from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
+from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
+from fedtorch.federation.solvers.loaders.descending import check_settings, descend
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
+from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, Step
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
 from fedtorch.tree import Tree
 
@@ -93,6 +96,9 @@ class Descent:
             BadClients: some have no rows, or rows that the module cannot take.
             ValueError: the loss reads parameters that are not trained.
         """
+        if isinstance(data, ClientLoaders):  # no batch is read before its time
+            check_settings(self.batch_size)
+            return data
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
@@ -134,6 +140,8 @@ class Descent:
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
+        if isinstance(data, ClientLoaders):
+            return self._through_loaders(start, state, data, quadratic, turn)
         if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
             self._learn(data)
         count, key = data.count.to("cpu"), turn.key
@@ -142,38 +150,61 @@ class Descent:
         if self.linear is not None and self.linear.knows(start, data.batch, quadratic):
             batches = Batches(data.batch, count, self.batch_size, self.epochs, self.steps, key)
             return self.linear.solve(start, state, data, batches, quadratic)
-        groups = self._groups(state, count, turn.round)
+        per_epoch = torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size)
+        whole = self.loss.batched and not self.loss.separable
+        groups = self._groups(state, per_epoch, turn.round, [count] if whole else [])
+        limits = (self.batch_size, self.epochs, self.steps)
         if len(groups) == 1:
-            return _Stack(self, start, state, data.batch, count, quadratic, turn).run()
+            return _Stack(self, start, state, Batches(data.batch, count, *limits, key), quadratic, turn).run()
         done = []
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            done.append(_Stack(self, first, old, batch, count[rows], pull, Turn(keys, turn.round)).run())
-        back = torch.cat(groups).argsort().to(key.device)
-        return tree.take(tree.concatenate(_same_info(done)), back)
+            batches = Batches(batch, count[rows], *limits, keys)
+            done.append(_Stack(self, first, old, batches, pull, Turn(keys, turn.round)).run())
+        return joined(groups, done)
 
-    def _groups(self, state: LocalState, count: Tensor, round: int) -> list[Tensor]:
-        """Return rows of the block that can share steps exactly."""
+    def _through_loaders(
+        self, start: Tree, state: LocalState, data: ClientLoaders, quadratic: Quadratic | None, turn: Turn
+    ) -> Local:
+        """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
+        count = len(data.count)
+        if count == 0:
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
+        per_epoch = torch.tensor([data.steps(k) for k in range(count)])
+        each = list(torch.arange(count)[:, None])
+        groups = self._groups(state, per_epoch, turn.round, []) if self.loss.batched else each
+        train = lambda *group: _Stack(self, *group).run()
+        limits = (self.epochs, self.steps)
+        return joined(groups, descend(train, self._look, groups, limits, start, state, data, quadratic, turn))
+
+    def _look(self, batch: LoadedBatch, device: torch.device) -> None:
+        """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
+        if not self.loss.probed:
+            self.move(device)
+            values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
+            check_batch(self.loss, batch.alone(0), values, device, self._original)
+            rows = batch.as_rows(0) if self.loss.batched else batch.alone(0)
+            probe_batch(self.loss, rows, values, torch.ones(1, dtype=torch.int64, device=device))
+
+    def _groups(self, state: LocalState, per_epoch: Tensor, round: int, traits: list[Tensor]) -> list[Tensor]:
+        """Return rows of the block that can share steps exactly; clients of other `traits` `(K,)` cannot anyway."""
         asked = self.objective.trainer.asked
-        traits = []
-        if self.loss.batched and not self.loss.separable:
-            traits.append(count)
         schedule = self.configured(_SOME_STEPS).schedule
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
         by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
         behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
         if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch) or (by_step and behind):
-            traits.append(torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size))
+            traits.append(per_epoch)
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
-            traits.extend(_trained(parts) for parts in state.optimizer.values() if parts)
-        group = torch.zeros_like(count)
+            traits.extend(ever_trained(parts) for parts in state.optimizer.values() if parts)
+        group = torch.zeros_like(per_epoch)
         for trait in traits:  # one after another: `unique` of rows takes microseconds a row
             if bool((trait == trait[0]).all()):
                 continue
             _, code = trait.unique(return_inverse=True)
-            _, group = (group * len(count) + code).unique(return_inverse=True)
+            _, group = (group * len(per_epoch) + code).unique(return_inverse=True)
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
 
 
@@ -185,27 +216,25 @@ class _Stack:
         descent: Descent,
         start: Tree,
         state: LocalState,
-        rows: Tree,
-        count: Tensor,
+        batches: Batches | LoadedBatches,
         quadratic: Quadratic | None,
         turn: Turn,
     ) -> None:
         key = turn.key
         descent.move(key.device)
-        self.descent, self.state = descent, state
-        self.batches = Batches(rows, count, descent.batch_size, descent.epochs, descent.steps, key)
+        self.descent, self.state, self.batches = descent, state, batches
         drawn = descent.loss.random or not descent.loss.batched
         self.key = random.fold_in(key, MODULE) if drawn else key
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
         self.buffers = tensors
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
-        configured = descent.configured(int(self.batches.total[0]))
+        configured = descent.configured(int(batches.planned[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
         self.position = turn.round * self.batches.longest  # where those stand who have been away, too
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
-        fused = possible(key.device) and FusedSteps.knows(self.optimizer)
+        fused = possible(key.device) and batches.known and FusedSteps.knows(self.optimizer)
         self.direct = DirectSteps(self.optimizer)
         self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
@@ -213,28 +242,27 @@ class _Stack:
         """Take all steps."""
         batches, loss = self.batches, self.descent.loss
         total, per_epoch, longest = batches.total, int(batches.per_epoch.max()), batches.longest
-        some_end = set() if batches.alike else set(total.unique().tolist()) - {longest}  # after so many steps
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
-        same_steps = self.position == 0 or not some_end
+        same_steps = self.position == 0 or batches.together
         answers = self.descent.objective.trainer.answers
         rates, seen = [0.0], RoundLogs(loss, total, longest if batches.alike else None)
         finished: Tree = None
-        for t in range(longest):
+        steps: Iterator[Step] = iter(batches)
+        for t, batch in enumerate(steps):
+            if (ended := batches.ended(t)) is not None:
+                finished = _keep_rows(finished, self._now(), ended)
             position = self.position + t
             if self.schedule is not None:
                 self.schedule.apply(self.optimizer, position, per_epoch)
             rates.append(float(self.optimizer.param_groups[0]["lr"]))
             answers["global_step"] = position if same_steps else None
             answers["current_epoch"] = position // per_epoch if same_epochs else None
-            batch = batches[t]
             losses, logs, self.buffers, gradients, recorded = loss.gradients(
                 self.tensors, self.buffers, batch, t, self.key
             )
             self._descend(t, gradients)
             seen.add(t, {**logs, "loss": losses}, recorded, batch)
-            if t + 1 in some_end:
-                finished = _keep_rows(finished, self._now(), total == t + 1)
-        finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == longest)
+        finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == total.max())
         tensors, kept = finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())
 
@@ -295,11 +323,6 @@ def _clip(tensors: Sequence[Tensor], most: float) -> None:
             tensor.grad = gradient * tree.along(share, gradient)
 
 
-def _trained(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return 1 for clients whose optimisers have had a gradient of a parameter and 0 for others, `(K,)`."""
-    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
-
-
 def _contiguous(leaf: Tensor) -> Tensor:
     return leaf.detach().clone(memory_format=torch.contiguous_format)
 
@@ -308,12 +331,6 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
     """Return λ and h of each parameter, in its dtype."""
     precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
     return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
-
-
-def _same_info(parts: Sequence[Local]) -> list[Local]:
-    """Return the solutions of groups of clients, NaN for what only others have told."""
-    names = dict.fromkeys(name for local in parts for name in local.info)
-    return [local._replace(info={n: local.info.get(n, local.lr_sum * torch.nan) for n in names}) for local in parts]
 
 
 def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:

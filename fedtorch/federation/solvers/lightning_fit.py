@@ -11,7 +11,7 @@ import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +23,16 @@ from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
 
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
+from fedtorch.data import ClientData
+from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
 from fedtorch.federation.solvers._probe import check_rows
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
 from fedtorch.federation.solvers._watch import RoundTrainer, Watch
 from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.solvers.loaders.client_fit import client_batches, named
+from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
@@ -178,6 +182,9 @@ class _Fit:
 
     def prepare(self, data: Any) -> Any:
         """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
+        if isinstance(data, ClientLoaders):  # no batch is read before its time
+            check_settings(self.batch_size, shuffle=None if self.shuffle else False)
+            return data
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
@@ -188,14 +195,17 @@ class _Fit:
         device = data.count.device
         if len(data.count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
-        fitted = []
-        for k, count in enumerate(data.count.tolist()):
-            with isolated(device, self.arguments.get("accelerator"), int(random.fold_in(turn.key[k], MODULE))):
+        fitted, loaded = [], isinstance(data, ClientLoaders)
+        for k in range(len(data.count)):
+            seed = int(random.fold_in(turn.key[k], MODULE))
+            batches = client_batches(data, k, seed) if loaded else nullcontext(self._batches(data, k, turn.key[k]))
+            with isolated(device, self.arguments.get("accelerator"), seed), batches as given:
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
-                rows = tree.map(lambda leaf, k=k, count=count: leaf[k, :count], data.batch)
-                watch = Watch(client_quadratic, turn.round, None if self._examined else self._examine)
-                fitted.append(self._fit(tensors, watch, self._loader(rows, count, turn.key[k]), device))
+                examine = None if self._examined else self._examine
+                watch = Watch(client_quadratic, turn.round, examine, data.steps(k) if loaded else None)
+                with named(k, watch) if loaded else nullcontext():
+                    fitted.append(self._fit(tensors, watch, given, device))
                 self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
@@ -211,20 +221,23 @@ class _Fit:
         """Refuse a loss of parameters that no fit changes."""
         refuse_untrained(loss, module.parameters(), module, self._original())
 
-    def _loader(self, rows: Tree, count: int, key: Tensor) -> DataLoader:
-        """Return a client's minibatches, which are those of `Batches`."""
+    def _batches(self, data: ClientData, client: int, key: Tensor) -> dict[str, Any]:
+        """Return a client's minibatches, which are those of `Batches`, as a Trainer's `fit` is given them."""
+        count = int(data.count[client])
+        rows = tree.map(lambda leaf: leaf[client, :count], data.batch)
         order = _Order(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
         size = self.batch_size or max(count, 1)
-        return DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
+        loader = DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
+        return {"train_dataloaders": loader}
 
-    def _fit(self, tensors: dict[str, Tensor], watch: Watch, loader: DataLoader, device: torch.device) -> _Fitted:
+    def _fit(self, tensors: dict[str, Tensor], watch: Watch, given: dict[str, Any], device: torch.device) -> _Fitted:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
         trainer = RoundTrainer(**self._trainer_arguments(watch, device))
         configure = module.configure_optimizers
         module.configure_optimizers = partial(_asked, trainer, configure)
         try:
-            trainer.fit(module, train_dataloaders=loader)
+            trainer.fit(module, **given)
         except SystemExit:
             # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
             if not isinstance(watch.exception, KeyboardInterrupt):

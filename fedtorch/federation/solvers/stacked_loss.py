@@ -13,6 +13,8 @@ from torch import Tensor
 from fedtorch import functional, random, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
+from fedtorch.federation.solvers.loaders.batches import LoadedBatch
+from fedtorch.federation.solvers.loaders.parts import gradients_in_parts
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
 from fedtorch.module_randomness import KeyedRandomness, drawn_if_random
@@ -22,6 +24,7 @@ from fedtorch.tree import Tree
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
 
 
+Step = Batch | LoadedBatch
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 
 
@@ -80,7 +83,12 @@ class StackedLoss:
         return "there are stacked buffers" if self.buffers else None
 
     def gradients(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
+        self,
+        tensors: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        batch: Step,
+        index: int,
+        key: Tensor,
     ) -> Gradients:
         """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
 
@@ -95,6 +103,8 @@ class StackedLoss:
         with _short_products() if self.precision == "tf32" else nullcontext():
             if not self.batched:
                 return self._one_by_one(values, batch, index, key)
+            if isinstance(batch, LoadedBatch):
+                return gradients_in_parts(self, tensors, buffers, batch, index, key)
             flat = [*values, *batch.leaves]
             if batch.weights is not None:
                 flat.append(batch.weights)
@@ -159,15 +169,14 @@ class StackedLoss:
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def _one_by_one(self, values: Sequence[Tensor], batch: Batch, index: int, key: Tensor) -> Gradients:
+    def _one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, key: Tensor) -> Gradients:
         """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
         keys, replies, every, recorded = random.fold_in(key, index), [], [], []
         later = random.fold_in(keys, _BACKWARD) if self.random else keys
         each = list(zip(*(value.detach().unbind() for value in values)))
-        active, sizes = batch.active.nonzero()[:, 0].tolist(), batch.size.tolist()
+        active = batch.active.nonzero()[:, 0].tolist()
         for k in active:
-            rows = tree.map(lambda leaf, k=k: leaf[k, : sizes[k]], batch.rows)
-            alone = partial(self._alone, each[k], rows, index, keys[k] if self.random else None)
+            alone = partial(self._alone, each[k], batch.alone(k), index, keys[k] if self.random else None)
             loss, logs, new, gradients = drawn_if_random(alone, later[k])
             replies.append((loss.detach(), logs, new))
             every.append(gradients)
@@ -204,7 +213,7 @@ class RoundLogs:
         calls = loss.objective.metrics
         self._metrics = RoundMetrics(calls, total) if calls.recorders else None
 
-    def add(self, step: int, values: Mapping[str, Tensor], recorded: Sequence[Any] | None, batch: Batch) -> None:
+    def add(self, step: int, values: Mapping[str, Tensor], recorded: Sequence[Any] | None, batch: Step) -> None:
         """Take in one step: numbers `(K,)` by name, and the arguments of metrics, None where they stay private."""
         for name, value in values.items():
             self._numbers.setdefault(name, []).append((step, value.detach(), batch.size))

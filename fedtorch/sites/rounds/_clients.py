@@ -36,6 +36,8 @@ class RemoteClients:
         over: whether sites are told that the run is over.
     """
 
+    in_process = False
+
     def __init__(self, plan: Plan, algorithm: Algorithm, state: Tree) -> None:
         self.plan, self.algorithm, self.over = plan, algorithm, False
         keeps = plan.withdrawals and algorithm.told is not None and algorithm.exchange.additive

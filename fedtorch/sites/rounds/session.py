@@ -150,6 +150,8 @@ class SiteSession:
         start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self._carry.masks is not None else b""
         self.watch.before(self.algorithm, turn, heard.ids)
         found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
+        for client, error in found.failed.items():
+            raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self.watch.check_cohort(len(found.ids))
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept

@@ -136,7 +136,7 @@ def test_metrics_of_a_test_are_named_after_it() -> None:
     with pytest.raises(ValueError, match=r"Expected rows for trainer\.validate, but got none"):
         trainer().validate(model)
     with pytest.raises(ValueError, match=r"test= and metrics= together, .* no test_step"):
-        ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA), test=DATA)
+        trainer().test(ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA), test=DATA))
 
 
 def test_the_module_finds_its_trainer() -> None:

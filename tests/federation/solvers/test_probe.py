@@ -10,8 +10,8 @@ from torch import nn
 
 from fedtorch import functional
 from fedtorch.data import ClientData
-from fedtorch.federation.solvers._probe import _spread, probe
-from fedtorch.federation.solvers.batches import is_ragged
+from fedtorch.federation.solvers._probe import probe
+from fedtorch.federation.solvers.batches import is_ragged, spread_rows
 
 
 def weighted(output, target):
@@ -132,5 +132,5 @@ def test_is_ragged():
 def test_rows_are_found_in_very_large_blocks() -> None:
     clients, rows = 2**20, 17  # more than single precision counts
     block = ClientData(torch.zeros(1, 1, 2).expand(clients, rows, 2), torch.full((clients,), rows))
-    client, row = _spread(block)
+    client, row = spread_rows(block)
     assert (int(client.max()), int(row.max())) == (clients - 1, rows - 1)

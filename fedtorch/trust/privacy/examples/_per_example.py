@@ -33,7 +33,7 @@ from torch.func import grad_and_value, vmap
 from fedtorch import random, tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss
+from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss, Step
 from fedtorch.module_randomness import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
@@ -75,7 +75,7 @@ class PrivateLoss(StackedLoss):
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
     def gradients(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Batch, index: int, key: Tensor
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, key: Tensor
     ) -> Gradients:
         """Compute the private gradients of a step; losses are NaN unless noise is seeded. See `StackedLoss.gradients`.
 
@@ -86,6 +86,7 @@ class PrivateLoss(StackedLoss):
             index: of the step.
             key: `(K,)` the clients' keys, for the module's draws and to tell blocks apart.
         """
+        assert isinstance(batch, Batch), "clients with loaders are refused when a run begins"
         if index == 0:
             self.spending.begin(key, MODULE if self.random else None)
         roster = hashlib.sha256(key.cpu().numpy().tobytes()).digest()

@@ -179,7 +179,7 @@ def _prepare(
 ) -> Any:
     """Return the data, if single rows of them can be protected."""
     refuse_batch_norm(descent.objective.module)
-    descent.prepare(data)
+    rows = descent.prepare(data).batch  # clients with loaders have none
     small = (data.count * delta >= 1).nonzero()[:, 0].cpu()
     if len(small):
         raise BadClients(
@@ -193,7 +193,7 @@ def _prepare(
     if len(data.count):
         most = int(data.count.argmax())
         width = min(_LOOKED_AT, int(data.count[most]))
-        rows = tree.map(lambda leaf: leaf[most : most + 1, :width], data.batch)
+        rows = tree.map(lambda leaf: leaf[most : most + 1, :width], rows)
         values = {name: tensor.to(data.count.device) for name, tensor in descent.parameters.items()}
         if not loss.checked:
             double = in_double(loss, training_copy(descent.module, ignore_hooks), criterion)

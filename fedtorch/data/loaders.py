@@ -1,0 +1,300 @@
+"""Clients whose rows stay in loaders of their own: a round reads them batch by batch, as the loaders make them.
+
+>>> import torch
+>>> from torch.utils.data import DataLoader, TensorDataset
+>>> rows = lambda n: TensorDataset(torch.zeros(n, 2), torch.zeros(n))
+>>> from_loaders({"north": DataLoader(rows(5), batch_size=2), "south": DataLoader(rows(3), batch_size=3, shuffle=True)})
+FederatedLoaders(2 clients, 8 rows, 3–5 per client, from loaders)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+import torch
+from torch import Tensor
+
+from fedtorch.data._lengths import rows_of_pass, steps_of_pass
+from fedtorch.data.client_loaders import ClientLoaders, NoRows
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningDataModule
+
+Stage = Literal["fit", "validate", "test", "predict"]
+_LOADERS = {
+    "fit": "train_dataloader",
+    "validate": "val_dataloader",
+    "test": "test_dataloader",
+    "predict": "predict_dataloader",
+}
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class FederatedLoaders:
+    """The loaders of `K` clients, as `from_loaders` and `from_datamodules` make them; a population takes them as data.
+
+    A round reads the batches of its clients, one at a time, and keeps none. Local solvers that go through batches train
+    on them: `ft.lightning_fit` and `ft.gradient_descent`. What needs all rows of a client at once, such as a closed
+    form or a Gibbs sampler, refuses them.
+
+    Args:
+        loaders: one for each client, to train on.
+        counts: `(K,)` int64, the rows of one pass over each.
+        names: of the clients.
+        pad, mask: how batches of several clients become alike; see `from_loaders`.
+        modules: the data modules that the loaders come from, if they come from such.
+        device: where batches are moved to.
+
+    Attributes:
+        on_disk: rows are read when a round needs them.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from torch.utils.data import DataLoader
+        >>> data: ft.data.FederatedLoaders = ft.data.from_loaders({"a": DataLoader([5, 6, 7], batch_size=2)})
+        >>> data.names, data.counts, data.loader("a").batch_size
+        (('a',), tensor([3]), 2)
+        >>> list(data.batches("a", seed=0))
+        [tensor([5, 6]), tensor([7])]
+    """
+
+    loaders: tuple[Any, ...]
+    counts: Tensor
+    names: tuple[str, ...]
+    pad: Tree = None
+    mask: Mapping[Any, Any] | None = None
+    modules: tuple[LightningDataModule, ...] = ()
+    device: torch.device = _CPU
+    on_disk: bool = field(init=False, default=True)
+    _block: type[ClientLoaders] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_block", type("ClientLoaders", (ClientLoaders,), {"source": self}))
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __repr__(self) -> str:
+        return (
+            f"FederatedLoaders({len(self)} client{'s' * (len(self) != 1)}, {int(self.counts.sum())} rows, "
+            f"{int(self.counts.min())}–{int(self.counts.max())} per client, from loaders)"
+        )
+
+    def __getitem__(self, client: int) -> NoReturn:
+        raise NoRows
+
+    @property
+    def rows(self) -> NoReturn:
+        """Raise TypeError: there are no rows in tensors."""
+        raise NoRows
+
+    def loader(self, client: int | str, stage: Stage = "fit") -> Any:
+        """Return a client's own loader, of one of its data module's stages if it has one.
+
+        Raises:
+            ValueError: there is none; the message names the client.
+        """
+        number = self.names.index(client) if isinstance(client, str) else operator.index(client)
+        if stage == "fit":
+            return self.loaders[number]
+        if not self.modules:
+            raise ValueError(
+                f"Expected a data module for the loader of stage {stage!r} of client {self.names[number]!r}, but got a "
+                "single loader; make other data of these: ft.data.from_loaders({name: loader})"
+            )
+        return _loader_of(self.modules[number], self.names[number], stage)
+
+    def for_stage(self, stage: Stage) -> FederatedLoaders:
+        """Return the same clients with their loaders of another stage, such as "validate", "test" or "predict"."""
+        loaders = {name: self.loader(name, stage) for name in self.names}
+        return replace(_made(loaders, {}, self.pad, self.mask, self.modules), device=self.device)
+
+    def batches(self, client: int | str, seed: int) -> Iterator[Any]:
+        """Iterate over one pass of a client's loader, with its random draws from `seed`, on the device of the data.
+
+        Torch's, NumPy's and Python's generators are seeded while it runs and put back afterwards, as are generators
+        that loader and samplers hold: go through to the end, or close it.
+
+        Raises:
+            BadClients: the loader fails, or has no batch.
+        """
+        number = self.names.index(client) if isinstance(client, str) else operator.index(client)
+        with self.stack([number]).opened(0, seed) as passes:
+            yield from passes
+
+    def steps(self, client: int) -> int:
+        """Return the batches of one pass over a client's loader, as far as its length is known."""
+        return steps_of_pass(self.loaders[client], int(self.counts[client]))
+
+    def stack(self, ids: Tensor | Sequence[int], size: int | None = None) -> ClientLoaders:
+        """Return the loaders of clients `ids` `(C,)` as one block, whatever its `size` would be in rows."""
+        ids = torch.as_tensor(ids, dtype=torch.int64, device="cpu")
+        return self._block(ids, self.counts[ids].to(self.device))
+
+    def groups(self, max_ratio: float = 1.5, small: int = 0) -> list[Tensor]:
+        """Return the ids of all clients as one group, for nothing is padded."""
+        return [torch.arange(len(self))]
+
+    def buckets(self, max_ratio: float = 1.5, small: int = 0) -> NoReturn:
+        """Raise TypeError: there are no rows in tensors."""
+        raise NoRows
+
+    def split(self, fraction: float, seed: int) -> NoReturn:
+        """Raise TypeError: there are no rows in tensors."""
+        raise NoRows
+
+    def select(self, ids: Tensor | Sequence[int]) -> FederatedLoaders:
+        """Return the clients `ids` `(C,)`, all different, in the order of `ids`."""
+        ids = torch.as_tensor(ids, dtype=torch.int64)
+        some = lambda every: tuple(every[k] for k in ids.tolist())
+        modules = some(self.modules) if self.modules else ()
+        return replace(
+            self, loaders=some(self.loaders), counts=self.counts[ids], names=some(self.names), modules=modules
+        )
+
+    def to(self, device: torch.device | str) -> FederatedLoaders:
+        """Return loaders whose batches are moved to `device`."""
+        return replace(self, device=torch.device(device))
+
+
+def from_loaders(
+    loaders: Mapping[str, Any],
+    *,
+    lengths: Mapping[str, int] | None = None,
+    pad: Tree = None,
+    mask: Mapping[Any, Any] | None = None,
+) -> FederatedLoaders:
+    """Make a client of each `DataLoader`, whose batches are trained on as they are.
+
+    Its `collate_fn`, samplers, workers and data set stay as they are: items may be lists, None, ragged, any objects. In
+    every round torch's, NumPy's and Python's generators, those of the workers, and generators that loader and samplers
+    hold begin from the client's key, so that a run is the same again, also resumed. Workers end with the client's part
+    in a round.
+
+    Args:
+        loaders: one for each client, by name: a `DataLoader`, or another iterable of batches that begins anew with
+            every `iter`, such as Lightning's `CombinedLoader`.
+        lengths: the rows of one pass, by client, where a loader does not tell, as over an `IterableDataset`. They are
+            the client's weight, and by the loader's batch size where its schedule stands.
+        pad: makes batches of several clients alike, so that `ft.gradient_descent` trains them together: the value that
+            fills up each leaf, in the structure of a batch, such as `{"words": 0, "label": -100}`. A leaf is a tensor
+            `(B, ...)` or a list of B tensors; it is filled up in all dimensions but the first. Without `pad` clients
+            are trained one after another, unless `ft.InProcess(…, chunk=)` says otherwise.
+        mask: entries that are added to a padded batch: `{"mask": "words"}` adds `mask`, `(B, ...)` bool, which is True
+            where `words` has data; `{2: 0}` does so for batches that are tuples.
+
+    Raises:
+        TypeError: something is no loader, or can be gone through once only.
+        ValueError: a loader without batches, or of unknown length; the message names the client.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from torch.utils.data import DataLoader
+        >>> def collate(items):  # sentences of several lengths, and some without a label
+        ...     known = [(torch.tensor(words), label) for words, label in items if label is not None]
+        ...     return [words for words, _ in known], torch.tensor([label for _, label in known])
+        >>> class Sentences(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.words = torch.nn.EmbeddingBag(10, 2)
+        ...     def forward(self, sentences):
+        ...         return torch.cat([self.words(words[None]) for words in sentences])
+        >>> clients = {"a": [([1, 2], 0), ([3], None), ([4, 5, 6], 1)], "b": [([7], 1), ([8, 9], 0)]}
+        >>> data = ft.data.from_loaders(
+        ...     {name: DataLoader(items, batch_size=3, collate_fn=collate) for name, items in clients.items()})
+        >>> local = ft.gradient_descent(
+        ...     Sentences(), epochs=1, batched=False, loss=torch.nn.functional.cross_entropy,
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        >>> run = ft.run(ft.fedavg(local), ft.InProcess(data), rounds=2, progress=False)
+        >>> run.history["train_loss"].notna().tolist()
+        [True, True]
+    """
+    if not isinstance(loaders, Mapping):
+        raise TypeError(f"Expected loaders by client, {{name: DataLoader}}, but got {type(loaders).__name__}")
+    return _made(loaders, lengths or {}, pad, mask, ())
+
+
+def from_datamodules(
+    modules: Mapping[str, LightningDataModule],
+    *,
+    lengths: Mapping[str, int] | None = None,
+    pad: Tree = None,
+    mask: Mapping[Any, Any] | None = None,
+) -> FederatedLoaders:
+    """Make a client of each LightningDataModule: it is prepared and set up here, once, and gives its loaders.
+
+    `ft.lightning_fit` gives it to the client's Trainer, so that its hooks act and its validation runs where the module
+    has a `validation_step`. Its other loaders are those of `FederatedLoaders.for_stage`.
+
+    Args:
+        modules: one for each client, by name.
+        lengths: the rows of one pass, by client; see `from_loaders`.
+        pad, mask: make batches alike; see `from_loaders`.
+
+    Raises:
+        TypeError: something is no data module.
+        ValueError: one has no loader to train on; the message names the client.
+
+    Example:
+        >>> import lightning, torch, fedtorch as ft
+        >>> class Hospital(lightning.LightningDataModule):
+        ...     def __init__(self, rows):
+        ...         super().__init__()
+        ...         self.rows = rows
+        ...     def train_dataloader(self):
+        ...         return torch.utils.data.DataLoader(self.rows, batch_size=2, shuffle=True)
+        ...     def val_dataloader(self):
+        ...         return torch.utils.data.DataLoader(self.rows[:1])
+        >>> data = ft.data.from_datamodules({"A": Hospital([1.0, 2.0, 3.0]), "B": Hospital([4.0, 5.0])})
+        >>> data.counts, data.for_stage("validate").counts
+        (tensor([3, 2]), tensor([1, 1]))
+    """
+    from lightning.pytorch import LightningDataModule
+
+    for name, module in modules.items():
+        if not isinstance(module, LightningDataModule):
+            raise TypeError(
+                f"Expected a LightningDataModule for client {name!r}, but got {type(module).__name__}; loaders go into "
+                "ft.data.from_loaders"
+            )
+        module.prepare_data()
+    loaders = {name: _loader_of(module, name, "fit") for name, module in modules.items()}
+    return _made(loaders, lengths or {}, pad, mask, tuple(modules.values()))
+
+
+def _loader_of(module: LightningDataModule, client: str, stage: Stage) -> Any:
+    """Return the loader of a data module, once it is set up for the stage."""
+    from lightning.pytorch import LightningDataModule
+
+    name = _LOADERS[stage]
+    if getattr(type(module), name) is getattr(LightningDataModule, name) and name not in vars(module):
+        raise ValueError(
+            f"Expected {name} of {type(module).__name__}, the data module of client {client!r}, but got none"
+        )
+    module.setup(stage)
+    return getattr(module, name)()
+
+
+def _made(
+    loaders: Mapping[str, Any],
+    lengths: Mapping[str, int],
+    pad: Tree,
+    mask: Mapping[Any, Any] | None,
+    modules: tuple[Any, ...],
+) -> FederatedLoaders:
+    if not loaders:
+        raise ValueError("Expected at least one client, but got none; pass {name: loader}")
+    unknown = [name for name in lengths if name not in loaders]
+    if unknown:
+        raise ValueError(f"Expected lengths of the clients {list(loaders)}, but got {unknown}; name them alike")
+    if mask and pad is None:
+        raise ValueError(
+            f"Expected pad= beside mask={dict(mask)}, but got none; give the value that fills up each leaf"
+        )
+    counts = [rows_of_pass(name, loader, lengths.get(name)) for name, loader in loaders.items()]
+    return FederatedLoaders(tuple(loaders.values()), torch.tensor(counts), tuple(loaders), pad, mask, modules)

@@ -1,0 +1,143 @@
+"""Batches of several clients as stacks: those that are alike together, and ragged ones once they are filled up.
+
+>>> import torch
+>>> batches = [{"words": [torch.tensor([1, 2]), torch.tensor([3])]}, {"words": torch.tensor([[4, 5, 6], [7, 8, 9]])}]
+>>> clients, rows = alike(batches, {"words": 0}, {"mask": "words"})[0]
+>>> clients, rows["words"][0], rows["mask"][0]
+([0, 1], tensor([[1, 2, 0],
+        [3, 0, 0]]), tensor([[ True,  True, False],
+        [ True, False, False]]))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.tree import Tree
+
+_ADVICE = "give pad= to from_loaders, or call the loss client by client: batched=False"
+
+
+def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = None) -> list[tuple[list[int], Tree]]:
+    """Return batches in stacks `(K, B, ...)` of those that can be stacked, with their places.
+
+    Args:
+        batches: of some clients.
+        pad: the value that fills up each leaf, in the structure of a batch; None where a leaf is as it is. None for
+            all: batches are stacked whose shapes agree.
+        mask: what is added: the name or place of a mask, and of the leaf whose data it tells.
+
+    Raises:
+        TypeError: a batch is not of tensors, or of another structure than `pad`.
+    """
+    rows = [_tensors(batch, "") if pad is None else _filled(batch, pad, mask or {}) for batch in batches]
+    groups: dict[Any, list[int]] = {}
+    for place, each in enumerate(rows):
+        kind: Any = tree.layout(each)
+        if pad is not None:  # what is filled up may have any shape behind the rows of the batch
+            kind = tuple((name, dtype, (shape[:1], len(shape))) for name, dtype, shape in kind)
+        groups.setdefault(kind, []).append(place)
+    values = None if pad is None else _masked(pad, mask or {}, False)
+    return [(places, _stacked([rows[place] for place in places], values)) for places in groups.values()]
+
+
+def _stacked(rows: Sequence[Tree], values: Tree) -> Tree:
+    """Return batches of as many rows as one stack; `values` fill up what is smaller."""
+    if values is None:
+        return tree.stack(rows)
+    fills, leaves = _leaves(values, rows[0]), zip(*(tree.leaves(each) for each in rows))
+    return tree.refill(rows[0], [torch.stack(_grown(list(each), fill)) for each, fill in zip(leaves, fills)])
+
+
+def _grown(leaves: list[Tensor], fill: Any) -> list[Tensor]:
+    """Return tensors of as many dimensions in one shape, filled up at their ends."""
+    shape = [max(sizes) for sizes in zip(*(leaf.shape for leaf in leaves))]
+    if fill is None or all(list(leaf.shape) == shape for leaf in leaves):
+        return leaves
+    grown = [leaf.new_full(shape, fill) for leaf in leaves]
+    for whole, leaf in zip(grown, leaves):
+        whole[tuple(slice(size) for size in leaf.shape)] = leaf
+    return grown
+
+
+def _filled(batch: Any, pad: Tree, mask: Mapping[Any, Any]) -> Tree:
+    """Return a batch as tensors, ragged lists filled up, with its masks."""
+    masks = {}
+    for name, leaf in mask.items():
+        value = _child(batch, leaf, "mask=")
+        ones = [torch.ones_like(row, dtype=torch.bool) for row in value] if isinstance(value, (list, tuple)) else None
+        masks[name] = torch.ones_like(value, dtype=torch.bool) if ones is None else torch.stack(_grown(ones, False))
+    return _masked(_fill(batch, pad, ""), {name: None for name in mask}, masks)
+
+
+def _fill(value: Any, pad: Tree, path: str) -> Tree:
+    """Return a part of a batch as tensors, in the structure of `pad`."""
+    if isinstance(pad, Mapping):
+        _check(isinstance(value, Mapping), value, "a dict", path)
+        return {name: _fill(_child(value, name, path), each, f"{path}.{name}") for name, each in pad.items()}
+    if isinstance(pad, (tuple, list)):
+        _check(isinstance(value, (tuple, list)) and len(value) == len(pad), value, f"a tuple of {len(pad)}", path)
+        return tuple(_fill(part, each, f"{path}.{i}") for i, (part, each) in enumerate(zip(value, pad)))
+    if pad is not None and isinstance(value, (list, tuple)):
+        _check(all(isinstance(row, Tensor) for row in value), value, "a tensor for each row", path)
+        return torch.stack(_grown(list(value), pad))
+    return _tensors(value, path)
+
+
+def _tensors(value: Any, path: str) -> Tree:
+    """Return a batch as a tree of tensors."""
+    if value is None or isinstance(value, Tensor):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): _tensors(child, f"{path}.{name}") for name, child in value.items()}
+    if isinstance(value, (list, tuple)):
+        children = [_tensors(child, f"{path}.{i}") for i, child in enumerate(value)]
+        return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
+    raise TypeError(
+        f"Expected batches of tensors, to train clients together, but got {type(value).__name__} in "
+        f"{path[1:] or 'a batch'!r}; {_ADVICE}"
+    )
+
+
+def _masked(rows: Tree, mask: Mapping[Any, Any], values: Any) -> Tree:
+    """Return rows with an entry for each mask: that of `values`, or `values` itself."""
+    each = {name: values[name] if isinstance(values, dict) else values for name in mask}
+    if not mask:
+        return rows
+    return {**rows, **each} if isinstance(rows, Mapping) else (*rows, *each.values())
+
+
+def _leaves(values: Tree, like: Tree) -> list[Any]:
+    """Return the value for each tensor of a batch, in their order."""
+    if isinstance(like, Tensor):
+        return [values]
+    if isinstance(like, Mapping):
+        return [leaf for name, child in like.items() for leaf in _leaves(_part(values, name), child)]
+    if isinstance(like, tuple):
+        return [leaf for i, child in enumerate(like) for leaf in _leaves(_part(values, i), child)]
+    return []
+
+
+def _part(values: Tree, name: Any) -> Tree:
+    return values[name] if isinstance(values, (Mapping, tuple, list)) else values
+
+
+def _child(value: Any, name: Any, path: str) -> Any:
+    """Return an entry of a batch."""
+    try:
+        return value[name]
+    except (KeyError, IndexError, TypeError):
+        raise TypeError(f"Expected {name!r} in a batch, as {path.strip('.') or 'pad='} says, but got none") from None
+
+
+def _check(right: bool, value: Any, expected: str, path: str) -> None:
+    if not right:
+        raise TypeError(
+            f"Expected {expected} in {path[1:] or 'a batch'!r}, as pad= says, but got {type(value).__name__}; pad= has "
+            "the structure of a batch"
+        )

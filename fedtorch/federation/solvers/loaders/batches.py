@@ -1,0 +1,159 @@
+"""The batches of clients' loaders in turn: a client's t-th step is the t-th batch that its loader gives."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data.client_loaders import ClientLoaders
+from fedtorch.data.padding import alike
+from fedtorch.federation.solvers.batches import MODULE, Batch
+from fedtorch.tree import Tree
+
+
+class LoadedBatch:
+    """One step's batch of every client that still trains; see `Batch`.
+
+    Attributes:
+        size: `(K,)` rows of each, 0 of who trains no more.
+        active: `(K,)` bool, the clients that still train.
+        weights: None, for all rows count.
+
+    Args:
+        batches: of each client, None of who trains no more.
+        data: the block of clients.
+    """
+
+    weights = None
+
+    def __init__(self, batches: Sequence[Any], active: Sequence[bool], data: ClientLoaders) -> None:
+        self._batches, self._source = batches, data.source
+        self.size = torch.tensor([rows_in(batch) if there else 0 for batch, there in zip(batches, active)])
+        self.active = torch.tensor(active)
+
+    def alone(self, client: int) -> Any:
+        """Return one client's batch as its loader has made it; with `pad=` as a batch of several clients would be."""
+        return self._batches[client] if self._source.pad is None else self.as_rows(client)
+
+    def as_rows(self, client: int) -> Tree:
+        """Return one client's batch as tensors, as it is in a stack."""
+        (_, rows), *_ = alike([self._batches[client]], self._source.pad, self._source.mask)
+        return tree.map(lambda leaf: leaf[0], rows)
+
+    def parts(self) -> list[tuple[Tensor, Batch]]:
+        """Return stacks of those batches that are alike, each with its clients' places."""
+        there = self.active.nonzero()[:, 0]
+        batches = [self._batches[client] for client in there.tolist()]
+        parts = ((there[places], rows) for places, rows in alike(batches, self._source.pad, self._source.mask))
+        return [(at, Batch(rows, self.size[at], self.active[at], full=True)) for at, rows in parts]
+
+
+class LoadedBatches:
+    """The batches of a group of clients, one step after the other; inside of `with`, for loaders are open meanwhile.
+
+    Args:
+        data: the block of clients.
+        epochs: passes over each loader, or None.
+        steps: number of batches if `epochs` is None.
+        key: `(K,)` the clients' keys.
+
+    Attributes:
+        total: `(K,)` batches of each client so far.
+        per_epoch: `(K,)` batches of a pass, as far as that is known.
+        longest: the most batches that a client is known to have.
+        planned: `(K,)` batches of each client in all, as far as that is known.
+        alike, known, together: as of `Batches`; clients may end at any step.
+    """
+
+    alike, known, together = False, False, True
+
+    def __init__(self, data: ClientLoaders, epochs: int | None, steps: int | None, key: Tensor) -> None:
+        self._data, self._epochs, self._steps, self._key = data, epochs, steps, key
+        self._count = count = len(key)
+        self.total = torch.zeros(count, dtype=torch.int64)
+        self.per_epoch = torch.tensor([data.steps(k) for k in range(count)])
+        self.planned = torch.full_like(self.total, steps or 0) if epochs is None else epochs * self.per_epoch
+        self.longest = int(self.planned.max())
+        self._ended: Tensor | None = None  # (K,) bool, who has ended before this step
+        self._ahead: LoadedBatch | None = None
+        self._open = ExitStack()
+
+    def __enter__(self) -> LoadedBatches:
+        several, seeds = self._count > 1, random.fold_in(self._key, MODULE).tolist()
+        opened = (self._data.opened(k, seed, several) for k, seed in enumerate(seeds))
+        self._turns = [self._turn(self._open.enter_context(each)) for each in opened]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for turn in self._turns:
+            turn.close()
+        self._open.__exit__(*error)
+
+    def __iter__(self) -> Iterator[LoadedBatch]:
+        """Iterate over the steps until the last client has ended."""
+        running = [True] * self._count
+        while True:
+            batch, self._ahead = self._ahead or self._next(running), None
+            active = batch.active.tolist()
+            self._ended = torch.tensor(running) & ~batch.active if active != running else None
+            running = active
+            if not any(running):
+                return
+            self.total += batch.active
+            yield batch
+
+    def ended(self, step: int) -> Tensor | None:
+        """Return which clients have taken their last step just before this one, None if nobody has."""
+        return self._ended
+
+    def first(self) -> LoadedBatch:
+        """Return the first step's batches, which the first step will still take."""
+        self._ahead = self._next([True] * self._count)
+        return self._ahead
+
+    def _next(self, running: Sequence[bool]) -> LoadedBatch:
+        over = object()
+        batches = [next(turn, over) if there else over for turn, there in zip(self._turns, running)]
+        return LoadedBatch(batches, [batch is not over for batch in batches], self._data)
+
+    def _turn(self, passes: Iterable[Any]) -> Generator[Any]:
+        """Return the batches of one client's part in the round."""
+        left, epoch = self._steps, 0
+        while left != 0 and (self._epochs is None or epoch < self._epochs):
+            for batch in passes:
+                yield batch
+                if left is not None:
+                    left -= 1
+                    if left == 0:
+                        return
+            epoch += 1
+
+
+def rows_in(batch: Any) -> int:
+    """Return the rows of a batch of any kind: the length of its first tensor, or else of its first list.
+
+    >>> rows_in({"words": ["no tensor"], "label": [torch.ones(3), None]})
+    3
+    """
+    sizes = list(_lengths(batch))
+    return next((size for size, tensor in sizes if tensor), sizes[0][0] if sizes else 1)
+
+
+def _lengths(node: Any) -> Iterator[tuple[int, bool]]:
+    """Return lengths of the tensors and lists of a batch, and whether they are a tensor's."""
+    if isinstance(node, Tensor):
+        yield (len(node) if node.ndim else 1), True
+    elif isinstance(node, Mapping):
+        for child in node.values():
+            yield from _lengths(child)
+    elif isinstance(node, (list, tuple)):
+        yield len(node), False
+        for child in node:
+            yield from _lengths(child)
+    elif isinstance(size := getattr(node, "batch_size", getattr(node, "num_graphs", None)), int):
+        yield size, True
