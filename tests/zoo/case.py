@@ -23,7 +23,8 @@ class Case:
         name: of the network or project.
         package: what it is imported from, with its name in the index after a slash where that is another one.
         make: the project, with small random weights.
-        rows: number of rows -> made rows.
+        rows: number of rows -> made rows; with `loader` a loader of theirs over so many items.
+        loader: whether clients have loaders, whose batches are taken as they are.
         says: the user's arguments besides epochs and batch size, of `gradient_descent` and `lightning_fit` alike.
         ignores: hooks of theirs that training does not depend on, of `gradient_descent`.
         dtype: of module and rows.
@@ -38,7 +39,7 @@ class Case:
     name: str
     package: str
     make: Callable[[], L.LightningModule]
-    rows: Callable[[int], Tree]
+    rows: Callable[[int], Any]
     says: dict[str, Any] = field(default_factory=dict)
     ignores: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
@@ -46,6 +47,7 @@ class Case:
     change: str = ""
     counts: tuple[int, ...] = (5, 4, 6)
     size: int = 2
+    loader: bool = False
     step: Callable[[L.LightningModule, list[torch.optim.Optimizer], Any], Tensor] | None = None
     remark: str = ""
 

@@ -13,7 +13,6 @@ import torch
 from lightning.pytorch.trainer.states import RunningStage
 from support.plain_training import keys, solve
 from torch import Tensor
-from zoo.case import Case
 
 import fedtorch as ft
 from fedtorch import random, tree
@@ -21,50 +20,55 @@ from fedtorch.data import FederatedData
 from fedtorch.federation.solvers._surroundings import isolated
 from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
 from fedtorch.module_randomness import KeyedRandomness
-from fedtorch.tree import Tree
+from zoo.case import Case
 
 EPOCHS = 2
 ADVICE = r"batched=False|lightning_fit|one number or a torchmetrics metric"
 
 
-def made(case: Case) -> tuple[Any, FederatedData]:
-    """Return the module and the clients' rows, in float64."""
+def made(case: Case) -> tuple[Any, Any]:
+    """Return the module and the clients' rows, in the case's precision; or their loaders, by name."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         module = case.make()
         if case.dtype == torch.float64:
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.data = _precise(tensor.data)
+        if case.loader:
+            return module, {str(count): case.rows(count) for count in case.counts}
         rows = case.rows(sum(case.counts))
     precise = lambda leaf: leaf.to(case.dtype) if leaf.is_floating_point() else leaf
     return module, FederatedData(tree.map(precise, rows), torch.tensor(case.counts))
 
 
-def trained(case: Case, way: str, module: Any, data: FederatedData) -> list[dict[str, Tensor]]:
+def trained(case: Case, way: str, module: Any, data: Any) -> list[dict[str, Tensor]]:
     """Return the tensors of each client after one round that begins with the module's."""
     local = solver(case, way, module)
-    block = data.stack(range(len(data)))
-    local_result = solve(local, block, keys(len(data)))
+    if case.loader:
+        alone = [ft.data.from_loaders({name: loader}) for name, loader in data.items()]
+        runs = [ft.run(ft.fedavg(local), ft.InProcess(client), rounds=1) for client in alone]
+        return [dict(run.global_module().named_parameters()) for run in runs]
+    local_result = solve(local, data.stack(range(len(data))), keys(len(data)))
     tensors = {**local_result.parameters, **local_result.state.buffers}
     return [{name: leaf[k] for name, leaf in tensors.items()} for k in range(len(data))]
 
 
 def solver(case: Case, way: str, module: Any) -> Any:
     """Return the local solver of a way of training, with what the user says."""
+    size = {} if case.loader else {"batch_size": case.size}
     if way == "lightning_fit":
-        return ft.lightning_fit(module, max_epochs=EPOCHS, batch_size=case.size, **case.says)
+        return ft.lightning_fit(module, max_epochs=EPOCHS, **size, **case.says)
     stacked = way == "stacked"
-    return ft.gradient_descent(
-        module, epochs=EPOCHS, batch_size=case.size, batched=stacked, ignore_hooks=case.ignores, **case.says
-    )
+    return ft.gradient_descent(module, epochs=EPOCHS, batched=stacked, ignore_hooks=case.ignores, **size, **case.says)
 
 
-def looped(case: Case, way: str, module: Any, data: FederatedData) -> list[dict[str, Tensor]]:
+def looped(case: Case, way: str, module: Any, data: Any) -> list[dict[str, Tensor]]:
     """Return the tensors of each client after a loop as anybody would write it, with the draws of that way."""
-    return [_loop(case, way, copy.deepcopy(module), rows, key) for rows, key in zip(data, keys(len(data)))]
+    clients = data.values() if case.loader else data
+    return [_loop(case, way, copy.deepcopy(module), rows, key) for rows, key in zip(clients, keys(len(data)))]
 
 
-def _loop(case: Case, way: str, module: Any, rows: Tree, key: Tensor) -> dict[str, Tensor]:
+def _loop(case: Case, way: str, module: Any, rows: Any, key: Tensor) -> dict[str, Tensor]:
     module.log = module.log_dict = lambda *args, **options: None
     state = SimpleNamespace(stage=RunningStage.TRAINING)
     trainer = SimpleNamespace(state=state, strategy=None, current_epoch=0, global_step=0, training=True)
@@ -73,7 +77,7 @@ def _loop(case: Case, way: str, module: Any, rows: Tree, key: Tensor) -> dict[st
     with isolated(torch.device("cpu"), None, int(own)) if way == "lightning_fit" else nullcontext():
         configured = module.configure_optimizers()
         optimizers = configured if isinstance(configured, list) else [_optimizer(configured)]
-        for index, batch in enumerate(_batches(rows, key, way, case.size)):
+        for index, batch in enumerate(_batches(case, rows, key, way)):
             with KeyedRandomness(random.fold_in(own, index)) if way != "lightning_fit" else nullcontext():
                 (case.step or _step)(module, optimizers, batch)
     return {name: value.detach() for name, value in (*module.named_parameters(), *module.named_buffers())}
@@ -97,12 +101,15 @@ def _alone(module: Any) -> bool:
     return module.training_step.__func__.__code__.co_argcount == 2
 
 
-def _batches(rows: Tree, key: Tensor, way: str, size: int) -> Iterator[Tree]:
+def _batches(case: Case, rows: Any, key: Tensor, way: str) -> Iterator[Any]:
     for epoch in range(EPOCHS):
+        if case.loader:
+            yield from rows
+            continue
         if way == "lightning_fit":  # the iterator of a DataLoader draws a seed for its workers
             torch.empty((), dtype=torch.int64).random_()
         order = random.permutation(random.fold_in(random.fold_in(key, PERMUTATIONS), epoch), len(tree.leaves(rows)[0]))
-        for chosen in order.split(size):
+        for chosen in order.split(case.size):
             yield tree.take(rows, chosen)
 
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+
 from zoo.case import WAYS
 from zoo.cases import CASES
 from zoo.results import PAGE, RESULTS, cell, counts, described, page
@@ -33,6 +34,14 @@ def test_the_zoo_is_large_and_equal_to_plain_loops_on_both_releases():
         for result in every:
             assert all(isinstance(result[way], float) == (way in case.ways) for way in WAYS)
             assert all(value < 1e-5 for value in result.values() if isinstance(value, float))
+
+
+def test_a_small_bert_is_three_times_as_fast_stacked_on_one_thread_and_on_two():
+    ratios = {
+        each["threads"]: each["ratio"] for each in KEPT["speed"] if (each["hidden"], each["rows"]) == (32, "8 each")
+    }
+    assert ratios.keys() == {1, 2}
+    assert min(ratios.values()) >= 3
 
 
 def test_the_largest_difference_of_the_releases_stands_in_the_table():

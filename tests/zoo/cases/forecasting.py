@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+
 from zoo.case import Case
 
 
@@ -24,9 +25,8 @@ def series(count: int) -> Any:
 
 
 def windows(n: int) -> Any:
-    """What their loader collates: (a dict of tensors, (targets, no weights))."""
-    x, y = next(iter(series(n).to_dataloader(train=False, batch_size=n)))
-    return x, y
+    """Their loader, of batches (a dict of tensors, (targets, no weights))."""
+    return series(n).to_dataloader(train=False, batch_size=2)
 
 
 def transformer() -> Any:
@@ -43,7 +43,13 @@ def beats() -> Any:
     from pytorch_forecasting import NBeats
 
     return NBeats.from_dataset(
-        series(20), learning_rate=0.01, optimizer="sgd", log_interval=-1, widths=[8, 8], backcast_loss_ratio=0.1
+        series(20),
+        learning_rate=0.01,
+        optimizer="sgd",
+        log_interval=-1,
+        widths=[8, 8],
+        backcast_loss_ratio=0.1,
+        dropout=0.0,
     )
 
 
@@ -55,6 +61,7 @@ def hits() -> Any:
 
 HOOKS = ("on_after_backward", "on_fit_end", "on_train_epoch_end")
 AS_IS: dict[str, Any] = {
+    "loader": True,
     "ignores": HOOKS, "dtype": torch.float32, "ways": ("lightning_fit",), "remark": "a plateau schedule for each client"
 }  # fmt: skip
 

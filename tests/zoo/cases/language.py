@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from zoo.case import Case, Project
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -38,7 +39,7 @@ def project(net: Any, lr: float = 0.05) -> Project:
 def bert(**options: Any) -> Any:
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(vocab_size=60, max_position_embeddings=16, **SIZES, **{**STILL, **options})
+    config = BertConfig(vocab_size=60, max_position_embeddings=16, **{**SIZES, **STILL, **options})
     return BertForSequenceClassification(config)
 
 

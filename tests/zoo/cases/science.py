@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
 from zoo.case import Case, Project
 
 NODES, EDGES = 6, 14
@@ -43,6 +44,17 @@ def graph_net(name: str, **options: Any) -> Any:
     from torch_geometric.nn import models
 
     return getattr(models, name)(4, 8, num_layers=2, out_channels=3, **options)
+
+
+def loader(n: int) -> Any:
+    from torch_geometric.data import Data
+    from torch_geometric.loader import DataLoader
+
+    return DataLoader([Data(x=x, edge_index=edges, y=y) for x, edges, y in zip(*graphs(n))], batch_size=2)
+
+
+def batch_loss(net: nn.Module, batch: Any) -> Tensor:
+    return F.cross_entropy(net(batch.x, batch.edge_index), batch.y)
 
 
 def fourier() -> Any:
@@ -148,6 +160,16 @@ CASES = [
         graphs,
         ways=LOOPED,
         remark="self-loops are found by a boolean mask",
+    ),
+    Case(
+        "GCN on batches of its loader",
+        "torch_geometric/torch-geometric",
+        lambda: Project(graph_net("GCN"), batch_loss),
+        loader,
+        loader=True,
+        dtype=torch.float32,
+        ways=LOOPED,
+        remark="batches are objects",
     ),
     Case(
         "Fourier neural operator",

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
 from zoo.case import Case, Project, classifier, images
 
 NORMED: dict[str, Any] = {"says": {"buffers": "local"}, "counts": (8, 4, 12), "size": 4}  # BatchNorm: whose statistics
@@ -54,7 +55,7 @@ def simple_vit() -> Any:
 def unet() -> Any:
     import segmentation_models_pytorch as smp
 
-    return smp.Unet("resnet18", encoder_weights=None, encoder_depth=3, decoder_channels=(16, 8, 8), classes=1)
+    return smp.Unet("tu-test_resnet", encoder_weights=None, encoder_depth=3, decoder_channels=(16, 8, 8), classes=1)
 
 
 def dice(net: Any, batch: Any) -> torch.Tensor:
@@ -93,8 +94,8 @@ CASES = [
     Case(
         "MobileNet V2",
         "torchvision",
-        classifier(lambda: torchvision("mobilenet_v2", width_mult=0.25, dropout=0.0)),
-        images(32),
+        classifier(lambda: torchvision("mobilenet_v2", width_mult=0.25, dropout=0.0), lr=0.01),
+        images(64),
         **NORMED,
     ),
     Case("Swin Transformer", "torchvision", classifier(swin), images(32)),
