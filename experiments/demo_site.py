@@ -25,7 +25,7 @@ from fedtorch.models.hierarchical import generalised
 from fedtorch.protocol import Half
 from fedtorch.sites import SiteConfiguration, enrolment, join
 from fedtorch.sites.vertical import over_link
-from fedtorch.vfl import Holder, Iteration, PartyNode, ServerNode, following, leading, mlp, party_half, server_half
+from fedtorch.vfl import Holder, Iteration, PartyNode, ServerNode, mlp, party_half, server_half
 from fedtorch.vfl.model import likelihoods
 
 SITES = {"north": [0], "south": [1], "west": [2, 3]}  # each site's clients
@@ -126,7 +126,7 @@ def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 def party(name: str, data: Table, iterations: int) -> Half:
     """A party's side of the vertical run: its rows are aligned with the others', then its network is trained."""
     mine = parties(data)[name]
-    rows = yield from following(Holder(mine.identifiers, name), "registry")
+    rows = yield from Holder(mine.identifiers, name).following("registry")
     own = mine.take(rows)
     assert own.x is not None
     say(name, f"{len(rows)} of {len(mine.identifiers)} patients are those of all parties")
@@ -139,7 +139,7 @@ def party(name: str, data: Table, iterations: int) -> Half:
 def registry(data: Table, iterations: int) -> Half:
     """The server's side; returns the network, of which it has trained its own part, its node, and the seconds of it."""
     mine, made = parties(data)["registry"], network(data.features)
-    rows = yield from leading(Holder(mine.identifiers, "registry"), list(SITES))
+    rows = yield from Holder(mine.identifiers, "registry").leading(list(SITES))
     assert mine.response is not None
     node = ServerNode(made.server, vfl.VerticalData((), mine.response[rows]), optimizer=adam, per_row=True)
     begun = time.perf_counter()

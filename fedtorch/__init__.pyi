@@ -57,7 +57,6 @@ from .federation.populations.in_process import InProcess as InProcess
 from .federation.runs import recipes as recipes
 from .federation.runs.cohorts import (
     poisson_cohort as poisson_cohort,
-    uniform_cohort as uniform_cohort,
     weighted_cohort as weighted_cohort,
 )
 from .federation.runs.faults import (

@@ -80,7 +80,7 @@ def method(settings: Mapping[str, Any], most: int) -> str:
     return text
 
 
-def run_line(kind: str, run: Any) -> str:
+def run_line(kind: str, run: Any, members: str = "clients") -> str:
     """Return a run on a line: what it is of, how many take part, how far it is, what was sent, and the last loss.
 
     Example:
@@ -89,7 +89,7 @@ def run_line(kind: str, run: Any) -> str:
         >>> ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1))), ft.InProcess(data), rounds=2)
         Run(fedavg(least_squares(Linear), mu=0.0, lr=1.0, …), 3 clients, round 2, 1.44 kB up, 816 B down, train_loss 0)
     """
-    numbers = [f"{len(run.population.names)} clients", f"round {run.number}"]
+    numbers = [f"{len(run.population.names)} {members}", f"round {run.number}"]
     if run.number:
         numbers += [f"{bytes_text(run.bytes_up)} up", f"{bytes_text(run.bytes_down)} down"]
     if run.last is not None:

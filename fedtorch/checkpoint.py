@@ -1,8 +1,8 @@
 """Checkpoints of runs: flat tensors in a safetensors file that appears whole, and a fingerprint of what they belong to.
 
 A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
-the device or the number of ranks, which change no result beyond rounding, and not the data, which may be too large to
-read for it. Functions count by their name and the values that they close over.
+the device or the number of ranks, which change no result beyond rounding. What is noted of the clients' rows stands
+beside it, see `fedtorch.data.digests`. Functions count by their name and the values that they close over.
 
 >>> import tempfile, torch
 >>> from fedtorch import checkpoint
@@ -26,6 +26,7 @@ import dis
 import functools
 import hashlib
 import json
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ from torch import Tensor
 
 from fedtorch import _files as files
 
+ANYWAY = (
+    "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
+    "`fedtorch fit --anyway true`"
+)
 _DEEPEST = 4  # functions within functions that a description follows
 _LONGEST = 240  # characters of a description that are kept as they are
 _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
@@ -59,6 +64,31 @@ def read(path: Path | str) -> dict[str, Tensor]:
         return safetensors.torch.load(Path(path).read_bytes())
     except SafetensorError as error:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+
+
+def read_run(path: Path | str) -> dict[str, Tensor]:
+    """Read the tensors of a run, from its own file or from the checkpoint of a Trainer of a `Federation`.
+
+    Raises:
+        ValueError: `path` is empty or a folder, or the file is damaged or something else.
+    """
+    if not str(path) or Path(path).is_dir():
+        raise ValueError(
+            f"Expected the path of a checkpoint, but got {str(path)!r}; a ModelCheckpoint has one in best_model_path "
+            "when something has been saved"
+        )
+    if not zipfile.is_zipfile(path):
+        return read(path)
+    from fedtorch.checkpoint_io import PlainCheckpointIO  # which imports Lightning
+
+    content = PlainCheckpointIO().load_checkpoint(path)
+    flat = content.get("state_dict", {}).get("_extra_state") if isinstance(content, dict) else None
+    if not isinstance(flat, dict):
+        raise ValueError(
+            f"Expected the checkpoint of a federation in {path}, but got that of another module; load it with its "
+            "class's load_from_checkpoint"
+        )
+    return flat
 
 
 def describe(value: Any) -> str:
@@ -114,13 +144,27 @@ def check_fingerprint(theirs: Mapping[str, Any], mine: Mapping[str, Any]) -> Non
         if theirs.get(name) != mine.get(name):
             raise ValueError(
                 f"Expected a checkpoint of a run with {name} {mine.get(name)}, but got one with {theirs.get(name)}; "
-                "pass anyway=True to go on from it all the same"
+                f"pass {ANYWAY}"
             )
 
 
-def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> None:
-    """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part."""
-    loose = ("history.", "recorders.", "fingerprint", "module", "clients.record")  # which check their own
+def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], of_any_shape: str | None = None) -> None:
+    """Refuse the state of a run unlike `mine`, which may differ in the clients that have taken part.
+
+    Args:
+        state: flat.
+        mine: flat, as it should look.
+        of_any_shape: with what the names of tensors begin whose shapes are not compared.
+    """
+    loose = (
+        "history.",
+        "recorders.",
+        "fingerprint",
+        "module",
+        "clients.record",
+        "rows.",
+        "ended",
+    )  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
     if any(not name.startswith(loose) for name in missing | other):
         raise ValueError(
@@ -131,6 +175,8 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor]) -> 
             continue
         rows = name.startswith("clients.")
         want, got = leaf.shape[rows:], state[name].shape[rows:]
+        if of_any_shape is not None and name.startswith(of_any_shape):
+            want = got
         if want != got or leaf.dtype != state[name].dtype:
             raise ValueError(
                 f"Expected {name} in the checkpoint to be {leaf.dtype} of shape {tuple(want)}, but got "

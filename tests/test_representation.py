@@ -12,6 +12,7 @@ from torch import nn
 import fedtorch as ft
 from fedtorch._representation import LONGEST, method, one_line
 from fedtorch.trust import attacks, privacy, robust
+from fedtorch.vfl.fit.run import VerticalRun
 
 LINE = ft.Network.from_edges([(0, 1), (1, 2), (2, 3), (3, 4)])
 
@@ -61,6 +62,11 @@ def test_runs_and_federations_are_a_line() -> None:
     again = ft.Run(algorithm, population)
     again.load_state_dict(run.state_dict())
     assert repr(again).endswith("kB down)")
+
+
+def test_vertical_fits_are_a_line() -> None:
+    run = VerticalRun(["north", "south"], {"algorithm": "sfvi", "lr": 0.1})
+    assert repr(run) == "VerticalRun(sfvi(lr=0.1), 2 parties, round 0)"
 
 
 def test_what_does_not_fit_is_cut() -> None:

@@ -31,6 +31,7 @@ NAMES = (
     "gpu",
     "gtv",
     "kills",
+    "loaders",
     "privacy",
     "remote",
     "remote_flower",

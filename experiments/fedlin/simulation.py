@@ -26,7 +26,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common, result_pages
 from fedtorch.models import low_rank
-from fedtorch.models.linear import LinearHead, client_statistics, ridge
+from fedtorch.models.linear import LinearHead, SufficientStatistics, ridge
 from fedtorch.models.matrix_normal import exponential_average, posterior_mode
 
 STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
@@ -120,7 +120,7 @@ def paper_average(problem: Problem, rounds: int) -> Tensor:
 
 def as_printed(problem: Problem, rounds: int) -> Tensor:
     """Algorithm 1 as printed, with mean gradients: both step sizes are η₂, and the shrinkage comes once a round."""
-    known = client_statistics(problem.data).per_row()
+    known = SufficientStatistics.of(problem.data).per_row()
     theta = torch.zeros_like(problem.theta)
     omega = torch.eye(len(theta), dtype=torch.float64)
     for _ in range(rounds):
@@ -142,7 +142,7 @@ def oracle(problem: Problem) -> Tensor:
     values, vectors = torch.linalg.eigh(problem.omega)
     omega = low_rank.LowRank.from_factor(values[0], vectors * (values - values[0]).clamp(min=0).sqrt(), len(values))
     return posterior_mode(
-        client_statistics(problem.data), torch.full((len(values),), problem.noise), omega
+        SufficientStatistics.of(problem.data), torch.full((len(values),), problem.noise), omega
     ).coefficients
 
 
@@ -162,7 +162,7 @@ def compare(problem: Problem, rounds: int, seed: int) -> dict[str, float]:
         "HM1, paper's average": paper_average(problem, rounds),
         "as printed": as_printed(problem, rounds),
         "separate": separate(problem, rounds),
-        "least squares": ridge(client_statistics(problem.data)),
+        "least squares": ridge(SufficientStatistics.of(problem.data)),
         "knows Ω": oracle(problem),
     }
     return {name: error(problem, theta, seed) for name, theta in found.items()}

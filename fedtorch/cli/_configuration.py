@@ -58,6 +58,8 @@ def federation(
     wrap: list[Wrapper] | None = None,
     record: list[Recorder] | None = None,
     on_bad_message: Literal["raise", "drop"] = "raise",
+    anyway: bool = False,
+    joined: Literal["new"] | None = None,
     *,
     seed: int,
 ) -> Federation:
@@ -79,6 +81,8 @@ def federation(
         wrap: wrappers of the algorithm, the innermost first, as `algorithm | wrapper | wrapper` in Python.
         record: who follows the run, such as a `fedtorch.Sampler`.
         on_bad_message: what a message with NaN or Inf does.
+        anyway: whether --ckpt_path may be of other settings or rows.
+        joined: "new" where --ckpt_path may be of fewer clients, whom others have joined.
         seed: of all randomness.
 
     Raises:
@@ -89,7 +93,7 @@ def federation(
     if holdout:
         data, validation = data.split(1 - holdout, seed)
         test = test or validation
-    joined = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
+    every_fault = functools.reduce(operator.or_, faults) if isinstance(faults, list) else faults
     return Federation(
         functools.reduce(operator.or_, wrap or (), algorithm),
         population(data),
@@ -101,9 +105,11 @@ def federation(
         split=split,
         evaluation_batch_size=evaluation_batch_size,
         seed=seed,
-        faults=joined,
+        faults=every_fault,
         record=record or (),
         on_bad_message=on_bad_message,
+        anyway=anyway,
+        joined=joined,
     )
 
 

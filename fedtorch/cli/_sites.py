@@ -180,15 +180,14 @@ def _join(options: argparse.Namespace) -> None:
 def _run_half(options: argparse.Namespace) -> None:
     from fedtorch import sites as transport
     from fedtorch.sites.identity import identity
-    from fedtorch.sites.vertical.remote import read_half
-    from fedtorch.sites.vertical.resuming import resuming_over_link
+    from fedtorch.sites.vertical.remote import over_link, read_half
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     me = identity.read(options.identity)
     _say_where(options, me)
     dial = partial(transport.connect, options.address, me)
     waits = {"seconds": options.timeout, "timeout": options.timeout}
-    traffic = resuming_over_link(read_half(options.half), dial, _states(options), **waits)[1]
+    traffic = over_link(read_half(options.half), dial, _states(options), **waits)[1]
     print(f"the protocol is over; {traffic.up} bytes up and {traffic.down} down")
 
 

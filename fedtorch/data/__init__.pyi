@@ -2,7 +2,7 @@ from .bad_clients import BadClients as BadClients
 from .cache import data_sets as data_sets, locate as locate
 from .datasets.education import school as school, student_performance as student_performance
 from .datasets.embedded import breast_cancer as breast_cancer, diabetes as diabetes, digits as digits
-from .datasets.engineering import battery as battery, cmapss as cmapss, cmapss_remaining_life as cmapss_remaining_life
+from .datasets.engineering import battery as battery, cmapss as cmapss
 from .datasets.genomics import (
     fed_tcga_brca as fed_tcga_brca,
     tcga_brca_expression as tcga_brca_expression,

@@ -305,3 +305,19 @@ def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:
     initial = algorithm.told.of(tree.expand(state, 1))
     everybody = tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), initial)
     return sum_over(algorithm.exchange, everybody, slice(0, clients))
+
+
+def begun(algorithm: Algorithm, parameters: Tree, clients: int) -> tuple[Tree, Tree]:
+    """Return (the server's state, one client's state) before the first round, with the total of what clients tell.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> algorithm = ft.scaffold(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+        >>> server, state = begun(algorithm, {"weight": torch.ones(1, 1)}, clients=3)
+        >>> server.population, server.total.clients
+        (tensor(3), tensor(0., dtype=torch.float64))
+    """
+    server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
+    if algorithm.told is not None:
+        server = server._replace(total=first_total(algorithm, state, clients))
+    return server, state

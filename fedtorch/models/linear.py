@@ -33,7 +33,7 @@ from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields, regression_rows
 
-__all__ = ["LinearHead", "SufficientStatistics", "client_statistics", "polynomial", "ridge"]
+__all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
 
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
@@ -136,6 +136,20 @@ class SufficientStatistics(NamedTuple):
     power: Tensor  # (...) y'y, of all responses
     count: Tensor  # type: ignore[assignment]  # (...) n
 
+    @staticmethod
+    def of(data: FederatedData) -> SufficientStatistics:
+        """Return the statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block.
+
+        >>> import fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2)), (torch.ones(1, 1), torch.ones(1))])
+        >>> SufficientStatistics.of(data).cross.tolist(), block_statistics(data.stack([1])).cross.tolist()
+        ([[2.0], [1.0]], [[1.0]])
+        """
+        ids, blocks = zip(*data.buckets())
+        each = [sufficient_statistics(*regression_fields(block.batch))._replace(count=block.count) for block in blocks]
+        joined = tree.take(tree.concatenate(each), torch.cat(ids).argsort())  # padding is zeros, and all are finite
+        return joined._replace(count=joined.count.to(torch.float64))
+
     def per_row(self) -> SufficientStatistics:
         """Return X'X / n, X'y / n and y'y / n, zeros where there are no rows."""
         n = self.count.clamp(min=1)
@@ -174,20 +188,6 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
 def block_statistics(data: Any, features: int | None = None) -> SufficientStatistics:
     """Return the statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `regression_rows`."""
     return sufficient_statistics(*regression_rows(data, features))._replace(count=data.count.to(torch.float64))
-
-
-def client_statistics(data: FederatedData) -> SufficientStatistics:
-    """Return sufficient statistics of all clients with rows (x `(d,)`, y `()`), `(K, ...)`, block by block.
-
-    >>> import fedtorch as ft
-    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2)), (torch.ones(1, 1), torch.ones(1))])
-    >>> client_statistics(data).cross.tolist(), block_statistics(data.stack([1])).cross.tolist()
-    ([[2.0], [1.0]], [[1.0]])
-    """
-    ids, blocks = zip(*data.buckets())
-    found = [sufficient_statistics(*regression_fields(block.batch))._replace(count=block.count) for block in blocks]
-    joined = tree.take(tree.concatenate(found), torch.cat(ids).argsort())  # padding is zeros, and all are finite
-    return joined._replace(count=joined.count.to(torch.float64))
 
 
 def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:

@@ -3,7 +3,7 @@
 A protocol that is to outlive cuts and kills is a function of a journal that makes the node's half:
 
     def half(journal):
-        rows = yield from journal.once(following(Holder(identifiers, "clinic"), "leader"))
+        rows = yield from journal.once(Holder(identifiers, "clinic").following("leader"))
         party = PartyNode(network.parties[0], VerticalData((x[rows],), unknown))
         yield from journal.through(partial(party_half, party), party, iterations)
 

@@ -2,8 +2,8 @@
 
 The server makes the run's identity, by which a party finds its own states again. Each party sends the points that it
 has, the server sends back the last one that all have, and at the end everybody says that everything is kept. Each
-function is one end of that, to be used between the two ends of a driver: `fedtorch.sites.vertical.resuming` is one
-over streams.
+function is one end of that, to be used between the two ends of a driver: `fedtorch.sites.vertical` has one over
+streams.
 
 >>> from fedtorch.protocol.halves import together
 >>> from fedtorch.protocol.journal import Journal

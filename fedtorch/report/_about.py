@@ -36,7 +36,7 @@ def about(
     Args:
         run: begun, or done.
         title: of the report; default: the algorithm's name.
-        ended: why it ended, if that is worth a word.
+        ended: why it ended, if that is worth a word; default: what the run knows of it.
         scores: of the clients' models, as `Run.evaluate` gives them.
         network: a `Network` to draw; default: that of the algorithm, if it has one.
     """
@@ -46,7 +46,7 @@ def about(
         "title": title or settings.get("algorithm", "A federated run"),
         "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "rounds": run.number,
-        "ended": ended,
+        "ended": ended or run.ended,
         "clients": list(run.population.names),
         "settings": settings,
         "versions": record.versions(),

@@ -7,6 +7,7 @@ from typing import Any
 
 import lightning as L
 
+from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.runs.run import Run
 from fedtorch.networks import Network
 from fedtorch.report.folder import write
@@ -45,8 +46,10 @@ class Report(L.Callback):
         self._place = self.folder or trainer.log_dir or trainer.default_root_dir
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Write the report."""
-        self._write(pl_module, "")
+        """Write the report, which says so where training has stopped early."""
+        run = pl_module.run
+        done = (run.number, "rounds") if isinstance(run, Run) else (trainer.current_epoch, "epochs")
+        self._write(pl_module, stopped_early(trainer, *done))
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Write the report of what there is, which says what has ended it."""

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from fedtorch.networks import Network
 
 HISTORY, ABOUT, PAGE = "history.safetensors", "about.json", "report.html"
+_TEXTS = ("fingerprint", "ended")  # of a checkpoint
 _ODD = "Expected what ft.report.write leaves in"
 _NOTHING: dict[str, Any] = {
     "format": FORMAT,
@@ -75,7 +76,7 @@ def write(
         run: begun, or done; of a vertical fit, such as `ft.vfl.sfvi` returns, parties are its clients.
         folder: made if need be.
         title: of the page; default: the algorithm's name.
-        ended: why the run ended, if that is worth a word.
+        ended: why the run ended, if that is worth a word; default: what stopped it early.
         scores: of the clients' models, as `run.evaluate(data, metrics)` gives them.
         network: to draw, with its positions; default: that of the algorithm, if it has one.
     """
@@ -133,6 +134,8 @@ def read(folder: Path | str) -> Story:
         raise ValueError(f"{_ODD} {folder}, but got something else: {error}") from error
     if not known["settings"] and "fingerprint" in flat:
         known["settings"] = record.checkpoint_fingerprint(flat)
+    if not known["ended"] and "ended" in flat:
+        known["ended"] = bytes(flat["ended"].tolist()).decode()
     return Story(
         table=history.frame(),
         losses=history.losses(names),
@@ -149,7 +152,7 @@ def _verified(path: Path) -> list[record.Check]:
 
 
 def _history(folder: Path) -> dict[str, Tensor]:
-    """Return a history, its names beginning with `history.`, and perhaps a fingerprint."""
+    """Return a history, its names beginning with `history.`, and perhaps texts of a checkpoint."""
     if (folder / HISTORY).exists():
         return {f"history.{name}": leaf for name, leaf in checkpoint.read(folder / HISTORY).items()}
     paths = [*folder.glob("*.safetensors"), *folder.rglob("*.ckpt")]
@@ -164,10 +167,10 @@ def _history(folder: Path) -> dict[str, Tensor]:
 
 
 def _of_run(path: Path) -> dict[str, Tensor]:
-    """Read the history and the fingerprint of a checkpoint, and not the models."""
+    """Read the history, the fingerprint and why it ended of a checkpoint, and not the models."""
     try:
         with safetensors.safe_open(str(path), "pt") as file:
-            names = [name for name in file.keys() if name.startswith("history.") or name == "fingerprint"]  # noqa: SIM118
+            names = [name for name in file.keys() if name.startswith("history.") or name in _TEXTS]  # noqa: SIM118
             return {name: file.get_tensor(name) for name in names}
     except safetensors.SafetensorError as error:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None

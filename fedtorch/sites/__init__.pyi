@@ -1,5 +1,4 @@
 from . import (
-    audit as audit,
     enrolment as enrolment,
     flower as flower,
     identity as identity,

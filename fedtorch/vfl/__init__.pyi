@@ -20,7 +20,7 @@ from .nodes.node import (
     ServerNode as ServerNode,
 )
 from .nodes.run import NodesRun as NodesRun
-from .rows.alignment import Holder as Holder, following as following, leading as leading
+from .rows.alignment import Holder as Holder
 from .rows.daily_limit import DailyLimit as DailyLimit
 from .rows.data import VerticalData as VerticalData
 from .rows.parties import Party as Party, align as align

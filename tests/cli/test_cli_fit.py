@@ -163,6 +163,21 @@ def test_a_run_on_disk_goes_on_and_is_scored(write, straight, capsys: pytest.Cap
     assert same_history(resumed, straight)
 
 
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_another_learning_rate_goes_on_when_told_so(write, capsys: pytest.CaptureFixture[str]) -> None:
+    content = changed("trainer.max_epochs", 1)
+    content["trainer"]["enable_checkpointing"] = True
+    main(["fit", "-c", write(content)])
+    (checkpoint,) = Path().rglob("*.ckpt")
+    other = changed("algorithm.init_args.local.init_args.optimizer.init_args.lr", 0.2)
+    resuming = ["fit", "-c", write({**other, "trainer": {**other["trainer"], "max_epochs": 2}})]
+    resuming += ["--ckpt_path", str(checkpoint)]
+    assert main(resuming) == 1
+    assert re.search(r"with local\.optimizer.*lr.*`fedtorch fit --anyway true`", capsys.readouterr().err)
+    assert main([*resuming, "--anyway", "true"]) == 0
+    assert capsys.readouterr().out.startswith("2 rounds")
+
+
 def test_settings_reach_the_loggers_after_a_resume(tmp_path: Path) -> None:
     class Counting(CSVLogger):
         calls = 0

@@ -169,9 +169,12 @@ def test_cmapss() -> None:
     for x, _ in data:
         assert torch.equal(x[:, 0], torch.arange(1.0, len(x) + 1))
     assert data.rows[1][0].tolist() == pytest.approx([1589.70, 641.82])
-    life = ft_data.cmapss_remaining_life()
-    assert life.shape == (100,)
-    assert life[:3].tolist() == [112, 98, 69]
+    lives = [y[:, -1] for _, y in ft_data.cmapss(train=False, remaining_life=True)]
+    assert [life[-1] for life in lives[:3]] == [112, 98, 69]  # the file of the truth
+    assert all(torch.equal(life, life[-1] + torch.arange(len(life)).flip(0)) for life in lives)
+    for (_, y), (_, measured) in zip(ft_data.cmapss(remaining_life=True, sensors=[3, 2]), data):
+        assert torch.equal(y[:, :2], measured)
+        assert torch.equal(y[:, 2], torch.arange(len(y), dtype=y.dtype).flip(0))
     for sensors in ([0], [22], [2, 2], []):
         with pytest.raises(ValueError, match="sensors"):
             ft_data.cmapss(sensors=sensors)

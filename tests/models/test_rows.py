@@ -9,7 +9,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.models import rows
-from fedtorch.models.linear import block_statistics, client_statistics, sufficient_statistics
+from fedtorch.models.linear import SufficientStatistics, block_statistics, sufficient_statistics
 
 COUNT = torch.tensor([4, 0, 2])
 X = ft.random.normal(ft.random.key(0), (3, 4, 2), torch.float64)
@@ -60,7 +60,7 @@ def test_statistics_of_all_clients_are_those_of_their_block() -> None:
     sizes = [3, 40, 1, 7]
     x = [ft.random.normal(ft.random.key(k), (n, 2), torch.float64) for k, n in enumerate(sizes)]
     data = ft.data.from_tensors([(one, one @ torch.tensor([1.0, -1.0]).double()) for one in x])
-    found, whole = client_statistics(data), block_statistics(data.stack(range(4)))
+    found, whole = SufficientStatistics.of(data), block_statistics(data.stack(range(4)))
     for one, other in zip(found, whole):
         assert torch.allclose(one, other, rtol=1e-13)
     assert torch.allclose(found.per_row().gram[1], x[1].mT @ x[1] / 40, rtol=1e-13)
@@ -68,4 +68,4 @@ def test_statistics_of_all_clients_are_those_of_their_block() -> None:
     assert several.cross.shape == (2, 2)
     assert torch.allclose(several.power, x[1].square().sum(), rtol=1e-13)
     empty = ft.data.FederatedData(data.rows, torch.tensor([0, 43, 1, 7]), allow_empty=True)
-    assert same_bits(client_statistics(empty).per_row().power[0], torch.zeros((), dtype=torch.float64))
+    assert same_bits(SufficientStatistics.of(empty).per_row().power[0], torch.zeros((), dtype=torch.float64))

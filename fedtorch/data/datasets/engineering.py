@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy
 import torch
-from torch import Tensor
 
 from fedtorch.data.cache import locate
 from fedtorch.data.datasets._frames import by_client, choose, read
@@ -16,7 +15,11 @@ BATTERIES = {"calce": "calce_cs2_cycles.csv", "xjtu": "xjtu_capacity.csv", "mit"
 
 
 def cmapss(
-    train: bool = True, sensors: Sequence[int] | None = None, dtype: torch.dtype = torch.float32
+    train: bool = True,
+    sensors: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    remaining_life: bool = False,
 ) -> FederatedData:
     """Load run-to-failure records of 100 simulated turbofan engines, "1" … "100"; subset FD001 of C-MAPSS.
 
@@ -32,16 +35,17 @@ def cmapss(
         train: whether to take the engines that run to failure or those of the test part.
         sensors: which of the sensors 1 … 21 are the columns of y, all unless given.
         dtype: of x and y.
+        remaining_life: whether y has a last column with the cycles that the engine has left after the row: 0 in the
+            last row of one that runs to failure, of those of the test part what the file of the truth says.
     """
     chosen = [int(name) for name in choose("sensors", _strings(sensors), _strings(range(1, 22)) or [])]
     table = numpy.loadtxt(locate("cmapss", f"{'train' if train else 'test'}_FD001.txt"))
-    engines = table[:, 0].astype(int)
-    return by_client(engines, (table[:, 1:2], table[:, [4 + s for s in chosen]]), dtype, ["cycle"])
-
-
-def cmapss_remaining_life(dtype: torch.dtype = torch.float32) -> Tensor:
-    """Load the cycles that each test engine of `cmapss(train=False)` has left after its last row, `(100,)`."""
-    return torch.tensor(numpy.loadtxt(locate("cmapss", "RUL_FD001.txt")), dtype=dtype)
+    engines, cycles, y = table[:, 0].astype(int), table[:, 1], table[:, [4 + s for s in chosen]]
+    if remaining_life:
+        after = numpy.zeros(engines.max()) if train else numpy.loadtxt(locate("cmapss", "RUL_FD001.txt"))
+        last = numpy.array([cycles[engines == engine].max() for engine in range(1, len(after) + 1)])
+        y = numpy.column_stack((y, (last + after)[engines - 1] - cycles))
+    return by_client(engines, (cycles[:, None], y), dtype, ["cycle"])
 
 
 def battery(

@@ -54,7 +54,10 @@ def check_settings(trainer: L.Trainer) -> None:
         )
     _check_batches(trainer)
     if getattr(trainer, "datamodule", None) is not None:
-        _refuse("datamodule=", "make ft.data.from_datasets of the clients' data sets, or ft.data.partition one")
+        _refuse(
+            "datamodule=",
+            "every client has its own: ft.data.from_datamodules({name: datamodule})",
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 from fedtorch import tree
 from fedtorch._representation import run_line
-from fedtorch.checkpoint import describe
 from fedtorch.checkpoint_io import keep_plain
-from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._evaluation import Evaluation, values_of
+from fedtorch.federation.lightning._hyperparameters import hyperparameters
 from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
 from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
+from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
-from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Evaluable, Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
@@ -71,6 +71,8 @@ class Federation(L.LightningModule):
         keep_losses: at most so many of the clients' training losses are kept for `client_losses` (8 bytes each, also
             in checkpoints), those of the latest rounds; 0 keeps none.
         on_bad_message: what a message with NaN or Inf does; see `Run`.
+        anyway: whether `trainer.fit(federation, ckpt_path=path)` takes a checkpoint of other settings or rows too.
+        joined: "new" where it may be one of fewer clients, whom others have joined; see `Run.load_state_dict`.
 
     Attributes:
         run: the `Run` that the Trainer drives; all that came out is there.
@@ -98,8 +100,8 @@ class Federation(L.LightningModule):
         parameters: Tree = None,
         *,
         cohort: Asked = None,
-        validation: FederatedData | None = None,
-        test: FederatedData | None = None,
+        validation: Evaluable | None = None,
+        test: Evaluable | None = None,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,
         evaluation_batch_size: int | None = None,
@@ -108,6 +110,8 @@ class Federation(L.LightningModule):
         record: Recorder | Sequence[Recorder] = (),
         keep_losses: int = 1_000_000,
         on_bad_message: Literal["raise", "drop"] = "raise",
+        anyway: bool = False,
+        joined: Literal["new"] | None = None,
     ) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -126,6 +130,7 @@ class Federation(L.LightningModule):
         )
         rows = {"validation": validation, "test": test, "predict": test}
         self._split, self._metrics, self._batch_size = split, metrics, evaluation_batch_size
+        self._anyway, self._joined = anyway, joined
         self._evaluation = Evaluation(self.run, rows, metrics, split, evaluation_batch_size)
         self.scores: dict[str, Score] = {}
         self._warned = False
@@ -172,7 +177,11 @@ class Federation(L.LightningModule):
         return self.run.global_module()
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None, **options: Any
+        self,
+        data: Evaluable,
+        metrics: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+        **options: Any,
     ) -> dict[str, Score]:
         """Return scores as `Run.evaluate` does, whose options are taken; metrics default to those of construction."""
         options = {"batch_size": self._batch_size, **options}
@@ -243,11 +252,15 @@ class Federation(L.LightningModule):
     def on_fit_start(self) -> None:
         """Tell the loggers the settings, those of the local solver as `local/lr`."""
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
-            logger.log_hyperparams(_hyperparameters(self.run))
+            logger.log_hyperparams(hyperparameters(self.run))
 
     def on_train_start(self) -> None:
         """Refuse rows that the Trainer was given."""
         check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
+
+    def on_train_end(self) -> None:
+        """Note why the run has stopped before the rounds that the Trainer was given."""
+        self.run.ended = stopped_early(self.trainer, self.round)
 
     def on_validation_start(self) -> None:
         """Refuse rows that the Trainer was given."""
@@ -258,7 +271,8 @@ class Federation(L.LightningModule):
         """Refuse: a checkpoint holds tensors, and not the functions that an algorithm is made of."""
         raise TypeError(
             "Expected a federation made as for the run that was saved, and trainer.fit(federation, ckpt_path=path), "
-            "but got load_from_checkpoint, for which a checkpoint says too little"
+            "but got load_from_checkpoint, for which a checkpoint says too little; for its model alone "
+            "fedtorch.load_module(path, module)"
         )
 
     def setup(self, stage: str) -> None:
@@ -311,28 +325,7 @@ class Federation(L.LightningModule):
         Raises:
             ValueError: it belongs to another federation.
         """
-        self.run.load_state_dict(state)
-
-
-def _hyperparameters(run: Run) -> dict[str, Any]:
-    """Return the settings of a run and of its module, flat: numbers and text as they are, other values as text."""
-    of_run = {"seed": run.seed, "cohort": run.cohort, "faults": run.faults, "clients": len(run.population.names)}
-    module = run.algorithm.module
-    of_module = getattr(module, "hparams", {}) if getattr(module, "_log_hyperparams", False) else {}
-    plain = (bool, int, float, str, type(None))
-    return {
-        name.replace(".", "/"): value if isinstance(value, plain) else describe(value)
-        for name, value in {**run.algorithm.settings, **of_run, **_flat(of_module, "module")}.items()
-    }
-
-
-def _flat(settings: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """Return nested settings flat, their names joined by slashes."""
-    flat: dict[str, Any] = {}
-    for name, value in settings.items():
-        path = f"{prefix}/{name}"
-        flat.update(_flat(value, path) if isinstance(value, Mapping) else {path: value})
-    return flat
+        self.run.load_state_dict(state, anyway=self._anyway, joined=self._joined)
 
 
 class _RoundCounter(torch.optim.Optimizer):

@@ -109,8 +109,9 @@ class LocalClients:
             name = self.names[int(ids[error.rows[0]])]
             raise ValueError(f"Client {name!r}: {error}") from error
         except NoRows as error:
-            solver = f" of {self.algorithm.settings['local.solver']}" * ("local.solver" in self.algorithm.settings)
-            raise TypeError(f"{self.algorithm.settings.get('algorithm', 'the algorithm')}{solver}: {error}") from error
+            settings = self.algorithm.settings
+            name = " of ".join(settings[each] for each in ("algorithm", "local.solver") if each in settings)
+            raise TypeError(f"{name}: {error}") from error
 
     def _block_size(self, data: Tree, chunk: int | None) -> int:
         """Return how many clients of a block run at once."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
+from fedtorch.data.digests import Notes, noted
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
@@ -85,6 +86,14 @@ class Distributed:
             return {"sizes": describe(self.data.counts)}
         spread = slice(None, None, 1 + tree.nbytes(self.data.rows) // _SAMPLE)
         return {"sizes": describe(self.data.counts), "rows": describe(tree.take(self.data.rows, spread))}
+
+    @functools.cached_property
+    def _noted(self) -> Notes:
+        return noted(self.data)
+
+    def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
+        """Return what checkpoints note of rows; see `Population.noted`."""
+        return self._noted if clients in (None, len(self.data)) else noted(self.data, clients)
 
     def bind(self, algorithm: Algorithm, state: Tree) -> _DistributedClients:
         """Return this rank's clients for one run of `algorithm`."""

@@ -16,7 +16,7 @@ Source: Jung, "Federated learning: from theory to practice", equation (4.23).
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -86,6 +86,10 @@ class Growing(InProcess):
         """Return the rows to begin with."""
         return self.at(0).buckets(small=SMALL_BLOCK)
 
+    def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
+        """Return nothing: rows come in between rounds."""
+        return {}
+
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
         """Return the clients for one run of `algorithm`."""
         return _GrowingClients(self, algorithm, state)
@@ -119,8 +123,8 @@ class _GrowingClients(LocalClients):
 
 def _between(data: FederatedData, first: Tensor, last: Tensor) -> FederatedData:
     """Return rows `first` to `last` `(K,)` of every client."""
-    counts = (last - first).clamp(min=0)
+    counts, every = (last - first).clamp(min=0), data.rows
     begins = data.starts + first - (counts.cumsum(0) - counts)
     index = torch.arange(int(counts.sum())) + begins.repeat_interleave(counts)
-    rows = tree.take(data.rows, index)
+    rows = tree.take(every, index)
     return dataclasses.replace(data, rows=rows, counts=counts, allow_empty=True, on_disk=False)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
+from fedtorch.data.digests import Notes, noted
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, LocalClients
@@ -51,6 +54,14 @@ class InProcess:
         if self._blocks is None:
             self._blocks = self.data.buckets(small=SMALL_BLOCK)
         return self._blocks
+
+    @functools.cached_property
+    def _noted(self) -> Notes:
+        return noted(self.data)
+
+    def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
+        """Return what checkpoints note of rows; see `Population.noted`."""
+        return self._noted if clients in (None, len(self.data)) else noted(self.data, clients)
 
     def bind(self, algorithm: Algorithm, state: Tree) -> LocalClients:
         """Return the clients for one run of `algorithm`."""

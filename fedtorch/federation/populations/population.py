@@ -138,6 +138,13 @@ class Population(Protocol):
         """Return the clients' data; a population that has none raises an error that says where they are."""
         ...
 
+    def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
+        """Return what checkpoints note of the rows of the first clients, default all; see `fedtorch.data.digests`.
+
+        Nothing where rows may change from round to round.
+        """
+        ...
+
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
         """Return the clients for one run of `algorithm`, all in the initial `state` (of one client)."""
         ...

@@ -29,14 +29,14 @@ Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a fun
 
 
 def uniform_cohort(size: int, clients: int) -> Cohort:
-    """Return `size` of `clients` clients, uniformly without replacement.
+    """Return `size` of `clients` clients, uniformly without replacement, as `cohort=20` says.
 
     Raises:
         ValueError: fewer than one, or more than there are.
 
     Example:
         >>> import fedtorch as ft
-        >>> len(ft.uniform_cohort(3, clients=10)(ft.random.key(0)))
+        >>> len(uniform_cohort(3, clients=10)(ft.random.key(0)))
         3
     """
     expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
@@ -133,7 +133,7 @@ def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
 
     Example:
         >>> import fedtorch as ft
-        >>> cohort_function(3, clients=10)(ft.random.key(0)).equal(ft.uniform_cohort(3, 10)(ft.random.key(0)))
+        >>> cohort_function(3, clients=10)(ft.random.key(0)).equal(uniform_cohort(3, 10)(ft.random.key(0)))
         True
     """
     if cohort is None or callable(cohort):

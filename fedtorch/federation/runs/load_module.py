@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import zipfile
 from pathlib import Path
-from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedtorch import checkpoint, functional
-from fedtorch.checkpoint_io import PlainCheckpointIO
 from fedtorch.federation.runs.server_module import SavedModule, checksum, read
 
 _NAMED = 3  # tensors in a message
@@ -47,30 +44,10 @@ def load_module(path: Path | str, module: nn.Module) -> nn.Module:
             f"Expected a module made as for training, but got {got}; a checkpoint holds tensors and no code: "
             "ft.load_module(path, Net(...))"
         )
-    saved = read(_flat(path))
-    saved.holds.check_whole()
+    saved = read(checkpoint.read_run(path))
+    saved.holds.check_whole(module)
     _check_module(saved, module)
     return functional.load(module, saved.holds.tensors)
-
-
-def _flat(path: Path | str) -> dict[str, Tensor]:
-    """Return a run's tensors from its own file, or from that of a Trainer."""
-    file = Path(path)
-    if not str(path) or file.is_dir():
-        raise ValueError(
-            f"Expected the path of a checkpoint, but got {str(path)!r}; a ModelCheckpoint has one in best_model_path "
-            "when something has been saved"
-        )
-    if not zipfile.is_zipfile(file):
-        return checkpoint.read(file)
-    content: Any = PlainCheckpointIO().load_checkpoint(file)
-    flat = content.get("state_dict", {}).get("_extra_state") if isinstance(content, dict) else None
-    if not isinstance(flat, dict):
-        raise ValueError(
-            f"Expected the checkpoint of a federation in {path}, but got that of another module; load it with its "
-            "class's load_from_checkpoint"
-        )
-    return flat
 
 
 def _check_module(saved: SavedModule, module: nn.Module) -> None:
@@ -88,6 +65,6 @@ def _check_module(saved: SavedModule, module: nn.Module) -> None:
     for name, number in saved.own.items():
         if number is not None and number != checksum(named[name]):
             raise ValueError(
-                f"Expected {name!r}, which training left alone and the checkpoint does not hold, with the values that "
-                "it had in training, but got others; begin from the same pretrained base or seed"
+                f"Expected {name!r}, which training left alone and the checkpoint does not hold, with the values and "
+                "dtype that it had in training, but got others; begin from the same pretrained base or seed"
             )

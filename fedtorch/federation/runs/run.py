@@ -6,11 +6,9 @@ who records it; research code steps through it, `ft.run` goes to the end, a Ligh
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -18,15 +16,15 @@ from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
 from fedtorch._representation import run_line
-from fedtorch.checkpoint import below, describe
-from fedtorch.federation.algorithm import Algorithm, Turn, check_algorithm, first_total, start_of
+from fedtorch.federation.algorithm import Algorithm, Turn, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
-from fedtorch.federation.exchanges.carry import agreed, carried
+from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers
 from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.resuming import Resumable
 from fedtorch.federation.runs.scored import Scored
 from fedtorch.federation.runs.server_module import Modules
 from fedtorch.history import History, Recorder, Round, headline
@@ -37,12 +35,11 @@ if TYPE_CHECKING:
     import pandas as pd
 
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
-_COUNTS = ("number", "bytes_up", "bytes_down")
 
 Until = Callable[[History], bool]
 
 
-class Run(Scored):
+class Run(Scored, Resumable):
     """A run of an algorithm on a population, begun and not yet stepped.
 
     Args:
@@ -63,6 +60,7 @@ class Run(Scored):
         server: the server's state.
         clients: the population's clients, bound to the algorithm.
         last: the last round that was done here, None before.
+        ended: why it stopped before the rounds that it was given, "" where it did not.
 
     Raises:
         ValueError: no parameters to start from, a cohort larger than the population, clients that cannot take part.
@@ -104,8 +102,10 @@ class Run(Scored):
         self._draw = checked_draws(cohort, clients)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
+        self.ended = ""
         self.log = History(keep_losses)
-        server, state = algorithm.init(tree.map(lambda leaf: leaf.detach().clone(), parameters), clients)
+        self._begin = partial(begun, algorithm, parameters)
+        server, state = self._begin(clients)
         hidden = carried(algorithm, population.carry, type(population).__name__)
         self.network = None if faults is None or faults.twice is None else Deliveries(hidden, faults.twice)
         delivered = hidden if self.network is None else self.network.algorithm
@@ -113,16 +113,14 @@ class Run(Scored):
         self._step = self.clients.step if self.network is None else partial(self.network.step, self.clients)
         self._newcomers = Newcomers(algorithm, state, clients, population.device)
         self._modules = Modules(algorithm, self._newcomers.state)
-        if algorithm.told is not None:
-            server = server._replace(total=first_total(algorithm, state, clients))
         self.server: Tree = tree.to(server, population.device)
         self._everybody = torch.arange(clients)
         self._keys = RoundKeys(seed)
-        self.clients.introduce(lambda: {**self.fingerprint(), "start": describe(parameters)})
+        self.clients.introduce(lambda: {**self.fingerprint(), "start": checkpoint.describe(parameters)})
 
     def step(self) -> Round:
         """Do one round."""
-        began, algorithm, everybody = time.perf_counter(), self.algorithm, self._everybody
+        began, algorithm, everybody, self.ended = time.perf_counter(), self.algorithm, self._everybody, ""
         keys = self._keys(self.number)
         asked = None if self._draw is None else self._draw(keys.cohort)
         if algorithm.budget is not None:
@@ -176,8 +174,12 @@ class Run(Scored):
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
-        ended = lambda: bool(self.number and until is not None and until(self.log))
-        while (rounds is None or self.number < rounds) and not ended() and not exhausted(self.algorithm.budget):
+        while rounds is None or self.number < rounds:
+            enough = bool(self.number and until is not None and until(self.log))
+            if enough or exhausted(self.algorithm.budget):
+                many = f"{self.number} rounds" if rounds is None else f"{self.number} of {rounds} rounds"
+                self.ended = f"stopped after {many} {'by until=' if enough else 'when its budget was spent'}"
+                return
             yield self.step()
 
     def __repr__(self) -> str:
@@ -230,72 +232,12 @@ class Run(Scored):
             ValueError: the server does not hold a whole model (personal layers, separate training, local buffers).
         """
         holds = self._modules.of_server(self.outbox)
-        holds.check_whole()
+        holds.check_whole(self._modules.module)
         return functional.load(self._modules.module, holds.tensors)
 
     evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference
-
-    # -- checkpoints -----------------------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat: server and all clients' states, round, bytes, history, recorders.
-
-        Over ranks it is called on all of them, and each gets the whole.
-        """
-        flat = {f"clients.{name}": leaf for name, leaf in self.clients.state_dict().items()}
-        flat.update(tree.flatten(tree.to(self.server, "cpu", copy=True), "server"))
-        flat.update({f"history.{name}": leaf for name, leaf in self.log.state_dict().items()})
-        for i, recorder in enumerate(self.recorders):
-            flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
-        flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
-        flat.update(self._modules.entries(self.outbox, self.server))
-        flat["fingerprint"] = torch.tensor(list(json.dumps(self.fingerprint()).encode()), dtype=torch.uint8)
-        return flat
-
-    def load_state_dict(self, flat: Mapping[str, Tensor], *, anyway: bool = False) -> None:
-        """Go on from what `state_dict` returned.
-
-        Args:
-            flat: of a run of the same algorithm, settings, population, cohort, faults and seed; chunks, device and
-                number of ranks may differ.
-            anyway: whether other settings are taken all the same.
-
-        Raises:
-            ValueError: it belongs to another run.
-        """
-        checkpoint.check_structure(flat, self.state_dict())
-        if not anyway:
-            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint())
-        for i, recorder in enumerate(self.recorders):
-            recorder.load_state_dict(below(f"recorders.{i}.", flat))
-        self.clients.load_state_dict(below("clients.", flat))
-        self.log.load_state_dict(below("history.", flat))
-        loaded = tree.unflatten(flat, self.server, "server")
-        self.server = tree.map(lambda new, old: new.to(old.device, copy=True), loaded, self.server)
-        self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
-        self.last = None
-        self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
-
-    def fingerprint(self) -> dict[str, str]:
-        """Return the settings that a checkpoint belongs to, by name."""
-        about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
-        about.update(agreed(self.population.carry))
-        return {
-            **{name: describe(value) for name, value in about.items()},
-            "clients": describe(self.population.names),
-        }
-
-    def save(self, path: Path | str) -> None:
-        """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""
-        flat = self.state_dict()
-        if self.population.leads:
-            checkpoint.write(path, flat)
-        self.clients.meet()
-
-    def load(self, path: Path | str, *, anyway: bool = False) -> Run:
-        """Go on from what `save` wrote, and return itself; see `load_state_dict`."""
-        self.load_state_dict(checkpoint.read(path), anyway=anyway)
-        return self
+    state_dict, load_state_dict, fingerprint = Resumable.state_dict, Resumable.load_state_dict, Resumable.fingerprint
+    save, load = Resumable.save, Resumable.load
 
 
 def run(

@@ -26,19 +26,21 @@ class ServerModule(NamedTuple):
 
     Attributes:
         tensors: by the module's names, those that the server holds.
-        clients: names of those that only clients hold.
+        lacks: names of those that it does not, but clients predict with.
     """
 
     tensors: dict[str, Tensor]
-    clients: tuple[str, ...]
+    lacks: tuple[str, ...]
 
-    def check_whole(self) -> None:
-        """Raise ValueError where clients hold a part of the model."""
-        if self.clients:
-            names = ", ".join(self.clients[:_NAMED]) + (", …" if len(self.clients) > _NAMED else "")
+    def check_whole(self, module: nn.Module) -> None:
+        """Raise ValueError where a model of `module` has parts that the server lacks."""
+        if self.lacks:
+            names = ", ".join(self.lacks[:_NAMED]) + (", …" if len(self.lacks) > _NAMED else "")
+            buffers = {name for name, _ in module.named_buffers()}.intersection(self.lacks)
+            average = ', or average buffers: ft.gradient_descent(…, buffers="average")' if buffers else ""
             raise ValueError(
-                f"Expected the server to hold a whole model, but it does not: {names} stay with the clients; use "
-                'client_module(client), or average buffers by ft.gradient_descent(…, buffers="average")'
+                f"Expected the server to hold a whole model, but it does not, and lacks {names}; use "
+                f"client_module(client){average}"
             )
 
 
@@ -68,11 +70,14 @@ class Modules:
     def of_server(self, outbox: Tree) -> ServerModule:
         """Return what the server holds that sends out `outbox`."""
         algorithm, named = self._algorithm, functional.tensors(self.module)
-        held = getattr(outbox, "parameters", outbox)
-        held = held if isinstance(held, dict) and held.keys() <= named.keys() else {}
+        sent = getattr(outbox, "parameters", outbox)
+        held: dict[str, Tensor] = sent if isinstance(sent, dict) else {}
+        if any(name not in named or leaf.shape != named[name].shape for name, leaf in held.items()):
+            held = {}  # of another kind, or a row for each client
         used = set(functional.parameters(self.module))
         if held:  # whatever a client predicts with besides, of nobody's `(0, ...)` tensors
-            used |= algorithm.model(algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)).keys()
+            nobody = algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)
+            used |= named.keys() & dict(algorithm.model(*nobody)).keys()
         # Counters do not predict, and bounds at infinity are the module's own.
         matters = lambda tensor: tensor.is_floating_point() and bool(tensor.isfinite().all())
         return ServerModule(held, tuple(name for name in sorted(used - held.keys()) if matters(named[name])))
@@ -89,13 +94,13 @@ class Modules:
         holds = self.of_server(outbox)
         places = {id(leaf): name for name, leaf in tree.flatten(server, "server").items()}
         names = {name: places.get(id(leaf), f"{ENTRY}.{name}") for name, leaf in holds.tensors.items()}
-        own = {n: t for n, t in functional.tensors(self.module).items() if n not in names and n not in holds.clients}
+        own = {n: t for n, t in functional.tensors(self.module).items() if n not in names and n not in holds.lacks}
         for name in own.keys() - self._checksums.keys():
             self._checksums[name] = checksum(own[name])
         said = {
             "class": type(self.module).__name__,
             "tensors": names,
-            "clients": holds.clients,
+            "lacks": holds.lacks,
             "own": {name: self._checksums[name] for name in own},
         }
         computed = {names[n]: leaf.detach().cpu() for n, leaf in holds.tensors.items() if id(leaf) not in places}
@@ -123,7 +128,7 @@ def read(flat: Mapping[str, Tensor]) -> SavedModule:
         )
     said: dict[str, Any] = json.loads(bytes(flat[ENTRY].tolist()))
     tensors = {name: flat[place] for name, place in said["tensors"].items()}
-    return SavedModule(said["class"], ServerModule(tensors, tuple(said["clients"])), said["own"])
+    return SavedModule(said["class"], ServerModule(tensors, tuple(said["lacks"])), said["own"])
 
 
 def checksum(tensor: Tensor) -> int | None:

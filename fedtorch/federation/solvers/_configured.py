@@ -6,7 +6,8 @@ position (step or epoch) to the optimiser's hyperparameters, so clients at one p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedtorch.expected import loaded
+from fedtorch.federation.solvers.objective import TrainerStandIn
 from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, options, rebind
+
+_SPEED = {"params", "foreach", "fused", "capturable", "differentiable"}  # options that change no result
+_WITHIN = {"_schedulers", "_milestones"}  # private attributes in which schedulers keep others
 
 
 class Schedule:
@@ -72,6 +77,7 @@ class Configured(NamedTuple):
 
     optimizer: TreeOptimizer
     schedule: Schedule | None
+    settings: dict[str, Any]  # of both as they were configured, see `optimizer_settings`
 
 
 def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
@@ -104,7 +110,55 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
     if len(settings) > 1:
         raise TypeError(f"Expected schedulers of one interval and frequency, but got {sorted(settings)}")
     act_on = [setting["scheduler"] for setting in schedulers]
-    return Configured(optimizer, Schedule(optimizer.original, act_on, *settings.pop()) if settings else None)
+    described = optimizer_settings(optimizers, schedulers)
+    return Configured(optimizer, Schedule(optimizer.original, act_on, *settings.pop()) if settings else None, described)
+
+
+def optimizer_settings(optimizers: Sequence[Any], schedulers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what optimisers and schedulers were made with, by name: "optimizer", "optimizer.lr", "scheduler", ….
+
+    Options in which several groups of parameters differ are a tuple, with one value for each group. What changes the
+    speed only is left out.
+    """
+    groups = [options(group) for optimizer in optimizers for group in optimizer.param_groups]
+    names = dict.fromkeys(name for group in groups for name in group if name not in _SPEED)
+    described: dict[str, Any] = {"optimizer": ", ".join(type(optimizer).__name__ for optimizer in optimizers)}
+    for name in names:
+        values = tuple(_plain(group.get(name)) for group in groups)
+        if values != (None,) * len(values):
+            described[f"optimizer.{name}"] = values[0] if len(set(map(repr, values))) == 1 else values
+    if schedulers:
+        act_on = [{**setting, "scheduler": _said(setting["scheduler"])} for setting in schedulers]
+        described["scheduler"] = act_on[0] if len(act_on) == 1 else act_on
+    return described
+
+
+def configured_settings(module: nn.Module) -> dict[str, Any]:
+    """Return `optimizer_settings` of what a LightningModule configures, of a module of several optimisers too.
+
+    Where that cannot be said without its own Trainer, it is the numbers and texts among the module's attributes and
+    hyperparameters.
+    """
+    module = copy.deepcopy(module)
+    try:
+        module.trainer = TrainerStandIn()  # type: ignore[assignment]
+        return optimizer_settings(*_parse(module.configure_optimizers()))  # type: ignore[operator]
+    except Exception:  # whatever it asks of a Trainer, or what `setup` would have made
+        usual, every = vars(loaded("lightning.pytorch", "LightningModule")()), {**vars(module), **dict(module.hparams)}  # type: ignore[arg-type]
+        plain = {name: value for name, value in every.items() if isinstance(value, (int, float, str))}
+        return {f"module.{n}": value for n, value in plain.items() if n not in usual and not n.startswith("_")}
+
+
+def _plain(value: Any) -> Any:
+    return float(value) if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _said(value: Any) -> Any:
+    """Return a scheduler as the values that it was made with, those within it too."""
+    if isinstance(value, (LRScheduler, ReduceLROnPlateau)):
+        made = {n: _said(each) for n, each in vars(value).items() if n in _WITHIN or not n.startswith("_")}
+        return {"class": type(value).__name__, **{n: v for n, v in made.items() if n != "optimizer"}}
+    return [_said(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _check_scheduler(setting: Mapping[str, Any]) -> None:

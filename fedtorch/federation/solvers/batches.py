@@ -6,6 +6,7 @@ as a shuffling `DataLoader` does. The permutation depends on (client key, epoch)
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
+_MANY = 10_000  # rows of a step that are seldom meant
 _LOOKED_AT = 16  # rows of a block, to find out what a module can do
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
@@ -194,6 +197,14 @@ class Batches:
 def is_ragged(count: Tensor) -> bool:
     """Return whether clients of these numbers of rows `(K,)` ever have batches of different sizes."""
     return len(count) > 0 and bool((count != count[0]).any())
+
+
+def note_whole_batches(batch_size: int | None, count: Tensor) -> None:
+    """Log that a step takes all of a client's rows where no size is given, as a warning where these are many."""
+    if batch_size is None and len(count):
+        most = int(count.max())
+        level = logging.WARNING if most > _MANY else logging.INFO
+        _LOG.log(level, "batch_size= is not given: a step takes all of a client's rows, up to %d", most)
 
 
 def spread_rows(data: Any) -> tuple[Tensor, Tensor]:

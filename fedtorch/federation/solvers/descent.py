@@ -20,7 +20,8 @@ from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_batch, check_rows, probe, probe_batch
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged
+from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged, note_whole_batches
+from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import check_settings, descend
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
@@ -81,6 +82,7 @@ class Descent:
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
+        self.optimizer_settings = configured.settings
         self.untrained: State = {}
         if self.keep:
             self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
@@ -99,6 +101,7 @@ class Descent:
         if isinstance(data, ClientLoaders):  # no batch is read before its time
             check_settings(self.batch_size)
             return data
+        note_whole_batches(self.batch_size, data.count)
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
@@ -248,20 +251,21 @@ class _Stack:
         rates, seen = [0.0], RoundLogs(loss, total, longest if batches.alike else None)
         finished: Tree = None
         steps: Iterator[Step] = iter(batches)
-        for t, batch in enumerate(steps):
-            if (ended := batches.ended(t)) is not None:
-                finished = _keep_rows(finished, self._now(), ended)
-            position = self.position + t
-            if self.schedule is not None:
-                self.schedule.apply(self.optimizer, position, per_epoch)
-            rates.append(float(self.optimizer.param_groups[0]["lr"]))
-            answers["global_step"] = position if same_steps else None
-            answers["current_epoch"] = position // per_epoch if same_epochs else None
-            losses, logs, self.buffers, gradients, recorded = loss.gradients(
-                self.tensors, self.buffers, batch, t, self.key
-            )
-            self._descend(t, gradients)
-            seen.add(t, {**logs, "loss": losses}, recorded, batch)
+        with evaluated(loss, batches, self.tensors, self.buffers) as gradients_of:
+            for t, batch in enumerate(steps):
+                if (ended := batches.ended(t)) is not None:
+                    finished = _keep_rows(finished, self._now(), ended)
+                position = self.position + t
+                if self.schedule is not None:
+                    self.schedule.apply(self.optimizer, position, per_epoch)
+                rates.append(float(self.optimizer.param_groups[0]["lr"]))
+                answers["global_step"] = position if same_steps else None
+                answers["current_epoch"] = position // per_epoch if same_epochs else None
+                losses, logs, self.buffers, gradients, recorded = gradients_of(
+                    self.tensors, self.buffers, batch, t, self.key
+                )
+                self._descend(t, gradients)
+                seen.add(t, {**logs, "loss": losses}, recorded, batch)
         finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == total.max())
         tensors, kept = finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())

@@ -56,7 +56,9 @@ def gradient_descent(
         steps: minibatches in each round, going through as many epochs as that takes.
         rounds: how many are planned, for modules that ask their trainer for `max_epochs` or
             `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training.
-        batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders, see
+            `ft.data.from_loaders`, have batches of their own, which are taken in turn: those of several clients that
+            are alike, or padded, together, and with `batched=False` batches of any kind.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a
             dict reaches its `forward` by name.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
@@ -132,7 +134,8 @@ def gradient_descent(
             "rounds": rounds,
             "loss": loss,
             "batch_size": batch_size,
-            "optimizer": optimizer,
+            **descent.optimizer_settings,
+            **({} if optimizer is None else {"optimizer": optimizer}),
             "reset": reset,
             "buffers": buffers,
             "clip": clip,

@@ -26,14 +26,15 @@ from fedtorch._untrained import refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import isolated
 from fedtorch.federation.solvers._watch import RoundTrainer, Watch
-from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
+from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS, note_whole_batches
 from fedtorch.federation.solvers.loaders.client_fit import client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
-from fedtorch.federation.solvers.objective import Objective, training_copy
+from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.tree import Tree
@@ -42,6 +43,7 @@ _SILENT = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "num_sanity_val_steps": 0,
 }
+_LOADERS = ("train_dataloader", "val_dataloader")
 _ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
 
 
@@ -52,12 +54,14 @@ def lightning_fit(
     reset: Literal["round", "never"] = "round",
     buffers: Literal["refuse", "local", "average"] = "refuse",
     shuffle: bool = True,
+    ignore_hooks: Sequence[str] = (),
     **trainer_arguments: Any,
 ) -> LocalSolver:
     r"""Return a local solver that calls `lightning.Trainer(**trainer_arguments).fit` for each client.
 
     Every client gets a copy of the module with its own start, and a `DataLoader` over its rows that gives the
-    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers. The added
+    minibatches of `gradient_descent`, so a module without randomness ends up with the same numbers; or the loader or
+    data module that it has, as it is, see `ft.data.from_loaders` and `from_datamodules`. The added
     `Quadratic` enters as its gradient λx − h, once in each optimiser step, after accumulation and before
     clipping; the value of a closure does not contain it. Random draws come from torch's, numpy's and Python's
     generators, seeded from the client's key: reproducible, but not the draws of `gradient_descent`.
@@ -74,7 +78,8 @@ def lightning_fit(
     Args:
         module: an unmodified LightningModule. Parameters with `requires_grad=False` stay as they are and are
             never sent.
-        batch_size: rows of a minibatch; None takes all of a client's rows in every step.
+        batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders have
+            batches of their own, and an order.
         reset: "round" starts optimisers and callbacks afresh each round, the only choice here. Schedulers and
             `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
             also if it has been away; but a schedule for which `configure_optimizers` asks its trainer how long
@@ -83,6 +88,8 @@ def lightning_fit(
             raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
             too.
         shuffle: whether each epoch goes through the rows in a new order.
+        ignore_hooks: "train_dataloader" leaves that of the module alone, which is refused otherwise; its
+            `val_dataloader` is what the Trainers validate on.
         trainer_arguments: of `lightning.Trainer`; `max_epochs` or `max_steps`, for each round, is required.
             Callbacks and plugins are copied for each client.
 
@@ -107,6 +114,7 @@ def lightning_fit(
         ['linear.bias', 'linear.weight']
     """
     _check(module, batch_size, reset, trainer_arguments)
+    refuse_own_loaders(module, ignore_hooks, ["train_dataloader"])
     fit = _Fit(module, batch_size, buffers, shuffle, trainer_arguments)
     return LocalSolver(
         solve=fit.solve,
@@ -123,6 +131,7 @@ def lightning_fit(
             "reset": reset,
             "buffers": buffers,
             "shuffle": shuffle,
+            **configured_settings(fit.module),
             **trainer_arguments,
         },
     )
@@ -178,13 +187,14 @@ class _Fit:
         self._tried: StackedLoss | None = None
         if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
             with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
-                self._tried = StackedLoss(Objective(training_copy(module)), self.trained, [], batched=False)
+                self._tried = StackedLoss(Objective(training_copy(module, _LOADERS)), self.trained, [], batched=False)
 
     def prepare(self, data: Any) -> Any:
         """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
         if isinstance(data, ClientLoaders):  # no batch is read before its time
             check_settings(self.batch_size, shuffle=None if self.shuffle else False)
             return data
+        note_whole_batches(self.batch_size, data.count)
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)

@@ -133,12 +133,32 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
     return module
 
 
+def refuse_own_loaders(module: L.LightningModule, ignore_hooks: Sequence[str], names: Sequence[str]) -> None:
+    """Raise TypeError for loaders of the module's own, which nobody would ask for.
+
+    Args:
+        module: whose class or itself may define them.
+        ignore_hooks: those that may be left alone.
+        names: of the methods.
+    """
+    cls, base = type(module), loaded("lightning.pytorch", "LightningModule")
+    own = [name for name in names if getattr(cls, name) is not getattr(base, name) or name in vars(module)]
+    refused = [name for name in own if name not in ignore_hooks]
+    if refused:
+        raise TypeError(
+            f"{cls.__name__} has {' and '.join(refused)}, which no client's training calls, for clients have rows of "
+            "their own: make them of loaders by ft.data.from_loaders({name: loader}) or ft.data.from_datamodules, for "
+            f"validation too, and pass ignore_hooks={refused} to leave the module's alone"
+        )
+
+
 def _refuse_unsupported(module: L.LightningModule, ignore_hooks: Sequence[str]) -> None:
     cls, base = type(module), loaded("lightning.pytorch", "LightningModule")
     if cls.training_step is base.training_step:
         raise TypeError(f"Expected {cls.__name__} to define training_step, but it does not")
     if not module.automatic_optimization:
         raise TypeError(f"{cls.__name__} optimises manually (automatic_optimization=False); use ft.lightning_fit")
+    refuse_own_loaders(module, ignore_hooks, ("train_dataloader", "val_dataloader"))
     overridden = [
         name
         for name in _TRAINING_HOOKS

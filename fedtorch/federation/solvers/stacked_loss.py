@@ -46,6 +46,7 @@ class StackedLoss:
         separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
             out; None as long as no ragged block has been seen.
         probed: whether the module has been looked at.
+        swap: puts one client's tensors and buffers into the module.
         reads: whether it branches on values, so that clients which take different branches have steps of their own.
     """
 
@@ -68,7 +69,7 @@ class StackedLoss:
         self.told: list[str] = []  # names of what the module logged last
         if batched:
             stacked_layers.adapt(objective.module)
-        self._swap = functional.Swap(objective.module, [*tensors, *buffers])
+        self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         self._captured = CapturedStep()
 
     @property
@@ -163,10 +164,16 @@ class StackedLoss:
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
         """Return one client's (loss, logs, new buffers)."""
-        with self._swap(values):
+        with self.swap(values):
             loss, logs = self.objective(rows, weights, index)
-            new = tuple(self._swap.current(i) for i in range(len(self.tensors), len(values)))
+            new = tuple(self.swap.current(i) for i in range(len(self.tensors), len(values)))
         return loss, logs, new
+
+    @contextmanager
+    def computing(self, device: torch.device) -> Iterator[None]:
+        """Compute the products inside as `precision` says."""
+        with _short_products() if self.precision == "tf32" else nullcontext(), self._cast(device):
+            yield
 
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
-from fedtorch.models.linear import SufficientStatistics, client_statistics, warn_of_dependence
+from fedtorch.models.linear import SufficientStatistics, warn_of_dependence
 from fedtorch.networks.network import Components, Network
 from fedtorch.networks.solvers.penalties import Penalty, squared
 
@@ -269,4 +269,4 @@ def linear_problem(
             f"Expected every node to have rows, but node {data.names[int(empty[0])]!r} has none; pass unlabelled=True "
             "if it is to follow its neighbours"
         )
-    return LinearProblem(network, float(alpha), tree.to(client_statistics(data).per_row(), dtype))
+    return LinearProblem(network, float(alpha), tree.to(SufficientStatistics.of(data).per_row(), dtype))

@@ -29,7 +29,7 @@ record of the other side, or with a last entry (`AuditRecord.head`) that was not
 >>> verdict: audit.Verdict = audit.verify(records[1], certificate=server.authority)
 >>> print(verdict.message)
 OK: ... entries, 2..., signed by 'ward 7'
->>> [entry["event"] for entry in audit.entries(records[1])][:5]
+>>> [entry["event"] for entry in AuditRecord.entries(records[1])][:5]
 ['opened', 'joined', 'connected', 'begin', 'request']
 >>> [audit.serves(path) for path in records if audit.is_record(path)], audit.compare(*records).problems
 ([True, False], ())
@@ -113,6 +113,11 @@ class AuditRecord:
         if durable:
             self._log.sync()
 
+    @staticmethod
+    def entries(path: Path | str) -> Iterator[dict[str, Any]]:
+        """Yield what the entries of a record say, whoever has written it, unverified."""
+        yield from (entry.content for entry in log.read(path) if entry.content)
+
     def expect(self, head: str) -> None:
         """Raise ValueError unless the record has the entry of a `head` that was noted before."""
         if problem := _lacks(self.path, head):
@@ -155,11 +160,6 @@ class Verdict(NamedTuple):
     def holds(self) -> bool:
         """Return whether there are no problems."""
         return not self.problems
-
-
-def entries(path: Path | str) -> Iterator[dict[str, Any]]:
-    """Yield what the entries of a record say, unverified."""
-    yield from (entry.content for entry in log.read(path) if entry.content)
 
 
 def verify(
@@ -242,7 +242,7 @@ def is_record(path: Path | str) -> bool:
 
 def serves(path: Path | str) -> bool:
     """Return whether a record is a server's, which asks."""
-    return any(entry["event"] in ("run", "asked") for entry in entries(path))
+    return any(entry["event"] in ("run", "asked") for entry in AuditRecord.entries(path))
 
 
 class _Side(NamedTuple):
@@ -262,7 +262,7 @@ class _Side(NamedTuple):
         answers: dict[str, dict[str, dict[str, int]]] = {}
         sent = dict.fromkeys(("asked", "begin", "request", "over"), requests)
         kinds = {**sent, **dict.fromkeys(("answered", "answer"), answers)}
-        for entry in entries(path):
+        for entry in AuditRecord.entries(path):
             if entry["event"] in kinds and "run" in entry:
                 digests = entry.get("digests", {name: entry.get("digest", "")})
                 by_site = kinds[entry["event"]].setdefault(entry["run"], {})

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fedtorch import expected, tree
 from fedtorch.data import ClientData, FederatedData
@@ -159,6 +160,11 @@ class Remote:
     def troubles(self) -> dict[str, str]:
         """Return the last reason why a site did not do what it was asked, by site."""
         return dict(self.plan.sites.troubles)
+
+    def noted(self, clients: int | None = None) -> Mapping[str, Tensor]:
+        """Return how many rows clients have, as their sites say; whether they are the same, these answer themselves."""
+        brings = (self.plan.sites.bring[name] for name in self.plan.sites.names)
+        return {"counts": torch.tensor([rows for each in brings for rows in each.rows])[:clients]}
 
     def bind(self, algorithm: Algorithm, state: Tree) -> RemoteClients:
         """Return the sites' clients for one run of `algorithm`."""

@@ -24,11 +24,11 @@ Sources: as `parties`, without the parts that dropouts need.
 >>> def party(value):
 ...     yield Send(0, Value(value))
 >>> keys = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
->>> session = vertical_session(b"run", {j: key.public_key().public_bytes_raw() for j, key in keys.items()})
+>>> public = {j: key.public_key().public_bytes_raw() for j, key in keys.items()}
 >>> values = {1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])}
->>> halves = {0: masked_server(server(), session, secure.Grid())}
+>>> halves = {0: masked_server(server(), public, secure.Grid(), run=b"run")}
 >>> for j, key in keys.items():
-...     halves[j] = masked_party(party(values[j]), j, session, key, secure.Grid(), privacy.from_seed(j))
+...     halves[j] = masked_party(party(values[j]), j, public, key, secure.Grid(), privacy.from_seed(j), run=b"run")
 >>> together(halves)[0][0]  # what the server hears: nothing of the first, and the sum
 (tensor([0., 0.]), tensor([11., 22.]))
 """
@@ -52,17 +52,8 @@ from fedtorch.tree import Tree
 from fedtorch.vfl.nodes.node import Value
 
 
-def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Session:
-    """Return what server and parties agree on beforehand.
-
-    Args:
-        run: a name of the run that no other has.
-        keys: by party, from 1 on, who signs with which Ed25519 key.
-        attempt: of the run; one that is begun again is another.
-
-    Raises:
-        ValueError: fewer than two parties, whose sum would be one party's value.
-    """
+def _session(run: bytes, keys: dict[int, bytes], attempt: int) -> Session:
+    """Return what server and parties agree on beforehand."""
     if len(keys) < 2:
         raise ValueError(f"Expected at least 2 parties of a sum, but got {len(keys)}")
     others = len(keys) - 1
@@ -70,23 +61,41 @@ def vertical_session(run: bytes, keys: dict[int, bytes], attempt: int = 0) -> Se
 
 
 def masked_party(
-    half: Half, party: int, session: Session, signing: Ed25519PrivateKey, grid: Grid, entropy: Entropy
+    half: Half,
+    party: int,
+    keys: dict[int, bytes],
+    signing: Ed25519PrivateKey,
+    grid: Grid,
+    entropy: Entropy,
+    *,
+    run: bytes,
+    attempt: int = 0,
 ) -> Half:
     """Return a party's half with masks on what it sends.
 
     Args:
         half: as without masks, such as `vfl.iteration.party_half(node, iterations)`.
         party: its number, from 1 on.
-        session: what was agreed.
-        signing: its Ed25519 key.
+        keys: by party, from 1 on, who signs with which Ed25519 key; server and parties agree on them.
+        signing: its own Ed25519 key.
         grid: that all parties agree on.
         entropy: where its secret comes from.
+        run: a name of the run that no other has.
+        attempt: of the run; one that is begun again is another.
 
     Raises:
         TypeError: the half sends something else than a value of the sum.
-        Aborted, ValueError: others' keys that are not as agreed; numbers off the grid.
+        Aborted, ValueError: others' keys that are not as agreed; numbers off the grid; fewer than two parties, whose
+            sum would be one party's value.
     """
+    session = _session(run, keys, attempt)
     grid.check(len(session.keys))
+    return _masked_party(half, party, session, signing, grid, entropy)
+
+
+def _masked_party(
+    half: Half, party: int, session: Session, signing: Ed25519PrivateKey, grid: Grid, entropy: Entropy
+) -> Half:
     digest = session.digest()
     purpose = Purpose(session.run, 0, session.attempt, f"mask key of {party}", digest)
     secret = X25519PrivateKey.from_private_bytes(entropy.key(purpose))
@@ -118,18 +127,25 @@ def masked_party(
     return (yield from wrapped(half, mask))
 
 
-def masked_server(half: Half, session: Session, grid: Grid) -> Half:
+def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes, attempt: int = 0) -> Half:
     """Return the server's half, which is handed the sum as the last party's value, and zeros as those of the others.
 
     Args:
         half: as without masks, such as `vfl.iteration.server_half(node, iterations)`.
-        session: what was agreed.
+        keys: by party, from 1 on, who signs with which Ed25519 key; server and parties agree on them.
         grid: that all parties agree on.
+        run: a name of the run that no other has.
+        attempt: of the run; one that is begun again is another.
 
     Raises:
         Aborted: the half does not hear every party before it says something.
         TypeError: the half expects something else than values of the sum.
+        ValueError: fewer than two parties, whose sum would be one party's value.
     """
+    return _masked_server(half, _session(run, keys, attempt), grid)
+
+
+def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
     parties = sorted(session.keys)
     empty = torch.zeros(most_up(session, ADVERT), dtype=torch.uint8)
     adverts = []

@@ -63,10 +63,12 @@ class VerticalRun:
         number: iterations done.
         log: the history.
         last: the last iteration that was done here, None before; its ids are the parties' numbers.
+        ended: why it stopped before the iterations that it was given, "" where it did not.
     """
 
     likelihood: ResponseLikelihood
     last: Round | None = None
+    ended = ""
 
     def __init__(self, names: Sequence[str], settings: Mapping[str, Any]) -> None:
         self.population, self.algorithm = _Parties(tuple(names)), _Method(dict(settings))
@@ -75,7 +77,7 @@ class VerticalRun:
         self.recorders: tuple[Recorder, ...] = ()
 
     def __repr__(self) -> str:
-        return run_line(type(self).__name__, self)
+        return run_line(type(self).__name__, self, "parties")
 
     def step(self) -> Round:
         """Do one iteration."""
@@ -110,8 +112,12 @@ class VerticalRun:
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Callable[[History], bool] | None) -> Iterator[Round]:
-        ended = lambda: bool(self.number and until is not None and until(self.log))
-        while (rounds is None or self.number < rounds) and not ended():
+        while rounds is None or self.number < rounds:
+            if self.number and until is not None and until(self.log):
+                many = f"{self.number} iterations" if rounds is None else f"{self.number} of {rounds} iterations"
+                self.ended = f"stopped after {many} by until="
+                return
+            self.ended = ""
             yield self.step()
 
     @property

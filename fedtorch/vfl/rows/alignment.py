@@ -23,8 +23,8 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
   on the identifier.
 
-The leader is the party with the labels, usually. `leading` and `following` are the halves of the protocol for any
-driver of `fedtorch.protocol.halves`, and `intersect` runs all of it in one process.
+The leader is the party with the labels, usually. `Holder.leading` and `Holder.following` are the halves of the protocol
+for any driver of `fedtorch.protocol.halves`, and `intersect` runs all of it in one process.
 
 References: Huberman, Franklin, Hogg, "Enhancing privacy and trust in electronic communities", EC 1999; Meadows, "A more
 efficient cryptographic matchmaking protocol", S&P 1986.
@@ -166,60 +166,58 @@ class Holder:
             )
         return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
 
+    def following(self, leader: str) -> Half:
+        """Run a member's half; return its rows in the common order.
+
+        Args:
+            leader: the name of the party that compares.
+        """
+        yield Send(leader, self.own_points(), rows=True)
+        points = yield Receive(leader, _POINTS, rows=True, most=self.most)
+        yield Send(leader, self.blind(points), rows=True)
+        return self.rows((yield Receive(leader, _POSITIONS, rows=True, most=len(points.x))))
+
+    def leading(self, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
+        """Run the leader's half, usually that of the party with the labels; return its own rows in the common order.
+
+        Args:
+            members: their names.
+            required: members without which a row is left out; all by default.
+
+        Raises:
+            ValueError: an unknown required member, or no row that all required ones have.
+
+        >>> clinic, laboratory = Holder(["b", "c", "a"], "clinic"), Holder(["a", "d", "b"], "laboratory")
+        >>> halves = {"clinic": clinic.leading(["laboratory"]), "laboratory": laboratory.following("clinic")}
+        >>> rows, traffic = together(halves)
+        >>> rows["clinic"], rows["laboratory"]  # of a and b, in the clinic's order
+        (tensor([0, 2]), tensor([2, 0]))
+        """
+        needed = list(members if required is None else required)
+        for name in needed:
+            if name not in members:
+                raise ValueError(f"Expected required members among {sorted(members)}, but got {name!r}")
+        mine = self.own_points()
+        for name in members:
+            yield Send(name, mine, rows=True)
+        places = {}
+        for name in members:
+            theirs = yield Receive(name, _POINTS, rows=True, most=self.most)
+            returned = yield Receive(name, _POINTS, rows=True, most=len(mine.x))
+            places[name] = self.places(name, theirs, returned)
+        shared = torch.ones(len(self.order), dtype=torch.bool)
+        for name in needed:
+            shared &= places[name] >= 0
+        if not bool(shared.any()):
+            raise ValueError(
+                f"Expected rows that {self.name!r} and {needed} share, but got none; are identifiers alike?"
+            )
+        for name in members:
+            yield Send(name, Positions(places[name][shared]), rows=True)
+        return shared.nonzero()[:, 0]
+
     def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
         return self._secret.exchange(ec.ECDH(), point)
-
-
-def following(member: Holder, leader: str) -> Half:
-    """Run a member's half; return its rows in the common order.
-
-    Args:
-        member: the member.
-        leader: the name of the party that compares.
-    """
-    yield Send(leader, member.own_points(), rows=True)
-    points = yield Receive(leader, _POINTS, rows=True, most=member.most)
-    yield Send(leader, member.blind(points), rows=True)
-    return member.rows((yield Receive(leader, _POSITIONS, rows=True, most=len(points.x))))
-
-
-def leading(leader: Holder, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
-    """Run the leader's half, usually that of the party with the labels; return its own rows in the common order.
-
-    Args:
-        leader: the leader.
-        members: their names.
-        required: members without which a row is left out; all by default.
-
-    Raises:
-        ValueError: an unknown required member, or no row that all required ones have.
-
-    >>> clinic, laboratory = Holder(["b", "c", "a"], "clinic"), Holder(["a", "d", "b"], "laboratory")
-    >>> halves = {"clinic": leading(clinic, ["laboratory"]), "laboratory": following(laboratory, "clinic")}
-    >>> rows, traffic = together(halves)
-    >>> rows["clinic"], rows["laboratory"]  # of a and b, in the clinic's order
-    (tensor([0, 2]), tensor([2, 0]))
-    """
-    needed = list(members if required is None else required)
-    for name in needed:
-        if name not in members:
-            raise ValueError(f"Expected required members among {sorted(members)}, but got {name!r}")
-    own = leader.own_points()
-    for name in members:
-        yield Send(name, own, rows=True)
-    places = {}
-    for name in members:
-        theirs = yield Receive(name, _POINTS, rows=True, most=leader.most)
-        returned = yield Receive(name, _POINTS, rows=True, most=len(own.x))
-        places[name] = leader.places(name, theirs, returned)
-    here = torch.ones(len(leader.order), dtype=torch.bool)
-    for name in needed:
-        here &= places[name] >= 0
-    if not bool(here.any()):
-        raise ValueError(f"Expected rows that {leader.name!r} and {needed} share, but got none; are identifiers alike?")
-    for name in members:
-        yield Send(name, Positions(places[name][here]), rows=True)
-    return here.nonzero()[:, 0]
 
 
 def intersect(
@@ -238,8 +236,8 @@ def intersect(
     if leader not in identifiers:
         raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")
     members = [name for name in identifiers if name != leader]
-    halves = {leader: leading(Holder(identifiers[leader], leader), members, required)}
-    halves |= {name: following(Holder(identifiers[name], name), leader) for name in members}
+    halves = {leader: Holder(identifiers[leader], leader).leading(members, required)}
+    halves |= {name: Holder(identifiers[name], name).following(leader) for name in members}
     rows, traffic = together(halves)
     return Intersection(tuple(rows[name] for name in identifiers), sum(traffic))
 

@@ -4,7 +4,7 @@ Whoever puts guessed identifiers into its list learns which of them a party has,
 So a party says how many a day it answers, and a guesser needs as many days as that goes into the names there are:
 
     limit = DailyLimit("guesses.json", 20_000)           # about what the other's honest list is long
-    following(Holder(identifiers, "clinic", limit=limit), "leader")
+    Holder(identifiers, "clinic", limit=limit).following("leader")
 """
 
 from __future__ import annotations

@@ -44,6 +44,11 @@ def test_two_ranks_equal_one_process(findings: dict[str, Any], what: str) -> Non
     assert len(findings[what]) > 9
 
 
+def test_clients_join_over_two_ranks(findings: dict[str, Any]) -> None:
+    assert set(findings["joining"]) == {"SCAFFOLD", "GTV"}
+    assert all(value < ROUNDING for value in findings["joining"].values())
+
+
 def test_gibbs_sampling_over_two_ranks_is_the_same_to_the_bit(findings: dict[str, Any]) -> None:
     found = {name: value for name, value in findings["rounds"].items() if name.startswith("Gibbs")}
     assert len(found) == 4

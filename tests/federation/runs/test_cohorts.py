@@ -12,12 +12,12 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.runs.cohorts import Cohort, fixed_cohort
+from fedtorch.federation.runs.cohorts import Cohort, fixed_cohort, uniform_cohort
 
 K = 7
 WEIGHTS = [1.0, 2.0, 3.0, 1.0, 5.0, 0.5, 2.5]
 COHORTS: dict[str, Cohort] = {
-    "uniform": ft.uniform_cohort(3, K),
+    "uniform": uniform_cohort(3, K),
     "fixed": fixed_cohort([5, 0, 2]),
     "poisson": ft.poisson_cohort(0.4, K),
     "weighted": ft.weighted_cohort(WEIGHTS, 3),
@@ -122,7 +122,7 @@ def test_refusals() -> None:
         with pytest.raises(ValueError, match=f"but got {size}"):
             ft.weighted_cohort(WEIGHTS, size)
         with pytest.raises(ValueError, match=f"but got {size}"):
-            ft.uniform_cohort(size, K)
+            uniform_cohort(size, K)
     for weights in ([1.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [1.0, float("inf")], [[1.0]]):
         with pytest.raises(ValueError, match="positive finite weights"):
             ft.weighted_cohort(weights, 1)

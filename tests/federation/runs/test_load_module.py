@@ -133,7 +133,7 @@ def test_averaged_and_local_statistics(tmp_path: Path) -> None:
     local = ft.run(own, ft.InProcess(DATA), rounds=1, progress=False)
     local.save(tmp_path / "local")
     for refused in (local.global_module, lambda: ft.load_module(tmp_path / "local", norm().double())):
-        with pytest.raises(ValueError, match=r"1\.bias, 1\.running_mean, 1\.running_var, … stay with the clients; use"):
+        with pytest.raises(ValueError, match=r"lacks 1\.bias, 1\.running_mean, 1\.running_var, …; .*, or average"):
             refused()
 
 
@@ -164,6 +164,19 @@ def test_the_best_round_of_a_trainer(tmp_path: Path) -> None:
     assert losses[best.best_model_path] == pytest.approx(float(best.best_model_score), rel=1e-5)
 
 
+def test_a_run_loads_the_checkpoint_of_a_trainer(tmp_path: Path) -> None:
+    algorithm, population = ft.personal_layers(solver(), "head.*"), ft.InProcess(classes())
+    federation = ft.Federation(algorithm, population)
+    keep = ModelCheckpoint(tmp_path, filename="last")
+    trainer(max_epochs=2, callbacks=[keep], enable_checkpointing=True).fit(federation)
+    run = ft.Run(algorithm, population).load(keep.best_model_path)
+    assert run.number == 2
+    mine, theirs = (one.client_module("site 3") for one in (run, federation))
+    assert same_bits(dict(mine.state_dict()), dict(theirs.state_dict()))
+    with pytest.raises(ValueError, match=r"lacks head\.bias, head\.weight; use client_module\(client\)$"):
+        ft.load_module(keep.best_model_path, Classifier())
+
+
 def test_a_class_that_loads_the_checkpoint_of_a_federation_is_told_what_to_call(tmp_path: Path) -> None:
     keep = ModelCheckpoint(tmp_path, filename="last")
     outer = trainer(max_epochs=1, callbacks=[keep], enable_checkpointing=True)
@@ -178,6 +191,15 @@ def test_a_class_that_loads_the_checkpoint_of_a_federation_is_told_what_to_call(
             kind.load_from_checkpoint(tmp_path / "last.ckpt", **given)
     with pytest.raises(TypeError, match="made as for training, but got the class Classifier"):
         ft.load_module(tmp_path / "last.ckpt", Classifier)  # type: ignore[arg-type]
+
+
+def test_models_of_the_nodes_of_a_graph_are_not_the_servers(tmp_path: Path) -> None:
+    network = ft.Network.ring(len(DATA))
+    run = ft.Run(ft.gtv(solver(dtype=torch.float64), network, alpha=0.1), ft.InProcess(DATA))
+    run.save(tmp_path / "run")
+    for refused in (run.global_module, lambda: ft.load_module(tmp_path / "run", Classifier().double())):
+        with pytest.raises(ValueError, match=r"lacks body\.0\.bias, .* use client_module"):
+            refused()
 
 
 def test_what_is_no_checkpoint_of_a_module_is_refused(tmp_path: Path) -> None:

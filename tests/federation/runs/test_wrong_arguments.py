@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fedtorch as ft
+from fedtorch.federation.runs.cohorts import uniform_cohort
 from fedtorch.federation.solvers.unlabelled import unlabelled
 from fedtorch.vfl.model import likelihoods
 
@@ -86,7 +87,7 @@ def test_an_algorithm_of_a_module_says_how_to_make_a_solver(name: str, instead: 
         (lambda: stacked(optimizer="sgd"), "Expected a function of parameters .*, but got str; pass optimizer=lambda"),
         (lambda: ft.fedopt(stacked(), sgd([torch.zeros(1)])), "Expected a function of parameters .*, but got SGD"),  # type: ignore[arg-type]
         (lambda: stacked(loss="mse"), "Expected loss= as a function of .*, but got str; such as torch.nn.functional"),
-        (lambda: ft.uniform_cohort(2.0, 10), "Expected a cohort of a whole number of clients, but got 2.0"),  # type: ignore[arg-type]
+        (lambda: uniform_cohort(2.0, 10), "Expected a cohort of a whole number of clients, but got 2.0"),  # type: ignore[arg-type]
         (lambda: ft.fedprox(stacked(), "0.1"), "Expected mu as a number, but got '0.1'"),  # type: ignore[arg-type]
     ],
 )

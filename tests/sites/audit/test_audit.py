@@ -82,7 +82,7 @@ class Place:
         return audit.verify(self.path(name), certificate=self.server.authority, head=head)
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        return list(audit.entries(self.path(name)))
+        return list(AuditRecord.entries(self.path(name)))
 
 
 @pytest.fixture

@@ -12,13 +12,13 @@ from fedtorch.protocol.halves import Receive, Send, together
 from fedtorch.sites import secure
 from fedtorch.sites.secure import Grid
 from fedtorch.sites.secure.messages import Aborted
-from fedtorch.sites.secure.vertical import masked_party, masked_server, vertical_session
+from fedtorch.sites.secure.vertical import masked_party, masked_server
 from fedtorch.trust import privacy
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
 
 GRID = Grid(40, 2.0**10)
 SIGNING = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3)}
-SESSION = vertical_session(b"run", {k: key.public_key().public_bytes_raw() for k, key in SIGNING.items()})
+KEYS = {k: key.public_key().public_bytes_raw() for k, key in SIGNING.items()}
 
 
 def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
@@ -30,9 +30,9 @@ def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None
     iterations = [Iteration(noise, rate, active=here) for noise, here in zip(given, active)]
     made = {0: server_half(server, iterations), **{p.index: party_half(p, iterations, 1) for p in parties}}
     if masks:
-        made[0] = masked_server(made[0], SESSION, grid)
+        made[0] = masked_server(made[0], KEYS, grid, run=b"run")
         for k in SIGNING:
-            made[k] = secure.masked_party(made[k], k, SESSION, SIGNING[k], grid, privacy.from_seed(k))
+            made[k] = secure.masked_party(made[k], k, KEYS, SIGNING[k], grid, privacy.from_seed(k), run=b"run")
     return made, lambda: gathered(server, parties)
 
 
@@ -85,10 +85,10 @@ def test_models_that_need_more_than_a_sum_are_refused() -> None:
     family = GUIDES["mean field"]()
     server, parties = nodes(model, family, some_parameters(model, family, data), data, shared=True)
     iterations = [Iteration(noise, 0.05) for noise in noises(model, family, ROWS, 1)]
-    made = {0: secure.masked_server(server_half(server, iterations), SESSION, GRID)}
+    made = {0: secure.masked_server(server_half(server, iterations), KEYS, GRID, run=b"run")}
     for k, party in enumerate(parties, start=1):
         half = party_half(party, iterations)
-        made[k] = secure.masked_party(half, k, SESSION, SIGNING[k], GRID, privacy.from_seed(k))
+        made[k] = secure.masked_party(half, k, KEYS, SIGNING[k], GRID, privacy.from_seed(k), run=b"run")
     with pytest.raises((TypeError, Aborted), match=r"values of a sum and nothing else|all parties in every iteration"):
         together(made)
 
@@ -103,11 +103,15 @@ def test_keys_of_others_are_refused() -> None:
     """Party 2 signs with a key of its own making, or says party 3's advert again."""
     made, _ = halves("noiseless", True, 1)
     model_party = halves("noiseless", False, 1)[0][2]
-    made[2] = masked_party(model_party, 2, SESSION, Ed25519PrivateKey.generate(), GRID, privacy.from_seed(9))
+    made[2] = masked_party(model_party, 2, KEYS, Ed25519PrivateKey.generate(), GRID, privacy.from_seed(9), run=b"run")
     with pytest.raises(ValueError, match="client 2 has signed in this session"):
         together(made)
-    with pytest.raises(ValueError, match="at least 2 parties"):
-        vertical_session(b"run", {1: bytes(32)})
+    for alone in (
+        lambda: masked_party(model_party, 1, {1: bytes(32)}, SIGNING[1], GRID, privacy.from_seed(1), run=b"run"),
+        lambda: masked_server(model_party, {1: bytes(32)}, GRID, run=b"run"),
+    ):
+        with pytest.raises(ValueError, match="Expected at least 2 parties of a sum, but got 1"):
+            alone()
 
 
 def test_numbers_off_the_grid_are_refused() -> None:

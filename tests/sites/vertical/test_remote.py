@@ -25,7 +25,6 @@ from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link, read_half
-from fedtorch.sites.vertical.resuming import resuming_over_hub
 from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration
 
@@ -233,6 +232,12 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         over_hub(says(), Hub(), ["a", "a"])
     with pytest.raises(ValueError, match="positive seconds"):
         over_hub(says(), Hub(), ["a"], seconds=0)
+    with pytest.raises(TypeError, match="a function of a Journal where a run goes on from a folder, but got a half"):
+        over_hub(says(), Hub(), ["a"], tmp_path)
+    link = memory.link(Hub(), "a")
+    for half, to, folder in ((says(), link, tmp_path), (says(), lambda: link, None), (lambda _: says(), link, None)):
+        with pytest.raises(TypeError, match="Expected a half and a link, or functions that make them"):
+            over_link(half, to, folder)
     with pytest.raises(FileNotFoundError, match="party's half"):
         read_half(tmp_path / "nothing.py")
     (tmp_path / "empty.py").write_text("")
@@ -263,7 +268,7 @@ def test_parties_as_processes(tmp_path: Path) -> None:
         for name in my_half.PARTIES
     }
     try:
-        found, traffic = resuming_over_hub(my_half.leader, hub, my_half.PARTIES, seconds=60, timeout=60)
+        found, traffic = over_hub(my_half.leader, hub, my_half.PARTIES, seconds=60, timeout=60)
         said = {name: party.communicate(timeout=60)[0].decode() for name, party in parties.items()}
     finally:
         for party in parties.values():

@@ -32,8 +32,7 @@ from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
 from fedtorch.sites.streams.hub import Limits, Link
 from fedtorch.sites.vertical._peers import PeerLost
-from fedtorch.sites.vertical.remote import over_hub
-from fedtorch.sites.vertical.resuming import resuming_over_hub, resuming_over_link
+from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration
 
@@ -104,11 +103,11 @@ def federation(folder: Path | None, **fates: Fate) -> dict[str, Any]:
     def party(name: str) -> Any:
         fate, half = fates.get(name, Fate(set())), partial(my_half.half, name=name)
         dial = lambda: Watched(memory.link(hub, name), fate)
-        return until_done(lambda: resuming_over_link(half, dial, own(name), **WAITS))[0]
+        return until_done(lambda: over_link(half, dial, own(name), **WAITS))[0]
 
     with ThreadPoolExecutor(len(my_half.PARTIES)) as pool:
         futures = {name: pool.submit(party, name) for name in my_half.PARTIES}
-        serve_all = lambda: resuming_over_hub(my_half.leader, hub, my_half.PARTIES, own("leader"), **WAITS)
+        serve_all = lambda: over_hub(my_half.leader, hub, my_half.PARTIES, own("leader"), **WAITS)
         return {"leader": until_done(serve_all)[0], **{name: each.result(20) for name, each in futures.items()}}
 
 
@@ -142,7 +141,7 @@ def test_nothing_disturbed_gives_what_one_process_gives(undisturbed: dict[str, A
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody pauses for long."""
     monkeypatch.setattr("fedtorch.sites.streams.timeout._PAUSES", (0.005, 0.1))
-    monkeypatch.setattr("fedtorch.sites.vertical.resuming.CLOSING", 1.0)
+    monkeypatch.setattr("fedtorch.sites.vertical._resuming.CLOSING", 1.0)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -264,11 +263,11 @@ def test_a_party_that_does_not_come_back_ends_it_at_all_nodes() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         futures = [
-            pool.submit(resuming_over_link, half, partial(memory.link, hub, name), **WAITS)
+            pool.submit(over_link, half, partial(memory.link, hub, name), **WAITS)
             for name, half in (("good", listens), ("bad", killed))
         ]
         with pytest.raises(PeerLost, match="bad is lost: Expected 'bad' to connect within"):
-            resuming_over_hub(server, hub, ["good", "bad"], seconds=20, timeout=0.3)
+            over_hub(server, hub, ["good", "bad"], seconds=20, timeout=0.3)
         assert isinstance(futures[1].exception(20), Killed)
         heard = futures[0].exception(20)
     assert isinstance(heard, ConnectionError)
@@ -277,13 +276,13 @@ def test_a_party_that_does_not_come_back_ends_it_at_all_nodes() -> None:
 
 def test_lines_that_break_wherever_all_begin_end_the_protocol_one_day(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedtorch.sites.streams.timeout._PAUSES", (0.001, 0.001))
-    monkeypatch.setattr("fedtorch.sites.vertical.resuming._TRIES", 5)
+    monkeypatch.setattr("fedtorch.sites.vertical._resuming._TRIES", 5)
     hub, fate = Hub(), Fate(lambda: True)
     with ThreadPoolExecutor(1) as pool:
         dial = lambda: Watched(memory.link(hub, "a"), fate)
-        future = pool.submit(resuming_over_link, lambda journal: iter(()), dial, seconds=0.2, timeout=0.5)
+        future = pool.submit(over_link, lambda journal: iter(()), dial, seconds=0.2, timeout=0.5)
         with pytest.raises(PeerLost, match="a is lost"):
-            resuming_over_hub(lambda journal: iter(()), hub, ["a"], **WAITS)
+            over_hub(lambda journal: iter(()), hub, ["a"], **WAITS)
         with pytest.raises(TimeoutError, match=r"Expected a server within 0\.5 s, but got none"):
             future.result(20)
     assert fate.struck >= 5
@@ -337,10 +336,10 @@ def test_a_message_that_is_refused_ends_it_at_all_nodes() -> None:
         yield Receive(0, torch.zeros(1))
 
     with ThreadPoolExecutor(2) as pool:
-        good = pool.submit(resuming_over_link, listens, partial(memory.link, hub, "good"), **WAITS)
-        pool.submit(resuming_over_link, says, partial(memory.link, hub, "bad"), **WAITS)
+        good = pool.submit(over_link, listens, partial(memory.link, hub, "good"), **WAITS)
+        pool.submit(over_link, says, partial(memory.link, hub, "bad"), **WAITS)
         with pytest.raises(wire.PayloadError, match=r"'bad'.*NaN"):
-            resuming_over_hub(server, hub, ["bad", "good"], **WAITS)
+            over_hub(server, hub, ["bad", "good"], **WAITS)
         heard = good.exception(20)
     assert isinstance(heard, ConnectionError)
     assert "the server failed with PayloadError" in str(heard)
@@ -354,7 +353,7 @@ def test_a_server_of_another_version() -> None:
         yield Receive("clinic", torch.zeros(1))
 
     with ThreadPoolExecutor(1) as pool:
-        party = pool.submit(resuming_over_link, my_half.half, partial(memory.link, hub, "clinic"), **WAITS)
+        party = pool.submit(over_link, my_half.half, partial(memory.link, hub, "clinic"), **WAITS)
         with pytest.raises(PeerLost, match="clinic is lost"):
             over_hub(server(), hub, ["clinic"], **WAITS)
         with pytest.raises(wire.PayloadError, match="speaks protocol 1, but got one of 2; install the same version"):
@@ -371,9 +370,9 @@ def test_what_a_journal_refuses(tmp_path: Path) -> None:
     for run in ("a" * 32, "b" * 32):
         versions.Versions(tmp_path / run)
     with pytest.raises(ValueError, match="Expected the folder of one run"):
-        resuming_over_hub(my_half.leader, Hub(), my_half.PARTIES, tmp_path)
+        over_hub(my_half.leader, Hub(), my_half.PARTIES, tmp_path)
     with versions.alone_in(tmp_path), pytest.raises(FileExistsError, match="in which no other process takes part"):
-        resuming_over_link(my_half.half, Hub, tmp_path)
+        over_link(my_half.half, Hub, tmp_path)
 
 
 @contextmanager
@@ -391,8 +390,8 @@ def behind_proxies(folder: Path, delay: float, seconds: float) -> Iterator[tuple
                 made = identity.make_site(folder / "server", name)
                 roster.add(name, identity.fingerprint(made.certificate))
                 dial, half = partial(connect, f"127.0.0.1:{proxy.port}", made, limits), partial(my_half.half, name=name)
-                futures[name] = pool.submit(resuming_over_link, half, dial, folder / name, **waits)
-            leader = resuming_over_hub(my_half.leader, hub, my_half.PARTIES, folder / "leader", **waits)[0]
+                futures[name] = pool.submit(over_link, half, dial, folder / name, **waits)
+            leader = over_hub(my_half.leader, hub, my_half.PARTIES, folder / "leader", **waits)[0]
             return {"leader": leader, **{name: future.result(60)[0] for name, future in futures.items()}}
 
     try:
@@ -470,7 +469,7 @@ def test_a_party_s_process_that_is_killed_and_started_again(tmp_path: Path, monk
         started[name] = party_process(tmp_path / name, hub.port)
     try:
         with longer(2000, monkeypatch) as wanted, ThreadPoolExecutor(1) as pool:
-            future = pool.submit(resuming_over_hub, my_half.leader, hub, my_half.PARTIES, tmp_path / "leader", **SLOW)
+            future = pool.submit(over_hub, my_half.leader, hub, my_half.PARTIES, tmp_path / "leader", **SLOW)
             for _ in range(4):
                 before = newest(tmp_path / "leader")
                 while newest(tmp_path / "leader") < before + 100 and not future.done():

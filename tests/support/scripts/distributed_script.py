@@ -280,6 +280,26 @@ def elsewhere() -> ft.Federation:
     return model
 
 
+def joining() -> dict[str, float]:
+    """Clients that join a run of the first five, on two ranks beside one process."""
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4)]
+    networks = {5: ft.Network(edges, torch.ones(4)), 7: ft.Network([*edges, (4, 5), (5, 6)], torch.ones(6))}
+    kinds: dict[str, Callable[[int], ft.Algorithm]] = {
+        "SCAFFOLD": lambda clients: ft.scaffold(sgd(0.05, steps=3, batch_size=4)),
+        "GTV": lambda clients: ft.gtv(sgd(0.05, steps=2), networks[clients], 0.3),
+    }
+    found = {}
+    for name, make in kinds.items():
+        few = ft.Run(make(5), ft.InProcess(LINEAR.select(range(5))), seed=3)
+        list(few.rounds(2))
+        runs = [ft.Run(make(7), population, seed=3) for population in (ft.InProcess(LINEAR), ft.Distributed(LINEAR))]
+        for run in runs:
+            run.load_state_dict(few.state_dict(), joined="new", anyway=name == "GTV")
+            list(run.rounds(4))
+        found[name] = distance(runs[1].server, runs[0].server)
+    return found
+
+
 def main(folder: Path) -> None:
     """Writes this rank's findings."""
     warnings.simplefilter("error")
@@ -288,6 +308,7 @@ def main(folder: Path) -> None:
     findings = {
         "rounds": rounds(),
         "predictions": predictions(),
+        "joining": joining(),
         "lightning": lightning(folder),
         "refusals": refusals(folder),
     }

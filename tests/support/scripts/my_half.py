@@ -13,7 +13,7 @@ from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
 from fedtorch.vfl.nodes.iteration import party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
-from fedtorch.vfl.rows.alignment import Holder, following, leading
+from fedtorch.vfl.rows.alignment import Holder
 
 PARTIES = ["clinic", "laboratory"]
 IDENTIFIERS = {"leader": list("hgfedcba"), "clinic": list("abcdef"), "laboratory": list("bzcayfe")}
@@ -44,7 +44,7 @@ def network() -> vfl.SplitNetwork:
 
 def leader(journal: Journal) -> Half:
     """Aligns the rows and trains; returns the rows and the server's parameters."""
-    rows = yield from journal.once(leading(Holder(IDENTIFIERS["leader"], "leader"), PARTIES))
+    rows = yield from journal.once(Holder(IDENTIFIERS["leader"], "leader").leading(PARTIES))
     made, y = network(), torch.arange(8.0, dtype=torch.float64) % 2
     node = ServerNode(made.server, vfl.VerticalData((), y[rows]), optimizer=sgd, per_row=True)
     yield from journal.through(partial(server_half, node), node, ITERATIONS, EVERY)
@@ -53,7 +53,7 @@ def leader(journal: Journal) -> Half:
 
 def half(journal: Journal, name: str = os.environ.get("SITE", "clinic")) -> Half:
     """A party's side of it."""
-    rows = yield from journal.once(following(Holder(IDENTIFIERS[name], name), "leader"))
+    rows = yield from journal.once(Holder(IDENTIFIERS[name], name).following("leader"))
     part, unknown = network().parties[PARTIES.index(name)], torch.full((len(rows),), torch.nan, dtype=torch.float64)
     node = PartyNode(part, vfl.VerticalData((features(name)[rows],), unknown), optimizer=sgd, per_row=True)
     yield from journal.through(partial(party_half, node, delay=DELAY), node, ITERATIONS, EVERY)

@@ -12,7 +12,7 @@ import torch
 from fedtorch import wire
 from fedtorch.protocol.halves import Half, Receive, Send, decode, drive, encode
 from fedtorch.vfl.rows import alignment
-from fedtorch.vfl.rows.alignment import Holder, Points, Positions, following, intersect, leading
+from fedtorch.vfl.rows.alignment import Holder, Points, Positions, intersect
 from fedtorch.vfl.rows.daily_limit import DailyLimit
 from fedtorch.vfl.rows.parties import Party
 
@@ -60,9 +60,9 @@ def test_only_bytes_pass_between_threads_that_share_nothing_else() -> None:
 
     def side(name: str) -> None:
         if name == "registry":
-            found[name] = run(name, leading(Holder(LISTS[name], name), ["clinic", "laboratory"]))
+            found[name] = run(name, Holder(LISTS[name], name).leading(["clinic", "laboratory"]))
         else:
-            found[name] = run(name, following(Holder(LISTS[name], name), "registry"))
+            found[name] = run(name, Holder(LISTS[name], name).following("registry"))
 
     threads = [threading.Thread(target=side, args=(name,)) for name in LISTS]
     for thread in threads:
@@ -175,7 +175,7 @@ def test_guesses_are_counted_over_alignments_and_days(tmp_path: Path) -> None:
 
 
 def test_lists_that_are_too_long_are_refused_unread() -> None:
-    half = following(Holder(["x"], "b", most=2), "leader")
+    half = Holder(["x"], "b", most=2).following("leader")
     next(half)
     asked = half.send(None)
     assert isinstance(asked, Receive)

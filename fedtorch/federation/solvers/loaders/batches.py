@@ -21,7 +21,7 @@ class LoadedBatch:
 
     Attributes:
         size: `(K,)` rows of each, 0 of who trains no more.
-        active: `(K,)` bool, the clients that still train.
+        active, there: `(K,)` bool, the clients that still train, also as a list.
         weights: None, for all rows count.
 
     Args:
@@ -31,8 +31,8 @@ class LoadedBatch:
 
     weights = None
 
-    def __init__(self, batches: Sequence[Any], active: Sequence[bool], data: ClientLoaders) -> None:
-        self._batches, self._source = batches, data.source
+    def __init__(self, batches: Sequence[Any], active: list[bool], data: ClientLoaders) -> None:
+        self._batches, self._source, self.there = batches, data.source, active
         self.size = torch.tensor([rows_in(batch) if there else 0 for batch, there in zip(batches, active)])
         self.active = torch.tensor(active)
 
@@ -66,6 +66,7 @@ class LoadedBatches:
         total: `(K,)` batches of each client so far.
         per_epoch: `(K,)` batches of a pass, as far as that is known.
         longest: the most batches that a client is known to have.
+        device: of the batches.
         planned: `(K,)` batches of each client in all, as far as that is known.
         alike, known, together: as of `Batches`; clients may end at any step.
     """
@@ -73,7 +74,7 @@ class LoadedBatches:
     alike, known, together = False, False, True
 
     def __init__(self, data: ClientLoaders, epochs: int | None, steps: int | None, key: Tensor) -> None:
-        self._data, self._epochs, self._steps, self._key = data, epochs, steps, key
+        self._data, self._epochs, self._steps, self._key, self.device = data, epochs, steps, key, key.device
         self._count = count = len(key)
         self.total = torch.zeros(count, dtype=torch.int64)
         self.per_epoch = torch.tensor([data.steps(k) for k in range(count)])
@@ -99,7 +100,7 @@ class LoadedBatches:
         running = [True] * self._count
         while True:
             batch, self._ahead = self._ahead or self._next(running), None
-            active = batch.active.tolist()
+            active = batch.there
             self._ended = torch.tensor(running) & ~batch.active if active != running else None
             running = active
             if not any(running):

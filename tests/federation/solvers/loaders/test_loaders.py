@@ -21,6 +21,7 @@ from fedtorch import random
 from fedtorch.data.items import seeded as draws
 from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.solvers.batches import MODULE
+from fedtorch.models.gibbs import sparse
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 SIZES = (5, 9, 8, 3)
@@ -324,18 +325,37 @@ def test_what_is_no_loader_is_refused(loader: Any, said: str) -> None:
         ft.data.from_loaders({"a": loader}, lengths={"a": 2})
 
 
-def test_what_needs_all_rows_refuses_loaders_by_name() -> None:
+NEEDS_ROWS = {
+    "fedavg of least_squares": lambda: ft.fedavg(ft.least_squares(nn.Linear(3, 1))),
+    "gtv of least_squares": lambda: ft.gtv(ft.least_squares(nn.Linear(3, 1)), ft.Network.ring(4), alpha=1.0),
+    "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy()),
+}
+
+
+@pytest.mark.parametrize("name", NEEDS_ROWS)
+def test_what_needs_all_rows_refuses_loaders_by_name(name: str) -> None:
+    population, start = ft.InProcess(ft.data.from_loaders(loaders())), torch.zeros(3) if name == "gibbs" else None
+    with pytest.raises(TypeError, match=rf"{name}: Expected rows as tensors, .*from_datasets\(\[loader.dataset"):
+        ft.Run(NEEDS_ROWS[name](), population, start)
+
+
+def test_rows_of_loaders_are_refused_wherever_they_are_asked_for() -> None:
     data = ft.data.from_loaders(loaders())
-    algorithms = {
-        "fedavg of least_squares": ft.fedavg(ft.least_squares(nn.Linear(3, 1))),
-        "gtv of least_squares": ft.gtv(ft.least_squares(nn.Linear(3, 1)), ft.Network.ring(4), alpha=1.0),
-    }
-    for name, algorithm in algorithms.items():
-        with pytest.raises(TypeError, match=rf"{name}: Expected rows as tensors, .*from_datasets\(\[loader.dataset"):
-            ft.Run(algorithm, ft.InProcess(data))
     run = ft.Run(ft.fedavg(ft.lightning_fit(Lit(), max_epochs=1)), ft.InProcess(data))
-    with pytest.raises(TypeError, match="Expected rows as tensors"):
-        run.population.data[0]
+    for asked in (
+        lambda: run.population.data[0],
+        lambda: data.split(0.5, seed=0),
+        lambda: ft.Run(run.algorithm, ft.Growing(data, lambda rounds: data.counts)),
+    ):
+        with pytest.raises(TypeError, match=r"Expected rows as tensors, .* but these clients have loaders"):
+            asked()
+
+
+def test_batches_are_moved_as_lightning_moves_them() -> None:
+    data = ft.data.from_loaders(word_loaders()).to("meta")
+    (sentences, labels, remark), *_ = data.batches("c0", seed=0)
+    assert {words.device.type for words in sentences} == {"meta"}
+    assert (len(labels), remark) == (3, None)
 
 
 @pytest.mark.parametrize("make", [ft.gradient_descent, ft.lightning_fit])
@@ -413,3 +433,35 @@ def test_ranks_go_through_loaders_of_their_own() -> None:
     alone = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_loaders(loaders())), rounds=2)
     ranked = ft.run(ft.fedavg(local), ft.Distributed(ft.data.from_loaders(loaders())), rounds=2)
     assert all(torch.equal(value, ranked.server[name]) for name, value in alone.server.items())
+
+
+class Central(Validating):
+    """Has loaders of its own, as a module of one's own project may."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(rows(5), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(rows(6), batch_size=6)
+
+
+def test_a_modules_own_loaders_are_refused_or_used() -> None:
+    for make in (
+        lambda **more: ft.gradient_descent(seeded(Central), epochs=1, batched=False, **more),
+        lambda **more: ft.lightning_fit(seeded(Central), max_epochs=1, **more),
+    ):
+        with pytest.raises(TypeError, match=r"Central has train_dataloader.*ignore_hooks=\['train_dataloader'"):
+            make()
+        local = make(ignore_hooks=["train_dataloader", "val_dataloader"])
+        run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_loaders(loaders())), rounds=1)
+        assert "lightning_fit" not in local.settings["solver"] or run.history["batch"].tolist() == [6.0]
+    with pytest.raises(TypeError, match="Central has val_dataloader"):
+        ft.gradient_descent(seeded(Central), epochs=1, ignore_hooks=["train_dataloader"])
+
+
+@pytest.mark.parametrize("solver", ["lightning", "one by one"])
+def test_a_missing_size_of_batches_says_what_it_means(solver: str, caplog: Any) -> None:
+    data = ft.data.from_tensors([rows(3).tensors, rows(7).tensors])
+    with caplog.at_level("INFO", logger="fedtorch"):
+        ft.Run(ft.fedavg(SOLVERS[solver](seeded(Lit))), ft.InProcess(data))
+    assert "batch_size= is not given: a step takes all of a client's rows, up to 7" in caplog.text

@@ -1,7 +1,7 @@
 """Protocols between organisations that outlive cut connections and nodes that are killed and started again.
 
-    resuming_over_hub(half, hub, ["clinic", "laboratory"], folder)                         # the server
-    resuming_over_link(half, lambda: connect(address, identity), folder)                   # a party
+    over_hub(half, hub, ["clinic", "laboratory"], folder)                         # the server
+    over_link(half, lambda: connect(address, identity), folder)                   # a party
 
 `half` is a function of a `Journal`, see there. Whenever somebody is lost, the server ends all streams, waits until all
 parties are back, and finds the last point that everybody has; from there all go on, with the numbers of a run that
@@ -25,15 +25,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fedtorch import expected
 from fedtorch.protocol import rollback
 from fedtorch.protocol.halves import Half, Traffic
 from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST, alone_in, runs
 from fedtorch.sites.streams.hub import Hub, Link
 from fedtorch.sites.streams.timeout import Timeout
-from fedtorch.sites.vertical._peers import Peer, PeerLost, check_names, drive_with, give_up, meet
-from fedtorch.sites.vertical.remote import SECONDS, over_link
+from fedtorch.sites.vertical import _once as once
+from fedtorch.sites.vertical._peers import Peer, PeerLost, drive_with, give_up, meet
 from fedtorch.wire import PayloadError
 
 Begin = Callable[[Journal], Half]
@@ -42,45 +41,10 @@ _TRIES = 100  # from one point, before it is said that it goes nowhere
 _LOG = logging.getLogger(__name__)
 
 
-def resuming_over_hub(
-    begin: Begin,
-    hub: Hub,
-    parties: Sequence[str],
-    folder: Path | str | None = None,
-    *,
-    seconds: float = SECONDS,
-    timeout: float = SECONDS,
+def serve(
+    begin: Begin, hub: Hub, parties: Sequence[str], folder: Path | str | None, seconds: float, timeout: float
 ) -> tuple[Any, Traffic]:
-    """Run the server's half to its end; return its result, and the bytes of payloads.
-
-    Args:
-        begin: makes the half, of this run's journal.
-        hub: where the parties connect.
-        parties: the names under which they connect; in the protocol party j from 1 on, or by its name.
-        folder: of this run alone, from which a server that was killed goes on; None for a server that is not killed.
-        seconds: the longest wait for a message.
-        timeout: the longest wait for parties to connect, at first and after they were lost.
-
-    Raises:
-        ConnectionError: a party did not come in time, or may not be here any more.
-        fedtorch.wire.PayloadError: a message that is not what was expected.
-        FileExistsError: another process works in the folder.
-        ValueError: two parties of one name, or a folder of several runs.
-
-    >>> from concurrent.futures import ThreadPoolExecutor
-    >>> from fedtorch.sites.streams import memory
-    >>> from fedtorch.vfl.rows.alignment import Holder, following, leading
-    >>> leader = lambda journal: journal.once(leading(Holder(["bob", "cem"], "leader"), ["clinic"]))
-    >>> clinic = lambda journal: journal.once(following(Holder(["ann", "bob"], "clinic"), "leader"))
-    >>> hub = Hub()
-    >>> with ThreadPoolExecutor() as pool:
-    ...     own = pool.submit(resuming_over_link, clinic, lambda: memory.link(hub, "clinic"))
-    ...     rows, traffic = resuming_over_hub(leader, hub, ["clinic"])
-    >>> rows, own.result()[0]
-    (tensor([0]), tensor([1]))
-    """
-    expected.positive(seconds=seconds, timeout=timeout)
-    check_names(parties)
+    """Run the server's half to its end; return its result, and the bytes of payloads."""
     with alone_in(folder):
         server = _Server(begin, hub, Journal(None if folder is None else Path(folder)), seconds)
         server.journal.enter(_run_in(folder))
@@ -89,30 +53,10 @@ def resuming_over_hub(
     return result, server.traffic
 
 
-def resuming_over_link(
-    begin: Begin,
-    dial: Callable[[], Link],
-    folder: Path | str | None = None,
-    *,
-    seconds: float = SECONDS,
-    timeout: float = SECONDS,
+def take_part(
+    begin: Begin, dial: Callable[[], Link], folder: Path | str | None, seconds: float, timeout: float
 ) -> tuple[Any, Traffic]:
-    """Run a party's half to its end; return its result, and the bytes of payloads since this process began.
-
-    Args:
-        begin: makes the half, of a journal.
-        dial: connects to the server, such as `lambda: transport.connect("server.example:9443", identity)`.
-        folder: where states are kept, of all runs that this party takes part in; None keeps them in memory.
-        seconds: the longest wait for a message, which may be one for all other parties to come back.
-        timeout: the longest time without a server.
-
-    Raises:
-        TimeoutError: there was no server for longer than the timeout.
-        ConnectionError: the server has given up; why.
-        fedtorch.wire.PayloadError: a message that is not what was expected.
-        FileExistsError: another process works in the folder.
-    """
-    expected.positive(seconds=seconds, timeout=timeout)
+    """Run a party's half to its end; return its result, and the bytes of payloads since this process began."""
     with alone_in(folder):
         party, waits = _Party(begin, Journal(None if folder is None else Path(folder))), Timeout(timeout)
         moved = [0, 0]
@@ -125,7 +69,7 @@ def resuming_over_link(
             party.entered = False
             _LOG.info("connected; waiting for the server, and for all other parties")
             try:
-                more = over_link(party.half(), link, seconds=seconds)[1]
+                more = once.take_part(party.half(), link, seconds)[1]
                 moved = [moved[0] + more.up, moved[1] + more.down]
             except PeerLost as error:
                 if party.entered:

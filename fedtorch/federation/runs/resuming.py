@@ -1,0 +1,166 @@
+"""What a run keeps, and what it has to agree with to go on from it.
+
+A checkpoint belongs to a run with the same settings on the same rows, by `fingerprint` and by what the population notes
+of its rows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, Self
+
+import torch
+from torch import Tensor
+
+from fedtorch import checkpoint, tree
+from fedtorch.checkpoint import below, describe
+from fedtorch.data.digests import different
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.carry import agreed
+from fedtorch.federation.populations.population import Clients, Population
+from fedtorch.federation.runs import joining
+from fedtorch.federation.runs.cohorts import Asked
+from fedtorch.federation.runs.faults import Faults
+from fedtorch.federation.runs.server_module import Modules
+from fedtorch.history import History, Recorder, Round
+from fedtorch.tree import Tree
+
+_COUNTS = ("number", "bytes_up", "bytes_down")
+
+
+class Resumable:
+    """The part of a `Run` that is saved, and goes on from what was."""
+
+    algorithm: Algorithm
+    population: Population
+    clients: Clients
+    cohort: Asked
+    faults: Faults | None
+    seed: int
+    server: Tree
+    log: History
+    recorders: Sequence[Recorder]
+    last: Round | None
+    number: int
+    bytes_up: int
+    bytes_down: int
+    ended: str
+    _begin: Callable[[int], tuple[Tree, Tree]]
+    _modules: Modules
+
+    @property
+    def outbox(self) -> Tree:
+        """Return what the server sends out now."""
+        raise NotImplementedError
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, flat: server and all clients' states, round, bytes, history, recorders.
+
+        Over ranks it is called on all of them, and each gets the whole.
+        """
+        flat = {f"clients.{name}": leaf for name, leaf in self.clients.state_dict().items()}
+        flat.update(tree.flatten(tree.to(self.server, "cpu", copy=True), "server"))
+        flat.update({f"history.{name}": leaf for name, leaf in self.log.state_dict().items()})
+        for i, recorder in enumerate(self.recorders):
+            flat.update({f"recorders.{i}.{name}": leaf for name, leaf in recorder.state_dict().items()})
+        flat.update({name: torch.tensor(getattr(self, name)) for name in _COUNTS})
+        flat.update(self._modules.entries(self.outbox, self.server))
+        flat.update({f"rows.{name}": leaf for name, leaf in self.population.noted().items()})
+        flat["rows.clients"] = torch.tensor(len(self.population.names))
+        texts = {"fingerprint": json.dumps(self.fingerprint()), "ended": self.ended}
+        return flat | {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+
+    def load_state_dict(
+        self, flat: Mapping[str, Tensor], *, anyway: bool = False, joined: Literal["new"] | None = None
+    ) -> None:
+        """Go on from what `state_dict` returned.
+
+        Args:
+            flat: of a run of the same algorithm, settings, rows, population, cohort, faults and seed; chunks, device
+                and number of ranks may differ.
+            anyway: whether other settings and rows are taken all the same.
+            joined: "new" takes clients beyond those of the checkpoint as new ones: they are in the initial state, and
+                count in totals as clients do that have not been asked yet.
+
+        Raises:
+            ValueError: it belongs to another run.
+        """
+        now = len(self.population.names)
+        before = int(flat["rows.clients"]) if "rows.clients" in flat else now
+        _check_number(before, now, joined)
+        checkpoint.check_structure(flat, self.state_dict(), "server." if before < now else None)
+        if not anyway:
+            mine = {**self.fingerprint(), "clients": describe(self.population.names[:before])}
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), mine)
+            self._check_rows(below("rows.", flat), before)
+        if before > now:
+            raise ValueError(
+                f"Expected a checkpoint of {now} clients or fewer, but got one of {before}; a run goes on with all "
+                "that it began with: cohort=[0, 1] leaves others unasked"
+            )
+        if before == now:
+            server = tree.unflatten(flat, self.server, "server")
+        else:
+            server = joining.joined(self.algorithm, self._begin, flat, before, now)
+        for i, recorder in enumerate(self.recorders):
+            recorder.load_state_dict(below(f"recorders.{i}.", flat))
+        self.clients.load_state_dict(below("clients.", flat))
+        self.log.load_state_dict(below("history.", flat))
+        self.server = tree.map(lambda new, old: new.to(old.device, copy=True), server, self.server)
+        if not joining.adds(self.server, flat):
+            self.server = self.server._replace(total=self._total_anew())
+        self.number, self.bytes_up, self.bytes_down = (int(flat[name]) for name in _COUNTS)
+        self.last, self.ended = None, bytes(flat["ended"].tolist()).decode() if "ended" in flat else ""
+        self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return the settings that a checkpoint belongs to, by name."""
+        about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
+        about.update(agreed(self.population.carry))
+        return {
+            **{name: describe(value) for name, value in about.items()},
+            "clients": describe(self.population.names),
+        }
+
+    def save(self, path: Path | str) -> None:
+        """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""
+        flat = self.state_dict()
+        if self.population.leads:
+            checkpoint.write(path, flat)
+        self.clients.meet()
+
+    def load(self, path: Path | str, *, anyway: bool = False, joined: Literal["new"] | None = None) -> Self:
+        """Go on from what `save` or a Trainer wrote, and return itself; see `load_state_dict`."""
+        self.load_state_dict(checkpoint.read_run(path), anyway=anyway, joined=joined)
+        return self
+
+    def _check_rows(self, before: Mapping[str, Tensor], clients: int) -> None:
+        """Refuse other rows of the clients that were there, as far as they are noted."""
+        names = self.population.names
+        if (changed := different(before, self.population.noted(clients), names)) is not None:
+            raise ValueError(
+                f"Expected a checkpoint of a run on the rows that are here, but {changed} when it was saved; pass "
+                f"{checkpoint.ANYWAY}"
+            )
+
+    def _total_anew(self) -> Tree:
+        """Return the total of what all clients tell, of those that join what they tell in the initial state."""
+        total = self.clients.total()
+        if total is None:
+            raise ValueError(
+                "Expected all clients, whose total is made anew where others join, but some cannot be asked now"
+            )
+        return total
+
+
+def _check_number(before: int, now: int, joined: str | None) -> None:
+    if joined not in (None, "new"):
+        raise ValueError(f"Expected joined='new', or None where no clients have joined, but got {joined!r}")
+    if before < now and joined is None:
+        raise ValueError(
+            f"Expected a checkpoint of a run with {now} clients, but got one with {before}; pass joined='new' to go on "
+            "with clients beyond these, which then begin in the initial state: run.load(path, joined='new'), "
+            "ft.Federation(…, joined='new'), or `fedtorch fit --joined new`"
+        )

@@ -1,1 +1,0 @@
-from .audit import entries as entries

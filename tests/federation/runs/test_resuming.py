@@ -1,0 +1,205 @@
+"""What differs from the run that was saved is refused by name, before anything is loaded, with the way round it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+from support.oracles.closed_forms import linear, linear_clients, same_bits, sgd
+from support.small_federations import trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import fedtorch as ft
+
+DATA = linear_clients([4, 5, 6])
+
+
+class Regression(L.LightningModule):
+    """Brings its own optimiser, with a learning rate of its own, and asks of its Trainer what it is told to."""
+
+    def __init__(self, rate: float = 0.1, decay: float = 0.5, asks: str = "", second: bool = False) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.linear, self.bias = linear(bias=False), nn.Parameter(torch.zeros(1, dtype=torch.float64))
+
+    def training_step(self, batch: Any) -> Tensor:
+        return nn.functional.mse_loss(self.linear(batch[0])[:, 0] + self.bias, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        rate, scheduler = self.hparams["rate"], torch.optim.lr_scheduler
+        if self.hparams["asks"]:
+            rate = rate / getattr(self.trainer, self.hparams["asks"])
+        groups = [{"params": [self.bias], "weight_decay": 0.0}, {"params": self.linear.parameters()}]
+        optimizer = torch.optim.AdamW(groups, lr=rate)
+        warm = [scheduler.LinearLR(optimizer), scheduler.ExponentialLR(optimizer, self.hparams["decay"])]
+        return [optimizer], [scheduler.SequentialLR(optimizer, warm, [2])]
+
+
+def descent(batch_size: int | None = None, **arguments: Any) -> ft.LocalSolver:
+    return ft.gradient_descent(Regression(**arguments), epochs=1, batch_size=batch_size)
+
+
+def faithful(batch_size: int | None = None, **arguments: Any) -> ft.LocalSolver:
+    return ft.lightning_fit(Regression(**arguments), max_epochs=1, batch_size=batch_size)
+
+
+def run_of(local: ft.LocalSolver, data: Any = DATA, chunk: int | None = None) -> ft.Run:
+    return ft.Run(ft.fedavg(local), ft.InProcess(data, chunk))
+
+
+def refused(saved: ft.Run, other: ft.Run, path: Path, message: str) -> None:
+    """Refused by name with nothing loaded, and taken `anyway`."""
+    saved.save(path)
+    with pytest.raises(ValueError, match=f"Expected a checkpoint of a run {message}.*; pass anyway=True"):
+        other.load(path)
+    assert other.number == 0
+    assert other.load(path, anyway=True).number == saved.number
+
+
+@pytest.mark.parametrize("local", [descent, faithful])
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"rate": 0.2}, r"with local\.optimizer\.lr 0\.06+.*, but got one with 0\.03+"),
+        ({"decay": 0.6}, r"with local\.scheduler .*, but got one with "),
+        ({"batch_size": 2}, r"with local\.batch_size 2, but got one with None"),
+    ],
+)
+def test_the_module_s_own_optimiser(
+    local: Callable[..., ft.LocalSolver], other: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    refused(run_of(local()), run_of(local(**other)), tmp_path / "run", message)
+    assert run_of(local()).load(tmp_path / "run").number == 0  # of the same
+
+
+def test_what_only_a_trainer_can_say_is_told_by_the_module_s_numbers(tmp_path: Path) -> None:
+    asks = {"asks": "num_training_batches"}
+    other = run_of(faithful(rate=0.2, **asks))
+    refused(run_of(faithful(**asks)), other, tmp_path / "run", r"with local\.module\.rate 0\.2, but got one with 0\.1")
+
+
+def test_options_are_what_loggers_get() -> None:
+    settings = descent().settings
+    assert settings["optimizer"] == "AdamW"
+    assert settings["optimizer.lr"] == pytest.approx(0.1 / 3)  # LinearLR begins there
+    assert settings["optimizer.weight_decay"] == (0.0, 0.01)
+    assert not {name for name in settings if name.endswith(("fused", "foreach", "params"))}
+    given = ft.gradient_descent(linear(), steps=1, loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    assert (given.settings["optimizer"], given.settings["optimizer.lr"]) == (torch.optim.SGD, 0.001)
+    assert "scheduler" not in given.settings
+
+
+def moved(client: int, row: int, by: float) -> ft.data.FederatedData:
+    """One number of one row changed."""
+    return DATA.map(
+        lambda rows: (rows[0], rows[1].index_add(0, DATA.starts[client] + row, torch.tensor([by]).double()))
+    )
+
+
+def test_other_rows_of_the_same_clients(tmp_path: Path) -> None:
+    saved, here = run_of(sgd(0.1)), "on the rows that are here, but "
+    saved.step()
+    shorter = linear_clients([4, 4, 6])
+    refused(saved, run_of(sgd(0.1), shorter), tmp_path / "run", f"{here}client 'client 1' has 4 rows and had 5")
+    other = moved(2, 3, 1e-12)
+    refused(saved, run_of(sgd(0.1), other), tmp_path / "run", f"{here}client 'client 2' has other rows")
+    swapped = DATA.map(lambda rows: (rows[0][:, [1, 0, 2]], rows[1]))
+    refused(saved, run_of(sgd(0.1), swapped), tmp_path / "run", f"{here}clients have their rows in another order")
+    assert run_of(sgd(0.1), chunk=1).load(tmp_path / "run").number == 1
+
+
+def test_rows_on_disk_are_counted_only(tmp_path: Path) -> None:
+    """They would have to be read for a digest."""
+    saved = run_of(sgd(0.1))
+    saved.save(tmp_path / "run")
+    for data in (DATA, moved(0, 0, 1.0), linear_clients([4, 4, 6])):
+        data.to_file(tmp_path / "rows.safetensors")
+        other = run_of(sgd(0.1), ft.data.FederatedData.from_file(tmp_path / "rows.safetensors"))
+        if len(data.rows[1]) == len(DATA.rows[1]):
+            assert other.load(tmp_path / "run").number == 0
+        else:
+            with pytest.raises(ValueError, match="client 'client 1' has 4 rows and had 5"):
+                other.load(tmp_path / "run")
+
+
+def test_loaders_are_known_by_their_length(tmp_path: Path) -> None:
+    loaders = lambda rows: {
+        name: DataLoader(TensorDataset(*(leaf[:n] for leaf in own)), batch_size=2)
+        for name, own, n in zip(DATA.names, DATA, rows)
+    }
+    saved, same, other = (
+        run_of(sgd(0.1), ft.data.from_loaders(loaders(rows))) for rows in ([4, 5, 6], [4, 5, 6], [4, 3, 6])
+    )
+    refused(saved, other, tmp_path / "run", "on the rows that are here, but client 'client 1' has 3 rows and had 5")
+    same.load(tmp_path / "run")
+
+
+def test_clients_that_grow_may_have_other_rows(tmp_path: Path) -> None:
+    grow = lambda data: ft.Run(ft.fedavg(sgd(0.1)), ft.Growing(data, lambda rounds: torch.full((3,), 2 + rounds)))
+    run = grow(DATA)
+    run.step()
+    run.save(tmp_path / "run")
+    assert grow(linear_clients([9, 9, 9])).load(tmp_path / "run").number == 1
+
+
+def test_a_checkpoint_without_notes_of_rows_is_taken(tmp_path: Path) -> None:
+    """As versions before wrote them."""
+    run = run_of(sgd(0.1))
+    run.step()
+    flat = {name: leaf for name, leaf in run.state_dict().items() if not name.startswith(("rows.", "ended"))}
+    other = run_of(sgd(0.1))
+    other.load_state_dict(flat)
+    assert same_bits(other.server, run.server)
+
+
+def test_a_trainer_refuses_the_same_and_takes_it_anyway(tmp_path: Path) -> None:
+    federation = lambda local, **more: ft.Federation(ft.fedavg(local), ft.InProcess(DATA), **more)
+    outer = trainer(max_epochs=1)
+    outer.fit(federation(descent()))
+    outer.save_checkpoint(tmp_path / "one.ckpt")
+    fit = lambda model: trainer(max_epochs=2).fit(model, ckpt_path=tmp_path / "one.ckpt")
+    with pytest.raises(ValueError, match=r"local\.optimizer\.lr .*pass anyway=True.* ft\.Federation\(…, anyway=True\)"):
+        fit(federation(descent(rate=0.2)))
+    other = federation(descent(rate=0.2), anyway=True)
+    fit(other)
+    assert other.round == 2
+    more = ft.data.from_tensors([*DATA, (torch.ones(2, 3).double(), torch.ones(2).double())], [*DATA.names, "new"])
+    with pytest.raises(ValueError, match=r"with 4 clients, but got one with 3; pass joined='new'.* ft\.Federation\(…,"):
+        fit(ft.Federation(ft.fedavg(descent()), ft.InProcess(more)))
+    joined = ft.Federation(ft.fedavg(descent()), ft.InProcess(more), joined="new")
+    fit(joined)
+    assert (joined.round, len(joined.run.last.ids)) == (2, 4)
+
+
+def test_a_run_that_stopped_early_says_so(tmp_path: Path) -> None:
+    run = run_of(sgd(0.1))
+    list(run.rounds(3))
+    assert run.ended == ""
+    list(run.rounds(9, until=lambda history: len(history) == 5))
+    assert run.ended == "stopped after 5 of 9 rounds by until="
+    run.save(tmp_path / "run.safetensors")
+    resumed = run_of(sgd(0.1)).load(tmp_path / "run.safetensors")
+    assert resumed.ended == run.ended
+    assert run.ended in ft.report.write(run, tmp_path / "written").read_text()
+    from fedtorch.report.folder import render
+
+    assert run.ended in render(tmp_path).read_text()  # of the checkpoint alone
+    list(resumed.rounds(6))
+    assert resumed.ended == ""
+
+
+def test_a_trainer_s_early_stop_is_in_the_report(tmp_path: Path) -> None:
+    federation = ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA))
+    callback = ft.Report(tmp_path)
+    stop = EarlyStopping("train_loss", stopping_threshold=1e9)
+    trainer(max_epochs=8, callbacks=[callback, stop]).fit(federation)
+    assert federation.run.ended.startswith("stopped after 1 of 8 rounds by EarlyStopping: Stopping threshold reached")
+    assert "stopped after 1 of 8 rounds by EarlyStopping" in callback.page.read_text()
+    trainer(max_epochs=1, callbacks=callback).fit(ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA)))
+    assert "stopped" not in callback.page.read_text()
