@@ -5,15 +5,18 @@ Results of each release of PyTorch stand side by side in `results.json`, of whic
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
+import textwrap
 import warnings
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from zoo import masks
 from zoo.case import WAYS, Case
 from zoo.cases import CASES
 
@@ -105,7 +108,9 @@ def page(kept: dict[str, Any]) -> str:
         for package in sorted({name for each in kept["releases"].values() for name in each["packages"]})
     ]
     header = "| package | " + " | ".join(f"PyTorch {release}" for release in kept["releases"]) + " |"
+    register = textwrap.dedent(inspect.getsource(masks.register).partition('"""\n')[2].rpartition("    return")[0])
     return TEXT.format(
+        mask=register.strip().replace(": Any", "").replace(" -> Any", "").replace("\n\n", "\n\n\n"),
         speed=speed(kept.get("speed", [])),
         **number,
         releases=releases,
@@ -158,17 +163,7 @@ steps of their own, in groups. A mask that is always made keeps all clients toge
 numbers of rows; it is registered by the public interface of `transformers`, once:
 
 ```python
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
-
-
-def always_masked(*args, **options):
-    return sdpa_mask(*args, **{{**options, "allow_is_bidirectional_skip": False, "allow_is_causal_skip": False}})
-
-
-AttentionMaskInterface.register("always_masked", always_masked)
-AttentionInterface.register("always_masked", sdpa_attention_forward)
+{mask}
 model.set_attn_implementation("always_masked")
 ```
 

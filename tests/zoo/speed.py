@@ -1,6 +1,8 @@
 """How much faster a BERT of two layers is stacked than client by client: `PYTHONPATH=tests python -m zoo.speed`.
 
 Rounds of both take turns in one process. `results.json` keeps it for the number of threads that OMP_NUM_THREADS says.
+On a busy machine OMP_WAIT_POLICY=passive lets threads wait for each other without work. Arguments are numbers of
+settings.
 """
 
 from __future__ import annotations
@@ -67,10 +69,12 @@ def main() -> None:
     """Measure all settings in this process."""
     warnings.simplefilter("ignore")
     threads = torch.get_num_threads()
-    measured = [{**setting, "threads": threads, "ratio": round(ratio(setting), 1)} for setting in SETTINGS]
+    chosen = [SETTINGS[int(number)] for number in sys.argv[1:]] or SETTINGS
+    measured = [{**setting, "threads": threads, "ratio": round(ratio(setting), 1)} for setting in chosen]
     sys.stdout.write("\n".join(map(str, measured)) + "\n")
     kept = json.loads(RESULTS.read_text())
-    others = [each for each in kept.get("speed", []) if each["threads"] != threads]
+    new = [{**setting, "threads": threads} for setting in chosen]
+    others = [e for e in kept.get("speed", []) if {k: v for k, v in e.items() if k != "ratio"} not in new]
     kept["speed"] = sorted(others + measured, key=lambda each: each["threads"])
     write(kept)
 
