@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import checkpoint, tree
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.exchanges.exchange import has_negative_weights, is_finite, not_finite, weights
@@ -28,6 +28,7 @@ from fedtorch.sites.envelopes.envelopes import Envelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, Keyring
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._account import Account
+from fedtorch.sites.rounds._began import OTHER_ROWS
 from fedtorch.sites.rounds._masked import Asked, Sums, name_of_sum, start_for_all
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
@@ -64,13 +65,15 @@ class ServerSession:
         kept: the last request of each site whose answer was taken in.
         saved: the same at the last checkpoints.
         hidden: whether the server may not read what sites send.
+        anyway: whether sites take part that have other rows than those with which the run began there.
+        resumed: whether no round was done since the run was loaded.
     """
 
     def __init__(
         self, plan: Plan, algorithm: Algorithm, state: Tree, account: Account, recording: ServerRecording
     ) -> None:
         self.plan, self.algorithm, self.account, self._recording = plan, algorithm, account, recording
-        self.run, sites = secrets.token_hex(16), len(plan.sites.names)
+        self.run, sites, self.anyway, self.resumed = secrets.token_hex(16), len(plan.sites.names), False, False
         self.hidden = plan.carry.masks is not None or plan.carry.network is not None
         self._own = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         self._keyring, self._sums, self._envelopes = self._hide()
@@ -125,6 +128,7 @@ class ServerSession:
             yield self.request("round", site, number, self.inboxes(outbox, ids), more, **about)
         received = yield self.wait(named, self.read)
         missing = {**missing, **received.missing}
+        self._check_resumed(missing)
         self._check_quorum(received.messages, missing, len(asked))
         about_sum = b"" if self._sums is None else name_of_sum(start, turn)
         wanted = Asked(number, self.least(len(asked)), start, about_sum, missing)
@@ -176,12 +180,22 @@ class ServerSession:
                 f"{reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
             )
 
+    def _check_resumed(self, missing: Mapping[str, str]) -> None:
+        """Refuse to go on with a run without sites whose rows are others; one that has gone on leaves them out."""
+        other = [site for site, why in missing.items() if why == OTHER_ROWS]
+        if self.resumed and other:
+            raise ValueError(
+                f"Expected a checkpoint of a run on the rows that sites have, but those of {other} are others now; "
+                f"nothing of the round was kept; pass {checkpoint.ANYWAY}"
+            )
+
     def _asked_of(self, sites: Iterable[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
         """Return the clients of some sites that were asked, but for those whose messages are lost in any case."""
         ids = torch.cat([_NOBODY, *(self.of_site(site, cohort) for site in sites)])
         return ids if lost is None else ids[~torch.isin(ids, lost)]
 
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
+        self.resumed = False
         for index, site in enumerate(self.plan.sites.names):
             if site in answers:
                 self.kept[index], partial = number, answers[site].partial
@@ -319,6 +333,7 @@ class ServerSession:
             "settings": self.plan.settings,
             "fingerprint": fingerprint(self.algorithm, self.plan.carry),
             "clients": len(self.plan.names),
+            **({"anyway": True} if self.anyway else {}),
             "first": self._own[site].start,
         }
         return self._recording.begin(site, about, {"state": self.local.table.initial})

@@ -21,6 +21,7 @@ from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._began import check_begun
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -30,6 +31,7 @@ from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
+_BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a server's `begin`
 
 
 class SiteSession:
@@ -42,12 +44,15 @@ class SiteSession:
         folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
         identity: with which the site signs the keys that sums under masks and sealed envelopes need.
         past: the sums under masks that the site has taken part in; default: those of the folder.
+        versions: of the states, where the run goes on that the site was in; default: those of the folder.
 
     Attributes:
         run: the run's identity, in hexadecimal.
         algorithm: as the site has built it.
         clients: of the site.
         over: whether the run has ended.
+        about: what the server has begun it with.
+        versions: of the clients' states.
 
     Raises:
         Refusal: the site does not offer that, or would run something else under that name.
@@ -62,7 +67,9 @@ class SiteSession:
         folder: Path | None,
         identity: Identity | None = None,
         past: PastSums | None = None,
+        versions: Versions | None = None,
     ) -> None:
+        self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
         self.algorithm, self._carry = _built(configuration, begin)
         self._count = len(configuration.data)
@@ -86,8 +93,11 @@ class SiteSession:
         blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
         self.clients = LocalClients(at_site, state, names, blocks, total, configuration.chunk)
         self._lasting = bool(tree.leaves(state))
-        self._versions = Versions(folder / self.run if folder is not None and self._lasting else None)
-        self._versions.put(FIRST, self.clients.state_dict())
+        self.versions = Versions(None if folder is None else folder / self.run) if versions is None else versions
+        if self.versions.folder is not None:
+            anyway = begin.about.get("anyway") is True
+            check_begun(self.versions.folder, begin.text("algorithm"), configuration.data, anyway)
+        self.versions.put(FIRST, self.clients.state_dict())
         self._version: int | None = FIRST
         self._last: frames.Inboxes | None = None
 
@@ -121,6 +131,10 @@ class SiteSession:
         """Return the site's clients."""
         return self.configuration.data.names
 
+    def goes_on_as(self, begin: Frame) -> bool:
+        """Return whether a server that begins the run again wants what the site does already."""
+        return self.about == {name: begin.about.get(name) for name in _BEGUN}
+
     def settle(self, frame: Frame) -> None:
         """Go to the version that the server counts on, and forget those that it does not go back to.
 
@@ -129,14 +143,14 @@ class SiteSession:
         """
         kept, keep = frame.integer("kept"), frame.integers("keep")
         if kept != self._version and self._lasting:
-            states = self._versions.get(kept)
+            states = self.versions.get(kept)
             if states is None:
                 raise Refusal(f"the site does not have version {kept} of its states of run {self.run} any more")
             self._version = None  # until all of it is loaded
             self.clients.load_state_dict(states)
         self._version = kept
         if self._lasting:
-            self._versions.retain({kept, *keep})
+            self.versions.retain({kept, *keep})
 
     def round(self, frame: Frame) -> bytes:
         """Run the clients that are asked, keeps their new states as a version of its own, and answers."""
@@ -157,7 +171,7 @@ class SiteSession:
         self._version = None  # until the new states are kept
         self.clients.commit(gathered.states)
         if self._lasting:
-            self._versions.put(number, self.clients.state_dict())
+            self.versions.put(number, self.clients.state_dict())
         self._version = number
         info = {} if self._keys is not None else self.watch.together(gathered.info)
         tensors = {"ids": gathered.ids, "info": info, "partial": gathered.partial}
@@ -254,7 +268,7 @@ class SiteSession:
         """Keep what the clients hear last; the run is over."""
         self._last, _, _ = self._hear(frame)
         self.over = True
-        self._versions.finish()
+        self.versions.finish()
 
     def tensors(self) -> Tree:
         """Return the tensors that the site's clients predict with after the run, `(K, ...)`.

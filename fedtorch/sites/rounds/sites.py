@@ -192,6 +192,10 @@ class Sites:
         self._note(question.heard.missing | gone)
         return question.end(gone)
 
+    def begin_anew(self) -> None:
+        """Send the frame that begins a run with the next request to each site, whatever its stream has begun."""
+        self._begun.clear()
+
     def is_here(self, name: str) -> bool:
         """Return whether a site is connected and has said what it brings."""
         return name in self._here and name in self.host.connected
