@@ -183,8 +183,8 @@ def from_loaders(
             the client's weight, and by the loader's batch size where its schedule stands.
         pad: makes batches of several clients alike, so that `ft.gradient_descent` trains them together: the value that
             fills up each leaf, in the structure of a batch, such as `{"words": 0, "label": -100}`. A leaf is a tensor
-            `(B, ...)` or a list of B tensors; it is filled up in all dimensions but the first. Without `pad` clients
-            are trained one after another, unless `ft.InProcess(…, chunk=)` says otherwise.
+            `(B, ...)` or a list of B tensors; it is filled up in all dimensions but the first. Without `pad`
+            batches are trained together whose shapes agree.
         mask: entries that are added to a padded batch: `{"mask": "words"}` adds `mask`, `(B, ...)` bool, which is True
             where `words` has data; `{2: 0}` does so for batches that are tuples.
 
