@@ -147,7 +147,7 @@ def draw_network(nodes: int) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Run both sweeps, print errors and who recovers the clusters, say when sharing helps, and draw it."""
     options = common.arguments(__doc__).parse_args(argv)
-    nodes = 15 if options.smoke else 20
+    nodes = 9 if options.smoke else 20
     rows_of_node = (2, 10) if options.smoke else (1, 2, 3, 4, 6, 10, 20, 50)
     probabilities = (0.02, 0.5) if options.smoke else (0.005, 0.02, 0.05, 0.1, 0.2, 0.5)
     seeds = range(options.seeds)

@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--study", choices=["simulated", "expression", "both"], default="both", help="default both")
     parser.add_argument("--rounds", type=int, default=600, metavar="T", help="global steps (default 600)")
     options = parser.parse_args(argv)
-    sizes = Sizes(30, 3, 2) if options.smoke else Sizes(options.rounds, 10, 4)
+    sizes = Sizes(12, 2, 2) if options.smoke else Sizes(options.rounds, 10, 4)
     reports = []
     if options.study in ("simulated", "both"):
         reports.append(simulated(sizes, options.seeds))

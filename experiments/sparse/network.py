@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--study", choices=["simulated", "proteins", "both"], default="both", help="default both")
     options = parser.parse_args(argv)
-    sizes = Sizes(40, 3, 2) if options.smoke else Sizes(2000, 5, 4)
+    sizes = Sizes(15, 2, 2) if options.smoke else Sizes(2000, 5, 4)
     reports = []
     if options.study in ("simulated", "both"):
         reports.append(simulated(sizes, options.seeds))

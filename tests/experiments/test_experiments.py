@@ -73,6 +73,18 @@ from fedtorch.dispatch import choice
 from fedtorch.trust import attacks, robust as rules
 
 
+@pytest.fixture(autouse=True)
+def _rough_figures(monkeypatch):
+    """Draw without the layout engine, which draws everything twice."""
+    save = common.save
+
+    def rough(figure, folder, name):
+        figure.set_layout_engine("none")
+        return save(figure, folder, name)
+
+    monkeypatch.setattr(common, "save", rough)
+
+
 def rows(path):
     written = json.loads(path.read_text())
     fields = {field.name for field in dataclasses.fields(common.Row)}

@@ -8,9 +8,9 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from fedtorch.data import FederatedData
+from fedtorch.data import FederatedData, FederatedLoaders
 from fedtorch.federation.lightning._trainer_settings import check_loader
-from fedtorch.federation.runs.evaluation import Split, check_same_clients
+from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.scored import client_batches, predictor_of
@@ -38,7 +38,7 @@ class Evaluation:
     def __init__(
         self,
         run: Run,
-        rows: Mapping[str, FederatedData | None],
+        rows: Mapping[str, Evaluable | None],
         metrics: Mapping[str, Any] | None,
         split: Split,
         batch_size: int | None,
@@ -47,16 +47,20 @@ class Evaluation:
             any_metrics(metrics)  # which refuses what is none
         self._run, self._metrics, self._split, self._batch_size = run, metrics or None, split, batch_size
         self._built = {stage: data for stage, data in rows.items() if data is not None}
-        self._given: dict[str, FederatedData] = {}
+        self._given: dict[str, Evaluable] = {}
         self._predict: Callable[..., list[Any]] | None = None
         for stage, data in self._built.items():
             self._check(stage, data)
         if "validation" in self._built:
             self._check_step("validation")
+        if batch_size is not None and any(isinstance(data, FederatedLoaders) for data in self._built.values()):
+            raise ValueError(
+                f"Expected no evaluation_batch_size= for clients with loaders, which have theirs, but got {batch_size}"
+            )
         if metrics and not self._built:
             raise ValueError("Expected validation= and metrics= together, but got only metrics=, and no test= either")
 
-    def _check(self, stage: str, data: FederatedData) -> None:
+    def _check(self, stage: str, data: Evaluable) -> None:
         check_same_clients(data, self._run.population.names, stage)
 
     def _check_step(self, stage: str) -> None:
@@ -81,7 +85,7 @@ class Evaluation:
             stage
         ]
         source = loop._data_source
-        if isinstance(source.instance, FederatedData):
+        if isinstance(source.instance, (FederatedData, FederatedLoaders)):
             self._check(stage, source.instance)
             self._given[stage] = source.instance
             source.instance, source.name = module, _LOADERS[stage]
@@ -100,7 +104,7 @@ class Evaluation:
         """Return whether there are rows."""
         return stage in self._given or stage in self._built
 
-    def rows(self, stage: str) -> FederatedData:
+    def rows(self, stage: str) -> Evaluable:
         """Return the rows of a stage: those that the Trainer was given, or those of construction."""
         return self._given.get(stage) or self._built[stage]
 
@@ -113,7 +117,8 @@ class Evaluation:
     def predictions(self, client: int, trainer: Any) -> list[Any]:
         """Return the outputs of a client's batches."""
         if self._predict is None:
-            self._predict = predictor_of(self._run, self._split, trainer)
+            split = None if self._split is inputs_and_targets else self._split  # rows of other forms are all inputs
+            self._predict = predictor_of(self._run, split, trainer)
         (batches,) = client_batches(self._run, self.rows("predict"), False, self._batch_size, [client])
         return self._predict(batches)
 

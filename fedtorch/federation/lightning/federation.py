@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch._representation import run_line
 from fedtorch.checkpoint_io import keep_plain
-from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.lightning._evaluation import Evaluation, values_of
@@ -28,7 +27,7 @@ from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
 from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
-from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Evaluable, Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Recorder, means
@@ -101,8 +100,8 @@ class Federation(L.LightningModule):
         parameters: Tree = None,
         *,
         cohort: Asked = None,
-        validation: FederatedData | None = None,
-        test: FederatedData | None = None,
+        validation: Evaluable | None = None,
+        test: Evaluable | None = None,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,
         evaluation_batch_size: int | None = None,
@@ -178,7 +177,11 @@ class Federation(L.LightningModule):
         return self.run.global_module()
 
     def evaluate(
-        self, data: FederatedData, metrics: Mapping[str, Any] | None = None, split: Split | None = None, **options: Any
+        self,
+        data: Evaluable,
+        metrics: Mapping[str, Any] | None = None,
+        split: Split | None = None,
+        **options: Any,
     ) -> dict[str, Score]:
         """Return scores as `Run.evaluate` does, whose options are taken; metrics default to those of construction."""
         options = {"batch_size": self._batch_size, **options}

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
-from fedtorch.data import ClientData, FederatedData
+from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
@@ -20,7 +20,26 @@ from fedtorch.metrics.scores import Score, score_of
 from fedtorch.metrics.stacked import StackedMetric
 from fedtorch.tree import Tree
 
+Evaluable = FederatedData | FederatedLoaders  # what clients are scored on
 Split = Callable[[Tree], tuple[Tree, Any]]  # rows -> (inputs, targets)
+
+
+class ClientBatches(NamedTuple):
+    """A client as it is evaluated batch by batch.
+
+    Attributes:
+        number: of the client.
+        name: of the client.
+        seed: of what its module draws.
+        tensors: that it predicts with.
+        batches: `(batch, its number of rows)`.
+    """
+
+    number: int
+    name: str
+    seed: int
+    tensors: dict[str, Tensor]
+    batches: Iterable[tuple[Any, int]]
 
 
 def inputs_and_targets(rows: Tree) -> tuple[Tree, Tensor]:
@@ -60,41 +79,100 @@ def evaluate(
         ValueError: no metrics.
         TypeError: clients are in other processes, and a metric's states are not sums, which alone they tell.
     """
-    every = any_metrics(metrics)
-    stacked = {name: metric for name, metric in every.items() if isinstance(metric, StackedMetric)}
-    pooled = {name: metric for name, metric in every.items() if isinstance(metric, PooledMetric)}
-    for metric in pooled.values() if not clients.in_process else ():
-        raise metric.reason
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
+    sums = Sums(predict, metrics, split, batch_size)
+    sums.check_place(clients)
+    with torch.inference_mode(False), torch.no_grad():
+        return sums.scores(clients.evaluate(outbox, data, sums.of_block))
 
-    def sums(tensors: Tree, block: ClientData) -> Tree:
-        for each in pooled.values():
-            each.begin(len(block.mask))
-        size = batch_size or max(block.mask.shape[1], 1)
+
+def evaluate_batches(
+    clients: Iterable[ClientBatches],
+    predict: Callable[[Tree, Tree], Tree],
+    metrics: Mapping[str, Any],
+    split: Split = inputs_and_targets,
+) -> dict[str, Score]:
+    """Return scores of clients whose rows come in batches, one client after the other; see `evaluate`."""
+    sums = Sums(predict, metrics, split, None)
+    with torch.inference_mode(False), torch.no_grad():
+        return sums.scores(tree.concatenate([sums.of_batches(client) for client in clients]))
+
+
+class Sums:
+    """Sums that make up the metrics of clients' predictions, and their scores.
+
+    Args:
+        predict, metrics, split, batch_size: as of `evaluate`.
+    """
+
+    def __init__(
+        self, predict: Callable[[Tree, Tree], Tree], metrics: Mapping[str, Any], split: Split, batch_size: int | None
+    ) -> None:
+        self._predict, self._split, self._batch_size = predict, split, batch_size
+        self._every = any_metrics(metrics)
+        self._stacked = {name: metric for name, metric in self._every.items() if isinstance(metric, StackedMetric)}
+        self._pooled = {name: metric for name, metric in self._every.items() if isinstance(metric, PooledMetric)}
+
+    def check_place(self, clients: Clients | Newcomers) -> None:
+        """Refuse metrics that keep examples, where clients are in other processes and tell sums alone."""
+        for metric in self._pooled.values() if not clients.in_process else ():
+            raise metric.reason
+
+    def of_block(self, tensors: Tree, block: ClientData) -> Tree:
+        """Return the sums of a block of clients, `(K, ...)`."""
+        size = self._batch_size or max(block.mask.shape[1], 1)
         parts = [slice(start, start + size) for start in range(0, max(block.mask.shape[1], 1), size)]
-        columns = lambda part: tree.map(lambda leaf: leaf[:, part], (block.batch, block.mask))
-        first, *others = (sums_of(tensors, *columns(part)) for part in parts)
-        places = {name: each.end().to(block.mask.device) for name, each in pooled.items()}
-        return {**functools.reduce(tree.add, others, first), **places}
+        columns = (tree.map(lambda leaf, part=part: leaf[:, part], (block.batch, block.mask)) for part in parts)
+        return self._of_parts(tensors, len(block.mask), columns)
 
-    def sums_of(tensors: Tree, rows: Tree, mask: Tensor) -> Tree:
-        inputs, target = split(rows)
+    def of_batches(self, client: ClientBatches) -> Tree:
+        """Return the sums of one client, `(1, ...)`.
+
+        Raises:
+            TypeError: batches of something else than tensors.
+        """
+        device = tree.leaves(client.tensors)[0].device
+
+        def parts() -> Iterator[tuple[Tree, Tensor]]:
+            for batch, _ in client.batches:
+                rows = tuple(batch) if isinstance(batch, list) else batch
+                try:
+                    tree.leaves(rows)
+                except TypeError as error:
+                    raise TypeError(
+                        f"Expected batches of tensors for metrics=, but client {client.name!r} has others: {error}; or "
+                        "log the metrics in the module's validation_step, and leave metrics= away"
+                    ) from error
+                block = tree.map(lambda leaf: leaf.to(device)[None], rows)
+                yield block, torch.ones(1, tree.leaves(block)[0].shape[1], dtype=torch.bool, device=device)
+
+        return self._of_parts(tree.map(lambda leaf: leaf[None], client.tensors), 1, parts())
+
+    def _of_parts(self, tensors: Tree, clients: int, parts: Iterable[tuple[Tree, Tensor]]) -> Tree:
+        for each in self._pooled.values():
+            each.begin(clients)
+        total = functools.reduce(tree.add, (self._of_rows(tensors, rows, mask) for rows, mask in parts))
+        places = {name: each.end().to(tree.leaves(tensors)[0].device) for name, each in self._pooled.items()}
+        return {**total, **places}
+
+    def _of_rows(self, tensors: Tree, rows: Tree, mask: Tensor) -> Tree:
+        inputs, target = self._split(rows)
         try:
-            prediction = predict(tensors, inputs)
+            prediction = self._predict(tensors, inputs)
         except (RuntimeError, IndexError, TypeError) as error:
             raise ValueError(
                 f"Expected inputs that the clients' models take, but got {described_rows(inputs)}: {error}; pass rows "
                 "like those of training, and split=lambda rows: (inputs, targets) if they have other fields"
             ) from error
-        for each in pooled.values():
+        for each in self._pooled.values():
             each.update(prediction, target, mask)
-        return {name: metric.update(prediction, target, mask) for name, metric in stacked.items()}
+        return {name: metric.update(prediction, target, mask) for name, metric in self._stacked.items()}
 
-    with torch.inference_mode(False), torch.no_grad():
-        told = clients.evaluate(outbox, data, sums)
-        scores = {name: score_of(metric, told[name]) for name, metric in stacked.items()}
-        scores.update({name: metric.score(told[name]) for name, metric in pooled.items()})
-        return {name: scores[name] for name in every}
+    def scores(self, told: Tree) -> dict[str, Score]:
+        """Return the scores of all clients' sums."""
+        scores = {name: score_of(metric, told[name]) for name, metric in self._stacked.items()}
+        scores.update({name: metric.score(told[name]) for name, metric in self._pooled.items()})
+        return {name: scores[name] for name in self._every}
 
 
 class Newcomers:
@@ -136,7 +214,7 @@ class Newcomers:
         return self.algorithm.model(inbox, tree.expand(self.state, len(ids)))
 
 
-def check_same_clients(data: FederatedData, names: Sequence[str], kind: str = "validation") -> None:
+def check_same_clients(data: Evaluable, names: Sequence[str], kind: str = "validation") -> None:
     """Refuse rows of other clients, unless one (pooled) client is scored on all of them.
 
     Example:
@@ -146,7 +224,8 @@ def check_same_clients(data: FederatedData, names: Sequence[str], kind: str = "v
         Traceback (most recent call last):
         ValueError: Expected validation rows of the same clients, but client 1 is 'b' there and 'c' in the population
     """
-    expected.kind(data, FederatedData, f"{kind}= as FederatedData", "split the clients' own with data.split")
+    if not isinstance(data, FederatedLoaders):
+        expected.kind(data, FederatedData, f"{kind}= as FederatedData", "split the clients' own with data.split")
     if len(names) == 1:
         return
     if len(data) != len(names):

@@ -16,31 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random
+from fedtorch import functional
 from fedtorch.expected import loaded
+from fedtorch.federation.runs.evaluation import ClientBatches
 from fedtorch.federation.runs.joined_epoch import JoinedEpoch
 from fedtorch.federation.runs.step_logs import Logged, StepLogs, over_batches, takes_index
 from fedtorch.metrics.joined import metrics_in, value_of
 from fedtorch.metrics.scores import Score
 
 STAGES = {"validation": "validate", "test": "test", "predict": "predict"}  # as `setup` calls them
-_KEY = -1  # of the draws of evaluation; those of rounds have the numbers of rounds
-
-
-class ClientBatches(NamedTuple):
-    """A client as it is evaluated.
-
-    Attributes:
-        number: of the client.
-        name: of the client.
-        tensors: that it predicts with.
-        batches: `(batch, its number of rows)`.
-    """
-
-    number: int
-    name: str
-    tensors: dict[str, Tensor]
-    batches: Iterable[tuple[Any, int]]
 
 
 class _Epoch(NamedTuple):
@@ -89,11 +73,10 @@ class OwnSteps:
         stage: "validation", "test" or "predict".
         device: where the clients are evaluated.
         trainer: what the module is told that its trainer is.
-        seed: of what the module draws, the same in every evaluation.
     """
 
-    def __init__(self, module: nn.Module, stage: str, device: torch.device, trainer: Any, seed: int = 0) -> None:
-        self._stage, self._device, self._trainer, self._seed = stage, device, trainer, seed
+    def __init__(self, module: nn.Module, stage: str, device: torch.device, trainer: Any) -> None:
+        self._stage, self._device, self._trainer = stage, device, trainer
         template: Any = copy.deepcopy(module)
         template.trainer = trainer
         template.setup(STAGES[stage])
@@ -119,7 +102,7 @@ class OwnSteps:
 
         with self._quiet(), self._named(client):
             module = self._module(client.tensors)
-            self._seeded(client.number)
+            self._seeded(client.seed)
             every = [move_data_to_device(output, "cpu") for output, _ in self._steps(module, client.batches, None)]
             self._hook(module, "epoch_end")
             return every
@@ -140,11 +123,10 @@ class OwnSteps:
             error.add_note(f"in {self._stage}_step of client {client.name!r}, or the hooks around it")
             raise
 
-    def _seeded(self, client: int) -> None:
-        key = random.fold_in(random.fold_in(random.key(self._seed), _KEY), client)
-        torch.default_generator.manual_seed(int(key))
+    def _seeded(self, seed: int) -> None:
+        torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(int(key))
+            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
 
     def _module(self, tensors: dict[str, Tensor]) -> Any:
         """Return a client's module: what is not of the client's tensors is shared, but for buffers."""
@@ -156,7 +138,7 @@ class OwnSteps:
     def _epoch(self, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
         module, rows = self._module(client.tensors), 0
         logs = StepLogs(module)
-        self._seeded(client.number)
+        self._seeded(client.seed)
         for _, size in self._steps(module, client.batches, logs):
             rows += size
         if not rows:
@@ -218,7 +200,7 @@ class OwnSteps:
         module: Any = joined.module()
         module.trainer = self._trainer
         logs = StepLogs(module)
-        self._seeded(-1)
+        self._seeded(0)
         try:
             self._hook(module, "epoch_end")
         except Exception:  # of what it finds in no list and no metric; it has passed for every client

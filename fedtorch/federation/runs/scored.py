@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.data import FederatedData
+from fedtorch import random, tree
+from fedtorch.data import BadClients, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.population import Clients, Population
-from fedtorch.federation.runs.evaluation import Newcomers, Split, evaluate, inputs_and_targets
-from fedtorch.federation.runs.own_steps import AloneTrainer, ClientBatches, OwnSteps, has_step
+from fedtorch.federation.runs.evaluation import (
+    ClientBatches,
+    Evaluable,
+    Newcomers,
+    Split,
+    evaluate,
+    evaluate_batches,
+    inputs_and_targets,
+)
+from fedtorch.federation.runs.own_steps import AloneTrainer, OwnSteps, has_step
 from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 _TOGETHER = 64  # clients whose tensors are asked for at once
+_KEY = -1  # of the draws of evaluation; those of rounds have the numbers of rounds
 
 
 class Scored:
@@ -37,7 +47,7 @@ class Scored:
 
     def evaluate(
         self,
-        data: FederatedData,
+        data: Evaluable,
         metrics: Mapping[str, Any] | None = None,
         split: Split = inputs_and_targets,
         unseen: bool = False,
@@ -53,7 +63,7 @@ class Scored:
         clients numbers are reduced over all batches, and metrics are those of all rows, not the clients' means.
 
         Args:
-            data: rows of the run's clients.
+            data: rows of the run's clients; or their loaders, which say how large batches are.
             metrics: by name: torchmetrics, `MetricCollection`s, `ft.metrics`, a loss such as
                 `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
             split: rows -> (inputs, targets), for `metrics`. Inputs that are a dict are arguments of the module's
@@ -70,12 +80,15 @@ class Scored:
             return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))
         if self.algorithm.predict is None:
             raise ValueError("Expected an algorithm that predicts, but got one without `predict`; see its own results")
+        if isinstance(data, FederatedLoaders):
+            each = client_batches(self, data, unseen, batch_size)
+            return evaluate_batches(each, self.algorithm.predict, metrics, split)
         clients = self._newcomers if unseen else self.clients
         return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split, batch_size)
 
     def predict(
         self,
-        data: FederatedData,
+        data: Evaluable,
         split: Callable[[Tree], tuple[Tree, Any]] | None = None,
         unseen: bool = False,
         *,
@@ -133,7 +146,7 @@ def predictor_of(
 
 def client_batches(
     run: Scored,
-    data: FederatedData,
+    data: Evaluable,
     unseen: bool = False,
     batch_size: int | None = None,
     some: Sequence[int] | None = None,
@@ -155,11 +168,19 @@ def client_batches(
         raise ValueError(
             "Expected rows to evaluate on, but got none; where they are at sites, pass metrics= that the sites offer"
         )
+    if batch_size is not None and isinstance(data, FederatedLoaders):
+        raise ValueError(f"Expected batch_size=None for clients with loaders, which have theirs, but got {batch_size}")
+    key = random.fold_in(random.key(run.seed), _KEY)
     for ids in torch.arange(len(data))[slice(None) if some is None else list(some)].split(_TOGETHER):
-        tensors = _models(run, ids, unseen)
-        for row, client in enumerate(ids.tolist()):
+        tensors, seeds = _models(run, ids, unseen), random.fold_in(key, ids).tolist()
+        for row, (client, seed) in enumerate(zip(ids.tolist(), seeds)):
             own = tree.map(lambda leaf, row=row: leaf[row], tensors)
-            yield ClientBatches(client, data.names[client], own, _batches(data[client], batch_size))
+            batches = (
+                _loaded(data, client, seed)
+                if isinstance(data, FederatedLoaders)
+                else _batches(data[client], batch_size)
+            )
+            yield ClientBatches(client, data.names[client], seed, own, batches)
 
 
 def _own(run: Scored, step: str, trainer: Any) -> OwnSteps:
@@ -172,7 +193,7 @@ def _own(run: Scored, step: str, trainer: Any) -> OwnSteps:
             "metrics={'accuracy': ft.metrics.accuracy()}"
         )
     assert module is not None
-    return OwnSteps(module, step, run.population.device, trainer or AloneTrainer(run.number), run.seed)
+    return OwnSteps(module, step, run.population.device, trainer or AloneTrainer(run.number))
 
 
 def _models(run: Scored, ids: Tensor, unseen: bool) -> Tree:
@@ -193,5 +214,26 @@ def _batches(rows: Tree, size: int | None) -> Iterator[tuple[Tree, int]]:
         yield tree.take(rows, slice(start, start + step)), min(step, total - start)
 
 
+def _loaded(data: FederatedLoaders, client: int, seed: int) -> Iterator[tuple[Any, int]]:
+    """Yield the batches of a client's loader, with their number of rows as Lightning counts them.
+
+    Raises:
+        ValueError: the loader fails; the message names the client.
+    """
+    from lightning.pytorch.utilities.data import extract_batch_size
+
+    try:
+        for batch in data.batches(client, seed):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of several tensors with different numbers of rows
+                try:
+                    rows = extract_batch_size(batch)
+                except Exception:  # of objects, or without a tensor
+                    rows = 1
+            yield batch, rows
+    except BadClients as error:
+        raise ValueError(f"Client {data.names[client]!r}: {error}") from error
+
+
 def _inputs(rows: Tree) -> Any:
-    return rows[0] if isinstance(rows, tuple) and len(rows) == 2 else rows
+    return rows[0] if isinstance(rows, (tuple, list)) and len(rows) == 2 else rows
