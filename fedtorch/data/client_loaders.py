@@ -103,7 +103,7 @@ class Passes:
             except StopIteration:
                 break
             except Exception as error:
-                raise failed(self._row, f"its loader, at batch {number}, raised", error) from error
+                raise failed(self._row, f"its loader raised at batch {number}:", error) from error
             number += 1
             yield moved(batch[0] if self._numbered else batch, self._device)
         if number == 0:
