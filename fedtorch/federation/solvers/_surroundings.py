@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
-
 _SIGNALS = tuple(sorted(signal.valid_signals()))  # as numbers and names, which takes long to ask for
 
 
