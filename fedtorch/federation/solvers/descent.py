@@ -236,7 +236,7 @@ class _Stack:
         key = turn.key
         descent.move(key.device)
         self.descent, self.state, self.batches = descent, state, batches
-        drawn = descent.loss.random or not descent.loss.batched
+        drawn = descent.loss.random if descent.loss.batched else batches.known
         self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
