@@ -135,7 +135,6 @@ def gradient_descent(
             "loss": loss,
             "batch_size": batch_size,
             **descent.optimizer_settings,
-            **({} if optimizer is None else {"optimizer": optimizer}),
             "reset": reset,
             "buffers": buffers,
             "clip": clip,
