@@ -45,12 +45,13 @@ from fedtorch._representation import method, one_line
 from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.exchange import Exchange, sum_over
 from fedtorch.federation.exchanges.star import star
+from fedtorch.federation.local_schedule import LocalSchedule
 from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 
 class Turn(NamedTuple):
-    """Hold a client's part in a round: the key that it draws with, and the federation's clock.
+    """Hold a client's part in a round: the key that it draws with, the federation's clock, what a Trainer asks for.
 
     Example:
         >>> import fedtorch as ft
@@ -60,6 +61,8 @@ class Turn(NamedTuple):
 
     key: Tensor  # (K,) of randomness, one for each client
     round: int  # rounds done before this one, in which a client may have been away
+    rates: tuple[float, ...] | None = None  # learning rate of each parameter group, in place of the schedule's
+    limit: float | None = None  # minibatches of an epoch, at most so many if it is an int, or this share of them
 
 
 class Reply(NamedTuple):
@@ -149,6 +152,7 @@ class LocalSolver:
         statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
             at hand.
         budget: what its rounds spend, where it protects the rows it trains on.
+        schedule: its learning rates and minibatches; None where it follows no `rates` and `limit` of a turn.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -167,6 +171,7 @@ class LocalSolver:
     settings: Mapping[str, Any] = field(default_factory=dict)
     statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
+    schedule: LocalSchedule | None = None
 
     def __repr__(self) -> str:
         return one_line(partial(method, {"solver": "LocalSolver", **self.settings}))
@@ -218,6 +223,7 @@ class Algorithm:
         finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
             model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
         budget: what its rounds spend; a run asks it before every round.
+        schedule: that of the clients' local solver; None where they have none.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -242,6 +248,7 @@ class Algorithm:
     module: nn.Module | None = None
     finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
+    schedule: LocalSchedule | None = None
 
     def __repr__(self) -> str:
         return one_line(partial(method, self.settings))
@@ -261,7 +268,7 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     """Return the fields of an algorithm whose clients solve with `local`: start, prediction and all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
     same = {"start": local.parameters, "predict": local.predict, "module": local.module, "budget": local.budget}
-    return {"settings": settings, **same}
+    return {"settings": settings, "schedule": local.schedule, **same}
 
 
 def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:

@@ -57,7 +57,13 @@ class RemoteClients:
 
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
+            ValueError: the turn holds learning rates or a limit, which are the sites' own.
         """
+        if turn.rates is not None or turn.limit is not None:
+            raise ValueError(
+                "Expected a round in which sites train as their configuration says, but got learning rates or a limit "
+                "of minibatches for them; say them to the local solver, which the sites run too"
+            )
         self.over = False
         pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
         return pending._replace(bytes_up=moved.up, bytes_down=moved.down)
@@ -79,8 +85,8 @@ class RemoteClients:
                 "got other rows; clients in no site are scored with unseen=True"
             )
         nobody = torch.zeros(len(data), dtype=torch.bool)
-        here = self.session.local.evaluate_parts(outbox, data, function, nobody)
-        return self._drive(totals.scores(self.session, outbox, tree.take(here[1][0], slice(0, 0))))[0]
+        parts = self.session.local.evaluate_parts(outbox, data, function, nobody)
+        return self._drive(totals.scores(self.session, outbox, tree.take(parts[1][0], slice(0, 0))))[0]
 
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
         session = self.session

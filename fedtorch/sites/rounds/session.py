@@ -87,11 +87,11 @@ class SiteSession:
         self._keys = self._hide(identity, total)
         self._part: Part | None = None
         self._envelopes = self._correspond(server, like)
-        here = self._carry.carried(self.algorithm)
-        here = replace(here, exchange=frames.at_site(here.exchange))
+        at_site = self._carry.carried(self.algorithm)
+        at_site = replace(at_site, exchange=frames.at_site(at_site.exchange))
         names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - self._count)
         blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
-        self.clients = LocalClients(here, state, names, blocks, total, configuration.chunk)
+        self.clients = LocalClients(at_site, state, names, blocks, total, configuration.chunk)
         self._lasting = bool(tree.leaves(state))
         self.versions = Versions(None if folder is None else folder / self.run) if versions is None else versions
         if self.versions.folder is not None:
@@ -159,38 +159,38 @@ class SiteSession:
             return self._part.begun
         silent = frame.integer("lost", 0, self._count)
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
-        heard, more, blobs = self._hear(frame, more)
+        inboxes, more, blobs = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))
-        start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self._carry.masks is not None else b""
-        self.watch.before(self.algorithm, turn, heard.ids)
-        found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
-        for client, error in found.failed.items():
+        start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
+        self.watch.before(self.algorithm, turn, inboxes.ids)
+        gathered = self.clients.gather(inboxes, inboxes.ids, turn, more["lost"] if silent else None)
+        for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
-        self.watch.check_cohort(len(found.ids))
+        self.watch.check_cohort(len(gathered.ids))
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
-        self.clients.commit(found.states)
+        self.clients.commit(gathered.states)
         if self._lasting:
             self.versions.put(number, self.clients.state_dict())
         self._version = number
-        info = {} if self._keys is not None else self.watch.together(found.info)
-        tensors = {"ids": found.ids, "info": info, "partial": found.partial}
-        refused = {str(client): field for client, field in found.refused.items()}
-        told = {"clients": len(found.ids), "info": list(info), "refused": refused}
+        info = {} if self._keys is not None else self.watch.together(gathered.info)
+        tensors = {"ids": gathered.ids, "info": info, "partial": gathered.partial}
+        refused = {str(client): field for client, field in gathered.refused.items()}
+        about = {"clients": len(gathered.ids), "info": list(info), "refused": refused}
         if self._keys is None:
-            return frames.encode("answer", tensors, sequence=number, **told)
+            return frames.encode("answer", tensors, sequence=number, **about)
         said: dict[str, bytes] = {}
         if self._envelopes is not None:
             said = self._envelopes.write(blobs.get(DIRECTORY, b""), self._told())
-        elif len(found.ids):
-            clients = [self.names[client - self.first] for client in found.ids.tolist()]
+        elif len(gathered.ids):
+            clients = [self.names[client - self.first] for client in gathered.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
-            self._part = self._sum(number, name_of_sum(start, turn), blobs, found.partial, guard)
+            self._part = self._sum(number, name_of_sum(start, turn), blobs, gathered.partial, guard)
             said = {"said": self._part.first()}
         elif step is not None:
             self._past.advance(step)
         coded, sizes = frames.coded(said)
-        answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **told)
+        answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **about)
         if self._part is not None:
             self._part.begun = answer
         return answer
@@ -246,16 +246,18 @@ class SiteSession:
         wanted = frame.texts("metrics")
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
-        heard, _, _ = self._hear(frame)
-        self.watch.check_cohort(len(heard.ids))
+        inboxes, _, _ = self._hear(frame)
+        self.watch.check_cohort(len(inboxes.ids))
         metrics = stacked_metrics({name: self.configuration.metrics[name] for name in wanted})
         predict, parts = self.algorithm.predict, []
         if predict is None:
             raise Refusal("the algorithm does not predict")
         with torch.no_grad():
-            for rows, block in self.configuration.validation.select(heard.ids - self.first).buckets(small=SMALL_BLOCK):
+            for rows, block in self.configuration.validation.select(inboxes.ids - self.first).buckets(
+                small=SMALL_BLOCK
+            ):
                 inputs, target = inputs_and_targets(block.batch)
-                prediction = predict(self.clients.tensors(heard, heard.ids[rows]), inputs)
+                prediction = predict(self.clients.tensors(inboxes, inboxes.ids[rows]), inputs)
                 sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
                 parts.append((rows, sums))
         order, every = tree.concatenate(parts)
@@ -300,13 +302,13 @@ class SiteSession:
         """Return (what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
-        heard, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})
-        ids, blobs = heard.ids, frames.plain(came["blobs"])
+        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})
+        ids, blobs = inboxes.ids, frames.plain(came["blobs"])
         if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
         if self._envelopes is not None:
-            heard = heard._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
-        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
+            inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
+        return inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device)), came["more"], blobs
 
 
 def _built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Carry]:
