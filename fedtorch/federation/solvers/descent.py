@@ -91,7 +91,7 @@ class Descent:
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
-        self.optimizer_settings = configured.settings
+        self.optimizer_settings = {**configured.settings, **({} if make is None else {"optimizer": make})}
         self.untrained: State = {}
         if self.keep:
             self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
