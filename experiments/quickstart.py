@@ -191,10 +191,10 @@ def compare(cameras: int, rounds: int, seed: int) -> list[Result]:
         run = federation.run
         scores = federation.evaluate(validation, metrics)
         last = run.history.iloc[-1]
-        training = float(last["train_accuracy"]) if "train_accuracy" in last else None  # `self.log` of the module
+        logged = float(last["train_accuracy"]) if "train_accuracy" in last else None  # `self.log` of the module
         epsilon = float(last["epsilon"]) if "epsilon" in last else None
         megabytes = (run.bytes_up + run.bytes_down) / 1e6
-        results.append(Result(way.name, way.why, scores, training, epsilon, megabytes, seconds))
+        results.append(Result(way.name, way.why, scores, logged, epsilon, megabytes, seconds))
     return results
 
 
