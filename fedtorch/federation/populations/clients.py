@@ -287,7 +287,7 @@ class LocalClients:
         """Return ids and states of the clients that have committed, flat."""
         return self.table.state_dict()
 
-    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+    def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
         """Replace all states by those in `flat` of clients that are here."""
         local = torch.zeros(self.clients, dtype=torch.bool)
         for ids, _ in self._blocks:

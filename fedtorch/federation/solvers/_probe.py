@@ -112,6 +112,11 @@ def check_batch(
         refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
 
 
+def failure_on_one_row(loss: StackedLoss, data: Any, values: Mapping[str, Tensor], client: Tensor) -> Any:
+    """Return the error of one row of a client `(1,)`, None if the module can train on it."""
+    return _failure(loss, _own(loss, values, data.count.device), _rows_at(data, client, 0 * client, data.count.device))
+
+
 def _failure(
     stacked: StackedLoss,
     own: list[Tensor],

@@ -84,3 +84,10 @@ def _restore_environment(before: dict[str, str]) -> None:
 def _restore_handler(number: int, handler: Any) -> None:
     if handler is not None and signal.getsignal(number) != handler:
         signal.signal(number, handler)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a value, or several, as a list; none of None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
