@@ -266,6 +266,8 @@ def _twice_or_reading(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: 
     try:
         return _twice(stacked, own, rows, False, key)
     except Exception:
+        if not stacked.divides:
+            raise
         stacked.reads = True
         try:
             return _twice(stacked, own, rows, False, key)

@@ -91,7 +91,7 @@ class Descent:
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
-        self.optimizer_settings = configured.settings
+        self.optimizer_settings = {**configured.settings, **({} if make is None else {"optimizer": make})}
         self.untrained: State = {}
         if self.keep:
             self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
@@ -174,7 +174,7 @@ class Descent:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
             batches = Batches(batch, count[rows], *limits, keys, *last)
-            done.append(_Stack(self, first, old, batches, pull, turn._replace(key=keys)).run())
+            done.append(_Stack(self, first, old, batches, pull, turn.with_key(keys)).run())
         return joined(groups, done)
 
     def _through_loaders(
@@ -236,7 +236,7 @@ class _Stack:
         key = turn.key
         descent.move(key.device)
         self.descent, self.state, self.batches = descent, state, batches
-        drawn = descent.loss.random or not descent.loss.batched
+        drawn = descent.loss.random if descent.loss.batched else batches.known
         self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}

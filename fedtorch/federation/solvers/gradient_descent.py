@@ -147,7 +147,6 @@ def gradient_descent(
             "batch_size": batch_size,
             "drop_last": drop_last,
             **descent.optimizer_settings,
-            **({} if optimizer is None else {"optimizer": optimizer}),
             "reset": reset,
             "buffers": buffers,
             "clip": clip,

@@ -8,9 +8,10 @@ answers the few questions that have an answer per client. What cannot run stacke
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ _TRAINING_HOOKS = (
 class TrainerStandIn:
     """Answers what a trainer of one client would; any other question is refused by name.
 
-    `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step.
+    `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step;
+    what is the same for every client alone (one device, no callbacks, fitting) is not among them.
 
     Example:
         >>> trainer = TrainerStandIn()
@@ -70,6 +72,13 @@ class TrainerStandIn:
     """
 
     _ANSWERS = ("current_epoch", "estimated_stepping_batches", "global_step", "max_epochs", "training")
+    _ALIKE: ClassVar[dict[str, Any]] = {
+        **dict.fromkeys(("num_devices", "num_nodes", "world_size", "accumulate_grad_batches"), 1),
+        **dict.fromkeys(("global_rank", "local_rank", "node_rank"), 0),
+        **dict.fromkeys(("evaluating", "predicting", "sanity_checking", "testing", "validating"), False),
+        "is_global_zero": True,
+        "callbacks": (),
+    }
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
@@ -78,6 +87,10 @@ class TrainerStandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in self._ALIKE:
+            return self._ALIKE[name]
+        if name == "state":
+            return _fitting()
         if name not in self._ANSWERS:
             raise NotImplementedError(
                 f"Expected the module to ask its trainer only for {', '.join(self._ANSWERS)}, but it asked for "
@@ -94,6 +107,14 @@ class TrainerStandIn:
                 f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit"
             )
         return self.answers[name]
+
+
+@functools.cache
+def _fitting() -> Any:
+    """Return the state of a Trainer that fits."""
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+
+    return TrainerState(status=TrainerStatus.RUNNING, fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
 
 
 def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:

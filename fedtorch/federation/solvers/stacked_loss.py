@@ -52,6 +52,8 @@ class StackedLoss:
         reads: whether it branches on values, so that clients which take different branches have steps of their own.
     """
 
+    divides = True  # whether clients that take different branches can have steps of their own
+
     def __init__(
         self,
         objective: Objective,

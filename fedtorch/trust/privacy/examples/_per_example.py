@@ -57,6 +57,8 @@ class PrivateLoss(StackedLoss):
         most: rows of a client's batch, beyond which it is cut; None never cuts.
     """
 
+    divides = False  # every example is evaluated alone, and may take a branch of its own
+
     def __init__(
         self,
         objective: Objective,

@@ -164,7 +164,13 @@ def example_level(
         tensors=descent.tensors,
         prepare=partial(_prepare, descent, descent.loss, loss, ignore_hooks, delta, cut),
         module=descent.module,
-        settings={"solver": "example_level", "module": type(module), "loss": loss, "optimizer": optimizer, **about},
+        settings={
+            "solver": "example_level",
+            "module": type(module),
+            "loss": loss,
+            **descent.optimizer_settings,
+            **about,
+        },
         budget=spending,
         schedule=local_schedule(descent.configured, torch.ones_like, None, steps, rounds, takes_limit=False),
     )
