@@ -240,7 +240,7 @@ WORKLOADS: dict[str, Callable[[bool], Work]] = {
     "fedavg, 64-128-10, 100 clients × 20 rounds × 5 Adam steps": lambda small: perceptron(small, False),
     "the same with compile=True": lambda small: perceptron(small, True),
     "fedavg, 64-128-10 with dropout, 50 clients × 10 rounds × 5 Adam steps": lambda small: dropout(small, True),
-    "the same with batched=False": lambda small: dropout(small, False),
+    "fedavg, dropout, one by one: 50 clients × 10 rounds × 5 Adam steps": lambda small: dropout(small, False),
     "fedavg, linear, 100 clients × 3 rounds × 20 steps one by one": one_by_one,
     "fedavg, 64-128-10, 10 clients × 20 rounds × 5 Adam steps": lambda small: perceptron(small, False, 10),
     "hm1, 100 devices × 30 rounds": matrix_normal,
