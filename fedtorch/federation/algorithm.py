@@ -50,8 +50,14 @@ from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 
-class Turn(NamedTuple):
+class Turn:
     """Hold a client's part in a round: the key that it draws with, the federation's clock, what a Trainer asks for.
+
+    Args:
+        key: `(K,)` of randomness, one for each client; or a function that makes it when it is first asked for.
+        round: rounds done before this one, in which a client may have been away.
+        rates: learning rate of each parameter group, in place of the schedule's.
+        limit: minibatches of an epoch, at most so many if it is an int, or this share of them.
 
     Example:
         >>> import fedtorch as ft
@@ -59,10 +65,28 @@ class Turn(NamedTuple):
         3
     """
 
-    key: Tensor  # (K,) of randomness, one for each client
-    round: int  # rounds done before this one, in which a client may have been away
-    rates: tuple[float, ...] | None = None  # learning rate of each parameter group, in place of the schedule's
-    limit: float | None = None  # minibatches of an epoch, at most so many if it is an int, or this share of them
+    def __init__(
+        self,
+        key: Tensor | Callable[[], Tensor],
+        round: int,
+        rates: tuple[float, ...] | None = None,
+        limit: float | None = None,
+    ) -> None:
+        self._key, self.round, self.rates, self.limit = key, round, rates, limit
+
+    @property
+    def key(self) -> Tensor:
+        """Return the clients' keys; closed forms never ask."""
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
+        return self._key
+
+    def with_key(self, key: Tensor | Callable[[], Tensor]) -> Turn:
+        """Return the turn with another key."""
+        return Turn(key, self.round, self.rates, self.limit)
+
+    def __repr__(self) -> str:
+        return f"Turn(round={self.round})"
 
 
 class Reply(NamedTuple):
@@ -149,8 +173,8 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
-        statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
-            at hand.
+        statistics: prepared data -> `SufficientStatistics`, of a solver that has them and where nobody may ask more of
+            the rows; None where others make them of the rows.
         budget: what its rounds spend, where it protects the rows it trains on.
         schedule: its learning rates and minibatches; None where it follows no `rates` and `limit` of a turn.
 

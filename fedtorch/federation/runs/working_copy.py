@@ -50,7 +50,7 @@ class WorkingCopy:
     """
 
     def __init__(self, template: nn.Module, trainer: Any) -> None:
-        self.module: Any = copy.deepcopy(template)
+        self.module: Any = functional.with_tensors(template, functional.buffers(template))  # shares its parameters
         self.module.trainer = trainer
         self._trainer = trainer
         self._swap: functional.Swap | None = None

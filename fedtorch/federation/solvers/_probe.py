@@ -206,7 +206,7 @@ def _alone(
     before, asked = functional.buffers(module), set(trainer.asked)
     trainer.asked.clear()
     trainer.answers.update(global_step=0, current_epoch=0)
-    with KeyedRandomness(key) as drawn:
+    with stacked.drawing.observed(key) as drawn:
         loss, _, new = stacked.single([v.clone() for v in own], rows, None, 0)
     stacked.random = drawn.calls > 0
     questions = set(trainer.asked)
@@ -266,6 +266,8 @@ def _twice_or_reading(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: 
     try:
         return _twice(stacked, own, rows, False, key)
     except Exception:
+        if not stacked.divides:
+            raise
         stacked.reads = True
         try:
             return _twice(stacked, own, rows, False, key)

@@ -224,7 +224,8 @@ class Watch(L.Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.losses.append(loss.detach().reshape(()) * scale)
+            value = loss.detach().reshape(())
+            self.losses.append(value if scale == 1 else value * scale)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Keep what Lightning may swallow."""

@@ -6,6 +6,7 @@ without it, as a shuffling `DataLoader` does. The permutation depends on (client
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -51,7 +52,13 @@ class Batch:
 
     def alone(self, client: int) -> Tree:
         """Return the rows of one client that count."""
-        return tree.map(lambda leaf: leaf[client, : int(self.size[client])], self.rows)
+        size, *leaves = self._each[client]
+        return tree.refill(self.rows, [leaf if len(leaf) == size else leaf[:size] for leaf in leaves])
+
+    @functools.cached_property
+    def _each(self) -> list[tuple[Any, ...]]:
+        """Return (size, leaves) of each client."""
+        return list(zip(self.size.tolist(), *(leaf.unbind() for leaf in self.leaves)))
 
 
 class Batches:
@@ -108,6 +115,8 @@ class Batches:
             self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
             self._permutations = random.fold_in(key, PERMUTATIONS)
             passes = -(-self.longest // max(1, int(self.per_epoch.min()))) if epochs is None else epochs
+            self._passes, self._planned = passes, 0  # of epochs; the first step whose rows are chosen
+            self._widths: list[int] = []
             self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
             self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
@@ -152,16 +161,29 @@ class Batches:
         """Return (rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
         if self.alike:
             return self._chosen_alike(step)
-        epoch = step // self.per_epoch
-        active = step < self.total
-        self._shuffle(epoch, active)
-        start = (step % self.per_epoch * self._size)[:, None]  # (K, 1)
-        size = (self._count - start[:, 0]).clamp(max=self._size)
-        width = int(size[active].max()) if bool(active.any()) else int(size.max())
+        if not 0 <= step - self._planned < len(self._widths):
+            self._plan(step)
+        at = step - self._planned
+        return self._places[:, at, : self._widths[at]], self._sizes[at], self._active[at]
+
+    def _plan(self, step: int) -> None:
+        """Choose the rows of a step, and of those after it whose permutations are drawn by then, in one pass."""
+        wide = min(self._size, self._width)
+        many = min(self.longest - step, max(1, _DRAWN // max(1, len(self._count) * wide)))
+        steps = torch.arange(step, step + (many if self._ahead >= self._passes else 1))[:, None]  # (S, 1)
+        epoch = steps // self.per_epoch
+        active = steps < self.total
+        self._shuffle(epoch[0], active[0])
+        start = steps % self.per_epoch * self._size
+        size = (self._count - start).clamp(max=self._size)
         # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
-        columns = (start + torch.arange(width)).minimum((start[:, 0] + size - 1)[:, None])
-        drawn = (epoch - self._first).clamp(0, self._ahead - 1)[:, None] * self._width
-        return self._order.gather(1, (columns + drawn).to(self._device)), size, active
+        columns = (start[..., None] + torch.arange(wide)).minimum((start + size - 1)[..., None])
+        columns += (epoch - self._first).clamp(0, self._ahead - 1)[..., None] * self._width
+        places = columns.transpose(0, 1).flatten(1).to(self._device)
+        self._places = self._order.gather(1, places).unflatten(1, (len(steps), wide))
+        some = torch.where(active.any(1, keepdim=True), active, True)
+        self._widths = torch.where(some, size, 0).amax(1).tolist()
+        self._planned, self._sizes, self._active = step, size.unbind(), active.unbind()
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""

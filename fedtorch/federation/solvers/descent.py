@@ -35,6 +35,7 @@ from fedtorch.federation.solvers.loaders.descending import check_settings, desce
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, Step
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
+from fedtorch.step_draws import StepKeys
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
@@ -173,7 +174,7 @@ class Descent:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
             batches = Batches(batch, count[rows], *limits, keys, *last)
-            done.append(_Stack(self, first, old, batches, pull, turn._replace(key=keys)).run())
+            done.append(_Stack(self, first, old, batches, pull, turn.with_key(keys)).run())
         return joined(groups, done)
 
     def _through_loaders(
@@ -235,8 +236,8 @@ class _Stack:
         key = turn.key
         descent.move(key.device)
         self.descent, self.state, self.batches = descent, state, batches
-        drawn = descent.loss.random or not descent.loss.batched
-        self.key = random.fold_in(key, MODULE) if drawn else key
+        drawn = descent.loss.random if descent.loss.batched else batches.known
+        self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
         self.buffers = tensors
@@ -273,9 +274,8 @@ class _Stack:
                 rates.append(float(self.optimizer.param_groups[0]["lr"]))
                 answers["global_step"] = position if same_steps else None
                 answers["current_epoch"] = position // per_epoch if same_epochs else None
-                losses, logs, self.buffers, gradients, recorded = gradients_of(
-                    self.tensors, self.buffers, batch, t, self.key
-                )
+                computed = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
+                losses, logs, self.buffers, gradients, recorded = computed
                 self._descend(t, gradients)
                 seen.add(t, {**logs, "loss": losses}, recorded, batch)
         finished = self._now() if finished is None else keep_rows(finished, self._now(), total == total.max())
@@ -324,7 +324,7 @@ class _Stack:
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
-            rates[total].to(self.key.device),
+            rates[total].to(self.keys.keys.device),
             info,
         )
 

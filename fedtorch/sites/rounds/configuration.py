@@ -60,7 +60,8 @@ class SiteConfiguration:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        expected.kind(self.data, FederatedData, "data as FederatedData", "make it with ft.data.from_tensors([(x, y)])")
+        advice = "make it with ft.data.from_tensors([(x, y)]), or of loaders' data sets with ft.data.from_datasets"
+        expected.kind(self.data, FederatedData, "data as FederatedData", advice)
         expected.kind(self.algorithms, Mapping, "algorithms by name", "such as algorithms = {'fedavg': make}")
         if not self.algorithms:
             raise ValueError("Expected at least one algorithm that the site offers, but got none")

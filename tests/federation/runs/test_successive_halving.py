@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import fedtorch as ft
 from fedtorch import progress
 from fedtorch.federation.runs import successive_halving
+from fedtorch.federation.runs._trial import folder_of
 from fedtorch.federation.runs.successive_halving import Trials, planned, rungs
 
 DATA = linear_clients([5, 9, 4, 14, 7, 9])
@@ -213,6 +214,7 @@ def test_the_folder_of_another_search_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(ValueError, match="Expected an empty folder for a search"):
         searched({"lr": RATES}, **{**few, "folder": tmp_path / "other"})
+    assert folder_of(tmp_path / "other", {}, writes=False).name == "other"  # of a rank while another makes the folder
 
 
 def test_trials_that_diverge_end_there(tmp_path: Path) -> None:

@@ -92,8 +92,10 @@ class LoadedBatches:
 
     def __enter__(self) -> LoadedBatches:
         several, seeds = self._count > 1, random.fold_in(self._key, MODULE).tolist()
-        opened = (self._data.opened(k, seed, several) for k, seed in enumerate(seeds))
-        self._turns = [self._turn(k, self._open.enter_context(each)) for k, each in enumerate(opened)]
+        with ExitStack() as opening:  # of which nothing stays open if one cannot be opened
+            opened = (self._data.opened(k, seed, several) for k, seed in enumerate(seeds))
+            self._turns = [self._turn(k, opening.enter_context(each)) for k, each in enumerate(opened)]
+            self._open = opening.pop_all()
         return self
 
     def __exit__(self, *error: Any) -> None:
