@@ -10,7 +10,7 @@ PYTEST_ARGS ?=
 HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
 	tests/test_layers.py fedtorch
 
-.PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-install test-matrix lint format docs bench bench-peers clean
+.PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-zoo test-install test-matrix lint format docs bench bench-peers clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "Python 3.11 to 3.14 is needed; name it with 'make PYTHON=/path/to/python …'"; exit 1; }
@@ -55,6 +55,21 @@ test-slow: $(STAMP)
 test-browser: $(STAMP)
 	$(BIN)/python -m pytest -m slow tests/report/test_browser.py $(PYTEST_ARGS)
 
+# Projects of published packages in an environment of their own; `make test-zoo ZOO=newest` on the newest releases.
+# torchaudio goes where it cannot be imported, beside a PyTorch for the CPU: transformers would fail with it.
+ZOO ?= zoo
+ZOO_PYTHON := .venv-zoo/$(ZOO)/bin/python
+ZOO_INSTALL = $(ZOO_PYTHON) -m pip install --quiet --quiet --constraint constraints-$(ZOO).txt
+.venv-zoo/$(ZOO)/.installed: pyproject.toml constraints-$(ZOO).txt tests/zoo/requirements.txt
+	test -x $(ZOO_PYTHON) || $(PYTHON) -m venv .venv-zoo/$(ZOO)
+	$(ZOO_INSTALL) torch
+	$(ZOO_INSTALL) --editable '.[dev]' --requirement tests/zoo/requirements.txt
+	$(ZOO_PYTHON) -c 'import torchaudio' 2>/dev/null || $(ZOO_PYTHON) -m pip uninstall --quiet --yes torchaudio
+	@touch $@
+
+test-zoo: .venv-zoo/$(ZOO)/.installed
+	$(ZOO_PYTHON) -m pytest -m slow --timeout 3600 $(or $(PYTEST_ARGS),tests/zoo)
+
 # Wheel and sdist into an empty environment, without constraints. PyTorch is the release of the constraints, which may be
 # one for the CPU; `make test-install TORCH=torch` takes the newest, with gigabytes of CUDA libraries.
 TORCH ?= $(filter torch==%,$(file <constraints.txt))
@@ -90,4 +105,4 @@ bench-peers: $(STAMP)
 	$(BIN)/python -m experiments.benchmarks.peers
 
 clean:
-	rm -rf docs/_build docs/reference docs/results $(VENV) .venv-peers .venv-matrix experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info
+	rm -rf docs/_build docs/reference docs/results $(VENV) .venv-peers .venv-matrix .venv-zoo experiments/out .pytest_cache .mypy_cache .ruff_cache *.egg-info

@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ from fedtorch import random
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
-T = TypeVar("T")
+Draw = Callable[..., Tensor]  # (keys, shape of a row, ...) -> rows
 
 
 class KeyedRandomness(TorchDispatchMode):
@@ -50,6 +50,8 @@ class KeyedRandomness(TorchDispatchMode):
 
     Args:
         keys: `(K,)` for `K` stacked clients, `()` for one client alone.
+        first: keys of the first calls, `(*keys.shape, C)`, made before; None makes them when they are needed.
+        note: is called at every draw.
 
     Attributes:
         calls: how many operations have been drawn.
@@ -59,12 +61,17 @@ class KeyedRandomness(TorchDispatchMode):
             clients in front.
     """
 
-    def __init__(self, keys: Tensor) -> None:
+    def __init__(self, keys: Tensor, first: Tensor | None = None, note: Callable[[], Any] | None = None) -> None:
         super().__init__()
-        self.keys = keys
+        self.keys, self._note = keys, note
         self.calls = 0
-        self._next: tuple[Tensor, ...] = ()
+        self._made = () if first is None else first.unbind(-1)  # keys of calls, the first of them number `_from`
+        self._from = 0
         self._kernels: list[AbstractContextManager[None]] = []
+
+    def draw(self, function: Draw, row: tuple[int, ...], *arguments: Any) -> Tensor:
+        """Return `function(keys of the next call, row, *arguments)`, of numbers that depend on (key, position) only."""
+        return function(self.key(), row, *arguments)
 
     def __enter__(self) -> KeyedRandomness:
         self._kernels.append(sdpa_kernel(SDPBackend.MATH))
@@ -95,16 +102,21 @@ class KeyedRandomness(TorchDispatchMode):
                 f"{fn}{how} is not supported on stacked clients; draw it with one of {supported}, "
                 "or use ft.lightning_fit"
             )
+        if self._note is not None:
+            self._note()
         return draw(self, fn, arguments)
+
+    def anew(self) -> KeyedRandomness:
+        """Return an interception that draws the same again."""
+        return type(self)(self.keys)
 
     def key(self) -> Tensor:
         """Return the clients' keys of the next call, in the shape of `keys`."""
-        number = self.calls % _AHEAD
-        if number == 0:
-            calls = torch.arange(self.calls, self.calls + _AHEAD, device=self.keys.device)
-            self._next = random.fold_in(self.keys.unsqueeze(-1), calls).unbind(-1)
+        if self.calls >= self._from + len(self._made):
+            self._from, calls = self.calls, torch.arange(self.calls, self.calls + AHEAD, device=self.keys.device)
+            self._made = random.fold_in(self.keys.unsqueeze(-1), calls).unbind(-1)
         self.calls += 1
-        return self._next[number]
+        return self._made[self.calls - 1 - self._from]
 
     def row(self, fn: Any, shape: Sequence[int]) -> tuple[int, ...]:
         """Return one client's part of a shape that has the clients in front."""
@@ -114,58 +126,7 @@ class KeyedRandomness(TorchDispatchMode):
         return tuple(shape[len(clients) :])
 
 
-def drawn(function: Callable[[], T], key: Tensor) -> T:
-    """Return `function()`, its random operations drawn from one client's key."""
-    with KeyedRandomness(key):
-        return function()
-
-
-def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
-    """Return `drawn(function, key)` of a function that is expected not to draw, at the price of calling it.
-
-    It is called without interception, and once more with it if torch's global generators have moved, which are then
-    put back to where they were. Generators of the module's own are not watched.
-
-    Args:
-        function: which gives the same again when it is called twice.
-        key: of one client, `()`.
-
-    Example:
-        >>> before, dropout = torch.get_rng_state(), torch.nn.Dropout()
-        >>> some = drawn_if_random(lambda: dropout(torch.ones(8)), random.key(0))
-        >>> torch.equal(some, drawn(lambda: dropout(torch.ones(8)), random.key(0)))
-        True
-        >>> torch.equal(torch.get_rng_state(), before)
-        True
-    """
-    if key.device.type not in ("cpu", "cuda"):
-        return drawn(function, key)
-    generators = _global_generators(key.device)
-    before = [generator.get_state() for generator in generators]
-    result = function()
-    if all(torch.equal(_words(g.get_state()), _words(state)) for g, state in zip(generators, before)):
-        return result
-    with KeyedRandomness(key) as intercepted:
-        result = function()
-    if intercepted.calls:  # otherwise another thread has drawn
-        for generator, state in zip(generators, before):
-            generator.set_state(state)
-    return result
-
-
-def _global_generators(device: torch.device) -> list[torch.Generator]:
-    """Return those which operations on tensors of the CPU and of a device draw from."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    return generators
-
-
-def _words(state: Tensor) -> Tensor:
-    return state.view(torch.int64)  # compared eight times as fast as bytes
-
-
-_AHEAD = 8  # calls whose keys are made at a time: eight cost little more than one
+AHEAD = 8  # calls whose keys are made at a time: eight cost little more than one
 _DETERMINISTIC = (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False))
 
 
@@ -199,11 +160,11 @@ def _like(arguments: Arguments) -> tuple[Sequence[int], torch.dtype, torch.devic
         return arguments["size"], dtype, arguments["device"] or torch.get_default_device()
     names = ("self",) if "self" in arguments else ("mean", "std")
     tensors = [arguments[name] for name in names if isinstance(arguments[name], Tensor)]
-    shape = torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
+    shape = tensors[0].shape if len(tensors) == 1 else torch.broadcast_shapes(*(tensor.shape for tensor in tensors))
     return shape, arguments.get("dtype") or tensors[0].dtype, arguments.get("device") or tensors[0].device
 
 
-Values = Callable[[Tensor, tuple[int, ...], torch.dtype, Arguments], Tensor]
+Values = Callable[[KeyedRandomness, tuple[int, ...], torch.dtype, Arguments], Tensor]
 
 
 def _elementwise(values: Values) -> Callable[[KeyedRandomness, Any, Arguments], Tensor]:
@@ -212,43 +173,55 @@ def _elementwise(values: Values) -> Callable[[KeyedRandomness, Any, Arguments], 
     def draw(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
         shape, dtype, device = _like(arguments)
         row = drawn.row(fn, shape)
-        result = values(drawn.key(), row, dtype, arguments).to(device, dtype)
+        result = values(drawn, row, dtype, arguments).to(device, dtype)
         return arguments["self"].copy_(result) if fn._schema.is_mutable else result
 
     return draw
 
 
-def _uniform(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+def _uniform(drawn: KeyedRandomness, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
     low, high = arguments.get("from", 0.0), arguments.get("to", 1.0)
-    return random.uniform(key, row, dtype).mul_(high - low).add_(low)
+    return drawn.draw(random.uniform, row, dtype).mul_(high - low).add_(low)
 
 
-def _normal(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+def _normal(drawn: KeyedRandomness, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
     mean, std = arguments.get("mean", 0.0), arguments.get("std", 1.0)
-    device = next((value.device for value in (mean, std) if isinstance(value, Tensor)), key.device)
-    return random.normal(key, row, dtype).to(device) * std + mean
+    device = next((value.device for value in (mean, std) if isinstance(value, Tensor)), drawn.keys.device)
+    return drawn.draw(random.normal, row, dtype).to(device) * std + mean
 
 
-def _exponential(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
-    return random.exponential(key, row, dtype).div_(arguments.get("lambd", 1.0))
+def _exponential(drawn: KeyedRandomness, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    return drawn.draw(random.exponential, row, dtype).div_(arguments.get("lambd", 1.0))
 
 
-def _bernoulli(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+def _bernoulli(drawn: KeyedRandomness, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
     probability = arguments["p"] if "p" in arguments else arguments["self"]
     if isinstance(probability, Tensor):
-        probability = probability.to(key.device)
+        return random.bernoulli(drawn.key(), probability.to(drawn.keys.device), row)
+    return drawn.draw(_coins, row, probability)
+
+
+def _integers(drawn: KeyedRandomness, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
+    low, high = arguments.get("low", 0), arguments["high"]
+    return drawn.draw(_below, row, int(high) - low).add_(low)
+
+
+def _coins(key: Tensor, row: tuple[int, ...], probability: float) -> Tensor:
     return random.bernoulli(key, probability, row)
 
 
-def _integers(key: Tensor, row: tuple[int, ...], dtype: torch.dtype, arguments: Arguments) -> Tensor:
-    low, high = arguments.get("low", 0), arguments["high"]
-    return random.randint(key, int(high) - low, row).add_(low)
+def _below(key: Tensor, row: tuple[int, ...], high: int) -> Tensor:
+    return random.randint(key, high, row)
 
 
 def _dropout(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> tuple[Tensor, Tensor]:
     inputs, probability = arguments["input"], arguments["p"]
-    row = drawn.row(fn, inputs.shape)
-    keep = random.bernoulli(drawn.key(), 1 - probability, row).to(inputs.device)
+    return dropped(drawn, inputs, drawn.row(fn, inputs.shape), probability)
+
+
+def dropped(drawn: KeyedRandomness, inputs: Tensor, row: tuple[int, ...], probability: float) -> tuple[Tensor, Tensor]:
+    """Return what `torch.native_dropout` of such a probability does, drawn by the next call."""
+    keep = drawn.draw(_coins, row, 1 - probability).to(inputs.device)
     noise = keep.to(inputs.dtype)
     return inputs * (noise.div_(1 - probability) if probability < 1 else noise), keep
 

@@ -193,8 +193,7 @@ class TreeOptimizer:
 class DirectSteps:
     """Steps of a bound optimiser on the CPU by one operation of torch for all parameters of a group.
 
-    `Optimizer.step` looks at devices, dtypes and states first, which costs more than a small step itself. It takes the
-    first step, which makes the states.
+    `Optimizer.step` looks at devices, dtypes and states first, which costs more than a small step itself.
 
     Args:
         optimizer: whose groups and states are read at every step.
@@ -208,20 +207,30 @@ class DirectSteps:
 
     def step(self) -> None:
         """Take a step by the parameters' `grad`."""
-        groups, states = self.optimizer.param_groups, self.optimizer.state
+        groups = self.optimizer.param_groups
         gradients = [[tensor.grad for tensor in group["params"]] for group in groups]
         known = self._known and all(gradient is not None for each in gradients for gradient in each)
-        if not known or self._states is None:
+        if not known:
             self.optimizer.step()
-            if known:
-                names = ("step", "exp_avg", "exp_avg_sq") if type(self.optimizer) is not SGD else ()
-                self._states = [[[states[p][name] for p in group["params"]] for name in names] for group in groups]
             return
+        if self._states is None:
+            self._states = [self._moments(group) for group in groups]
         for group, given, state in zip(groups, gradients, self._states):
             if "betas" in group:
                 self._adam(group, given, *state)
             else:
                 torch._foreach_add_(group["params"], given, alpha=-group["lr"])
+
+    def _moments(self, group: Mapping[str, Any]) -> list[list[Tensor]]:
+        """Return the states of a group, by name and then by parameter, which begin at zero; none of SGD."""
+        if "betas" not in group:
+            return []
+        states = [self.optimizer.state[parameter] for parameter in group["params"]]
+        for parameter, state in zip(group["params"], states):
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state.update({name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")})
+        return [[state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq")]
 
     def _adam(
         self, group: Mapping[str, Any], given: list[Any], count: list[Tensor], mean: list[Tensor], square: list[Tensor]

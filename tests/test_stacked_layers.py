@@ -287,3 +287,11 @@ def test_masks_are_filled_by_assignment():
     assert torch.equal(together, alone)
     for one, other in zip(gradients([together], [scores]), gradients([alone], [scores])):
         torch.testing.assert_close(one, other)
+
+
+def test_group_normalisation_of_channels_that_are_last_in_memory():
+    module = nn.GroupNorm(2, 4, dtype=torch.float64)
+    channels_last = drawn(60, CLIENTS, ROWS, STEPS, STEPS, 4).permute(0, 1, 4, 2, 3)
+    alone = torch.stack([module(x) for x in channels_last])
+    stacked_layers.adapt(module)
+    torch.testing.assert_close(vmap(module)(channels_last), alone, rtol=1e-12, atol=1e-12)

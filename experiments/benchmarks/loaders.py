@@ -164,10 +164,10 @@ def peak() -> float:
 
 def parts(small: bool) -> measure.Parts:
     """Return the parts by name."""
-    rows, repeat = (64, 1) if small else (640, 7)
+    rows, repeat = (64, 1) if small else (1600, 11)
     return {
         "perceptron": lambda: against("perceptron", perceptron, loaders(4, rows, 64), 1, repeat),
-        "convolutions": lambda: against("convolutions", convolutions, loaders(4, rows, 1, 28, 28), 1, repeat),
+        "convolutions": lambda: against("convolutions", convolutions, loaders(4, min(rows, 640), 1, 28, 28), 1, repeat),
         "memory": lambda: memory(20 if small else 1000, 40 if small else 1000),
     }
 

@@ -15,7 +15,7 @@ def rows_of_pass(name: str, loader: Any, stated: int | None) -> int:
         raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
     if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):
         raise TypeError(f"Expected a DataLoader for client {name!r}, but got {type(loader).__name__}")
-    if hasattr(loader, "__next__"):
+    if hasattr(loader, "__next__") and not hasattr(loader, "__len__"):
         raise TypeError(
             f"Expected a loader that begins anew in every round for client {name!r}, but got {type(loader).__name__}, "
             "which can be gone through once only"
@@ -52,7 +52,7 @@ def _known_rows(loader: Any) -> int | None:
 def steps_of_pass(loader: Any, count: int) -> int:
     """Return the batches of one pass, by the loader's length or else by its rows and batch size."""
     try:
-        return len(loader)
+        return len(loader if not hasattr(loader, "__next__") else iter(loader))  # which some know once they have begun
     except (TypeError, NotImplementedError):
         size = getattr(loader, "batch_size", None) or 1
         return count // size if getattr(loader, "drop_last", False) else -(-count // size)

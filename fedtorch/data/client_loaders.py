@@ -12,6 +12,7 @@ from torch import Tensor
 from fedtorch.data.bad_clients import BadClients
 from fedtorch.data.items import seeded
 from fedtorch.data.seeded_loader import Draws, seeded_loader
+from fedtorch.expected import loaded
 
 
 class NoRows(TypeError):
@@ -89,6 +90,8 @@ class Passes:
         self, loader: Iterable[Any], row: int, device: torch.device, draws: AbstractContextManager[Any]
     ) -> None:
         self._loader, self._row, self._device, self._draws = loader, row, device, draws
+        # Lightning's loader of loaders gives the numbers of batch and loader, too, which a module does not get to see.
+        self._numbered = isinstance(loader, loaded("lightning.pytorch.utilities.combined_loader", "CombinedLoader"))
 
     def __iter__(self) -> Iterator[Any]:
         number, batches = 0, None
@@ -100,16 +103,16 @@ class Passes:
             except StopIteration:
                 break
             except Exception as error:
-                raise failed(self._row, f"its loader raised at batch {number}", error) from error
+                raise failed(self._row, f"its loader raised at batch {number}:", error) from error
             number += 1
-            yield moved(batch, self._device)
+            yield moved(batch[0] if self._numbered else batch, self._device)
         if number == 0:
             raise BadClients(torch.tensor([self._row]), "Expected at least one batch, but its loader gave none")
 
 
 def failed(row: int, what: str, error: Exception) -> BadClients:
     """Return the error of a client that could not take part, in `row` of its block."""
-    return BadClients(torch.tensor([row]), f"{what}: {type(error).__name__}: {error}")
+    return BadClients(torch.tensor([row]), f"{what} {type(error).__name__}: {error}")
 
 
 def moved(batch: Any, device: torch.device) -> Any:

@@ -54,13 +54,13 @@ def read(data: FederatedData, dataset: Any, seed: int = 0) -> FederatedData:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's, NumPy's and Python's generators on the CPU, and leave them afterwards as they were."""
-    python, numpy = python_random.getstate(), np.random.get_state()  # noqa: NPY002
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)
-        python_random.seed(seed)
-        np.random.seed(seed % 2**32)  # noqa: NPY002
-        try:
-            yield
-        finally:
-            python_random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+    before = torch.default_generator.get_state(), python_random.getstate(), np.random.get_state()  # noqa: NPY002
+    torch.default_generator.manual_seed(seed)
+    python_random.seed(seed)
+    np.random.seed(seed % 2**32)  # noqa: NPY002
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(before[0])
+        python_random.setstate(before[1])
+        np.random.set_state(before[2])  # noqa: NPY002

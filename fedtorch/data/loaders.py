@@ -72,6 +72,7 @@ class FederatedLoaders:
     device: torch.device = _CPU
     on_disk: bool = field(init=False, default=True)
     _block: type[ClientLoaders] = field(init=False)
+    _known: dict[int, int] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_block", type("ClientLoaders", (ClientLoaders,), {"source": self}))
@@ -129,7 +130,9 @@ class FederatedLoaders:
 
     def steps(self, client: int) -> int:
         """Return the batches of one pass over a client's loader, as far as its length is known."""
-        return steps_of_pass(self.loaders[client], int(self.counts[client]))
+        if client not in self._known:
+            self._known[client] = steps_of_pass(self.loaders[client], int(self.counts[client]))
+        return self._known[client]
 
     def stack(self, ids: Tensor | Sequence[int], size: int | None = None) -> ClientLoaders:
         """Return the loaders of clients `ids` `(C,)` as one block, whatever its `size` would be in rows."""
@@ -183,8 +186,8 @@ def from_loaders(
             the client's weight, and by the loader's batch size where its schedule stands.
         pad: makes batches of several clients alike, so that `ft.gradient_descent` trains them together: the value that
             fills up each leaf, in the structure of a batch, such as `{"words": 0, "label": -100}`. A leaf is a tensor
-            `(B, ...)` or a list of B tensors; it is filled up in all dimensions but the first. Without `pad` clients
-            are trained one after another, unless `ft.InProcess(…, chunk=)` says otherwise.
+            `(B, ...)` or a list of B tensors; it is filled up in all dimensions but the first. Without `pad`
+            batches are trained together whose shapes agree.
         mask: entries that are added to a padded batch: `{"mask": "words"}` adds `mask`, `(B, ...)` bool, which is True
             where `words` has data; `{2: 0}` does so for batches that are tuples.
 

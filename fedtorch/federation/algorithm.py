@@ -45,12 +45,19 @@ from fedtorch._representation import method, one_line
 from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.exchange import Exchange, sum_over
 from fedtorch.federation.exchanges.star import star
+from fedtorch.federation.local_schedule import LocalSchedule
 from fedtorch.federation.told import Told
 from fedtorch.tree import Tree
 
 
-class Turn(NamedTuple):
-    """Hold a client's part in a round: the key that it draws with, and the federation's clock.
+class Turn:
+    """Hold a client's part in a round: the key that it draws with, the federation's clock, what a Trainer asks for.
+
+    Args:
+        key: `(K,)` of randomness, one for each client; or a function that makes it when it is first asked for.
+        round: rounds done before this one, in which a client may have been away.
+        rates: learning rate of each parameter group, in place of the schedule's.
+        limit: minibatches of an epoch, at most so many if it is an int, or this share of them.
 
     Example:
         >>> import fedtorch as ft
@@ -58,8 +65,28 @@ class Turn(NamedTuple):
         3
     """
 
-    key: Tensor  # (K,) of randomness, one for each client
-    round: int  # rounds done before this one, in which a client may have been away
+    def __init__(
+        self,
+        key: Tensor | Callable[[], Tensor],
+        round: int,
+        rates: tuple[float, ...] | None = None,
+        limit: float | None = None,
+    ) -> None:
+        self._key, self.round, self.rates, self.limit = key, round, rates, limit
+
+    @property
+    def key(self) -> Tensor:
+        """Return the clients' keys; closed forms never ask."""
+        if not isinstance(self._key, Tensor):
+            self._key = self._key()
+        return self._key
+
+    def with_key(self, key: Tensor | Callable[[], Tensor]) -> Turn:
+        """Return the turn with another key."""
+        return Turn(key, self.round, self.rates, self.limit)
+
+    def __repr__(self) -> str:
+        return f"Turn(round={self.round})"
 
 
 class Reply(NamedTuple):
@@ -146,9 +173,10 @@ class LocalSolver:
         prepare: data -> data, once per block: checks, Gram matrices, factorisations.
         module: the `nn.Module` whose parameters these are, a copy of its own.
         settings: what the solver was built with, by name.
-        statistics: prepared data -> `SufficientStatistics`, where nobody may ask more of the rows; None where they are
-            at hand.
+        statistics: prepared data -> `SufficientStatistics`, of a solver that has them and where nobody may ask more of
+            the rows; None where others make them of the rows.
         budget: what its rounds spend, where it protects the rows it trains on.
+        schedule: its learning rates and minibatches; None where it follows no `rates` and `limit` of a turn.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -167,6 +195,7 @@ class LocalSolver:
     settings: Mapping[str, Any] = field(default_factory=dict)
     statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
+    schedule: LocalSchedule | None = None
 
     def __repr__(self) -> str:
         return one_line(partial(method, {"solver": "LocalSolver", **self.settings}))
@@ -218,6 +247,7 @@ class Algorithm:
         finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
             model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
         budget: what its rounds spend; a run asks it before every round.
+        schedule: that of the clients' local solver; None where they have none.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -242,6 +272,7 @@ class Algorithm:
     module: nn.Module | None = None
     finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
+    schedule: LocalSchedule | None = None
 
     def __repr__(self) -> str:
         return one_line(partial(method, self.settings))
@@ -261,7 +292,7 @@ def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
     """Return the fields of an algorithm whose clients solve with `local`: start, prediction and all settings."""
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
     same = {"start": local.parameters, "predict": local.predict, "module": local.module, "budget": local.budget}
-    return {"settings": settings, **same}
+    return {"settings": settings, "schedule": local.schedule, **same}
 
 
 def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:

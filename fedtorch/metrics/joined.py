@@ -56,8 +56,9 @@ def value_of(metric: torchmetrics.Metric) -> float:
         >>> value_of(torchmetrics.MeanMetric())
         nan
     """
-    updated = any(part._update_count for _, part in metrics_in(metric))
-    return float(computed(metric)) if updated else float("nan")
+    counts = isinstance(metric, loaded("torchmetrics.wrappers.abstract", "WrapperMetric"))  # not, or in its own way
+    counts = counts or any(part._update_count for _, part in metrics_in(metric))
+    return float(computed(metric)) if counts else float("nan")
 
 
 class JoinedStates:

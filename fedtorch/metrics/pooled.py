@@ -56,6 +56,11 @@ class PooledMetric:
         self._values: list[Tensor | None] = []  # of the clients in the order in which they came
         self._failed: list[bool] = []
 
+    @property
+    def largest_is_best(self) -> bool | None:
+        """Return whether the metric is large for good predictions; None where it does not say."""
+        return self._metric.higher_is_better
+
     def begin(self, clients: int) -> None:
         """Begin with the next so many clients."""
         self._copies = [self._metric.clone() for _ in range(clients)]
@@ -90,7 +95,7 @@ class PooledMetric:
         clients = [none if value is None else value for value in map(self._values.__getitem__, places.tolist())]
         failed = torch.tensor(self._failed)[places.cpu()]
         best = none if overall is None else overall
-        return Score(best if shape else float(best), torch.stack(clients), self._metric.higher_is_better, failed)
+        return Score(best if shape else float(best), torch.stack(clients), self.largest_is_best, failed)
 
 
 def any_metrics(metrics: Any) -> dict[str, StackedMetric | PooledMetric]:

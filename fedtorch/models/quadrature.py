@@ -226,10 +226,10 @@ class _Powers(NamedTuple):
 
 def _seen(rule: _Powers, power: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean and Cholesky factor of the rule's nodes weighted by ratio ** power, and whether they see enough."""
-    own = torch.softmax(rule.log_weights + power[:, None] * ratio, 1)
-    mean = own @ rule.nodes
-    covariance = gaussian.unpack(own @ rule.products) - mean[:, :, None] * mean[:, None]
-    effective = 1 / (own.square() @ (1 / rule.weights))
+    weights = torch.softmax(rule.log_weights + power[:, None] * ratio, 1)
+    mean = weights @ rule.nodes
+    covariance = gaussian.unpack(weights @ rule.products) - mean[:, :, None] * mean[:, None]
+    effective = 1 / (weights.square() @ (1 / rule.weights))
     factor, info = torch.linalg.cholesky_ex(covariance)
     least = _LEAST_SPREAD * torch.eye(mean.shape[1], dtype=mean.dtype, device=mean.device)
     spread = torch.linalg.cholesky_ex(covariance - least).info == 0

@@ -90,9 +90,9 @@ def client_by_client(function: Callable[..., Tree], count: Tensor, *leaves: Tens
         count: rows of each client, `(K,)`.
         leaves: `(K, N, ...)`.
     """
-    found = [function(*(leaf[k, :n].clone() for leaf in leaves)) for k, n in enumerate(count.tolist())]
-    alike = found or [function(*(leaf.new_zeros(1, *leaf.shape[2:]) for leaf in leaves))]
-    return tree.take(tree.stack(alike), slice(len(found)))
+    results = [function(*(leaf[k, :n].clone() for leaf in leaves)) for k, n in enumerate(count.tolist())]
+    alike = results or [function(*(leaf.new_zeros(1, *leaf.shape[2:]) for leaf in leaves))]
+    return tree.take(tree.stack(alike), slice(len(results)))
 
 
 def _checked(data: Any, values: Tensor, name: str, instead: str = "") -> Tensor:

@@ -127,13 +127,13 @@ def of_matrix(matrix: Any) -> tuple[Tensor, np.ndarray]:
         matrix = matrix.cpu().double().numpy()
     if len(matrix.shape) != 2 or matrix.shape[0] != matrix.shape[1]:
         raise ValueError(f"Expected a square matrix, but got shape {tuple(matrix.shape)}")
-    found = coo_matrix(matrix, dtype=np.float64)
-    found.sum_duplicates()
-    difference = found - found.T
+    entries = coo_matrix(matrix, dtype=np.float64)
+    entries.sum_duplicates()
+    difference = entries - entries.T
     if difference.nnz and not np.abs(difference.data).max() == 0:
         raise ValueError("Expected a symmetric matrix, but got one that differs from its transpose; symmetrise it")
-    kept = (found.data != 0) & (found.row <= found.col)
-    return torch.from_numpy(np.stack((found.row[kept], found.col[kept]), 1).astype(np.int64)), found.data[kept]
+    kept = (entries.data != 0) & (entries.row <= entries.col)
+    return torch.from_numpy(np.stack((entries.row[kept], entries.col[kept]), 1).astype(np.int64)), entries.data[kept]
 
 
 def of_points(points: Tensor, k: int) -> Tensor:

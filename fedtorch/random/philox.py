@@ -44,7 +44,7 @@ from fedtorch.dispatch.launch import launch, tile
 _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85
 WORD = 0xFFFFFFFF
-BLOCK = 2**17  # words drawn at a time, which bounds the memory of the temporaries
+BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
 _DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
 
 # Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
@@ -55,8 +55,8 @@ _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no
 _LANES = 256  # of a program
 _SINGLY = 8  # new keys at most that are made one after the other
 _LOWER, _UPPER = numpy.uint64(WORD), numpy.uint64(32)
-_FACTORS = numpy.uint64(0xD2511F53), numpy.uint64(0xCD9E8D57)
-_STEPS = numpy.uint64(_WEYL[0]), numpy.uint64(_WEYL[1])
+_FACTORS = numpy.array((0xCD9E8D57, 0xD2511F53), numpy.uint64)  # of words 2 and 0
+_STEPS = numpy.arange(_ROUNDS, dtype=numpy.uint64)[:, None] * numpy.array(_WEYL, numpy.uint64)  # of both key words
 
 
 def bits(key: Tensor, count: int) -> Tensor:
@@ -209,18 +209,19 @@ def _philox_numpy(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor,
     words = [word.numpy().view(numpy.uint64) if isinstance(word, Tensor) else numpy.uint64(word) for word in counter]
     whole = key.numpy().view(numpy.uint64)
     even = numpy.empty((2, *numpy.broadcast_shapes(whole.shape, *(word.shape for word in words))), numpy.uint64)
-    odd, spare = numpy.empty_like(even), numpy.empty_like(even)
+    odd, spare, swapped = numpy.empty_like(even), numpy.empty_like(even), even[::-1]
     even[0], odd[0], even[1], odd[1] = words
-    low, high = whole & _LOWER, whole >> _UPPER
-    for _ in range(_ROUNDS):
-        numpy.multiply(even[1:], _FACTORS[1], out=spare[:1])
-        numpy.multiply(even[:1], _FACTORS[0], out=spare[1:])
+    ones = (1,) * (even.ndim - 1)
+    round_keys = numpy.empty((2, *ones[whole.ndim :], *whole.shape), numpy.uint64)
+    round_keys[0], round_keys[1] = whole & _LOWER, whole >> _UPPER
+    factors = _FACTORS.reshape(2, *ones)
+    for round_key in round_keys + _STEPS.reshape(_ROUNDS, 2, *ones):
+        numpy.multiply(swapped, factors, out=spare)
         numpy.right_shift(spare, _UPPER, out=even)
         even ^= odd
-        even[0] ^= low
-        even[1] ^= high
+        even ^= round_key
         even &= _LOWER
-        odd, spare, low, high = spare, odd, low + _STEPS[0], high + _STEPS[1]
+        odd, spare = spare, odd
     return torch.from_numpy(even.view(numpy.int64)), torch.from_numpy(odd.view(numpy.int64))
 
 

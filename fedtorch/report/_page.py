@@ -140,8 +140,8 @@ def _client_charts(last: pd.DataFrame, scores: dict[str, Any]) -> list[Chart]:
     values = {"Last training loss": last["train_loss"].to_numpy(dtype=np.float64)}
     values |= {in_words(name): np.array(score["clients"], dtype=np.float64) for name, score in scores.items()}
     made = []
-    for name, found in values.items():
-        known = np.sort(found[np.isfinite(found)])
+    for name, column in values.items():
+        known = np.sort(column[np.isfinite(column)])
         if len(known) > 1:
             share = np.linspace(0, 100, len(known))
             title = f"{name[0].upper()}{name[1:]} of every client, sorted"

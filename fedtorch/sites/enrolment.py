@@ -79,14 +79,14 @@ class Token(NamedTuple):
             if not text.strip().startswith(_MARK):
                 raise ValueError(f"it does not begin with {_MARK}")
             coded = text.strip().removeprefix(_MARK)
-            found = cls(**json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))))
-            if not all(isinstance(part, str) for part in found):
+            token = cls(**json.loads(base64.urlsafe_b64decode(coded + "=" * (-len(coded) % 4))))
+            if not all(isinstance(part, str) for part in token):
                 raise ValueError("its parts are no texts")
         except (ValueError, TypeError) as error:
             raise ValueError(
                 f"Expected a whole token as `fedtorch invite` prints it, but got another: {error}"
             ) from None
-        return found
+        return token
 
     def __str__(self) -> str:
         return _MARK + base64.urlsafe_b64encode(json.dumps(self._asdict()).encode()).decode().rstrip("=")
@@ -193,8 +193,8 @@ class EnrolmentServer:
         )
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler}),))
         certificate = (folder / "authority.pem").read_bytes()
-        own = Identity((folder / "authority.key.pem").read_bytes(), certificate, certificate)
-        self.port = listen(self._server, address, own, both=False)
+        issuer = Identity((folder / "authority.key.pem").read_bytes(), certificate, certificate)
+        self.port = listen(self._server, address, issuer, both=False)
         self._connections = IdleConnections(self.port, limits)
         self._server.start()
 

@@ -17,6 +17,6 @@ torch.Size([2, 5, 7, 4])
 """
 
 from fedtorch.stacked_layers import _composite as _composite, _counting as _counting
-from fedtorch.stacked_layers._attention import adapt as adapt
+from fedtorch.stacked_layers._adapt import adapt as adapt
 from fedtorch.stacked_layers._branches import ReadsValues as ReadsValues, by_branches as by_branches
 from fedtorch.stacked_layers._recurrent import faster_alone as faster_alone

@@ -62,22 +62,6 @@ def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
     return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
 
 
-def adapt(module: nn.Module) -> None:
-    """Let the layers of a module, which is changed, take the ways that are fast under `torch.vmap`.
-
-    Example:
-        >>> layer = nn.TransformerEncoderLayer(4, 2, dropout=0.0, batch_first=True)
-        >>> x = torch.ones(2, 5, 4)
-        >>> before = layer(x)
-        >>> adapt(layer)
-        >>> torch.allclose(layer(x), before, atol=1e-6)
-        True
-    """
-    for part in module.modules():
-        if type(part) is nn.MultiheadAttention:
-            part.__class__ = StackedAttention
-
-
 def _folded(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
     """Evaluate an operation whose tensors have a batch in front `(N, ...)` on all clients' batches as one."""
     tensors = [in_front(info, a, d) if isinstance(a, Tensor) else a for a, d in zip(arguments, dims)]

@@ -184,9 +184,9 @@ class SplitNetwork(L.LightningModule):
 
     def losses(self, data: VerticalData, step: int) -> Tensor:
         """Return the negative bound per row of each element, `(B,)`, with the noise of this step."""
-        here, noise = self._drawn(data, step)
-        value = bound(self.model, self.server.guide, self.variational, here, noise).squeeze(1)
-        return -value / here.total.to(value)
+        batch, noise = self._drawn(data, step)
+        value = bound(self.model, self.server.guide, self.variational, batch, noise).squeeze(1)
+        return -value / batch.total.to(value)
 
     def _drawn(self, data: VerticalData, step: int) -> tuple[VerticalData, Noise]:
         """Return data in the networks' dtype, and the noise of this step."""
@@ -231,10 +231,10 @@ class SplitNetwork(L.LightningModule):
 
     def _replayed(self, data: VerticalData, step: int) -> tuple[Tensor, Tensor]:
         """Return (the losses, their sum) by a captured step."""
-        here, noise = self._drawn(data, step)
+        batch, noise = self._drawn(data, step)
         if self._captured is None:
             self._captured = CapturedBound(self.model, self.server.guide, self.variational)
-        return self._captured.losses(here, noise, 1 / here.total.to(self.server.rho).reshape(-1, 1))
+        return self._captured.losses(batch, noise, 1 / batch.total.to(self.server.rho).reshape(-1, 1))
 
     def validation_step(self, data: VerticalData, index: int) -> None:
         """Log the mean over elements of the negative log score."""
@@ -271,7 +271,7 @@ class SplitNetwork(L.LightningModule):
         self.train()
         self.check(data)
         known = data.known_to_parties(response=self.server.guide.auxiliary.sees_response)
-        parties = [PartyNode(p, own, optimizer=optimizer, per_row=True) for p, own in zip(self.parties, known)]
+        parties = [PartyNode(p, rows, optimizer=optimizer, per_row=True) for p, rows in zip(self.parties, known)]
         return ServerNode(self.server, data.known_to_server(), optimizer=optimizer, per_row=True), parties
 
     def totals(

@@ -32,6 +32,7 @@ from experiments.benchmarks import (
     gibbs,
     gpu,
     gtv,
+    loaders,
     privacy,
     robust,
     robust_peers,
@@ -700,3 +701,9 @@ def test_rows_of_the_demonstration_of_sites(there, monkeypatch):
     rows = demo_site.table()
     assert rows.name.startswith("heart disease" if there else "breast cancer")
     assert len(rows.clients) == 4
+
+
+@pytest.mark.parametrize("part", ["perceptron", "memory"])
+def test_loaders_benchmark(tmp_path, part):
+    loaders.main(["--smoke", "--part", part, "--json", str(tmp_path / "rows.json")])
+    assert all(value > 0 for value in rows(tmp_path / "rows.json").values())

@@ -243,7 +243,7 @@ def of_fedtorch(line: list[str], _: Page) -> list[str]:
         if word not in choices and not word.startswith("-"):
             return [f"no command {word}"]
         at = choices.get(word, at)
-    if line[0] in ("fit", "validate"):
+    if line[0] in ("fit", "validate", "test", "predict"):
         return []
     given = [word.strip("[]").partition("=")[0] for word in line if word.strip("[]").startswith("--")]
     return [f"no option {word}" for word in given if word not in at._option_string_actions]

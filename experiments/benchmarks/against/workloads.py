@@ -97,9 +97,9 @@ def closed_form(small: bool) -> Work:
     return lambda: parameters_of(finished(made, population, rounds=2 if small else 400))
 
 
-def perceptron(small: bool, compile: bool) -> Work:
+def perceptron(small: bool, compile: bool, clients: int = 100) -> Work:
     """FedAvg of Adam steps of 64-128-10 on digits."""
-    clients, rounds = (10, 2) if small else (100, 20)
+    clients, rounds = (10, 2) if small else (clients, 20)
     local = ft.gradient_descent(
         nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)),
         steps=5,
@@ -111,6 +111,43 @@ def perceptron(small: bool, compile: bool) -> Work:
     data = ft.data.partition(ft.data.digits(), ft.data.iid(), clients=clients, seed=0)
     made, population = ft.fedavg(local), ft.InProcess(data)
     return lambda: parameters_of(finished(made, population, rounds=rounds))
+
+
+def dropout(small: bool, batched: bool) -> Work:
+    """FedAvg of Adam steps of 64-128-10 with dropout, of clients that have different numbers of rows."""
+    clients, rounds = (10, 1) if small else (50, 10)
+    local = ft.gradient_descent(
+        nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)),
+        steps=5,
+        batch_size=10,
+        loss=nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+        batched=batched,
+    )
+    data = ft.data.partition(ft.data.digits(), ft.data.iid(), clients=clients, seed=0)
+    made, population = ft.fedavg(local), ft.InProcess(data)
+    return lambda: parameters_of(finished(made, population, rounds=rounds))
+
+
+def one_by_one(small: bool) -> Work:
+    """FedAvg of steps of a linear model, client by client."""
+    local = ft.gradient_descent(
+        nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)),
+        steps=20,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
+        batched=False,
+    )
+    made, population = ft.fedavg(local), ft.InProcess(linear_data(5 if small else 100, 40))
+    return lambda: parameters_of(finished(made, population, rounds=1 if small else 3))
+
+
+def matrix_normal(small: bool) -> Work:
+    """HM1 of related linear devices, data preparation included."""
+    head = importlib.import_module("fedtorch.models.linear").LinearHead(8, intercept=False, dtype=torch.float64)
+    made = ft.matrix_normal(ft.least_squares(head, steps=20))
+    data = linear_data(10 if small else 100, 40 if small else 200, dtype=torch.float64)
+    return lambda: parameters_of(finished(made, ft.InProcess(data), rounds=2 if small else 30))
 
 
 def gtv(small: bool) -> Work:
@@ -202,6 +239,11 @@ WORKLOADS: dict[str, Callable[[bool], Work]] = {
     "fedavg, least squares, 100 clients × 400 rounds": closed_form,
     "fedavg, 64-128-10, 100 clients × 20 rounds × 5 Adam steps": lambda small: perceptron(small, False),
     "the same with compile=True": lambda small: perceptron(small, True),
+    "fedavg, 64-128-10 with dropout, 50 clients × 10 rounds × 5 Adam steps": lambda small: dropout(small, True),
+    "the same with batched=False": lambda small: dropout(small, False),
+    "fedavg, linear, 100 clients × 3 rounds × 20 steps one by one": one_by_one,
+    "fedavg, 64-128-10, 10 clients × 20 rounds × 5 Adam steps": lambda small: perceptron(small, False, 10),
+    "hm1, 100 devices × 30 rounds": matrix_normal,
     "scaffold, linear, 100 clients × 20 rounds × 20 steps": lambda small: average_linear(small, 100, 20, ft.scaffold),
     "gtv, 2000 nodes × 50 rounds": gtv,
     "gibbs, 4 sites, 4 chains, 100 rounds × 5 sweeps": gibbs,

@@ -67,7 +67,7 @@ def ditto(
 
     def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         averaged = shared.client(inbox, state.solver, data, turn)
-        own_turn = turn._replace(key=random.fold_in(turn.key, _PERSONAL))
+        own_turn = turn.with_key(lambda: random.fold_in(turn.key, _PERSONAL))
         personal = local.solve(state.personal, state.personal_solver, data, proximal(inbox, strength), own_turn)
         info = {**averaged.info, **{f"personal_{name}": value for name, value in personal.info.items()}}
         return Reply(averaged.message, _State(personal.parameters, personal.state, averaged.state), info)

@@ -10,6 +10,7 @@ Source: McMahan et al. (2017), section 2 ("FedSGD", C-fraction of clients, E = 1
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Literal
 
 import torch
@@ -64,4 +65,4 @@ def fedsgd(
         buffers=buffers,
         batched=batched,
     )
-    return fedavg(local, lr=lr, weight=weight)
+    return dataclasses.replace(fedavg(local, lr=lr, weight=weight), schedule=None)  # the rate is the server's

@@ -9,7 +9,8 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from fedtorch.data import FederatedData, FederatedLoaders
-from fedtorch.federation.lightning._trainer_settings import check_loader
+from fedtorch.federation.lightning._first_batches import first_batches
+from fedtorch.federation.lightning._trainer_settings import check_loader, limit_of
 from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.own_steps import has_step
 from fedtorch.federation.runs.run import Run
@@ -49,6 +50,7 @@ class Evaluation:
         self._built = {stage: data for stage, data in rows.items() if data is not None}
         self._given: dict[str, Evaluable] = {}
         self._predict: Callable[..., list[Any]] | None = None
+        self._limited: dict[str, tuple[Evaluable, float, Evaluable]] = {}  # by stage: all, the limit, what is within
         for stage, data in self._built.items():
             self._check(stage, data)
         if "validation" in self._built:
@@ -80,6 +82,7 @@ class Evaluation:
         self._given, self._predict = {}, None
         stage = stages.get(trainer.state.fn)  # type: ignore[arg-type]
         if stage is None:
+            self._check_limit("validation", trainer)
             return
         loop: Any = {"validation": trainer.validate_loop, "test": trainer.test_loop, "predict": trainer.predict_loop}[
             stage
@@ -99,6 +102,11 @@ class Evaluation:
                 f"FederatedData of the same clients, or ft.Federation(…, {said}=data)"
             )
         self._check_step(stage)
+        self._check_limit(stage, trainer)
+
+    def _check_limit(self, stage: str, trainer: L.Trainer) -> None:
+        if stage in _PREFIXES and self.has(stage):
+            self._within(stage, limit_of(trainer, _PREFIXES[stage]))
 
     def has(self, stage: str) -> bool:
         """Return whether there are rows."""
@@ -111,8 +119,18 @@ class Evaluation:
     def scores(self, stage: str, trainer: Any) -> dict[str, Score]:
         """Return scores by the names under which they are logged."""
         own = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
-        scores = self._run.evaluate(self.rows(stage), self._metrics, self._split, batch_size=self._batch_size, **own)
+        rows = self._within(stage, limit_of(trainer, _PREFIXES[stage]))
+        scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **own)
         return {name if own else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
+
+    def _within(self, stage: str, limit: float | None) -> Evaluable:
+        """Return what is within a limit of batches, the same object each time, whose blocks are kept."""
+        rows = self.rows(stage)
+        if limit is None:
+            return rows
+        if self._limited.get(stage, ())[:2] != (rows, limit):
+            self._limited[stage] = rows, limit, first_batches(rows, self._batch_size, limit)
+        return self._limited[stage][2]
 
     def predictions(self, client: int, trainer: Any) -> list[Any]:
         """Return the outputs of a client's batches."""

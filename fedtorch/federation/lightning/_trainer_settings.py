@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import lightning as L
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
@@ -15,25 +17,29 @@ from lightning.pytorch.callbacks import (
 )
 
 from fedtorch.federation.lightning.client_sharding import ClientSharding
+from fedtorch.federation.local_schedule import LocalSchedule, check_length
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.population import Population
 
 _SOLVER = "tell the local solver: ft.gradient_descent({}) or ft.lightning_fit({})"
-_AVERAGING = "keep averages of the server's parameters in a recorder, record=, or take ft.fedopt"
 _CALLBACKS = {
-    StochasticWeightAveraging: _AVERAGING,
-    WeightAveraging: _AVERAGING,
+    WeightAveraging: "take StochasticWeightAveraging, or keep averages in a recorder, record=",
     GradientAccumulationScheduler: "give it to ft.lightning_fit(callbacks=)",
     ModelPruning: "prune client_module(client) or global_module()",
     BackboneFinetuning: "set requires_grad=False, or take ft.personal_layers",
     BatchSizeFinder: "give batch_size= to the local solver",
     LearningRateFinder: "tune with ft.grid or ft.tune",
-    LearningRateMonitor: "schedules are the clients'; a module of ft.lightning_fit can log its own optimizer's lr",
 }
+_FOLLOWERS = (LearningRateMonitor, StochasticWeightAveraging)  # of the clients' learning rates
 
 
-def check_settings(trainer: L.Trainer) -> None:
+def check_settings(trainer: L.Trainer, rates: bool, limits: bool) -> None:
     """Refuse what a Trainer cannot do for a federation, whose modules, rows and optimisers it does not see.
+
+    Args:
+        trainer: whose settings.
+        rates: whether the clients' learning rates are known.
+        limits: whether their epochs can be limited.
 
     Raises:
         ValueError: the message names the setting, and where to say it instead.
@@ -52,7 +58,7 @@ def check_settings(trainer: L.Trainer) -> None:
             f"gradient_clip_algorithm={trainer.gradient_clip_algorithm!r}",
             _SOLVER.format("clip=", "gradient_clip_algorithm="),
         )
-    _check_batches(trainer)
+    _check_batches(trainer, limits)
     if getattr(trainer, "datamodule", None) is not None:
         _refuse(
             "datamodule=",
@@ -62,22 +68,47 @@ def check_settings(trainer: L.Trainer) -> None:
         for kind, instead in _CALLBACKS.items():
             if isinstance(callback, kind):
                 _refuse(f"the callback {type(callback).__name__}", instead)
+        if isinstance(callback, _FOLLOWERS) and not rates:
+            name = type(callback).__name__
+            _refuse(f"the callback {name}", "these clients have no learning rates that are known to this process")
 
 
-def _check_batches(trainer: L.Trainer) -> None:
+def limit_of(trainer: L.Trainer, stage: str) -> float | None:
+    """Return the limit of a stage's batches, "train", "val", "test" or "predict"; None for all and for none."""
+    limit = getattr(trainer, f"limit_{stage}_batches")
+    whole = (limit == 1 and isinstance(limit, float)) or limit == 0
+    return None if whole or trainer.fast_dev_run else limit  # type: ignore[attr-defined]
+
+
+def items_for(limit: float | None) -> list[int]:
+    """Return the items of a loader of which Lightning, limiting them too, takes one.
+
+    Example:
+        >>> [len(items_for(limit)) for limit in (None, 3, 0.5, 0.3)]
+        [1, 1, 2, 4]
+    """
+    count = 1 if limit is None or isinstance(limit, int) else math.ceil(1 / limit)
+    return [0] * (count + (limit is not None and int(count * limit) < 1))
+
+
+def reads_rates(callback: L.Callback) -> bool:
+    """Return whether a callback may look at learning rates: those of Lightning that do, and all of others."""
+    return isinstance(callback, _FOLLOWERS) or not type(callback).__module__.startswith(("lightning.", "fedtorch."))
+
+
+def _check_batches(trainer: L.Trainer, limits: bool) -> None:
     """Refuse settings of loaders: an epoch has one batch, which is the round, and clients have the rows."""
-    limits = {
-        "overfit_batches": ("train on few rows or clients: data.select([0])", (0,)),
-        "limit_train_batches": (_SOLVER.format("steps=", "limit_train_batches="), (0, 1)),
-        "limit_val_batches": ("give fewer rows as validation=", (0, 1)),
-        "limit_test_batches": ("give fewer rows to federation.evaluate", (1,)),
-        "limit_predict_batches": ("predict with federation.client_module(client)", (1,)),
-        "reload_dataloaders_every_n_epochs": ("take ft.Growing for clients whose rows change", (0,)),
-    }
-    for name, (instead, known) in limits.items():
-        value = getattr(trainer, name)
-        if value not in known and not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            _refuse(f"{name}={value}", instead)
+    few = trainer.overfit_batches  # type: ignore[attr-defined]
+    if few and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        _refuse(f"overfit_batches={few}", "train on few rows or clients: data.select([0])")
+    advice = {} if limits else {"train": _SOLVER.format("steps=", "limit_train_batches=")}
+    advice["predict"] = "predict for fewer clients or rows with federation.run.predict(data, clients=)"
+    for stage, instead in advice.items():
+        if (limit := limit_of(trainer, stage)) is not None:
+            _refuse(f"limit_{stage}_batches={limit}", instead)
+    if trainer.reload_dataloaders_every_n_epochs:  # type: ignore[attr-defined]
+        every = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        _refuse(f"reload_dataloaders_every_n_epochs={every}", "take ft.Growing for clients whose rows change")
     every = trainer.val_check_interval
     if isinstance(every, float) and every != 1:
         _refuse(
@@ -85,6 +116,19 @@ def _check_batches(trainer: L.Trainer) -> None:
         )
     if trainer._accelerator_connector._layer_sync is not None:
         _refuse("sync_batchnorm=True", 'average statistics by ft.gradient_descent(…, buffers="average")')
+
+
+def check_rounds(trainer: L.Trainer, schedule: LocalSchedule | None) -> None:
+    """Refuse to train for another number of rounds than the clients' schedules were made for.
+
+    Raises:
+        ValueError: the message names the setting of the Trainer.
+    """
+    given = {name: getattr(trainer, name) for name in ("max_epochs", "max_steps")}
+    limits = {name: value for name, value in given.items() if value not in (None, -1)}
+    if limits and not trainer.fast_dev_run:  # type: ignore[attr-defined]
+        name = min(limits, key=lambda name: limits[name])
+        check_length(schedule, limits[name], f"{name}={limits[name]} of the Trainer")
 
 
 def check_loader(given: object, own: object, name: str) -> None:

@@ -7,12 +7,11 @@ One communication round is one training step and one epoch, so validation, check
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
-from lightning.pytorch.callbacks import ModelSummary, RichProgressBar, TQDMProgressBar
 from torch import Tensor, nn
 
 from fedtorch import tree
@@ -20,10 +19,19 @@ from fedtorch._representation import run_line
 from fedtorch.checkpoint_io import keep_plain
 from fedtorch.federation.algorithm import Algorithm, check_algorithm
 from fedtorch.federation.budget import exhausted
+from fedtorch.federation.lightning._clients_optimizers import ClientsOptimizers
 from fedtorch.federation.lightning._evaluation import Evaluation, values_of
 from fedtorch.federation.lightning._hyperparameters import hyperparameters
-from fedtorch.federation.lightning._trainer_settings import check_loader, check_place, check_settings
-from fedtorch.federation.lightning.round_progress_bar import RoundProgressBar
+from fedtorch.federation.lightning._round_averaging import callbacks_of_rounds
+from fedtorch.federation.lightning._trainer_settings import (
+    check_loader,
+    check_place,
+    check_rounds,
+    check_settings,
+    items_for,
+    limit_of,
+    reads_rates,
+)
 from fedtorch.federation.lightning.stopping import stopped_early
 from fedtorch.federation.populations.population import Population, check_population
 from fedtorch.federation.runs.cohorts import Asked
@@ -37,8 +45,6 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-_ONE_ROUND = [0]  # what an epoch of the Trainer goes through
-_OWN_BARS = (RichProgressBar, TQDMProgressBar)  # of Lightning's, one of which a Trainer has unless told
 _LARGE = 100 * 2**20  # bytes of a checkpoint that deserve a warning
 # Lightning's `load_from_checkpoint` of any class reads who makes the module, and says that it does not know this one.
 _INSTEAD = "of a federation: call fedtorch's load_module(path, module) instead of load_from_checkpoint."
@@ -132,6 +138,8 @@ class Federation(L.LightningModule):
         self._split, self._metrics, self._batch_size = split, metrics, evaluation_batch_size
         self._anyway, self._joined = anyway, joined
         self._evaluation = Evaluation(self.run, rows, metrics, split, evaluation_batch_size)
+        self._optimizers = ClientsOptimizers(self.run)
+        self._items = {stage: [0] for stage in ("train", "val", "test")}  # an epoch is a round, an evaluation a step
         self.scores: dict[str, Score] = {}
         self._warned = False
         self._show_validation()
@@ -191,12 +199,14 @@ class Federation(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Run one communication round."""
-        round = self.run.step()
+        round = self.run.step(**self._optimizers.ask())
+        self._optimizers.follow(round.ids)
         self._log_values(means(round.info), prog_bar=("train_loss",))
         self._log_values({name: float(value) for name, value in round.report.items() if name not in round.info})
         self._log_values({"bytes_up": self.run.bytes_up, "bytes_down": self.run.bytes_down})
         self.trainer.should_stop = self.trainer.should_stop or exhausted(self.run.algorithm.budget)
-        self.optimizers().step()  # type: ignore[union-attr]
+        counter = self.optimizers()
+        (counter[0] if isinstance(counter, list) else counter).step()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Score every client's model on its validation rows."""
@@ -217,46 +227,53 @@ class Federation(L.LightningModule):
         return values
 
     def train_dataloader(self) -> Iterable[int]:
-        """Return one item: an epoch is a round."""
-        return _ONE_ROUND
+        """Return what gives one item: an epoch is a round."""
+        return self._items_of("train")
 
     def val_dataloader(self) -> Iterable[int]:
-        """Return one item: all clients are scored in one step."""
-        return _ONE_ROUND
+        """Return what gives one item: all clients are scored in one step."""
+        return self._items_of("val")
 
     def test_dataloader(self) -> Iterable[int]:
-        """Return one item: all clients are scored in one step."""
-        return _ONE_ROUND
+        """Return what gives one item: all clients are scored in one step."""
+        return self._items_of("test")
+
+    def _items_of(self, stage: str) -> list[int]:
+        self._items[stage] = items_for(limit_of(self.trainer, stage))
+        return self._items[stage]
 
     def predict_dataloader(self) -> Iterable[int]:
         """Return the clients' numbers."""
         return list(range(len(self._evaluation.rows("predict"))))
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Return an optimiser without parameters, stepped once a round, because Lightning counts its steps."""
-        return _RoundCounter()
+    def configure_optimizers(self) -> Any:
+        """Return optimisers without parameters: they hold the clients' learning rates, and Lightning counts steps."""
+        return self._optimizers.make(watched=any(map(reads_rates, self.trainer.callbacks)))  # type: ignore[attr-defined]
 
     def configure_callbacks(self) -> list[L.Callback]:
         """Add none; this is where a Trainer asks first, and what would do nothing is refused.
 
-        Lightning's own progress bar, which begins anew every epoch, makes place for one over all rounds.
+        Lightning's own progress bar, which begins anew every epoch, makes place for one over all rounds, and its weight
+        averaging for one of the server's parameters.
         """
-        check_settings(self.trainer)
+        schedule = self.run.algorithm.schedule
+        limits = schedule is not None and schedule.takes_limit and self._optimizers.known
+        check_settings(self.trainer, self._optimizers.known, limits)
         self._evaluation.attach(self.trainer, self)
         self._show_validation()
         callbacks = self.trainer.callbacks  # type: ignore[attr-defined]
-        kept = [each for each in callbacks if type(each) is not ModelSummary]  # of no parameters: clients have them
-        callbacks[:] = [RoundProgressBar() if type(each) in _OWN_BARS else each for each in kept]
+        callbacks[:] = callbacks_of_rounds(callbacks)
         return []
 
     def on_fit_start(self) -> None:
-        """Tell the loggers the settings, those of the local solver as `local/lr`."""
+        """Refuse a run of another length than its schedules; tell the loggers the settings, as `local/lr`."""
+        check_rounds(self.trainer, self.run.algorithm.schedule)
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
             logger.log_hyperparams(hyperparameters(self.run))
 
     def on_train_start(self) -> None:
         """Refuse rows that the Trainer was given."""
-        check_loader(self.trainer.train_dataloader, _ONE_ROUND, "train")
+        check_loader(self.trainer.train_dataloader, self._items["train"], "train")
 
     def on_train_end(self) -> None:
         """Note why the run has stopped before the rounds that the Trainer was given."""
@@ -264,7 +281,7 @@ class Federation(L.LightningModule):
 
     def on_validation_start(self) -> None:
         """Refuse rows that the Trainer was given."""
-        check_loader(self.trainer.val_dataloaders, _ONE_ROUND, "validation")
+        check_loader(self.trainer.val_dataloaders, self._items["val"], "validation")
 
     @classmethod
     def load_from_checkpoint(cls, *arguments: Any, **options: Any) -> Any:
@@ -278,6 +295,7 @@ class Federation(L.LightningModule):
     def setup(self, stage: str) -> None:
         """Refuse to train the same clients several times over."""
         trainer = self.trainer
+        self._optimizers.take(limit_of(trainer, "train") if stage == "fit" else None)
         check_place(trainer, getattr(self.run.population, "population", self.run.population))
         keep_plain(trainer.strategy)
         # An epoch has one step; Lightning warns of longer intervals.
@@ -326,14 +344,3 @@ class Federation(L.LightningModule):
             ValueError: it belongs to another federation.
         """
         self.run.load_state_dict(state, anyway=self._anyway, joined=self._joined)
-
-
-class _RoundCounter(torch.optim.Optimizer):
-    """An optimiser of nothing."""
-
-    def __init__(self) -> None:
-        super().__init__([{"params": []}], {})
-
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Count as one step."""
-        return None if closure is None else closure()

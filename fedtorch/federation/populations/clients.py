@@ -145,7 +145,7 @@ class LocalClients:
         """Run the clients of one block; the message is all that they send."""
         ids, data = block
         inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
-        client_turn = turn._replace(key=random.fold_in(turn.key, indices(ids)).to(self.device))
+        client_turn = turn.with_key(lambda: random.fold_in(turn.key, indices(ids)).to(self.device))
         reply, told = self.algorithm.client(inbox, state, data, client_turn), self.algorithm.told
         if told is None:
             return reply
@@ -287,7 +287,7 @@ class LocalClients:
         """Return ids and states of the clients that have committed, flat."""
         return self.table.state_dict()
 
-    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+    def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
         """Replace all states by those in `flat` of clients that are here."""
         local = torch.zeros(self.clients, dtype=torch.bool)
         for ids, _ in self._blocks:

@@ -210,7 +210,7 @@ class _DistributedClients:
         order = every["ids"].argsort()
         return {name: leaf[order] for name, leaf in every.items()}
 
-    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+    def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
         """Replace the states of this rank's clients; those of other ranks are skipped."""
         self.local.load_state_dict(flat)
 

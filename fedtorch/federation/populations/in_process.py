@@ -25,7 +25,7 @@ class InProcess:
         data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of
             its clients. Or their loaders, see `ft.data.from_loaders`, of which a round takes the batches.
         chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
-            of what is free on a CUDA device; of clients with loaders one, or 64 whose batches are padded.
+            of what is free on a CUDA device; of clients with loaders 8, or 64 whose batches are padded.
         device: where blocks and states live; default: where the data are.
         carry: how messages are carried; sums under masks are simulated, with every key, share and signature, and
             protect nobody here.

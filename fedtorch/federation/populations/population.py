@@ -112,8 +112,8 @@ class Clients(Protocol):
         """Return ids and states of all clients that have committed, flat."""
         ...
 
-    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Replace the states by those in `flat` that belong here."""
+    def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
+        """Replace the states by those in `flat` that belong here; `anyway` goes on with other rows elsewhere."""
         ...
 
     def meet(self) -> None:

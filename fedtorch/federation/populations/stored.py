@@ -11,7 +11,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import SMALL_BLOCK, Block, LocalClients, block_bytes
 from fedtorch.tree import Rows, Tree
 
-_MOST_LOADERS = 64  # clients whose loaders are open at the same time, each with its workers
+_LOADERS, _PADDED = 8, 64  # clients at once that have loaders, which may be open together; whose batches are padded
 
 
 class StoredClients(LocalClients):
@@ -52,7 +52,7 @@ class StoredClients(LocalClients):
         """Return how many clients of so many rows run at once."""
         data = self._data
         if isinstance(data, FederatedLoaders):
-            return 1 if data.pad is None else _MOST_LOADERS  # one after another, unless their batches become alike
+            return _LOADERS if data.pad is None else _PADDED
         row = tree.nbytes(data.rows) / max(1, int(data.counts.sum()))
         return max(1, int(block_bytes(self.device) / (row * max(1, width))))
 

@@ -31,7 +31,9 @@ def study_of(search: Any, largest_is_best: bool, seed: int, ladder: Sequence[int
     direction = "maximize" if largest_is_best else "minimize"
     if isinstance(search, str) and search == "tpe":
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=ladder[0], reduction_factor=factor)
-        return optuna.create_study(direction=direction, sampler=optuna.samplers.TPESampler(seed=seed), pruner=pruner)
+        return optuna.create_study(
+            direction=direction, sampler=optuna.samplers.TPESampler(seed=seed % 2**32), pruner=pruner
+        )
     if not isinstance(search, optuna.Study):
         raise TypeError(f"Expected search='random', 'tpe' or an optuna.Study, but got {search!r}")
     directions = [each.name.lower() for each in search.directions]

@@ -92,9 +92,9 @@ def folder_of(path: Path | str, about: Mapping[str, Any], writes: bool) -> Path:
     folder, mine = Path(path), {name: describe(value) for name, value in about.items()}
     file = folder / "search.json"
     if not file.exists():
-        if folder.exists() and any(folder.iterdir()):
-            raise ValueError(f"Expected an empty folder for a search, or one of a search, but got {folder}")
-        if writes:
+        if writes:  # other ranks may find it half made
+            if folder.exists() and any(folder.iterdir()):
+                raise ValueError(f"Expected an empty folder for a search, or one of a search, but got {folder}")
             folder.mkdir(parents=True, exist_ok=True)
             files.replace(file, json.dumps(mine).encode())
         return folder

@@ -22,34 +22,47 @@ _PLAIN = (bool, int, float, str, Tensor)
 
 
 class JoinedEpoch:
-    """Joins what copies of a module know after their steps.
+    """Joins what a module knows after its steps for each client.
 
     Args:
         template: the module before any step.
+        module: which evaluates the clients in turn.
+        hooked: whether a hook at the end asks for more than metrics.
 
     Attributes:
         whole: whether nothing but metrics and lists has changed, so that what is joined is all there is.
     """
 
-    def __init__(self, template: nn.Module) -> None:
-        self._template, self.whole = template, True
-        self._states = {name: JoinedStates() for name, _ in metrics_in(template)}
+    def __init__(self, template: nn.Module, module: nn.Module, hooked: bool) -> None:
+        self._template, self._hooked, self.whole = template, hooked, True
+        collection = loaded("torchmetrics", "MetricCollection")
+        self._collections: list[Any] = [part for part in module.modules() if isinstance(part, collection)]
+        self._metrics = dict(metrics_in(module))
+        self._states = {name: JoinedStates() for name in self._metrics}
         parts = dict(template.named_modules())
-        self._parts = {name: part for name, part in parts.items() if not _of_metrics(name, parts)}
+        plain = [name for name in parts if not _of_metrics(name, parts)]
+        self._parts = {name: (parts[name], module.get_submodule(name)) for name in plain}
         self._grown: dict[tuple[str, str], Any] = {}
         self._tensors: Tree = None
         self._rows = 0
 
-    def add(self, module: nn.Module, tensors: dict[str, Tensor], rows: int) -> None:
-        """Take in a copy that has these tensors, after its steps on so many rows."""
-        for name, metric in metrics_in(module):
-            if name in self._states:
-                self._states[name].add(metric)
-        for name, part in self._parts.items():
-            self._take(name, vars(part), vars(module.get_submodule(name)))
-        before = self._template.named_buffers()
-        same = all(name in tensors or torch.equal(old, module.get_buffer(name)) for name, old in before)
-        self.whole = self.whole and same
+    def add(self, tensors: dict[str, Tensor], rows: int, changed: bool) -> None:
+        """Take in the module after its steps with these tensors on so many rows.
+
+        Args:
+            tensors: of the client.
+            rows: that it has seen.
+            changed: whether tensors of its own, such as buffers, have changed.
+        """
+        for collection in self._collections:
+            list(collection.items(keep_base=True, copy_state=False))  # those of a group share one state
+        for name, states in self._states.items():
+            states.add(self._metrics[name])
+        if not self._hooked:
+            return
+        for name, (before, after) in self._parts.items():
+            self._take(name, before.__dict__, after.__dict__)
+        self.whole = self.whole and not changed
         shares = {name: rows * leaf.double() for name, leaf in tensors.items() if leaf.is_floating_point()}
         self._tensors = shares if self._tensors is None else tree.add(self._tensors, shares)
         self._rows += rows
@@ -77,6 +90,10 @@ class JoinedEpoch:
         if isinstance(new, _PLAIN):
             self.whole = self.whole and _same(old, new)
         return new
+
+    def knows(self, name: str) -> bool:
+        """Return whether a metric's states, or those of a metric in it, have been joined."""
+        return any(states.updates for each, states in self._states.items() if f"{each}.".startswith(f"{name}."))
 
     def metric(self, name: str) -> Any:
         """Return a copy of a metric that has seen all rows."""

@@ -1,7 +1,7 @@
 """A LightningModule's own `validation_step`, `test_step` and `predict_step`, for every client of a federation.
 
-Each client is evaluated as a `lightning.Trainer` would evaluate its module on its batches: by a copy of the module with
-the client's tensors, fresh metrics and the hooks around the steps. Over all clients, numbers that steps log are reduced
+Each client is evaluated as a `lightning.Trainer` would evaluate its module on its batches: with the client's tensors,
+fresh metrics and the hooks around the steps. Over all clients, numbers that steps log are reduced
 over all batches, metrics are those of all rows together (see `metrics.joined`), and what `on_validation_epoch_end` logs
 is what it makes of all clients' metrics and lists.
 """
@@ -14,16 +14,18 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from fedtorch import functional
 from fedtorch.expected import loaded
 from fedtorch.federation.runs.evaluation import ClientBatches
 from fedtorch.federation.runs.joined_epoch import JoinedEpoch
 from fedtorch.federation.runs.step_logs import Logged, StepLogs, over_batches, takes_index
+from fedtorch.federation.runs.working_copy import WorkingCopy
 from fedtorch.metrics.joined import metrics_in, value_of
 from fedtorch.metrics.scores import Score
 
+_HOOKS = ("model_eval", "start", "epoch_start", "batch_start", "batch_end", "epoch_end", "end")
+_TRANSFERS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 STAGES = {"validation": "validate", "test": "test", "predict": "predict"}  # as `setup` calls them
 
 
@@ -85,26 +87,31 @@ class OwnSteps:
             metric.reset()
             metric.distributed_available_fn = lambda: False  # clients' metrics never meet over ranks
         self._template = template.to(device).eval()
+        self._working = WorkingCopy(self._template, trainer)
+        self._logs = StepLogs(self._working.module)
+        base = loaded("lightning.pytorch", "LightningModule")
+        overridden = lambda name: getattr(type(module), name, None) is not getattr(base, name, None)
+        self._hooks = {name for name in _HOOKS if overridden(f"on_{stage}_{name}")}
+        self._moves = device.type != "cpu" or any(map(overridden, _TRANSFERS))
         self._indexed = takes_index(getattr(template, f"{stage}_step"))
 
     def scores(self, clients: Iterable[ClientBatches]) -> dict[str, Score]:
         """Return what is logged of each client and over all, by name."""
-        joined, epochs = JoinedEpoch(self._template), []
+        joined, epochs = JoinedEpoch(self._template, self._working.module, "epoch_end" in self._hooks), []
         with self._quiet():
             for client in clients:
-                with self._named(client):
-                    epochs.append(self._epoch(client, joined))
+                with self._client(client) as module:
+                    epochs.append(self._epoch(module, client, joined))
             return self._scored(epochs, joined)
 
     def outputs(self, client: ClientBatches) -> list[Any]:
         """Return what the step returns for each batch of a client, on the CPU."""
         from lightning.fabric.utilities import move_data_to_device
 
-        with self._quiet(), self._named(client):
-            module = self._module(client.tensors)
-            self._seeded(client.seed)
-            every = [move_data_to_device(output, "cpu") for output, _ in self._steps(module, client.batches, None)]
+        with self._quiet(), self._client(client) as module:
+            every = [move_data_to_device(output, "cpu") for output, _ in self._steps(module, client.batches)]
             self._hook(module, "epoch_end")
+            self._hook(module, "end")
             return every
 
     @contextmanager
@@ -115,63 +122,55 @@ class OwnSteps:
             yield
 
     @contextmanager
-    def _named(self, client: ClientBatches) -> Iterator[None]:
-        """Say in errors whose evaluation fails."""
+    def _client(self, client: ClientBatches) -> Iterator[Any]:
+        """Give the module with a client's tensors, and say in errors whose evaluation fails."""
+        self._seeded(client.seed)
+        self._logs.entries = {}
         try:
-            yield
+            with self._working.holding(client.tensors) as module:
+                yield module
         except Exception as error:
             error.add_note(f"in {self._stage}_step of client {client.name!r}, or the hooks around it")
             raise
+        finally:
+            self._logs.rows = 0
 
     def _seeded(self, seed: int) -> None:
         torch.default_generator.manual_seed(seed)
         if self._device.type == "cuda":
             torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
 
-    def _module(self, tensors: dict[str, Tensor]) -> Any:
-        """Return a client's module: what is not of the client's tensors is shared, but for buffers."""
-        buffers = functional.buffers(self._template)
-        module: Any = functional.with_tensors(self._template, {**buffers, **tensors})
-        module.trainer = self._trainer
-        return module
-
-    def _epoch(self, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
-        module, rows = self._module(client.tensors), 0
-        logs = StepLogs(module)
-        self._seeded(client.seed)
-        for _, size in self._steps(module, client.batches, logs):
-            rows += size
+    def _epoch(self, module: Any, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
+        rows = sum(size for _, size in self._steps(module, client.batches))
         if not rows:
             return _Epoch(0, {}, {})
-        joined.add(module, client.tensors, rows)
+        joined.add(client.tensors, rows, self._working.changed())
         self._hook(module, "epoch_end")
-        values = logs.values()
+        values = self._logs.values()
         self._hook(module, "end")
-        return _Epoch(rows, values, logs.entries)
+        return _Epoch(rows, values, self._logs.entries)
 
-    def _steps(self, module: Any, batches: Any, logs: StepLogs | None) -> Iterator[tuple[Any, int]]:
+    def _steps(self, module: Any, batches: Any) -> Iterator[tuple[Any, int]]:
         """Yield (output, rows) of every batch; the hooks before the first run where there is one."""
         step = getattr(module, f"{self._stage}_step")
         for index, (batch, rows) in enumerate(batches):
             if index == 0:
                 for name in ("model_eval", "start", "epoch_start"):
                     self._hook(module, name)
-            if logs is not None:
-                logs.rows = rows
-            batch = module.on_before_batch_transfer(batch, 0)
-            batch = module.on_after_batch_transfer(module.transfer_batch_to_device(batch, self._device, 0), 0)
+            self._logs.rows = rows
+            if self._moves:
+                batch = module.on_before_batch_transfer(batch, 0)
+                batch = module.on_after_batch_transfer(module.transfer_batch_to_device(batch, self._device, 0), 0)
             self._hook(module, "batch_start", batch, index)
             output = step(batch, index) if self._indexed else step(batch)
             self._hook(module, "batch_end", output, batch, index)
-            if logs is not None:
-                logs.rows = 0
+            self._logs.rows = 0
             yield output, rows
 
     def _hook(self, module: Any, name: str, *arguments: Any) -> None:
         """Call a hook that the module overrides; Lightning's own ask a Trainer, or do nothing."""
-        name = f"on_{self._stage}_{name}"
-        if getattr(type(module), name, None) is not getattr(loaded("lightning.pytorch", "LightningModule"), name, None):
-            getattr(module, name)(*arguments)
+        if name in self._hooks:
+            getattr(module, f"on_{self._stage}_{name}")(*arguments)
 
     def _scored(self, epochs: list[_Epoch], joined: JoinedEpoch) -> dict[str, Score]:
         names = {name: entry for epoch in epochs for name, entry in epoch.entries.items()}
@@ -183,7 +182,8 @@ class OwnSteps:
             best = None
             if entry.metric is not None:
                 metric = joined.metric(entry.metric)
-                overall, best = value_of(metric), metric.higher_is_better
+                overall = value_of(metric) if joined.knows(entry.metric) else _mean(epochs, name)
+                best = metric.higher_is_better
             elif not entry.at_end:
                 overall = over_batches(logged)
             else:
@@ -210,5 +210,5 @@ class OwnSteps:
 
 def _mean(epochs: list[_Epoch], name: str) -> float:
     """Return the mean of clients' values, weighted by their rows."""
-    rows = sum(epoch.rows for epoch in epochs if name in epoch.values)
-    return sum(epoch.rows * epoch.values[name] for epoch in epochs if name in epoch.values) / rows
+    known = [(epoch.rows, epoch.values[name]) for epoch in epochs if name in epoch.values]
+    return sum(rows * value for rows, value in known) / sum(rows for rows, _ in known)

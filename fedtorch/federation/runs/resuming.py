@@ -106,7 +106,7 @@ class Resumable:
             server = joining.joined(self.algorithm, self._begin, flat, before, now)
         for i, recorder in enumerate(self.recorders):
             recorder.load_state_dict(below(f"recorders.{i}.", flat))
-        self.clients.load_state_dict(below("clients.", flat))
+        self.clients.load_state_dict(below("clients.", flat), anyway)
         self.log.load_state_dict(below("history.", flat))
         self.server = tree.map(lambda new, old: new.to(old.device, copy=True), server, self.server)
         if not joining.adds(self.server, flat):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from fedtorch._representation import run_line
 from fedtorch.federation.algorithm import Algorithm, Turn, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
+from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
@@ -118,15 +119,16 @@ class Run(Scored, Resumable):
         self._keys = RoundKeys(seed)
         self.clients.introduce(lambda: {**self.fingerprint(), "start": checkpoint.describe(parameters)})
 
-    def step(self) -> Round:
-        """Do one round."""
+    def step(self, **ask: Any) -> Round:
+        """Do one round; `ask` are further fields of its `Turn`, such as `limit`."""
         began, algorithm, everybody, self.ended = time.perf_counter(), self.algorithm, self._everybody, ""
-        keys = self._keys(self.number)
+        keys, done = self._keys(self.number), self.number
+        check_round(algorithm.schedule, done + 1)
         asked = None if self._draw is None else self._draw(keys.cohort)
         if algorithm.budget is not None:
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, self.number), fate.silent)
+        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, done, **ask), fate.silent)
         pending.check(self.population.names, self.number + 1, self.on_bad_message)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
@@ -171,6 +173,7 @@ class Run(Scored, Resumable):
         """
         if rounds is None and until is None:
             raise ValueError("Expected rounds= or until=, but got neither; to take a single round use run.step()")
+        check_round(self.algorithm.schedule, rounds or 0)
         return self._rounds(rounds, until)
 
     def _rounds(self, rounds: int | None, until: Until | None) -> Iterator[Round]:
@@ -265,6 +268,7 @@ def run(
         2
     """
     made = Run(algorithm, population, parameters, cohort=cohort, faults=faults, seed=seed, record=record)
+    check_length(algorithm.schedule, rounds, f"ft.run(…, rounds={rounds})")
     title = str(algorithm.settings.get("algorithm", "Rounds"))
     with Progress(title, rounds, shown=progress and population.leads) as shown:
         for round in made.rounds(rounds, until):

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
-from fedtorch.data import BadClients, FederatedLoaders
+from fedtorch import expected, random, tree
+from fedtorch.data import BadClients, FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.population import Clients, Population
 from fedtorch.federation.runs.evaluation import (
@@ -156,6 +156,10 @@ def client_batches(
     Raises:
         ValueError: the rows are not those of the run's clients.
     """
+    if not isinstance(data, FederatedLoaders):
+        expected.kind(
+            data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])"
+        )
     names = run.population.names
     if not unseen and len(data) != len(names) > 1:
         raise ValueError(

@@ -35,6 +35,8 @@ class Logged:
 
     def reduced(self) -> Tensor:
         """Return the number of all batches, in float64."""
+        if len(self.numbers) == 1:
+            return self.numbers[0].to("cpu", torch.float64)
         numbers = torch.stack([number.to("cpu", torch.float64) for number in self.numbers])
         return self.reduction.of(numbers[:, None], torch.tensor(self.rows)[:, None])[0]
 

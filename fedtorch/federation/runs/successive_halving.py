@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
@@ -28,12 +27,13 @@ from fedtorch.federation.populations.population import Population
 from fedtorch.federation.runs._optuna import asked, study_of
 from fedtorch.federation.runs._trial import Trial, folder_of
 from fedtorch.federation.runs.cohorts import Asked, checked_draws
-from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Evaluable, Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.tuning import (
     GridSearch,
     Setting,
+    best_end,
     built,
     check_names,
     check_values,
@@ -41,8 +41,6 @@ from fedtorch.federation.runs.tuning import (
     no_score,
     scored,
 )
-from fedtorch.metrics.scores import is_largest_best
-from fedtorch.metrics.stacked import as_stacked
 from fedtorch.progress import Progress
 
 if TYPE_CHECKING:
@@ -97,7 +95,7 @@ def tune(
     space: Mapping[str, Any],
     population: Population,
     *,
-    validation: FederatedData | float,
+    validation: Evaluable | float,
     metric: Any,
     largest_is_best: bool | None = None,
     rounds: int,
@@ -168,7 +166,7 @@ def tune(
         )
     population, validation = held_out(population, validation, seed)
     checked_draws(cohort, len(population.data))
-    largest_is_best = is_largest_best(largest_is_best, as_stacked(metric).largest_is_best)
+    largest_is_best = best_end(metric, largest_is_best)
     judge = partial(scored, validation=validation, metric=metric, split=split)
     ladder = rungs(rounds, trials, factor, first)
 
@@ -182,7 +180,14 @@ def tune(
         for setting in settings:
             built(build, setting, seed)  # what cannot be built is refused before anything is trained
         if folder is not None:
-            about = {"settings": settings, "rounds": ladder, "factor": factor, "seed": seed, "cohort": cohort}
+            about = {
+                "build": build,
+                "settings": settings,
+                "rounds": ladder,
+                "factor": factor,
+                "seed": seed,
+                "cohort": cohort,
+            }
             about |= {"faults": faults, "metric": metric, "validation rows": validation.counts}
             folder = folder_of(folder, about, population.leads)
         places = [None if folder is None else Path(folder) / f"trial_{number:04}" for number in range(trials)]
@@ -246,7 +251,9 @@ def drawn(space: Mapping[str, Any], trials: int, seed: int) -> list[Setting]:
             f"Expected at most {most} trials, the combinations of the space's values, but got {trials}; ft.grid runs "
             "all of them to the last round"
         )
-    settings = ParameterSampler(dict(space), trials, random_state=np.random.RandomState(np.random.MT19937(seed)))
+    settings = ParameterSampler(
+        dict(space), trials, random_state=np.random.RandomState(np.random.MT19937(seed % 2**64))
+    )
     plain = lambda value: value.item() if isinstance(value, np.generic) else value
     return [{name: plain(setting[name]) for name in space} for setting in settings]
 

@@ -29,17 +29,17 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data import FederatedData
+from fedtorch.data import FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.populations.population import Population
 from fedtorch.federation.runs.cohorts import Asked, checked_draws
-from fedtorch.federation.runs.evaluation import Split, check_same_clients, inputs_and_targets
+from fedtorch.federation.runs.evaluation import Evaluable, Split, check_same_clients, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
+from fedtorch.metrics.pooled import any_metrics
 from fedtorch.metrics.scores import Score, is_largest_best
-from fedtorch.metrics.stacked import as_stacked
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
@@ -120,7 +120,7 @@ def grid(
     settings: Mapping[str, Sequence[Any]],
     population: Population,
     *,
-    validation: FederatedData | float,
+    validation: Evaluable | float,
     metric: Any,
     largest_is_best: bool | None = None,
     rounds: int,
@@ -141,8 +141,8 @@ def grid(
         settings: the values to try of each of `build`'s parameters, by name.
         population: who computes, and where.
         validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
-        metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric with summed states, or a function
-            (prediction, target) -> per-example values.
+        metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, or a
+            function (prediction, target) -> per-example values.
         largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
             default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do.
         rounds: communication rounds of each setting.
@@ -172,7 +172,7 @@ def grid(
         raise ValueError(f"Expected at least one round, but got {rounds}")
     population, validation = held_out(population, validation, seed)
     checked_draws(cohort, len(population.data))
-    largest_is_best = is_largest_best(largest_is_best, as_stacked(metric).largest_is_best)
+    largest_is_best = best_end(metric, largest_is_best)
     tried = [dict(zip(settings, values)) for values in itertools.product(*settings.values())]
     algorithms = [built(build, setting, seed) for setting in tried]
     scores: list[Score | None] = []
@@ -210,16 +210,42 @@ def check_names(build: Callable[..., Algorithm], settings: Mapping[str, Any]) ->
 
 
 def check_values(name: str, values: Any, or_else: str = "") -> None:
-    """Raise ValueError unless `values` of a hyperparameter are a list of different ones."""
+    """Raise ValueError unless `values` of a hyperparameter are a list of different ones.
+
+    Args:
+        name: of the hyperparameter.
+        values: to be checked.
+        or_else: what else they could be; where that is a range, a tuple may be meant as one and is refused.
+    """
+    if or_else and isinstance(values, tuple):
+        raise ValueError(f"Expected a list of values of {name}{or_else}, but got {values!r}, a list or a range")
     if isinstance(values, str) or not isinstance(values, Sequence) or len(values) == 0:
         raise ValueError(f"Expected a list of values of {name}{or_else}, but got {values!r}")
     if any(value in values[:i] for i, value in enumerate(values)):
         raise ValueError(f"Expected different values of {name}, but got {values!r}")
 
 
-def held_out(population: Population, validation: FederatedData | float, seed: int) -> tuple[Population, FederatedData]:
+def best_end(metric: Any, largest_is_best: bool | None) -> bool:
+    """Return whether large values of a metric are good, as is given or as the metric says.
+
+    Raises:
+        TypeError: it is no metric, or several.
+        ValueError: nobody says it.
+    """
+    known = any_metrics({"metric": metric})
+    if set(known) != {"metric"}:
+        raise TypeError(f"Expected one metric to compare settings by, but got {len(known)}; pass one of them")
+    return is_largest_best(largest_is_best, known["metric"].largest_is_best)
+
+
+def held_out(population: Population, validation: Evaluable | float, seed: int) -> tuple[Population, Evaluable]:
     """Return the population to train on, and the validation rows of its clients."""
-    if not isinstance(validation, FederatedData):
+    if not isinstance(validation, (FederatedData, FederatedLoaders)):
+        if isinstance(population.data, FederatedLoaders):
+            raise TypeError(
+                f"Expected validation= with loaders of the same clients, from which rows are not held out, but got "
+                f"{validation}; pass ft.data.from_loaders({{name: loader}}), or population.data.for_stage('validation')"
+            )
         if not 0 < validation < 1:
             raise ValueError(f"Expected validation rows, or a fraction between 0 and 1, but got {validation}")
         if not isinstance(population, (InProcess, Distributed)):
@@ -266,13 +292,23 @@ def no_score(clients: int) -> Score:
     return Score(math.nan, torch.full((clients,), math.nan, dtype=torch.float64))
 
 
-def scored(run: Run, validation: FederatedData, metric: Any, split: Split) -> Score | None:
+def scored(run: Run, validation: Evaluable, metric: Any, split: Split) -> Score | None:
     """Return the score of a setting; None if it has diverged."""
-    finite = lambda tensors, block: _are_finite(tensors, len(block.count))
-    if not (_is_finite(run.server) and bool(run.clients.evaluate(run.outbox, validation, finite).all())):
+    if not (_is_finite(run.server) and _predict_with_finite(run, validation)):
         return None
     score = run.evaluate(validation, {"metric": metric}, split)["metric"]
+    if isinstance(score.overall, Tensor):
+        shape = tuple(score.overall.shape)
+        raise TypeError(f"Expected a metric that is one number to compare settings by, but got one of shape {shape}")
     return score if math.isfinite(score.overall) else None
+
+
+def _predict_with_finite(run: Run, validation: Evaluable) -> bool:
+    """Return whether all tensors that clients predict with are finite."""
+    if isinstance(validation, FederatedLoaders):
+        return all(bool(_are_finite(run.tensors([client]), 1).all()) for client in range(len(validation)))
+    finite = lambda tensors, block: _are_finite(tensors, len(block.count))
+    return bool(run.clients.evaluate(run.outbox, validation, finite).all())
 
 
 def _is_finite(state: Tree) -> bool:

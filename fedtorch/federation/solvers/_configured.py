@@ -33,6 +33,8 @@ class Schedule:
         frequency: the schedulers step after every so many epochs, or batches of an epoch, as Lightning counts them.
     """
 
+    name: str | None = None  # under which Lightning logs its learning rates
+
     def __init__(self, optimizer: Optimizer, schedulers: list[LRScheduler], interval: str, frequency: int) -> None:
         self._optimizer, self._schedulers = optimizer, schedulers
         self._interval, self._frequency = interval, frequency
@@ -63,7 +65,14 @@ class Schedule:
     def _advance(self) -> None:
         self._optimizer.step()  # without gradients: nothing moves, but schedulers ask for it
         for scheduler in self._schedulers:
-            scheduler.step()
+            try:
+                scheduler.step()
+            except ValueError as error:  # of a schedule with an end, such as OneCycleLR
+                raise ValueError(
+                    f"Expected a schedule as long as the run, but {type(scheduler).__name__} ends after "
+                    f"{len(self._table) - 1} {self._interval}s: {error}; make it as long as self.trainer's "
+                    "estimated_stepping_batches or max_epochs, and say rounds= to the local solver"
+                ) from error
         self._table.append(self._snapshot())
         for first, last in zip(self._table[0], self._table[-1]):
             self._changing.update(name for name in first if first[name] != last[name])
@@ -111,7 +120,10 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
         raise TypeError(f"Expected schedulers of one interval and frequency, but got {sorted(settings)}")
     act_on = [setting["scheduler"] for setting in schedulers]
     described = optimizer_settings(optimizers, schedulers)
-    return Configured(optimizer, Schedule(optimizer.original, act_on, *settings.pop()) if settings else None, described)
+    schedule = Schedule(optimizer.original, act_on, *settings.pop()) if settings else None
+    if schedule is not None:
+        schedule.name = schedulers[0].get("name")
+    return Configured(optimizer, schedule, described)
 
 
 def optimizer_settings(optimizers: Sequence[Any], schedulers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

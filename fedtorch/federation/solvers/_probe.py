@@ -112,6 +112,11 @@ def check_batch(
         refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
 
 
+def failure_on_one_row(loss: StackedLoss, data: Any, values: Mapping[str, Tensor], client: Tensor) -> Any:
+    """Return the error of one row of a client `(1,)`, None if the module can train on it."""
+    return _failure(loss, _own(loss, values, data.count.device), _rows_at(data, client, 0 * client, data.count.device))
+
+
 def _failure(
     stacked: StackedLoss,
     own: list[Tensor],
@@ -201,7 +206,7 @@ def _alone(
     before, asked = functional.buffers(module), set(trainer.asked)
     trainer.asked.clear()
     trainer.answers.update(global_step=0, current_epoch=0)
-    with KeyedRandomness(key) as drawn:
+    with stacked.drawing.observed(key) as drawn:
         loss, _, new = stacked.single([v.clone() for v in own], rows, None, 0)
     stacked.random = drawn.calls > 0
     questions = set(trainer.asked)
@@ -261,6 +266,8 @@ def _twice_or_reading(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: 
     try:
         return _twice(stacked, own, rows, False, key)
     except Exception:
+        if not stacked.divides:
+            raise
         stacked.reads = True
         try:
             return _twice(stacked, own, rows, False, key)

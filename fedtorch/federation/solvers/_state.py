@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Local
 from fedtorch.optimisers import State
+from fedtorch.tree import Tree
 
 
 class LocalState(NamedTuple):
@@ -66,6 +67,19 @@ def joined(groups: Sequence[Tensor], done: Sequence[Local]) -> Local:
     """Return the solutions of groups of clients as those of one block."""
     whole = tree.concatenate(_same_info(done))
     return tree.take(whole, torch.cat(list(groups)).argsort().to(whole.lr_sum.device))
+
+
+def keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
+    """Return `kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
+    if kept is None:
+        return tree.map(torch.clone, now)
+
+    def replace(old: Tensor, new: Tensor) -> Tensor:
+        at = rows.to(old.device)
+        old[at] = new[at]
+        return old
+
+    return tree.map(replace, kept, now)
 
 
 def _same_info(parts: Sequence[Local]) -> list[Local]:

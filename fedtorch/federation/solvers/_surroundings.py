@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+_SIGNALS = tuple(sorted(signal.valid_signals()))  # as numbers and names, which takes long to ask for
+
 
 @contextmanager
 def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None]:
@@ -66,7 +68,7 @@ def _restored(cuda: bool) -> Iterator[None]:
         if cuda:
             after.callback(torch.cuda.set_device, torch.cuda.current_device())
         if threading.current_thread() is threading.main_thread():  # only there they can be set
-            for number in signal.valid_signals():
+            for number in _SIGNALS:
                 after.callback(_restore_handler, number, signal.getsignal(number))
         for name in ("lightning.pytorch", "lightning.fabric"):
             logger = logging.getLogger(name)
@@ -84,3 +86,10 @@ def _restore_environment(before: dict[str, str]) -> None:
 def _restore_handler(number: int, handler: Any) -> None:
     if handler is not None and signal.getsignal(number) != handler:
         signal.signal(number, handler)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a value, or several, as a list; none of None."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import lightning as L
 import torch
@@ -19,29 +19,63 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fedtorch.federation.algorithm import Quadratic
+from fedtorch.federation.local_schedule import LocalOptimizer, mean_groups
+from fedtorch.optimisers import options
 
 
 class RoundTrainer(L.Trainer):
     """A Trainer of one client in one round.
 
     Attributes:
+        rounds: of the run, for schedules that ask how long training is; "each" for those of a round.
         configuring: whether the module is making its optimisers.
-        spans_round: whether it has then asked how long training is, so that its schedule is one of a round.
+        asked: whether it has then asked how long training is.
     """
 
-    configuring = spans_round = False
+    rounds: int | Literal["each"] | None = None
+    configuring = asked = False
 
     @property
     def max_epochs(self) -> int | None:
-        """Return the epochs until the end of this round."""
-        self.spans_round |= self.configuring
-        return super().max_epochs
+        """Return the epochs until the end of this round, or, while the module makes its optimisers, of the run."""
+        return self._until_the_end(super().max_epochs)
+
+    @property
+    def max_steps(self) -> int:
+        """Return the steps until the end of this round, or, while the module makes its optimisers, of the run."""
+        return self._until_the_end(super().max_steps)
 
     @property
     def estimated_stepping_batches(self) -> int | float:
-        """Step until the end of this round."""
-        self.spans_round |= self.configuring
-        return super().estimated_stepping_batches
+        """Return the steps until the end of this round, or, while the module makes its optimisers, of the run."""
+        configuring, self.configuring = self.configuring, False  # it reads both of the others
+        steps = super().estimated_stepping_batches
+        self.configuring = configuring
+        return self._until_the_end(steps)
+
+    def _until_the_end(self, length: Any) -> Any:
+        if not self.configuring:
+            return length
+        self.asked = True
+        return length * self.rounds if isinstance(self.rounds, int) and length not in (None, -1) else length
+
+    def configure(self, function: Callable[[], Any]) -> Any:
+        """Return what `configure_optimizers` makes.
+
+        Raises:
+            ValueError: it asks how long training is, and nobody has said how many rounds there are.
+        """
+        self.configuring = True
+        try:
+            made = function()
+        finally:
+            self.configuring = False
+        if self.asked and self.rounds is None:
+            raise ValueError(
+                "Expected rounds=, for example lightning_fit(..., rounds=50), because configure_optimizers asks its "
+                'trainer how long training is; rounds="each" makes a schedule that begins anew in every round'
+            )
+        return made
 
 
 def catch_up(trainer: RoundTrainer, round: int, stated: int | None = None) -> None:
@@ -64,7 +98,7 @@ def catch_up(trainer: RoundTrainer, round: int, stated: int | None = None) -> No
     begun = round * min(limits, default=0)
     epoch, within = divmod(begun, per_epoch)
     for config in trainer.lr_scheduler_configs:
-        if not (config.reduce_on_plateau or trainer.spans_round):
+        if not (config.reduce_on_plateau or (trainer.asked and trainer.rounds == "each")):
             _advance(config, epoch, within, batches, every)
     progress = loop.epoch_progress.current
     for name in ("ready", "started", "processed", "completed"):
@@ -98,6 +132,7 @@ class Watch(L.Callback):
         round: of the federation.
         examine: is called with the module and each loss of the first batch, before its backward pass.
         stated: the batches of an epoch, where the loader does not tell.
+        rates: learning rates of the parameter groups, in place of those of schedulers.
 
     Attributes:
         batches: taken so far.
@@ -110,8 +145,10 @@ class Watch(L.Callback):
         round: int = 0,
         examine: Callable[[L.LightningModule, Tensor], None] | None = None,
         stated: int | None = None,
+        rates: Sequence[float] | None = None,
     ) -> None:
-        self.quadratic, self.round, self._examine, self._stated = quadratic, round, examine, stated
+        self.quadratic, self.round, self._examine = quadratic, round, examine
+        self._stated, self._rates = stated, rates
         self.batches = 0
         self.refusal: Exception | None = None
         self.losses: list[Tensor] = []
@@ -125,6 +162,10 @@ class Watch(L.Callback):
         assert isinstance(trainer, RoundTrainer)
         if self.round:
             catch_up(trainer, self.round, self._stated)
+        if self._rates is not None:
+            trainer.strategy.lr_scheduler_configs = []
+            for group, rate in zip((g for o in trainer.optimizers for g in o.param_groups), self._rates):
+                group["lr"] = rate
         for metric in pl_module.modules():
             if isinstance(metric, torchmetrics.Metric):  # it would gather over the ranks of the federation
                 metric.distributed_available_fn = lambda: False
@@ -183,8 +224,56 @@ class Watch(L.Callback):
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
-            self.losses.append(loss.detach().reshape(()) * scale)
+            value = loss.detach().reshape(())
+            self.losses.append(value if scale == 1 else value * scale)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Keep what Lightning may swallow."""
         self.exception = exception
+
+
+class Look(L.Callback):
+    """Sees the optimisers of a Trainer where a client begins in a round, and ends the fit before its first batch.
+
+    Args:
+        round: of the federation.
+
+    Attributes:
+        optimizers: as they were seen.
+    """
+
+    def __init__(self, round: int) -> None:
+        self._round = round
+        self.optimizers: list[LocalOptimizer] = []
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Look."""
+        assert isinstance(trainer, RoundTrainer)
+        if self._round:
+            catch_up(trainer, self._round)
+        configs = {id(config.scheduler.optimizer): config for config in trainer.lr_scheduler_configs}
+        for optimizer in trainer.optimizers:
+            config = configs.get(id(optimizer))
+            groups = [options(group) for group in optimizer.param_groups]
+            name = None if config is None else config.name
+            self.optimizers.append(LocalOptimizer(type(optimizer).__name__, name, config is not None, groups))
+        trainer.should_stop = True
+
+
+def look(begin: Callable[[Look, int], None], batches: Tensor, round: int) -> list[LocalOptimizer]:
+    """Return the optimisers of clients with so many minibatches in an epoch `(K,)`, means over them.
+
+    Args:
+        begin: starts the fit of such a client with the callback.
+        batches, round: see `LocalSchedule`.
+    """
+    sizes, clients = batches.unique(return_counts=True)
+    seen = []
+    for size in sizes.tolist():
+        looking = Look(round)
+        begin(looking, size)
+        seen.append(looking.optimizers)
+        if not any(optimizer.scheduled for optimizer in looking.optimizers):
+            return looking.optimizers  # which are everybody's
+    means = [mean_groups([each[i].groups for each in seen], clients.tolist()) for i in range(len(seen[0]))]
+    return [optimizer._replace(groups=groups) for optimizer, groups in zip(seen[0], means)]

@@ -1,19 +1,22 @@
 """Minibatches of stacked clients: a client's t-th step is its own t-th minibatch, whatever its epoch.
 
-Each epoch of client k is a random permutation of its rows, cut into batches of `batch_size` with a smaller last one,
-as a shuffling `DataLoader` does. The permutation depends on (client key, epoch) only, never on the company.
+Each epoch of client k is a random permutation of its rows, cut into batches of `batch_size` with a smaller last one or
+without it, as a shuffling `DataLoader` does. The permutation depends on (client key, epoch) only, never on the company.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch.data import BadClients
+from fedtorch.federation.local_schedule import limited
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -49,7 +52,13 @@ class Batch:
 
     def alone(self, client: int) -> Tree:
         """Return the rows of one client that count."""
-        return tree.map(lambda leaf: leaf[client, : int(self.size[client])], self.rows)
+        size, *leaves = self._each[client]
+        return tree.refill(self.rows, [leaf if len(leaf) == size else leaf[:size] for leaf in leaves])
+
+    @functools.cached_property
+    def _each(self) -> list[tuple[Any, ...]]:
+        """Return (size, leaves) of each client."""
+        return list(zip(self.size.tolist(), *(leaf.unbind() for leaf in self.leaves)))
 
 
 class Batches:
@@ -62,6 +71,8 @@ class Batches:
         epochs: passes over the data, or None.
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys.
+        drop_last: whether a smaller last batch of an epoch is left out.
+        limit: batches of an epoch that are taken; see `Turn`.
 
     Attributes:
         total, per_epoch: `(K,)` batches of each client, and of an epoch of its.
@@ -81,20 +92,19 @@ class Batches:
         epochs: int | None,
         steps: int | None,
         key: Tensor,
+        drop_last: bool = False,
+        limit: float | None = None,
     ) -> None:
         self._rows, self._count = rows, count
         least, most = (int(each) for each in count.aminmax()) if len(count) else (0, 0)
         self._most, self.alike = most, least == most
         self._size = most if batch_size is None else batch_size
-        self._steps = -(-most // max(self._size, 1))  # of an epoch of who has most rows
-        if self.alike:
-            self.per_epoch = torch.full_like(count, self._steps)
-        else:
-            self.per_epoch = torch.ones_like(count) if batch_size is None else (count + batch_size - 1) // batch_size
+        self.per_epoch = limited(batches_of(count, batch_size, drop_last), limit)
+        self._steps = int(self.per_epoch.max()) if len(count) else 0  # of an epoch of who has most rows
         self.longest = (steps or 0) if epochs is None else epochs * self._steps
         self.total = torch.full_like(count, self.longest) if self.alike or epochs is None else self.per_epoch * epochs
         self.planned = self.total
-        self._full = batch_size is None
+        self._full, self._whole = batch_size is None, self.alike or drop_last
         self._ends: set[int] | None = None  # after so many steps some clients have taken all of theirs
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
@@ -104,7 +114,9 @@ class Batches:
         if not self._full:
             self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
             self._permutations = random.fold_in(key, PERMUTATIONS)
-            passes = -(-self.longest // max(1, -(-least // self._size))) if epochs is None else epochs
+            passes = -(-self.longest // max(1, int(self.per_epoch.min()))) if epochs is None else epochs
+            self._passes, self._planned = passes, 0  # of epochs; the first step whose rows are chosen
+            self._widths: list[int] = []
             self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
             self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
@@ -121,7 +133,7 @@ class Batches:
         chosen, size, active = self._chosen(step)
         at, shape = (chosen + self._client * self._width).flatten(), chosen.shape
         rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
-        return Batch(rows, size if self.alike else torch.where(active, size, shape[1]), active, self.alike)
+        return Batch(rows, size if self._whole else torch.where(active, size, shape[1]), active, self._whole)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over all steps."""
@@ -149,16 +161,29 @@ class Batches:
         """Return (rows `(K, B)` of the batches of a step, how many of them count, which clients still train)."""
         if self.alike:
             return self._chosen_alike(step)
-        epoch = step // self.per_epoch
-        active = step < self.total
-        self._shuffle(epoch, active)
-        start = (step % self.per_epoch * self._size)[:, None]  # (K, 1)
-        size = (self._count - start[:, 0]).clamp(max=self._size)
-        width = int(size[active].max()) if bool(active.any()) else int(size.max())
+        if not 0 <= step - self._planned < len(self._widths):
+            self._plan(step)
+        at = step - self._planned
+        return self._places[:, at, : self._widths[at]], self._sizes[at], self._active[at]
+
+    def _plan(self, step: int) -> None:
+        """Choose the rows of a step, and of those after it whose permutations are drawn by then, in one pass."""
+        wide = min(self._size, self._width)
+        many = min(self.longest - step, max(1, _DRAWN // max(1, len(self._count) * wide)))
+        steps = torch.arange(step, step + (many if self._ahead >= self._passes else 1))[:, None]  # (S, 1)
+        epoch = steps // self.per_epoch
+        active = steps < self.total
+        self._shuffle(epoch[0], active[0])
+        start = steps % self.per_epoch * self._size
+        size = (self._count - start).clamp(max=self._size)
         # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
-        columns = (start + torch.arange(width)).minimum((start[:, 0] + size - 1)[:, None])
-        drawn = (epoch - self._first).clamp(0, self._ahead - 1)[:, None] * self._width
-        return self._order.gather(1, (columns + drawn).to(self._device)), size, active
+        columns = (start[..., None] + torch.arange(wide)).minimum((start + size - 1)[..., None])
+        columns += (epoch - self._first).clamp(0, self._ahead - 1)[..., None] * self._width
+        places = columns.transpose(0, 1).flatten(1).to(self._device)
+        self._places = self._order.gather(1, places).unflatten(1, (len(steps), wide))
+        some = torch.where(active.any(1, keepdim=True), active, True)
+        self._widths = torch.where(some, size, 0).amax(1).tolist()
+        self._planned, self._sizes, self._active = step, size.unbind(), active.unbind()
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""
@@ -192,6 +217,62 @@ class Batches:
         keys = random.fold_in(self._permutations[at, None], epochs)
         counts = self._count[some, None].to(at.device).expand(-1, self._ahead)
         self._order[at] = random.permutation(keys, self._width, counts).flatten(1)
+
+
+def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -> Tensor:
+    """Return how many minibatches an epoch of clients with so many rows `(K,)` has; None for all rows at once.
+
+    Example:
+        >>> count = torch.tensor([4, 9, 12])
+        >>> batches_of(count, 4), batches_of(count, 4, drop_last=True)
+        (tensor([1, 3, 3]), tensor([1, 2, 3]))
+    """
+    if batch_size is None:
+        return torch.ones_like(count)
+    return count // batch_size if drop_last else (count + batch_size - 1) // batch_size
+
+
+def check_drop_last(drop_last: bool, batch_size: int | None) -> None:
+    """Raise ValueError unless `drop_last` is a flag, and not set where there is one batch with all rows."""
+    if not isinstance(drop_last, bool):
+        raise ValueError(f"Expected drop_last=True or False, but got {drop_last!r}")
+    if drop_last and batch_size is None:
+        raise ValueError("Expected batch_size= with drop_last=True, but got none: every batch has all rows of a client")
+
+
+def check_last_batches(
+    count: Tensor,
+    batch_size: int | None,
+    drop_last: bool,
+    steps: int | None,
+    failure: Callable[[Tensor], Exception | None] | None,
+) -> None:
+    """Raise BadClients for clients of whom `drop_last` leaves nothing, or that come to a batch of one row in vain.
+
+    It also says once what a missing batch size means, see `note_whole_batches`.
+
+    Args:
+        count: `(K,)` rows of each client.
+        batch_size, drop_last, steps: of a round; None for all rows, and for epochs.
+        failure: a client `(1,)` -> the error of a batch of one row, as of BatchNorm; None where that is not known.
+    """
+    note_whole_batches(batch_size, count)
+    few = (count < (batch_size or 0)).nonzero()[:, 0] if drop_last else count[:0]
+    if len(few):
+        raise BadClients(
+            few.cpu(),
+            f"Expected at least the {batch_size} rows of a batch with drop_last=True, but got {int(count[few[0]])}, of "
+            "which nothing would be left; leave the client out, or take a smaller batch_size",
+        )
+    per_epoch = batches_of(count, batch_size)
+    last = count - (per_epoch - 1) * (batch_size or 0)
+    client = ((last == 1) & (per_epoch <= (steps or per_epoch))).nonzero()[:, 0]
+    if not drop_last and failure is not None and len(client) and (error := failure(client[:1])) is not None:
+        raise BadClients(
+            client.cpu(),
+            f"Expected more than one row in a batch, but got one in the last of {int(count[client[0]])} rows "
+            f"with batch_size={batch_size}: {error}; pass drop_last=True, or leave a client of one row out",
+        ) from error
 
 
 def is_ragged(count: Tensor) -> bool:

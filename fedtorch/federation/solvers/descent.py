@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -15,18 +16,26 @@ from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic, Turn
+from fedtorch.federation.local_schedule import limited
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
-from fedtorch.federation.solvers._probe import check_batch, check_rows, probe, probe_batch
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.batches import MODULE, Batches, is_ragged, note_whole_batches
+from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, probe, probe_batch
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined, keep_rows
+from fedtorch.federation.solvers.batches import (
+    MODULE,
+    Batches,
+    batches_of,
+    check_last_batches,
+    is_ragged,
+)
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import check_settings, descend
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, Step
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
+from fedtorch.step_draws import StepKeys
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
@@ -59,15 +68,15 @@ class Descent:
         precision: str = "32",
         project: Callable[[Tree], Tree] | None = None,
         ignore_hooks: Sequence[str] = (),
+        drop_last: bool = False,
     ) -> None:
         # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
-        self.module = copy.deepcopy(module)
-        self._original = weakref.ref(module)
+        self.module, self._original = copy.deepcopy(module), weakref.ref(module)
         trained = training_copy(module, ignore_hooks)
         self.objective = Objective(trained, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
-        self.make, self.keep, self.clip, self.project = make, reset == "never", clip, project
+        self.make, self.keep, self.clip, self.project, self.drop_last = make, reset == "never", clip, project, drop_last
         self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
         trainable = functional.parameters(trained)
         if not trainable:
@@ -82,7 +91,7 @@ class Descent:
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
         check_independent(configured.optimizer)
-        self.optimizer_settings = configured.settings
+        self.optimizer_settings = {**configured.settings, **({} if make is None else {"optimizer": make})}
         self.untrained: State = {}
         if self.keep:
             self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
@@ -99,9 +108,8 @@ class Descent:
             ValueError: the loss reads parameters that are not trained.
         """
         if isinstance(data, ClientLoaders):  # no batch is read before its time
-            check_settings(self.batch_size)
+            check_settings(self.batch_size, drop_last=self.drop_last or None)
             return data
-        note_whole_batches(self.batch_size, data.count)
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
@@ -109,11 +117,14 @@ class Descent:
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_rows(self.loss, data, values, self._original)
         self._learn(data)
+        if len(data.count):
+            check = partial(failure_on_one_row, self.loss, data, values)
+            check_last_batches(data.count, self.batch_size, self.drop_last, self.steps, check)
         return data
 
     def _learn(self, data: Any) -> None:
         """Find out what the module can do, as far as this block tells and it is not known."""
-        separable = not self.loss.batched or self.loss.separable is False or not is_ragged(data.count)
+        separable = not self.loss.batched or self.loss.separable is False or self.drop_last or not is_ragged(data.count)
         if len(data.count) and not (self.loss.probed and separable):
             self.move(data.count.device)
             probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
@@ -150,21 +161,20 @@ class Descent:
         count, key = data.count.to("cpu"), turn.key
         if len(count) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
-        if self.linear is not None and self.linear.knows(start, data.batch, quadratic):
-            batches = Batches(data.batch, count, self.batch_size, self.epochs, self.steps, key)
-            return self.linear.solve(start, state, data, batches, quadratic)
-        per_epoch = torch.ones_like(count) if self.batch_size is None else -(-count // self.batch_size)
-        whole = self.loss.batched and not self.loss.separable
+        limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit)
+        if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
+            return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
+        whole = self.loss.batched and not self.loss.separable and not self.drop_last
+        per_epoch = limited(batches_of(count, self.batch_size, self.drop_last), turn.limit)
         groups = self._groups(state, per_epoch, turn.round, [count] if whole else [])
-        limits = (self.batch_size, self.epochs, self.steps)
         if len(groups) == 1:
-            return _Stack(self, start, state, Batches(data.batch, count, *limits, key), quadratic, turn).run()
+            return _Stack(self, start, state, Batches(data.batch, count, *limits, key, *last), quadratic, turn).run()
         done = []
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            batches = Batches(batch, count[rows], *limits, keys)
-            done.append(_Stack(self, first, old, batches, pull, Turn(keys, turn.round)).run())
+            batches = Batches(batch, count[rows], *limits, keys, *last)
+            done.append(_Stack(self, first, old, batches, pull, turn.with_key(keys)).run())
         return joined(groups, done)
 
     def _through_loaders(
@@ -174,7 +184,7 @@ class Descent:
         count = len(data.count)
         if count == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
-        per_epoch = torch.tensor([data.steps(k) for k in range(count)])
+        per_epoch = limited(torch.tensor([data.steps(k) for k in range(count)]), turn.limit)
         each = list(torch.arange(count)[:, None])
         groups = self._groups(state, per_epoch, turn.round, []) if self.loss.batched else each
         train = lambda *group: _Stack(self, *group).run()
@@ -226,8 +236,8 @@ class _Stack:
         key = turn.key
         descent.move(key.device)
         self.descent, self.state, self.batches = descent, state, batches
-        drawn = descent.loss.random or not descent.loss.batched
-        self.key = random.fold_in(key, MODULE) if drawn else key
+        drawn = descent.loss.random if descent.loss.batched else batches.known
+        self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
         tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
         self.buffers = tensors
@@ -235,6 +245,7 @@ class _Stack:
         configured = descent.configured(int(batches.planned[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
         self.position = turn.round * self.batches.longest  # where those stand who have been away, too
+        self.rates = turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
         fused = possible(key.device) and batches.known and FusedSteps.knows(self.optimizer)
@@ -254,19 +265,20 @@ class _Stack:
         with evaluated(loss, batches, self.tensors, self.buffers) as gradients_of:
             for t, batch in enumerate(steps):
                 if (ended := batches.ended(t)) is not None:
-                    finished = _keep_rows(finished, self._now(), ended)
+                    finished = keep_rows(finished, self._now(), ended)
                 position = self.position + t
                 if self.schedule is not None:
                     self.schedule.apply(self.optimizer, position, per_epoch)
+                for group, rate in zip(self.optimizer.param_groups, self.rates):
+                    group["lr"] = rate
                 rates.append(float(self.optimizer.param_groups[0]["lr"]))
                 answers["global_step"] = position if same_steps else None
                 answers["current_epoch"] = position // per_epoch if same_epochs else None
-                losses, logs, self.buffers, gradients, recorded = gradients_of(
-                    self.tensors, self.buffers, batch, t, self.key
-                )
+                computed = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
+                losses, logs, self.buffers, gradients, recorded = computed
                 self._descend(t, gradients)
                 seen.add(t, {**logs, "loss": losses}, recorded, batch)
-        finished = self._now() if finished is None else _keep_rows(finished, self._now(), total == total.max())
+        finished = self._now() if finished is None else keep_rows(finished, self._now(), total == total.max())
         tensors, kept = finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())
 
@@ -312,7 +324,7 @@ class _Stack:
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
-            rates[total].to(self.key.device),
+            rates[total].to(self.keys.keys.device),
             info,
         )
 
@@ -335,16 +347,3 @@ def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[An
     """Return λ and h of each parameter, in its dtype."""
     precision, shift = {name: quadratic.precision_of(name) for name in tensors}, quadratic.shift
     return [(tree.along(precision[n].to(tensor), tensor), shift[n].to(tensor)) for n, tensor in tensors.items()]
-
-
-def _keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
-    """Return `kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
-    if kept is None:
-        return tree.map(torch.clone, now)
-
-    def replace(old: Tensor, new: Tensor) -> Tensor:
-        at = rows.to(old.device)
-        old[at] = new[at]
-        return old
-
-    return tree.map(replace, kept, now)

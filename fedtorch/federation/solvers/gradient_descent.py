@@ -11,12 +11,15 @@ and on one row for each value of its integer fields.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import nn
 
 from fedtorch import expected
 from fedtorch.federation.algorithm import LocalSolver
+from fedtorch.federation.local_schedule import local_schedule
+from fedtorch.federation.solvers.batches import batches_of, check_drop_last
 from fedtorch.federation.solvers.descent import Descent
 from fedtorch.federation.solvers.objective import Loss
 from fedtorch.federation.solvers.prediction import predictor
@@ -31,6 +34,7 @@ def gradient_descent(
     steps: int | None = None,
     rounds: int | None = None,
     batch_size: int | None = None,
+    drop_last: bool = False,
     loss: Loss | None = None,
     optimizer: MakeOptimizer | None = None,
     reset: Literal["round", "never"] = "round",
@@ -54,11 +58,14 @@ def gradient_descent(
             `requires_grad=False` stay as they are and are never sent.
         epochs: passes over a client's rows in each round; exactly one of `epochs` and `steps` is given.
         steps: minibatches in each round, going through as many epochs as that takes.
-        rounds: how many are planned, for modules that ask their trainer for `max_epochs` or
-            `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training.
+        rounds: how many the run has, for modules that ask their trainer for `max_epochs` or
+            `estimated_stepping_batches`, such as those with a `OneCycleLR` over the whole training. `ft.run` and the
+            Trainer of a `Federation` compare it with their own.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders, see
             `ft.data.from_loaders`, have batches of their own, which are taken in turn: those of several clients that
             are alike, or padded, together, and with `batched=False` batches of any kind.
+        drop_last: whether the last minibatch of an epoch is left out if it is smaller, as `DataLoader` does, for
+            example where BatchNorm would see one row. Clients with fewer rows than `batch_size` are refused.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a
             dict reaches its `forward` by name.
         optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
@@ -103,6 +110,7 @@ def gradient_descent(
     for name, value in (("epochs", epochs), ("steps", steps), ("rounds", rounds), ("batch_size", batch_size)):
         if value is not None and (not isinstance(value, int) or value < 1):
             raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
+    check_drop_last(drop_last, batch_size)
     if clip is not None:
         expected.positive(clip=clip)
     if precision not in ("32", "bf16", "tf32"):
@@ -115,7 +123,7 @@ def gradient_descent(
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
         module, epochs, steps, rounds, batch_size, loss, optimizer, reset, buffers, batched, compile, clip, precision,
-        project, ignore_hooks,
+        project, ignore_hooks, drop_last,
     )  # fmt: skip
     descent.find_linear_steps(loss)
     return LocalSolver(
@@ -126,6 +134,9 @@ def gradient_descent(
         tensors=descent.tensors,
         prepare=descent.prepare,
         module=descent.module,
+        schedule=local_schedule(
+            descent.configured, partial(batches_of, batch_size=batch_size, drop_last=drop_last), epochs, steps, rounds
+        ),
         settings={
             "solver": "gradient_descent",
             "module": type(module),
@@ -134,8 +145,8 @@ def gradient_descent(
             "rounds": rounds,
             "loss": loss,
             "batch_size": batch_size,
+            "drop_last": drop_last,
             **descent.optimizer_settings,
-            **({} if optimizer is None else {"optimizer": optimizer}),
             "reset": reset,
             "buffers": buffers,
             "clip": clip,

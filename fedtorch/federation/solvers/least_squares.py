@@ -98,6 +98,7 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         prepare=partial(_prepare, form),
         module=module,
         settings={"solver": "least_squares", "module": type(module), "steps": steps, "lr": lr},
+        statistics=lambda prepared: prepared.statistics.all_rows(),
     )
 
 

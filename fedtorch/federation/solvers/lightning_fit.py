@@ -10,29 +10,36 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import lightning as L
 import torch
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, default_convert
+from torch.utils.data import DataLoader, default_convert
 
 from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited
 from fedtorch.federation.solvers._configured import configured_settings
-from fedtorch.federation.solvers._probe import check_rows
+from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
-from fedtorch.federation.solvers._surroundings import isolated
-from fedtorch.federation.solvers._watch import RoundTrainer, Watch
-from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS, note_whole_batches
-from fedtorch.federation.solvers.loaders.client_fit import client_batches, named
+from fedtorch.federation.solvers._surroundings import as_list, isolated
+from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch, look
+from fedtorch.federation.solvers.batches import (
+    MODULE,
+    PERMUTATIONS,
+    batches_of,
+    check_drop_last,
+    check_last_batches,
+)
+from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
@@ -43,6 +50,7 @@ _SILENT = {
     **dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False),
     "num_sanity_val_steps": 0,
 }
+_NOT_LOOKED_AT = ("callbacks", "plugins", "logger", "limit_train_batches")  # of a Trainer that only shows optimisers
 _LOADERS = ("train_dataloader", "val_dataloader")
 _ALONE = {"strategy": "auto", "num_nodes": 1, "sync_batchnorm": False, "use_distributed_sampler": False}
 
@@ -51,6 +59,8 @@ def lightning_fit(
     module: L.LightningModule,
     *,
     batch_size: int | None = None,
+    drop_last: bool = False,
+    rounds: int | Literal["each"] | None = None,
     reset: Literal["round", "never"] = "round",
     buffers: Literal["refuse", "local", "average"] = "refuse",
     shuffle: bool = True,
@@ -80,10 +90,13 @@ def lightning_fit(
             never sent.
         batch_size: rows of a minibatch; None takes all of a client's rows in every step. Clients with loaders have
             batches of their own, and an order.
+        drop_last: whether the last minibatch of an epoch is left out if it is smaller. Clients with fewer rows than
+            `batch_size` are refused.
+        rounds: how many the run has, where `configure_optimizers` asks its trainer how long training is: for a schedule
+            over the whole run. "each" makes one that spans a round and begins anew in each.
         reset: "round" starts optimisers and callbacks afresh each round, the only choice here. Schedulers and
             `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
-            also if it has been away; but a schedule for which `configure_optimizers` asks its trainer how long
-            training is spans a round and begins anew in each, as `ReduceLROnPlateau` does.
+            also if it has been away; but `ReduceLROnPlateau` begins anew in each.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
             raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
             too.
@@ -114,8 +127,11 @@ def lightning_fit(
         ['linear.bias', 'linear.weight']
     """
     _check(module, batch_size, reset, trainer_arguments)
+    check_drop_last(drop_last, batch_size)
+    if rounds not in (None, "each") and (not isinstance(rounds, int) or rounds < 1):
+        raise ValueError(f"Expected rounds to be a whole number of at least 1, or 'each', but got {rounds!r}")
     refuse_own_loaders(module, ignore_hooks, ["train_dataloader"])
-    fit = _Fit(module, batch_size, buffers, shuffle, trainer_arguments)
+    fit = _Fit(module, batch_size, drop_last, rounds, buffers, shuffle, trainer_arguments)
     return LocalSolver(
         solve=fit.solve,
         parameters=fit.parameters,
@@ -124,10 +140,15 @@ def lightning_fit(
         tensors=lambda parameters, state: {**functional.with_counts(parameters, fit.counts), **state.buffers},
         prepare=fit.prepare,
         module=fit.module,
+        schedule=LocalSchedule(
+            None if rounds == "each" else rounds, fit.batches, fit.look, fit.limit is None, slow=True
+        ),
         settings={
             "solver": "lightning_fit",
             "module": type(module),
             "batch_size": batch_size,
+            "drop_last": drop_last,
+            "rounds": rounds,
             "reset": reset,
             "buffers": buffers,
             "shuffle": shuffle,
@@ -174,12 +195,16 @@ class _Fit:
     """The solver's fixed parts."""
 
     def __init__(
-        self, module: nn.Module, batch_size: int | None, buffers: str, shuffle: bool, arguments: dict[str, Any]
-    ) -> None:
+        self, module: nn.Module, batch_size: int | None, drop_last: bool, rounds: int | Literal["each"] | None,
+        buffers: str, shuffle: bool, arguments: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.module = copy.deepcopy(module)
-        self._original = weakref.ref(module)
-        self._examined = False
-        self.batch_size, self.shuffle, self.arguments, self.policy = batch_size, shuffle, arguments, buffers
+        self._original, self._examined = weakref.ref(module), False
+        self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
+        self.shuffle, self.arguments, self.policy = shuffle, arguments, buffers
+        self.limit, self.length = arguments.get("limit_train_batches"), None if rounds == "each" else rounds
+        most = arguments.get("max_steps", -1)
+        self._steps = None if most == -1 else most * arguments.get("accumulate_grad_batches", 1)  # batches of a round
         averaged, self.buffers = divided_buffers(self.module, buffers)
         self.counts = counts(self.module, averaged)
         self.trained = list(functional.parameters(self.module))
@@ -192,13 +217,32 @@ class _Fit:
     def prepare(self, data: Any) -> Any:
         """Refuse rows that the module's `training_step` cannot take, where it can be called without a Trainer."""
         if isinstance(data, ClientLoaders):  # no batch is read before its time
-            check_settings(self.batch_size, shuffle=None if self.shuffle else False)
+            check_settings(self.batch_size, shuffle=None if self.shuffle else False, drop_last=self.drop_last or None)
             return data
-        note_whole_batches(self.batch_size, data.count)
+        one_row = None
         if self._tried is not None and len(data.count) and bool((data.count > 0).all()):
             with suppress(RuntimeError):  # a checkpoint of activations, which a Trainer can do with
                 check_rows(self._tried, data, self.parameters)
+                one_row = None if self.limit else partial(failure_on_one_row, self._tried, data, self.parameters)
+        check_last_batches(data.count, self.batch_size, self.drop_last, self._steps, one_row)
         return data
+
+    def batches(self, count: Tensor) -> Tensor:
+        """Return how many minibatches an epoch of clients with so many rows has."""
+        return limited(batches_of(count, self.batch_size, self.drop_last), self.limit)
+
+    def look(self, batches: Tensor, round: int) -> list[LocalOptimizer]:
+        """Return the optimisers as a round finds them, see `LocalSchedule`: Trainers are started for it."""
+        plain = {n: v for n, v in self.arguments.items() if n not in _NOT_LOOKED_AT}
+
+        def begin(looking: Look, size: int) -> None:
+            with isolated(torch.device("cpu"), self.arguments.get("accelerator"), 0):
+                trainer = RoundTrainer(**self._trainer_arguments(plain, looking, torch.device("cpu"), None))
+                self._start(
+                    trainer, copy.deepcopy(self.module), {"train_dataloaders": DataLoader(cast(Any, range(size)))}
+                )
+
+        return look(begin, batches, round)
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Fit the clients of a block, one after the other."""
@@ -213,9 +257,9 @@ class _Fit:
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 examine = None if self._examined else self._examine
-                watch = Watch(client_quadratic, turn.round, examine, data.steps(k) if loaded else None)
+                watch = Watch(client_quadratic, turn.round, examine, data.steps(k) if loaded else None, turn.rates)
                 with named(k, watch) if loaded else nullcontext():
-                    fitted.append(self._fit(tensors, watch, given, device))
+                    fitted.append(self._fit(tensors, watch, given, device, turn.limit))
                 self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
@@ -235,26 +279,33 @@ class _Fit:
         """Return a client's minibatches, which are those of `Batches`, as a Trainer's `fit` is given them."""
         count = int(data.count[client])
         rows = tree.map(lambda leaf: leaf[client, :count], data.batch)
-        order = _Order(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
+        order = OrderOfRows(random.fold_in(key, PERMUTATIONS), count, self.shuffle and bool(self.batch_size))
         size = self.batch_size or max(count, 1)
-        loader = DataLoader(_Rows(rows, count), batch_size=size, sampler=order, collate_fn=default_convert)
+        made = RowsOfClient(rows, count)
+        loader = DataLoader(made, size, sampler=order, collate_fn=default_convert, drop_last=self.drop_last)
         return {"train_dataloaders": loader}
 
-    def _fit(self, tensors: dict[str, Tensor], watch: Watch, given: dict[str, Any], device: torch.device) -> _Fitted:
-        module: Any = functional.load(self.module, tensors)
-        before = {} if self.policy != "refuse" else functional.buffers(module)
-        trainer = RoundTrainer(**self._trainer_arguments(watch, device))
-        configure = module.configure_optimizers
-        module.configure_optimizers = partial(_asked, trainer, configure)
+    def _start(self, trainer: RoundTrainer, module: Any, given: dict[str, Any]) -> None:
+        trainer.rounds = self.rounds
+        module.configure_optimizers = partial(trainer.configure, module.configure_optimizers)
         try:
             trainer.fit(module, **given)
+        finally:
+            module.trainer = None
+            del module.configure_optimizers
+
+    def _fit(
+        self, tensors: dict[str, Tensor], watch: Watch, given: dict[str, Any], device: torch.device, limit: float | None
+    ) -> _Fitted:
+        module: Any = functional.load(self.module, tensors)
+        before = {} if self.policy != "refuse" else functional.buffers(module)
+        trainer = RoundTrainer(**self._trainer_arguments(self.arguments, watch, device, limit))
+        try:
+            self._start(trainer, module, given)
         except SystemExit:
             # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
             if not isinstance(watch.exception, KeyboardInterrupt):
                 raise
-        finally:
-            module.trainer = None
-            del module.configure_optimizers
         if isinstance(watch.exception, KeyboardInterrupt):
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
@@ -266,16 +317,18 @@ class _Fit:
             info["loss"] = float(torch.stack(watch.losses).double().mean())
         return _Fitted(done, watch.rates, info)
 
-    def _trainer_arguments(self, watch: Watch, device: torch.device) -> dict[str, Any]:
-        given = dict(self.arguments)
+    def _trainer_arguments(
+        self, arguments: dict[str, Any], watch: L.Callback, device: torch.device, limit: float | None
+    ) -> dict[str, Any]:
+        given = dict(arguments) if limit is None else {**arguments, "limit_train_batches": limit}
         single: Any = 1
         if device.type in ("cpu", "cuda") and "accelerator" not in given:
             given["accelerator"] = device.type
             if device.type == "cuda":
                 single = [device.index or 0]
-        callbacks = [watch, *_as_list(copy.deepcopy(given.pop("callbacks", None)))]
+        callbacks = [watch, *as_list(copy.deepcopy(given.pop("callbacks", None)))]
         # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.
-        plugins = [*_as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
+        plugins = [*as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
         return {**_SILENT, "devices": single, **given, **_ALONE, "callbacks": callbacks, "plugins": plugins}
 
     def _refuse_thawed(self, module: nn.Module) -> None:
@@ -287,62 +340,9 @@ class _Fit:
             )
 
 
-def _asked(trainer: RoundTrainer, configure: Callable[[], Any]) -> Any:
-    """Return what `configure_optimizers` makes, and record whether it asks how long training is."""
-    trainer.configuring = True
-    try:
-        return configure()
-    finally:
-        trainer.configuring = False
-
-
 class _Fitted(NamedTuple):
     """Return the result of one client's fit."""
 
     tensors: dict[str, Tensor]
     steps: float
     info: dict[str, float]
-
-
-class _Rows(Dataset):
-    """One client's rows, taken a batch at a time."""
-
-    def __init__(self, rows: Tree, count: int) -> None:
-        self.rows, self.count = rows, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, row: int) -> Tree:
-        return tree.map(lambda leaf: leaf[row], self.rows)
-
-    def __getitems__(self, rows: list[int]) -> Tree:
-        index = torch.tensor(rows, device=tree.leaves(self.rows)[0].device)
-        return tree.take(self.rows, index)
-
-
-class _Order(Sampler[int]):
-    """The rows in the order of `Batches`: a permutation from (key, epoch)."""
-
-    def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
-        self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
-        self.first: int | None = None  # epoch of the round, by the federation's clock
-
-    def set_epoch(self, epoch: int) -> None:
-        """Note the epoch, as Lightning does at the start of each."""
-        self.first = epoch if self.first is None else self.first
-        self.epoch = epoch - self.first
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __iter__(self) -> Iterator[int]:
-        if not self.shuffle:
-            return iter(range(self.count))
-        return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -8,9 +8,10 @@ answers the few questions that have an answer per client. What cannot run stacke
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +58,8 @@ _TRAINING_HOOKS = (
 class TrainerStandIn:
     """Answers what a trainer of one client would; any other question is refused by name.
 
-    `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step.
+    `asked` collects the names that the module has asked for, because clients whose answers differ cannot share a step;
+    what is the same for every client alone (one device, no callbacks, fitting) is not among them.
 
     Example:
         >>> trainer = TrainerStandIn()
@@ -70,6 +72,13 @@ class TrainerStandIn:
     """
 
     _ANSWERS = ("current_epoch", "estimated_stepping_batches", "global_step", "max_epochs", "training")
+    _ALIKE: ClassVar[dict[str, Any]] = {
+        **dict.fromkeys(("num_devices", "num_nodes", "world_size", "accumulate_grad_batches"), 1),
+        **dict.fromkeys(("global_rank", "local_rank", "node_rank"), 0),
+        **dict.fromkeys(("evaluating", "predicting", "sanity_checking", "testing", "validating"), False),
+        "is_global_zero": True,
+        "callbacks": (),
+    }
 
     def __init__(self) -> None:
         self.asked: set[str] = set()
@@ -78,6 +87,10 @@ class TrainerStandIn:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if name in self._ALIKE:
+            return self._ALIKE[name]
+        if name == "state":
+            return _fitting()
         if name not in self._ANSWERS:
             raise NotImplementedError(
                 f"Expected the module to ask its trainer only for {', '.join(self._ANSWERS)}, but it asked for "
@@ -94,6 +107,14 @@ class TrainerStandIn:
                 f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit"
             )
         return self.answers[name]
+
+
+@functools.cache
+def _fitting() -> Any:
+    """Return the state of a Trainer that fits."""
+    from lightning.pytorch.trainer.states import RunningStage, TrainerFn, TrainerState, TrainerStatus
+
+    return TrainerState(status=TrainerStatus.RUNNING, fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
 
 
 def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
@@ -204,7 +225,7 @@ class Objective(nn.Module):
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)
         self.reductions: dict[str, Reduction] = {}
-        self.recorded: list[Tensor] = []
+        self.recorded: Sequence[Tensor] = ()
         if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
             if loss is not None:
                 raise TypeError("Expected loss=None for a LightningModule, whose training_step returns the loss")
@@ -229,21 +250,23 @@ class Objective(nn.Module):
     def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""
         if weights is None:
-            loss, logs, self.recorded = self._one(batch, index)
+            loss, logs, recorded = self._one(batch, index)
+            if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation
+                self.recorded = recorded
             return loss, logs
 
-        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
+        def example(row: Tree) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
             return self._one(tree.map(lambda leaf: leaf[None], row), index)
 
         losses, logs, recorded = vmap(example, randomness="different")(batch)
         weights = weights.to(losses.dtype)
-        self.recorded = self.metrics.of_rows(recorded, weights) if self.metrics.recorders else []
+        self.recorded = self.metrics.of_rows(recorded, weights) if self.metrics.recorders else ()
         # Padding is excluded, not only weighted by zero: a loss of inf on a padded row must not become NaN.
         average = lambda values: torch.where(weights > 0, weights * values, 0.0).sum()
         return average(losses), {name: average(value) for name, value in logs.items()}
 
-    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], list[Tensor]]:
-        self._logs = {}
+    def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
+        self._logs.clear()
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index)
@@ -251,8 +274,9 @@ class Objective(nn.Module):
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
-        logs, self._logs = self._logs, {}
-        return loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else []
+        logs = dict(self._logs)
+        self._logs.clear()
+        return loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 
     def _log(
         self,

@@ -10,15 +10,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from fedtorch import functional, random, stacked_layers, tree
+from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
+from fedtorch.drawing_modules import DrawingModules, Interception
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.loaders.parts import gradients_in_parts
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
-from fedtorch.module_randomness import KeyedRandomness, drawn_if_random
+from fedtorch.step_draws import Draws, StepKeys
 from fedtorch.tree import Tree
+from fedtorch.watched_generators import each_drawn_if_random
 
 # Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
@@ -50,6 +52,8 @@ class StackedLoss:
         reads: whether it branches on values, so that clients which take different branches have steps of their own.
     """
 
+    divides = True  # whether clients that take different branches can have steps of their own
+
     def __init__(
         self,
         objective: Objective,
@@ -67,6 +71,7 @@ class StackedLoss:
         self.told: list[str] = []  # names of what the module logged last
         if batched:
             stacked_layers.adapt(objective.module)
+        self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         self._captured = CapturedStep()
 
@@ -84,12 +89,7 @@ class StackedLoss:
         return "there are stacked buffers" if self.buffers else None
 
     def gradients(
-        self,
-        tensors: Mapping[str, Tensor],
-        buffers: Mapping[str, Tensor],
-        batch: Step,
-        index: int,
-        key: Tensor,
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys
     ) -> Gradients:
         """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
 
@@ -98,47 +98,53 @@ class StackedLoss:
             buffers: the stacked buffers.
             batch: the clients' minibatches.
             index: of the step.
-            key: `(K,)` the clients' keys for the module's draws.
+            keys: the clients' for the module's draws.
         """
         values = [*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers)]
         with _short_products() if self.precision == "tf32" else nullcontext():
             if not self.batched:
-                return self._one_by_one(values, batch, index, key)
+                return self._one_by_one(values, batch, index, keys[index])
             if isinstance(batch, LoadedBatch):
-                return gradients_in_parts(self, tensors, buffers, batch, index, key)
+                return gradients_in_parts(self, tensors, buffers, batch, index, keys)
             flat = [*values, *batch.leaves]
             if batch.weights is not None:
                 flat.append(batch.weights)
-            step = partial(self.step, batch.rows, key if self.random else None)
+            step = partial(self.step, batch.rows, keys[index] if self.random else None)
             return step(index, *flat) if self.eager else self._captured(step, *flat)
 
-    def step(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
+    def step(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
         """Return `gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
 
         Args:
             rows: their structure.
-            key: `(K,)` of the module's draws; None if it draws none.
+            draws: the module's; None if it draws nothing.
             index: of the step.
             flat: `(K, ...)` each.
         """
 
         def evaluate(at: Tensor | None) -> Gradients:
-            some = (key, flat) if at is None else tree.take((key, flat), at.to(flat[0].device))
-            return self._together(rows, some[0], index, *some[1])
+            if at is None:
+                return self._together(rows, draws, index, *flat)
+            return self._together(rows, draws and draws.some(at), index, *tree.take(flat, at.to(flat[0].device)))
 
         return stacked_layers.by_branches(evaluate, _joined)
 
-    def _together(self, rows: Tree, key: Tensor | None, index: int, *flat: Tensor) -> Gradients:
+    def _together(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
         """Return `step` of clients that take the same branches."""
+        step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
+        if draws is None:
+            return step(nullcontext())
+        return self.drawing.drawn(lambda _, interception: step(interception), [draws.together()])[0]
+
+    def _step(
+        self, rows: Tree, index: int, flat: Sequence[Tensor], randomness: str, interception: Interception
+    ) -> Gradients:
         trained = len(self.tensors)
         with torch.enable_grad():
             trainable = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
             whole = [*trainable, *flat[trained:]]
-            with (
-                self._cast(flat[0].device),
-                nullcontext() if key is None else KeyedRandomness(random.fold_in(key, index)),
-            ):
-                losses, *others = self.stacked(whole, rows, index, "error" if key is None else "different")
+            with self._cast(flat[0].device), interception:
+                losses, *others = self.stacked(whole, rows, index, randomness)
             gradients = _gradients(losses, trainable)
         logs, last = dict(zip(self.told, others)), len(others) - len(self.buffers)
         new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
@@ -176,33 +182,39 @@ class StackedLoss:
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def _one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, key: Tensor) -> Gradients:
+    def _one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, draws: Draws) -> Gradients:
         """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
-        keys, replies, every, recorded = random.fold_in(key, index), [], [], []
-        later = random.fold_in(keys, _BACKWARD) if self.random else keys
         each = list(zip(*(value.detach().unbind() for value in values)))
         active = batch.active.nonzero()[:, 0].tolist()
-        for k in active:
-            alone = partial(self._alone, each[k], batch.alone(k), index, keys[k] if self.random else None)
-            loss, logs, new, gradients = drawn_if_random(alone, later[k])
-            replies.append((loss.detach(), logs, new))
-            every.append(gradients)
-            recorded.append(self.objective.recorded)
-        losses, logs, new = tree.map(lambda *each: _spread(each, active, len(keys)), *replies)
-        gradients = [_spread(each, active, len(keys)) for each in zip(*every)]
+
+        def one(i: int, interception: Interception) -> tuple[Any, ...]:
+            return self._alone(each[active[i]], batch.alone(active[i]), index, interception)
+
+        if self.random:
+            backward = draws.calls[:, _BACKWARD].unbind()
+            results = self.drawing.drawn(one, [draws.alone(k) for k in active], [backward[k] for k in active])
+        else:
+            keys = draws.keys.unbind()
+            results = each_drawn_if_random(lambda i: one(i, nullcontext()), [keys[k] for k in active])
+        every, recorded, replies = zip(*((gradients, said, reply) for gradients, said, *reply in results))
+        spread = partial(_spread, at=active, count=len(each))
+        with torch.no_grad():
+            losses, logs, new = tree.map(lambda *each: spread(each), *map(tuple, replies))
+            stacked = [spread(each) for each in zip(*every)]
         arguments = [dict(zip(active, each)) for each in zip(*recorded)]
-        return losses, logs, {n: leaf.detach() for n, leaf in zip(self.buffers, new)}, gradients, arguments
+        return losses, logs, dict(zip(self.buffers, new)), stacked, arguments
 
     def _alone(
-        self, values: Sequence[Tensor], rows: Tree, index: int, key: Tensor | None
-    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...], Sequence[Tensor | None]]:
-        """Return one client's (loss, logs, new buffers, gradients), drawn from a key; its tensors stay as they are."""
+        self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception
+    ) -> tuple[Sequence[Tensor | None], Sequence[Any], Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
+        """Return one client's (gradients, metrics' arguments, loss, logs, new buffers); its tensors stay as is."""
         count = len(self.tensors)
         trained = [value.detach().requires_grad_() for value in values[:count]]
         with torch.enable_grad():
-            with self._cast(values[0].device), nullcontext() if key is None else KeyedRandomness(key):
+            with self._cast(values[0].device), interception:
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
-            return loss, logs, new, _gradients(loss, trained)
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+        return gradients, self.objective.recorded, loss.detach(), logs, new
 
 
 class RoundLogs:
@@ -282,9 +294,9 @@ def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:
     if some is None:
         return None
     if len(at) == count and all(value is not None for value in each):
-        return torch.stack([value.detach() for value in each if value is not None])
+        return torch.stack(each)  # type: ignore[arg-type]
     whole = some.new_zeros(count, *some.shape)
     for k, value in zip(at, each):
         if value is not None:
-            whole[k] = value.detach()
+            whole[k] = value
     return whole

@@ -60,14 +60,14 @@ class Geometry(UnitModel):
             return x
         # A federation stacks the parameters that it trains: one copy for all units, or one for each.
         module, dims = self.features, self._feature_dims
-        own = {name: value for name, value in module.named_parameters() if value.ndim > dims[name]}
-        if not own:
+        stacked = {name: value for name, value in module.named_parameters() if value.ndim > dims[name]}
+        if not stacked:
             return module(x)
-        units = len(next(iter(own.values())))
+        units = len(next(iter(stacked.values())))
         if units == 1:
-            return functional_call(module, {name: value[0] for name, value in own.items()}, (x,))
+            return functional_call(module, {name: value[0] for name, value in stacked.items()}, (x,))
         rows = x.expand(units, *x.shape[-2:])
-        return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(own, rows)
+        return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(stacked, rows)
 
     def root(self) -> Tensor:
         """Return the Cholesky factor L of the latent processes' covariance at the inducing inputs, `(*s, I, J, J)`."""

@@ -78,14 +78,14 @@ def spread_lengthscales(kernel: Any, extent: Tensor, latents: int) -> None:
 
 def _spread(kernel: Any, extent: Tensor, numbers: Tensor) -> None:
     """Return the lengthscale of one kernel, of latent processes of these numbers."""
-    own = kernel.lengthscale  # (1, D) or (I, 1, D), D = 1 or the kernel's columns
-    finest = extent.to(own) * len(extent) ** 0.5 / 10
+    lengthscale = kernel.lengthscale  # (1, D) or (I, 1, D), D = 1 or the kernel's columns
+    finest = extent.to(lengthscale) * len(extent) ** 0.5 / 10
     if kernel.active_dims is not None and int(kernel.active_dims.max()) < len(finest):
         finest = finest[kernel.active_dims]
-    if own.shape[-1] != len(finest):
-        finest = finest.mean(-1, keepdim=True).expand(own.shape[-1])
-    value = finest * 2.0 ** numbers.to(own)[:, None, None]
-    value = value if own.ndim == value.ndim else value[0]
+    if lengthscale.shape[-1] != len(finest):
+        finest = finest.mean(-1, keepdim=True).expand(lengthscale.shape[-1])
+    value = finest * 2.0 ** numbers.to(lengthscale)[:, None, None]
+    value = value if lengthscale.ndim == value.ndim else value[0]
     constraint = kernel.raw_lengthscale_constraint
     raw = constraint.inverse_transform(value)
     if kernel.raw_lengthscale.requires_grad and constraint.check(value) and bool(raw.isfinite().all()):

@@ -76,24 +76,26 @@ class UnitModel(gpytorch.Module):
         """
         mask = full(y, mask)
         values = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        batch, own = y.shape[:-1], len(self.batch_shape)
-        found = {n: values[n].detach().expand((*batch, *values[n].shape[own:])).clone() for n in self.unit_names}
+        batch, unit_dims = y.shape[:-1], len(self.batch_shape)
+        initial = {
+            n: values[n].detach().expand((*batch, *values[n].shape[unit_dims:])).clone() for n in self.unit_names
+        }
         if not hasattr(self.likelihood, "noise"):
-            return found
+            return initial
         if hasattr(self.likelihood, "measured"):
             mask = mask * self.likelihood.measured(*extra)
         mean, scale = self._size_of(y, mask)
-        found["kernel.scale"] = scale.to(values["kernel.scale"])
+        initial["kernel.scale"] = scale.to(values["kernel.scale"])
         if self.offset is not None:
-            found["offset"] = (mean / scale).to(values["offset"])
+            initial["offset"] = (mean / scale).to(values["offset"])
         for name in self.unit_names:
             if name.endswith("raw_noise"):
                 constraint = self.constraint_for_parameter_name(name)
                 noise = (_START_NOISE * scale[..., None]).square().to(values[name])
-                raw = constraint.inverse_transform(noise).expand_as(found[name])
+                raw = constraint.inverse_transform(noise).expand_as(initial[name])
                 # A constraint that excludes it leaves the likelihood's own.
-                found[name] = torch.where(raw.isfinite(), raw, found[name])
-        return found
+                initial[name] = torch.where(raw.isfinite(), raw, initial[name])
+        return initial
 
     def _size_of(self, y: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return the outputs' means, 0 without offsets, and scales, `(*b,)` each."""
@@ -107,18 +109,18 @@ class UnitModel(gpytorch.Module):
 
     def start(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> None:
         """Set the units' tensors to `initial_units`, with the same arguments."""
-        own = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
         for name, value in self.initial_units(y, mask, *extra).items():
-            own[name].data = value
+            tensors[name].data = value
 
     def log_prior(self, units: bool) -> Tensor:
         """Return log-density of the priors of the units' parameters `(*b,)`, or of the shared ones `()`."""
-        total, own = self.kernel.weight.new_zeros(()), set(self.unit_names)
+        total, of_units = self.kernel.weight.new_zeros(()), set(self.unit_names)
         for name, module, prior, closure, _ in self.named_priors():
             parameter = name.removesuffix("_prior")
             path, _, last = parameter.rpartition(".")
             names = {parameter, f"{path}.raw_{last}".removeprefix(".")}
-            mine = name.startswith(self._unit_parts) or not names.isdisjoint(own)
+            mine = name.startswith(self._unit_parts) or not names.isdisjoint(of_units)
             if mine == units:
                 value = closure(module)
                 density = prior.log_prob(value)

@@ -62,9 +62,9 @@ def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor
     factor = stable_cholesky(eye + symmetric(white).flip(-1, -2), 0.0).flip(-1, -2)
     root = torch.linalg.solve_triangular(factor, eye, upper=True).mT
     solved = torch.linalg.solve_triangular(factor, moved, upper=True)
-    found = constant + 0.5 * (solved.square().sum() - log_determinant(factor))
+    minus_log = constant + 0.5 * (solved.square().sum() - log_determinant(factor))
     mean, root = (torch.linalg.solve_triangular(change, part, upper=False) for part in (root @ solved, root))
-    return mean[..., 0], root, found
+    return mean[..., 0], root, minus_log
 
 
 def evidence(site: GaussianSite) -> Tensor:
@@ -123,13 +123,13 @@ def at_first_go(function: Callable[..., Found], *args: Any) -> Found:
     hoped: list[Tensor] = []
     token = _HOPED.set(hoped)
     try:
-        found = function(*args)
+        result = function(*args)
         failed = bool(torch.stack(hoped).any()) if hoped else False
     except (ValueError, RuntimeError):  # of numbers from a factor that is none; if not, they come again
         failed = True
     finally:
         _HOPED.reset(token)
-    return function(*args) if failed else found
+    return function(*args) if failed else result
 
 
 def block_diagonal(blocks: Tensor) -> Tensor:

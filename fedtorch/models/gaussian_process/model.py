@@ -302,10 +302,10 @@ class ConvolvedGP(Geometry):
         level = self.level(seen.residual)
         if self.observed is None:
             return level.expand_as(seen.residual), seen.basis, seen.basis.new_zeros(*seen.basis.shape[:-2], 0, 1)
-        own, y, mask = self.observed
-        known = self.see(own, mask)
-        factor = self._unit_factor(own, known, mask)
-        both = self.covariance(own, x) * mask[..., None] - known.basis @ seen.basis.mT
+        inputs, y, mask = self.observed
+        known = self.see(inputs, mask)
+        factor = self._unit_factor(inputs, known, mask)
+        both = self.covariance(inputs, x) * mask[..., None] - known.basis @ seen.basis.mT
         gain = solve(factor, both)
         gap = solve(factor, self._centred(y, mask)[..., None])
         return (gain.mT @ gap)[..., 0] + level, seen.basis - gain.mT @ solve(factor, known.basis), gain

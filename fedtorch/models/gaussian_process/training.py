@@ -90,8 +90,8 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
     check_rows(model, x, y)
     new = copy.deepcopy(model)
     new.start(y)
-    own = dict(new.named_parameters())
-    parameters = [own[name] for name in new.unit_names if name in own and own[name].requires_grad]
+    named = dict(new.named_parameters())
+    parameters = [named[name] for name in new.unit_names if name in named and named[name].requires_grad]
     optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
     mask = torch.ones_like(y)
 

@@ -77,21 +77,21 @@ class Walk:
     def move(self, j: int, step: Tensor, centre: Tensor, prior: Tensor, noise: Tensor, log: Tensor) -> None:
         """Propose to add `step` `(p − 1, K, C)` to row j."""
         others = self.others[j]
-        here = self.theta[j, others]
+        current = self.theta[j, others]
         torch.mul(step.unsqueeze(1), self.inverse[others], out=self.small)
         along = self.add_small().clone()  # δ'M
         ratio = 1 - along[j]
         errors = self.errors[j] - self._fitted(j, step)
         absolute = self._absolute(errors)
-        torch.mul(prior * step, here - centre + step / 2, out=self.quadratic)
+        torch.mul(prior * step, current - centre + step / 2, out=self.quadratic)
         gain = self.count * ratio.abs().log() - (absolute - self.absolute[j]) * noise - self.add_quadratic()
-        new = here + step
+        new = current + step
         where = (log < gain).nonzero(as_tuple=True)
         matrices = self._square()[where].contiguous()
         matrices[:, j, others] = new[:, where[0], where[1]].mT
         taken = torch.zeros_like(gain, dtype=torch.bool)
         taken[where] = _stable(matrices)
-        self.theta[j, others] = torch.where(taken, new, here)
+        self.theta[j, others] = torch.where(taken, new, current)
         self.errors[j] = torch.where(taken, errors, self.errors[j])
         self.absolute[j] = torch.where(taken, absolute, self.absolute[j])
         change = torch.where(taken, along / ratio, 0.0)

@@ -93,9 +93,9 @@ def least_norm(x: Tensor, y: Tensor) -> Tensor:
     known = singular > torch.finfo(x.dtype).eps * max(n, p) * singular[..., :1]
     target = left.mT @ torch.nn.functional.pad(turn.mT @ y, rows)
     inside = torch.where(known[..., None], target / singular[..., None], 0.0)
-    found = scale[..., None] * (right.mT @ inside)
+    solution = scale[..., None] * (right.mT @ inside)
     null = linalg.Equilibrated(scale, (singular * known).flip(-1), right.mT.flip(-1)).null()
-    return found - null @ (null.mT @ found)
+    return solution - null @ (null.mT @ solution)
 
 
 def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> Draw:
@@ -182,8 +182,8 @@ def factorisation(design: Design, centre: Tensor, keys: Tensor) -> Draw:
     def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
         if not draws:
             return torch.zeros_like(prior), torch.zeros_like(noise)
-        found = [one(noise[b], prior[:, b].clone(), z[:, b].clone()) for b, one in enumerate(draws)]
-        return torch.stack([delta for delta, _ in found], 1), torch.stack([rss for _, rss in found])
+        drawn = [one(noise[b], prior[:, b].clone(), z[:, b].clone()) for b, one in enumerate(draws)]
+        return torch.stack([delta for delta, _ in drawn], 1), torch.stack([rss for _, rss in drawn])
 
     return draw
 

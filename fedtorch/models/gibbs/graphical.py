@@ -206,8 +206,8 @@ def _fields(data: Any, intercept: bool = False, names: Sequence[str] | None = No
     Raises:
         BadClients: NaN or Inf, or a constant variable; `ValueError`: rows of another form.
     """
-    own = partial(_one_site, intercept=intercept)
-    gram, estimate, rss, count = client_by_client(own, data.count, rows(data, names))
+    statistics_of_one = partial(_one_site, intercept=intercept)
+    gram, estimate, rss, count = client_by_client(statistics_of_one, data.count, rows(data, names))
     return _Fields(gram, estimate, rss, count - int(intercept), count)
 
 

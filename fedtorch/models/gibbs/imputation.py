@@ -135,12 +135,12 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         clients, chains = keys.shape
         for_gaps, for_sweeps = random.split(keys, 2)
         theta = heard.theta + (site.place - heard.centre)
-        here = mean.to(theta.device), precision.to(theta.device)
+        prior = mean.to(theta.device), precision.to(theta.device)
         x = data.x.repeat_interleave(chains, 0)
         for k, n in enumerate(data.count.tolist()):
-            own = _Gaps(data.x[k, :n].clone(), data.y[k, :n].clone(), data.seen[k, :n].clone(), data.count[k])
+            gaps = _Gaps(data.x[k, :n].clone(), data.y[k, :n].clone(), data.seen[k, :n].clone(), data.count[k])
             for c in range(chains):
-                x[k * chains + c, :n] = _draw(own, *here, theta[k, c], site.noise[k, c], for_gaps[k, c])
+                x[k * chains + c, :n] = _draw(gaps, *prior, theta[k, c], site.noise[k, c], for_gaps[k, c])
         rows = ClientData((x, data.y.repeat_interleave(chains, 0)), data.count.repeat_interleave(chains))
         # Each chain has rows of its own, so what runs the regressions takes chains for clients.
         each = tree.map(lambda leaf: leaf.flatten(0, 1).unsqueeze(1), (heard, site, for_sweeps))

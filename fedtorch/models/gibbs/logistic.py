@@ -75,12 +75,12 @@ def logistic_regression(
         if len(keys) == 0:
             return site
         # One client after another, without padding, so that a client's numbers do not depend on its block.
-        found = []
+        states = []
         for k, n in enumerate(data.count.tolist()):
             own_heard, own_site = tree.map(lambda leaf, k=k: leaf[k].clone(), (heard, site))
             x, y = data.x[k, :n].clone(), data.y[k, :n].clone()
-            found.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
-        return tree.stack(found)
+            states.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
+        return tree.stack(states)
 
     return LocalKernel(init, _prepare, sweep, sparse.report)
 

@@ -262,8 +262,8 @@ def design(data: Any, intercept: bool = False) -> Design:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
     """
     x, y = regression_rows(data)
-    own = partial(_one_design, intercept=intercept)
-    statistics, estimate, rss = client_by_client(own, data.count, x, y)
+    design_of_one = partial(_one_design, intercept=intercept)
+    statistics, estimate, rss = client_by_client(design_of_one, data.count, x, y)
     degrees = statistics.count - int(intercept)
     if x.shape[-1] <= SIDE_BY_SIDE:
         return Design(statistics, estimate, rss, degrees, None, None)

@@ -57,9 +57,9 @@ def horseshoe(mean: Tensor, variance: Tensor, scale: Tensor) -> Moments1:
     prior = (scale[..., None] * log_scales.exp()).square()
     total = prior + variance[..., None]
     log = log_weight - 0.5 * (2 * math.pi * total).log() - 0.5 * mean[..., None].square() / total
-    own = torch.softmax(log, -1)
+    responsibility = torch.softmax(log, -1)
     gain = prior / total
     at = gain * mean[..., None]
-    first = (own * at).sum(-1)
-    spread = (own * (gain * variance[..., None] + (at - first[..., None]).square())).sum(-1)
+    first = (responsibility * at).sum(-1)
+    spread = (responsibility * (gain * variance[..., None] + (at - first[..., None]).square())).sum(-1)
     return Moments1(log.logsumexp(-1), first, spread)

@@ -195,8 +195,8 @@ def _factor(parts: _Parts, given: _Given, data: Any, zeta: Tensor) -> tuple[Tens
     """Return the evidence at ζ with μ integrated out, and what else the likelihood says there."""
     inner, log_noise = parts.split(zeta)
     covariance = parts.hierarchy.covariance(inner) + given.spread[:, None]
-    found = parts.likelihood.local(data, given.mean(zeta) @ given.design.mT, covariance, inner, log_noise)
-    return found.log_evidence, found
+    conditional = parts.likelihood.local(data, given.mean(zeta) @ given.design.mT, covariance, inner, log_noise)
+    return conditional.log_evidence, conditional
 
 
 def _conditional(parts: _Parts, phi: Tensor, data: Any) -> Conditional:
@@ -228,8 +228,8 @@ def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
     count, likelihood = len(tree.leaves(data)[0]), parts.likelihood
     cavity = Moments(*tree.expand(start, count))
     given = _Given.of(cavity, parts.hierarchy.mean.to(start.mean))
-    _, found = _factor(parts, given, data, cavity.mean[:, None, m:])
-    mean, covariance = (part[:, 0] for part in found.moments())
+    _, conditional = _factor(parts, given, data, cavity.mean[:, None, m:])
+    mean, covariance = (part[:, 0] for part in conditional.moments())
     residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
     second = gaussian.pack(covariance + mean[:, :, None] * mean[:, None])
     return {"mean": mean, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}

@@ -126,13 +126,15 @@ def generalised(
         half = torch.linalg.solve_triangular(factor.mT, eye.expand_as(factor), upper=True)
         log_evidence = best - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + data.constant[:, None]
         centre, whole = prior.at(u), prior.root @ half
-        found = Moments(centre, whole @ whole.mT)
+        moments = Moments(centre, whole @ whole.mT)
         if inner is not None:
             ratios = _log_likelihood(family, data, _placed(centre, whole, inner)) - best[..., None]
             shift, spread, correction = _seen(ratios, _placed(u, half, inner), inner)
             log_evidence = log_evidence + correction
-            found = Moments(centre + (whole @ shift[..., None])[..., 0], whole @ spread @ whole.mT)
-        return Conditional(log_evidence, lambda weights: derivatives(mean, covariance, found, weights), lambda: found)
+            moments = Moments(centre + (whole @ shift[..., None])[..., 0], whole @ spread @ whole.mT)
+        return Conditional(
+            log_evidence, lambda weights: derivatives(mean, covariance, moments, weights), lambda: moments
+        )
 
     def size(data: _Rows) -> int:
         return max(data.x.shape[1], features * (1 if inner is None else len(inner.weights)))
@@ -219,9 +221,9 @@ def _seen(ratios: Tensor, at: Tensor, rule: QuadratureRule) -> tuple[Tensor, Ten
     """
     nodes, weights = rule.nodes.to(at), rule.weights.to(at)
     log = ratios - 0.5 * at.square().sum(-1) + (weights.log() + 0.5 * nodes.square().sum(-1))
-    own = torch.softmax(log, -1)
-    shift = own @ nodes
-    second = gaussian.unpack(own @ gaussian.pack(nodes[:, :, None] * nodes[:, None, :]))
+    responsibility = torch.softmax(log, -1)
+    shift = responsibility @ nodes
+    second = gaussian.unpack(responsibility @ gaussian.pack(nodes[:, :, None] * nodes[:, None, :]))
     return shift, second - shift[..., :, None] * shift[..., None, :], log.logsumexp(-1)
 
 

@@ -76,8 +76,8 @@ def normal(
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"Expected distinct random coefficients, but got {list(random or ())}")
     r = len(chosen)
-    own = hyperpriors.log_normal() if variance is None else variance
-    each = [own] * r if isinstance(own, Hyperprior) else list(own)
+    hyperprior = hyperpriors.log_normal() if variance is None else variance
+    each = [hyperprior] * r if isinstance(hyperprior, Hyperprior) else list(hyperprior)
     if len(each) != r:
         raise ValueError(f"Expected a hyperprior for each of {r} random coefficients, but got {len(each)}")
     row, column = torch.tril_indices(r, r, -1) if correlated else torch.zeros(2, 0, dtype=torch.int64)

@@ -70,14 +70,14 @@ def linear(
         return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
 
     def prepare(data: Any) -> _Data:
-        found = statistics(data, hierarchy.mean.shape[0])
+        sums = statistics(data, hierarchy.mean.shape[0])
         if isinstance(noise, Hyperprior):
-            known = torch.ones_like(found.power)
+            known = torch.ones_like(sums.power)
         else:
-            known = noise(found) if callable(noise) else torch.full_like(found.power, noise)
+            known = noise(sums) if callable(noise) else torch.full_like(sums.power, noise)
         bad = ~((known > 0) & known.isfinite())
         refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
-        return _Data(reduced(found), known.log())
+        return _Data(reduced(sums), known.log())
 
     likelihood = DeviceLikelihood(
         prepare,

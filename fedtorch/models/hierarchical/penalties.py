@@ -178,12 +178,12 @@ def _fused_normaliser(features: int, ratio: float) -> float:
     decay, lost = math.exp(-ratio * h), -math.expm1(-ratio * h)
     near = 1 / ratio - lost / (ratio * ratio * h)
     far = lost / (ratio * ratio * h) - decay / ratio
-    own = numpy.exp(-numpy.abs(x))
-    chain, log_scale = own, 0.0
+    density = numpy.exp(-numpy.abs(x))
+    chain, log_scale = density, 0.0
     for _ in range(features - 1):
         forward = lfilter([near, far], [1.0, -decay], chain)
         backward = lfilter([near, far], [1.0, -decay], chain[::-1])[::-1]
-        chain = own * (forward + backward)
+        chain = density * (forward + backward)
         log_scale += math.log(chain.max())
         chain = chain / chain.max()
     return log_scale + math.log(numpy.trapezoid(chain, x))

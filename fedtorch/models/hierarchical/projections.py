@@ -95,8 +95,8 @@ def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None) -> Pro
     """
 
     def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
-        own = default_rule(cavity.mean.shape[1]) if rule is None else rule
-        nodes = tilt(cavity, lambda phi: (log_factor(phi, data), None), own)
+        chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
+        nodes = tilt(cavity, lambda phi: (log_factor(phi, data), None), chosen)
         return Projected(_weighted(nodes.nodes, nodes.weights), cavity)
 
     return project

@@ -58,11 +58,11 @@ def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None
     """
 
     def log_factor(phi: Tensor, data: Any) -> Tensor:
-        found = []
+        evidence = []
         for k, count in enumerate(data.count.tolist()):
             rows = [_float64(leaf[k, :count]) for leaf in tree.leaves(data.batch)]
-            found.append(_log_evidence(model, phi[k], rows, rule))
-        return torch.stack(found) if found else phi.new_zeros(phi.shape[:2])
+            evidence.append(_log_evidence(model, phi[k], rows, rule))
+        return torch.stack(evidence) if evidence else phi.new_zeros(phi.shape[:2])
 
     return log_factor
 
@@ -87,8 +87,8 @@ def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], ru
         mode, curvature = minimised(objective, phi.new_zeros((len(phi), size)), eye)
         factor = torch.linalg.cholesky_ex(curvature).L
         half = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
-        own = default_rule(size) if rule is None else rule
-        nodes, weights = own.nodes.to(phi), own.weights.to(phi)
+        chosen = default_rule(size) if rule is None else rule
+        nodes, weights = chosen.nodes.to(phi), chosen.weights.to(phi)
         ratios = [-objective(mode + half @ z) + 0.5 * z @ z for z in nodes]
         log = torch.stack(ratios, 1) + weights.log()
         normal = size / 2 * math.log(2 * math.pi) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)

@@ -73,10 +73,10 @@ def penalised(
     >>> model.given(phi, torch.ones(1, 1).double(), model.prepare(data.stack([0]))).means  # 3 · 4 / (3 + λ)
     tensor([[[3.]]], dtype=torch.float64)
     """
-    own = hyperpriors.log_normal(0.0, 5.0) if penalties is None else penalties
+    hyperprior = hyperpriors.log_normal(0.0, 5.0) if penalties is None else penalties
     features = penalty.contrasts.shape[1]
     count = len(penalty.names)
-    prior = hyperpriors.prior(torch.zeros(0), torch.zeros(0, 0), [own] * count)
+    prior = hyperpriors.prior(torch.zeros(0), torch.zeros(0, 0), [hyperprior] * count)
     hierarchy = Hierarchy(
         penalty.names,
         torch.zeros(features, 0, dtype=torch.float64),

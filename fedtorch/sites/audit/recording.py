@@ -147,12 +147,12 @@ class ServerRecording:
             self._write_asked(record, question.run, {site: send.message for site, send in question.requests.items()})
             read = partial(_read_with_digest, question.wanted.like, digests)
             question.wanted = question.wanted._replace(like=read)
-        heard, number = ask(question), next((send.sequence for send in question.requests.values()), 0)
+        answers, number = ask(question), next((send.sequence for send in question.requests.values()), 0)
         for group in _groups(digests):
             record.note("answered", run=question.run, sequence=number, digests=group)
-        for group in _groups(heard.missing):
+        for group in _groups(answers.missing):
             record.note("missing", run=question.run, sequence=number, reasons=_short(group))
-        return heard
+        return answers
 
     def left_out(self, run: str, reasons: Mapping[str, str]) -> None:
         """Write which answers are not in a sum."""

@@ -50,9 +50,9 @@ class Envelopes:
         if wanted:
             for site in wanted:
                 yield self._request(site, number)
-            heard = yield self._wait(wanted, lambda site, frame: frame.blobs())
-            self.keep(heard.messages)
-            self._fresh.update(heard.messages)
+            answers = yield self._wait(wanted, lambda site, frame: frame.blobs())
+            self.keep(answers.messages)
+            self._fresh.update(answers.messages)
 
     def forget(self) -> None:
         """Ask sites for their envelopes again, as they stand in another round."""
@@ -65,7 +65,7 @@ class Envelopes:
 
     def to(self, site: str) -> dict[str, bytes]:
         """Return the envelopes for a site, by name."""
-        return {_FROM + sender: found[site] for sender, found in self._held.items() if site in found}
+        return {_FROM + sender: envelopes[site] for sender, envelopes in self._held.items() if site in envelopes}
 
 
 class SiteEnvelopes:
@@ -95,12 +95,12 @@ class SiteEnvelopes:
 
     def write(self, directory: bytes, told: Tree) -> dict[str, bytes]:
         """Envelopes by receiver, of what the site's nodes tell `(K, ...)`; raises `Refusal` for a bad directory."""
-        sealer, found = self._seal(), {}
+        sealer, envelopes = self._seal(), {}
         for speaker in self._others(directory):
             nodes = self._between(self._own, _nodes(speaker))
             if len(nodes):
-                found[speaker.name] = sealer.seal(speaker, wire.encode(tree.take(told, nodes - self._own.start)))
-        return found
+                envelopes[speaker.name] = sealer.seal(speaker, wire.encode(tree.take(told, nodes - self._own.start)))
+        return envelopes
 
     def heard(self, blobs: Mapping[str, bytes], told: Tree, ids: Tensor) -> Tree:
         """Return the inboxes of nodes `ids` of the site, `(K, ...)`.

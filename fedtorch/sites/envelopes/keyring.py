@@ -51,9 +51,9 @@ class Keyring:
         request = frames.encode("keys", run=run, sequence=number, epoch=epoch)
         for site in sites:
             yield Send(site, request, sequence=number)
-        heard = yield self._wait(sites, partial(self._read, run))
-        self._said.update(heard.messages)
-        return heard.missing
+        answers = yield self._wait(sites, partial(self._read, run))
+        self._said.update(answers.messages)
+        return answers.missing
 
     def _read(self, run: str, site: str, frame: Frame) -> tuple[bytes, Speaker]:
         """Return an announcement that others will believe, so that one site does not spoil the directory for all."""
@@ -115,12 +115,12 @@ class SiteKeys:
             Refusal: it cannot be believed, lacks this site, or is of an older roster than another.
         """
         try:
-            found = key_directory.read(data, self._authority, self.run)
+            directory = key_directory.read(data, self._authority, self.run)
         except ValueError as error:
             raise Refusal(str(error)) from None
-        self._check(found)
-        place = [speaker.name for speaker in found.speakers].index(self.name)
-        return found.speakers, place
+        self._check(directory)
+        place = [speaker.name for speaker in directory.speakers].index(self.name)
+        return directory.speakers, place
 
     def _check(self, found: KeyDirectory) -> None:
         if found.issued < self._issued:

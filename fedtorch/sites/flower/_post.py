@@ -203,12 +203,12 @@ def read(content: Any, limits: Limits) -> Frames:
         ValueError: it is something else.
     """
     record = content.get(_RECORD)
-    found = dict(record) if record is not None else {}
-    frames, name = found.get("frames"), found.get("name", "")
+    fields = dict(record) if record is not None else {}
+    frames, name = fields.get("frames"), fields.get("name", "")
     if not isinstance(frames, list) or not all(isinstance(frame, bytes) for frame in frames):
         raise ValueError("expected frames of bytes, but got something else; is its app fedtorch's?")
     if not isinstance(name, str) or len(frames) > 2 * limits.ahead or any(len(f) > limits.frame for f in frames):
         raise ValueError(f"expected a name, and at most {2 * limits.ahead} frames of at most {limits.frame} bytes")
     if sum(map(len, frames)) > limits.member + limits.unasked:
         raise ValueError(f"expected at most {limits.member + limits.unasked} bytes in a message")
-    return Frames(found.get("opens") is True, name, frames)
+    return Frames(fields.get("opens") is True, name, frames)

@@ -41,8 +41,10 @@ def check_name(name: str) -> None:
 def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:
     """Raise PermissionError unless a PEM certificate was made for this usage alone, to serve or to join."""
     try:
-        found = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(x509.ExtendedKeyUsage)
-        usages = list(found.value)
+        extension = x509.load_pem_x509_certificate(certificate).extensions.get_extension_for_class(
+            x509.ExtendedKeyUsage
+        )
+        usages = list(extension.value)
     except x509.ExtensionNotFound:
         usages = []
     if usages != [usage]:

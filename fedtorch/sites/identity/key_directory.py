@@ -152,8 +152,8 @@ def read(directory: bytes, authority: bytes, run: str) -> KeyDirectory:
 
 def _speaker(word: bytes, sites: dict[str, str], run: str) -> Speaker:
     """Return the site that an announcement is of, if the roster has it with the key that has signed."""
-    told = json.loads(json.loads(word)["said"])
-    name, coded = told["name"], bytes.fromhex(told["key"])
+    statement = json.loads(json.loads(word)["said"])
+    name, coded = statement["name"], bytes.fromhex(statement["key"])
     if name not in sites:
         raise ValueError(f"{str(name)[:100]!r} is not in the roster, or not any more")
     if digest_of(coded) != sites[name]:

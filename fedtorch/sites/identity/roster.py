@@ -56,10 +56,10 @@ class Roster:
     def sites(self) -> dict[str, Member]:
         """Return all by name, those that are revoked too."""
         try:
-            found = self.path.stat()
+            status = self.path.stat()
         except FileNotFoundError:
             return {}
-        stamp = (found.st_mtime_ns, found.st_ino)
+        stamp = (status.st_mtime_ns, status.st_ino)
         if stamp != self._seen:
             self._sites, self._seen = self._read(), stamp
         return self._sites

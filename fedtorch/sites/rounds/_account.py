@@ -50,5 +50,11 @@ class Account:
 
     def load_state_dict(self, flat: Mapping[str, Tensor]) -> None:
         """Go back to what `state_dict` said."""
-        self.left.copy_(flat["left"])
-        tree.map(lambda mine, loaded: mine.copy_(loaded), self._told, tree.unflatten(flat, self._told, "told"))
+        known = len(flat["left"])  # sites, and others that have joined them since
+        for mine, loaded in zip(
+            tree.leaves((self.left, self._told)),
+            tree.leaves((flat["left"], tree.unflatten(flat, self._told, "told"))),
+            strict=True,
+        ):
+            mine.zero_()
+            mine[:known].copy_(loaded)

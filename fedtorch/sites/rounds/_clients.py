@@ -14,6 +14,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.populations.population import Pending
 from fedtorch.protocol.halves import Half, Traffic
+from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.rounds import _totals as totals
 from fedtorch.sites.rounds._account import Account
@@ -56,7 +57,13 @@ class RemoteClients:
 
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
+            ValueError: the turn holds learning rates or a limit, which are the sites' own.
         """
+        if turn.rates is not None or turn.limit is not None:
+            raise ValueError(
+                "Expected a round in which sites train as their configuration says, but got learning rates or a limit "
+                "of minibatches for them; say them to the local solver, which the sites run too"
+            )
         self.over = False
         pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))
         return pending._replace(bytes_up=moved.up, bytes_down=moved.down)
@@ -78,8 +85,8 @@ class RemoteClients:
                 "got other rows; clients in no site are scored with unseen=True"
             )
         nobody = torch.zeros(len(data), dtype=torch.bool)
-        here = self.session.local.evaluate_parts(outbox, data, function, nobody)
-        return self._drive(totals.scores(self.session, outbox, tree.take(here[1][0], slice(0, 0))))[0]
+        parts = self.session.local.evaluate_parts(outbox, data, function, nobody)
+        return self._drive(totals.scores(self.session, outbox, tree.take(parts[1][0], slice(0, 0))))[0]
 
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
         session = self.session
@@ -140,11 +147,13 @@ class RemoteClients:
         known = state_of(self.over, self.plan.sites.bring) | self._recording.state_dict() | self._account.state_dict()
         return {"kept": torch.tensor(kept), "run": run, **known}
 
-    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
-        """Go back to what `state_dict` said; sites go back with their next request."""
+    def load_state_dict(self, flat: dict[str, Tensor], anyway: bool = False) -> None:
+        """Go back to what `state_dict` said; sites go back with their next request, those that have joined begin."""
         self._recording.load_state_dict(flat)
-        session = self.session
-        session.run, session.kept = bytes(flat["run"].tolist()).hex(), flat["kept"].tolist()
+        session, kept = self.session, flat["kept"].tolist()
+        session.run, session.anyway, session.resumed = bytes(flat["run"].tolist()).hex(), anyway, True
+        session.kept = kept + [FIRST] * (len(self.plan.sites.names) - len(kept))
+        self.plan.sites.begin_anew()
         session.saved.append(tuple(session.kept))
         self.over = bool(flat["over"])
         self._account.load_state_dict(flat)

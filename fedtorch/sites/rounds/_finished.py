@@ -51,8 +51,8 @@ def tell_all(sites: Sites, tell: Callable[[Mapping[int, str]], Iterable[int]], s
     """
     left, ends = dict(enumerate(sites.names)), time.monotonic() + seconds
     while True:
-        here = {index: site for index, site in left.items() if sites.is_here(site)}
-        for index in tell(here) if here else ():
+        connected = {index: site for index, site in left.items() if sites.is_here(site)}
+        for index in tell(connected) if connected else ():
             del left[index]
         if not left or time.monotonic() >= ends:
             return

@@ -188,11 +188,11 @@ class _Phases:
             self._sent[self._sites[int(step.to)]] = step.message
             return None
         phase, sent, self._sent = next(self._phases), self._sent, {}
-        heard = Heard(dict(self._first), {})
+        answers = Heard(dict(self._first), {})
         if phase != ADVERT:
-            heard = yield from self._sums.ask(self._run, self._sum, phase, sent)
-        said = {self._numbers[site]: packed(answer) for site, answer in heard.messages.items()}
-        return Heard(said, {self._numbers[site]: why for site, why in heard.missing.items()})
+            answers = yield from self._sums.ask(self._run, self._sum, phase, sent)
+        said = {self._numbers[site]: packed(answer) for site, answer in answers.messages.items()}
+        return Heard(said, {self._numbers[site]: why for site, why in answers.missing.items()})
 
 
 def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing: Mapping[str, str]) -> SumLost:
@@ -203,17 +203,17 @@ def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing
         **{names[number]: f"it sent {why}" for number, why in server.guilty.items()},
     }
     reasons = {**missing, **{names[number]: why for number, why in server.missing.items()}}
-    told = [str(error), *(f"{site!r}: {why}" for site, why in reasons.items())]
+    sentences = [str(error), *(f"{site!r}: {why}" for site, why in reasons.items())]
     if bound:
-        told.append(
+        sentences.append(
             f"the round is lost, for {sorted(failed)} failed it after others had confirmed the sum of "
             f"{sorted(bound)}: as a server may have come to it, these add up over the same start all together or "
             "not at all; do the round again by run.step() when all of them answer, or begin a run from other "
             "parameters, which leaves those out that failed"
         )
     else:
-        told.append("nothing of the round was kept: do it again by run.step()")
-    return SumLost("; ".join(told), failed, bound)
+        sentences.append("nothing of the round was kept: do it again by run.step()")
+    return SumLost("; ".join(sentences), failed, bound)
 
 
 def site_half(

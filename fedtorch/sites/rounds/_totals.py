@@ -32,18 +32,18 @@ def total(session: ServerSession) -> Half:
 
     for site in members:
         yield session.request("total", site, number)
-    heard = yield session.wait(members, read)
-    if heard.missing:
+    answers = yield session.wait(members, read)
+    if answers.missing:
         return None
     if session.hidden:
         try:
             messages = told_messages(session.algorithm, initial, 0)
-            made, _ = yield from session.add_up(heard.messages, messages, Asked(number, len(members)))
+            made, _ = yield from session.add_up(answers.messages, messages, Asked(number, len(members)))
             return made.value
         except SumLost:
             return None
     left = [told_by(session.algorithm, initial, counts[site]) for site in counts if site not in members]
-    return exchange.finish(exchange.merge([*heard.messages.values(), *left])).value
+    return exchange.finish(exchange.merge([*answers.messages.values(), *left])).value
 
 
 def scores(session: ServerSession, outbox: Tree, like: Tree) -> Half:
@@ -63,10 +63,10 @@ def scores(session: ServerSession, outbox: Tree, like: Tree) -> Half:
         for site, n in zip(session.plan.sites.names, session.plan.counts)
     }
     read = lambda site, frame: frame.tree({"sums": nothing[site]}, finite=False)["sums"]
-    heard = yield session.wait(members, read)
-    if heard.missing:
-        raise RuntimeError(f"Expected scores of all sites, but got none of {reasons(heard.missing)}")
-    return tree.concatenate([heard.messages.get(site, none) for site, none in nothing.items()])
+    answers = yield session.wait(members, read)
+    if answers.missing:
+        raise RuntimeError(f"Expected scores of all sites, but got none of {reasons(answers.missing)}")
+    return tree.concatenate([answers.messages.get(site, none) for site, none in nothing.items()])
 
 
 def told_by(algorithm: Algorithm, initial: Tree, clients: int) -> Tree:

@@ -60,7 +60,8 @@ class SiteConfiguration:
     chunk: int | None = None
 
     def __post_init__(self) -> None:
-        expected.kind(self.data, FederatedData, "data as FederatedData", "make it with ft.data.from_tensors([(x, y)])")
+        advice = "make it with ft.data.from_tensors([(x, y)]), or of loaders' data sets with ft.data.from_datasets"
+        expected.kind(self.data, FederatedData, "data as FederatedData", advice)
         expected.kind(self.algorithms, Mapping, "algorithms by name", "such as algorithms = {'fedavg': make}")
         if not self.algorithms:
             raise ValueError("Expected at least one algorithm that the site offers, but got none")
@@ -87,8 +88,10 @@ def read_configuration(path: Path | str) -> SiteConfiguration:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file with the site's data and algorithms, but {path} is not there")
-    found = runpy.run_path(str(path))
-    missing = [name for name in ("data", "algorithms") if name not in found]
+    defined = runpy.run_path(str(path))
+    missing = [name for name in ("data", "algorithms") if name not in defined]
     if missing:
         raise ValueError(f"Expected {path} to define {' and '.join(missing)}; see fedtorch.sites.rounds.configuration")
-    return SiteConfiguration(**{name: found[name] for name in SiteConfiguration.__dataclass_fields__ if name in found})
+    return SiteConfiguration(
+        **{name: defined[name] for name in SiteConfiguration.__dataclass_fields__ if name in defined}
+    )

@@ -109,10 +109,10 @@ class Frame(NamedTuple):
 
     def blob(self, name: str) -> bytes:
         """Return those of one name, which alone are there; raises `PayloadError` if they are not."""
-        found = self.blobs()
-        if found.keys() != {name}:
-            raise self.refused(f"bytes called {name!r}", sorted(found))
-        return found[name]
+        blobs = self.blobs()
+        if blobs.keys() != {name}:
+            raise self.refused(f"bytes called {name!r}", sorted(blobs))
+        return blobs[name]
 
     def refused(self, expected: str, got: object) -> PayloadError:
         """Return the error for what is not as it should be."""

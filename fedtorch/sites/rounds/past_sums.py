@@ -137,10 +137,10 @@ class PastSums:
         Raises:
             Refusal: other sites, or other clients of this one, or there is no room for another sum.
         """
-        key, own = start[:16], _digest(sorted(clients))
+        key, of_clients = start[:16], _digest(sorted(clients))
         known = self._starts.get(key)
-        if known is not None and known[:2] != (own, self._places.get(sites)):
-            raise Refusal(self._difference(known, own))
+        if known is not None and known[:2] != (of_clients, self._places.get(sites)):
+            raise Refusal(self._difference(known, of_clients))
         if not confirmed:
             return
         if known is None and len(self._starts) >= MOST:
@@ -148,17 +148,17 @@ class PastSums:
                 f"the site remembers {MOST} sums under masks, and no more; move {FILE} away and {_BEGIN} if it is to "
                 "forget them"
             )
-        made = [] if known is not None else [{"start": key.hex(), "clients": own, "at": int(time.time())}]
+        made = [] if known is not None else [{"start": key.hex(), "clients": of_clients, "at": int(time.time())}]
         self._add(made, sites)
         if step is not None:
             self.advance(step, sites)
 
     def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
         """Remember that a site's states have gone on, with a sum of some sites or without one."""
-        told = self._told(step.run)
-        behind = told.behind or told.version != step.base
+        account = self._told(step.run)
+        behind = account.behind or account.version != step.base
         line = {"run": step.run, "version": step.version, "behind": behind}
-        self._add([line], told.sites | sites)
+        self._add([line], account.sites | sites)
 
     def of_total(self, step: Step, sites: frozenset[str], *, confirmed: bool) -> None:
         """Refuse to add up what clients have told for good where that would be without a part of an earlier sum.
@@ -171,15 +171,15 @@ class PastSums:
         Raises:
             Refusal: a site of an earlier sum is missing, or this one has gone back behind one.
         """
-        told = self._told(step.run)
-        if told.behind or told.version != step.base:
+        account = self._told(step.run)
+        if account.behind or account.version != step.base:
             raise Refusal("the site has gone back behind a sum, and does not add up what it has told for good any more")
-        if missing := told.sites - sites:
+        if missing := account.sites - sites:
             raise Refusal(
                 "the site adds up what clients have told for good only with all sites that it has added up with in "
                 f"the run, and {_named(missing)} are missing"
             )
-        if confirmed and sites != told.sites:
+        if confirmed and sites != account.sites:
             self.advance(step, sites)
 
     def _difference(self, known: _Sum, own: str) -> str:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import checkpoint, tree
 from fedtorch.federation.algorithm import Algorithm, Turn
 from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.exchanges.exchange import has_negative_weights, is_finite, not_finite, weights
@@ -28,6 +28,7 @@ from fedtorch.sites.envelopes.envelopes import Envelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, Keyring
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._account import Account
+from fedtorch.sites.rounds._began import OTHER_ROWS
 from fedtorch.sites.rounds._masked import Asked, Sums, name_of_sum, start_for_all
 from fedtorch.sites.rounds.fingerprint import fingerprint
 from fedtorch.sites.rounds.frames import Frame
@@ -64,20 +65,22 @@ class ServerSession:
         kept: the last request of each site whose answer was taken in.
         saved: the same at the last checkpoints.
         hidden: whether the server may not read what sites send.
+        anyway: whether sites take part that have other rows than those with which the run began there.
+        resumed: whether no round was done since the run was loaded.
     """
 
     def __init__(
         self, plan: Plan, algorithm: Algorithm, state: Tree, account: Account, recording: ServerRecording
     ) -> None:
         self.plan, self.algorithm, self.account, self._recording = plan, algorithm, account, recording
-        self.run, sites = secrets.token_hex(16), len(plan.sites.names)
+        self.run, sites, self.anyway, self.resumed = secrets.token_hex(16), len(plan.sites.names), False, False
         self.hidden = plan.carry.masks is not None or plan.carry.network is not None
         self._own = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
         self._keyring, self._sums, self._envelopes = self._hide()
-        here = algorithm
+        at_server = algorithm
         if self.hidden:  # what comes of it are aggregates
-            here = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
-        self.local = LocalClients(here, state, plan.names, [(_NOBODY, plan.nobody)], len(plan.names), None)
+            at_server = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
+        self.local = LocalClients(at_server, state, plan.names, [(_NOBODY, plan.nobody)], len(plan.names), None)
         self.message: Tree = None
         self._shape: Tree = None  # what becomes of it in a partial aggregate
         self._directory, self._speakers = b"", list[str]()
@@ -123,21 +126,22 @@ class ServerSession:
             ids, silent = self.of_site(site, cohort), self.of_site(site, _NOBODY if lost is None else lost)
             more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
             yield self.request("round", site, number, self.inboxes(outbox, ids), more, **about)
-        heard = yield self.wait(named, self.read)
-        missing = {**missing, **heard.missing}
-        self._check_quorum(heard.messages, missing, len(asked))
+        received = yield self.wait(named, self.read)
+        missing = {**missing, **received.missing}
+        self._check_resumed(missing)
+        self._check_quorum(received.messages, missing, len(asked))
         about_sum = b"" if self._sums is None else name_of_sum(start, turn)
         wanted = Asked(number, self.least(len(asked)), start, about_sum, missing)
-        aggregate, answers = yield from self._meet(heard.messages, wanted)
-        if fell := [site for site in heard.messages if site not in answers]:
+        aggregate, answers = yield from self._meet(received.messages, wanted)
+        if fell := [site for site in received.messages if site not in answers]:
             out = {site: self.plan.sites.troubles.get(site, "it is not in the sum") for site in fell}
             self._recording.left_out(self.run, out)
             missing = {**out, **missing}
         if self.plan.record is not None:
             self.plan.record.sync()
         self._check_quorum(answers, missing, len(asked))
-        found = [answer for answer in answers.values() if answer.partial is not None]
-        ids, info = joined([(answer.ids, answer.info) for answer in found])
+        useful = [answer for answer in answers.values() if answer.partial is not None]
+        ids, info = joined([(answer.ids, answer.info) for answer in useful])
         late = [site for site, why in missing.items() if why == LATE]
         away = [site for site in self.plan.sites.names if site not in answers and site not in late]
         return Pending(
@@ -154,19 +158,19 @@ class ServerSession:
 
     def _meet(self, answers: dict[str, Answer], wanted: Asked) -> Half:
         """Return (the aggregate, the answers that are in it)."""
-        found = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
+        partials = {site: answer.partial for site, answer in answers.items() if answer.partial is not None}
         exchange = self.algorithm.exchange
-        if not found:
+        if not partials:
             return None, answers
         if self._sums is not None:
-            first = {site: said.get("said", b"") for site, said in found.items()}
-            wanted = wanted._replace(least=wanted.least - len(answers) + len(found))  # others have nothing to add
+            first = {site: said.get("said", b"") for site, said in partials.items()}
+            wanted = wanted._replace(least=wanted.least - len(answers) + len(partials))  # others have nothing to add
             made, there = yield from self.add_up(first, self.message, wanted)
             answers = {site: answer for site, answer in answers.items() if site in there or answer.partial is None}
         elif self._envelopes is not None:
             made = exchange.finish(exchange.gather(self.message, _NOBODY))  # of what neighbours hear, nothing
         else:
-            made = exchange.merge(list(found.values()))
+            made = exchange.merge(list(partials.values()))
         return self.local.finish(made, self.message), answers
 
     def _check_quorum(self, answers: Mapping[str, Any], missing: Mapping[str, str], asked: int) -> None:
@@ -176,19 +180,29 @@ class ServerSession:
                 f"{reasons(missing)}; nothing of the round was kept: do it again by run.step(), or lower quorum"
             )
 
+    def _check_resumed(self, missing: Mapping[str, str]) -> None:
+        """Refuse to go on with a run without sites whose rows are others; one that has gone on leaves them out."""
+        other = [site for site, why in missing.items() if why == OTHER_ROWS]
+        if self.resumed and other:
+            raise ValueError(
+                f"Expected a checkpoint of a run on the rows that sites have, but those of {other} are others now; "
+                f"nothing of the round was kept; pass {checkpoint.ANYWAY}"
+            )
+
     def _asked_of(self, sites: Iterable[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
         """Return the clients of some sites that were asked, but for those whose messages are lost in any case."""
         ids = torch.cat([_NOBODY, *(self.of_site(site, cohort) for site in sites)])
         return ids if lost is None else ids[~torch.isin(ids, lost)]
 
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
+        self.resumed = False
         for index, site in enumerate(self.plan.sites.names):
             if site in answers:
                 self.kept[index], partial = number, answers[site].partial
                 if self._envelopes is not None and partial is not None:
                     self._envelopes.keep({site: partial})
-                told = partial is not None and self.algorithm.told is not None
-                if self.plan.withdrawals and not self.hidden and told:
+                tells = partial is not None and self.algorithm.told is not None
+                if self.plan.withdrawals and not self.hidden and tells:
                     self.account.add(index, partial.told.value)
 
     # -- what sites answer -----------------------------------------------------------------------------------------
@@ -208,8 +222,8 @@ class ServerSession:
         came = frame.tree(like, finite=False)
         clients = [*came["ids"].tolist(), *refused]
         if any(client not in self._own[site] for client in clients) or len(set(clients)) != len(clients):
-            own = self._own[site]
-            raise frame.refused(f"different clients from {own.start} to {own.stop - 1}", clients)
+            numbers = self._own[site]
+            raise frame.refused(f"different clients from {numbers.start} to {numbers.stop - 1}", clients)
         if self.hidden:
             return Answer(came["ids"], came["info"], refused, frames.plain(came["partial"]) if count else None)
         if not torch.equal(getattr(came["partial"], "ids", came["ids"]), came["ids"]):
@@ -294,10 +308,10 @@ class ServerSession:
 
     def of_site(self, site: str, ids: Tensor | None = None) -> Tensor:
         """Return those of `ids`, None for all, that are at a site."""
-        own = self._own[site]
+        numbers = self._own[site]
         if ids is None:
-            return torch.arange(own.start, own.stop)
-        return ids[(ids >= own.start) & (ids < own.stop)] if len(ids) else ids
+            return torch.arange(numbers.start, numbers.stop)
+        return ids[(ids >= numbers.start) & (ids < numbers.stop)] if len(ids) else ids
 
     def add_up(self, first: Mapping[str, bytes], message: Tree, wanted: Asked) -> Half:
         """Return (the sum under masks of messages like `message`, the sites in it), of those that were prepared."""
@@ -319,6 +333,7 @@ class ServerSession:
             "settings": self.plan.settings,
             "fingerprint": fingerprint(self.algorithm, self.plan.carry),
             "clients": len(self.plan.names),
+            **({"anyway": True} if self.anyway else {}),
             "first": self._own[site].start,
         }
         return self._recording.begin(site, about, {"state": self.local.table.initial})

@@ -21,6 +21,7 @@ from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._began import check_begun
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -30,6 +31,7 @@ from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
+_BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a server's `begin`
 
 
 class SiteSession:
@@ -42,12 +44,15 @@ class SiteSession:
         folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
         identity: with which the site signs the keys that sums under masks and sealed envelopes need.
         past: the sums under masks that the site has taken part in; default: those of the folder.
+        versions: of the states, where the run goes on that the site was in; default: those of the folder.
 
     Attributes:
         run: the run's identity, in hexadecimal.
         algorithm: as the site has built it.
         clients: of the site.
         over: whether the run has ended.
+        about: what the server has begun it with.
+        versions: of the clients' states.
 
     Raises:
         Refusal: the site does not offer that, or would run something else under that name.
@@ -62,7 +67,9 @@ class SiteSession:
         folder: Path | None,
         identity: Identity | None = None,
         past: PastSums | None = None,
+        versions: Versions | None = None,
     ) -> None:
+        self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
         self.algorithm, self._carry = _built(configuration, begin)
         self._count = len(configuration.data)
@@ -80,14 +87,17 @@ class SiteSession:
         self._keys = self._hide(identity, total)
         self._part: Part | None = None
         self._envelopes = self._correspond(server, like)
-        here = self._carry.carried(self.algorithm)
-        here = replace(here, exchange=frames.at_site(here.exchange))
+        at_site = self._carry.carried(self.algorithm)
+        at_site = replace(at_site, exchange=frames.at_site(at_site.exchange))
         names = ("",) * self.first + configuration.data.names + ("",) * (total - self.first - self._count)
         blocks = [(ids + self.first, block) for ids, block in configuration.data.buckets(small=SMALL_BLOCK)]
-        self.clients = LocalClients(here, state, names, blocks, total, configuration.chunk)
+        self.clients = LocalClients(at_site, state, names, blocks, total, configuration.chunk)
         self._lasting = bool(tree.leaves(state))
-        self._versions = Versions(folder / self.run if folder is not None and self._lasting else None)
-        self._versions.put(FIRST, self.clients.state_dict())
+        self.versions = Versions(None if folder is None else folder / self.run) if versions is None else versions
+        if self.versions.folder is not None:
+            anyway = begin.about.get("anyway") is True
+            check_begun(self.versions.folder, begin.text("algorithm"), configuration.data, anyway)
+        self.versions.put(FIRST, self.clients.state_dict())
         self._version: int | None = FIRST
         self._last: frames.Inboxes | None = None
 
@@ -121,6 +131,10 @@ class SiteSession:
         """Return the site's clients."""
         return self.configuration.data.names
 
+    def goes_on_as(self, begin: Frame) -> bool:
+        """Return whether a server that begins the run again wants what the site does already."""
+        return self.about == {name: begin.about.get(name) for name in _BEGUN}
+
     def settle(self, frame: Frame) -> None:
         """Go to the version that the server counts on, and forget those that it does not go back to.
 
@@ -129,14 +143,14 @@ class SiteSession:
         """
         kept, keep = frame.integer("kept"), frame.integers("keep")
         if kept != self._version and self._lasting:
-            states = self._versions.get(kept)
+            states = self.versions.get(kept)
             if states is None:
                 raise Refusal(f"the site does not have version {kept} of its states of run {self.run} any more")
             self._version = None  # until all of it is loaded
             self.clients.load_state_dict(states)
         self._version = kept
         if self._lasting:
-            self._versions.retain({kept, *keep})
+            self.versions.retain({kept, *keep})
 
     def round(self, frame: Frame) -> bytes:
         """Run the clients that are asked, keeps their new states as a version of its own, and answers."""
@@ -145,38 +159,38 @@ class SiteSession:
             return self._part.begun
         silent = frame.integer("lost", 0, self._count)
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
-        heard, more, blobs = self._hear(frame, more)
+        inboxes, more, blobs = self._hear(frame, more)
         turn = Turn(more["key"], frame.integer("round"))
-        start = start_of_sum(self.algorithm, one_of(heard.inbox)) if self._carry.masks is not None else b""
-        self.watch.before(self.algorithm, turn, heard.ids)
-        found = self.clients.gather(heard, heard.ids, turn, more["lost"] if silent else None)
-        for client, error in found.failed.items():
+        start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
+        self.watch.before(self.algorithm, turn, inboxes.ids)
+        gathered = self.clients.gather(inboxes, inboxes.ids, turn, more["lost"] if silent else None)
+        for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
-        self.watch.check_cohort(len(found.ids))
+        self.watch.check_cohort(len(gathered.ids))
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
-        self.clients.commit(found.states)
+        self.clients.commit(gathered.states)
         if self._lasting:
-            self._versions.put(number, self.clients.state_dict())
+            self.versions.put(number, self.clients.state_dict())
         self._version = number
-        info = {} if self._keys is not None else self.watch.together(found.info)
-        tensors = {"ids": found.ids, "info": info, "partial": found.partial}
-        refused = {str(client): field for client, field in found.refused.items()}
-        told = {"clients": len(found.ids), "info": list(info), "refused": refused}
+        info = {} if self._keys is not None else self.watch.together(gathered.info)
+        tensors = {"ids": gathered.ids, "info": info, "partial": gathered.partial}
+        refused = {str(client): field for client, field in gathered.refused.items()}
+        about = {"clients": len(gathered.ids), "info": list(info), "refused": refused}
         if self._keys is None:
-            return frames.encode("answer", tensors, sequence=number, **told)
+            return frames.encode("answer", tensors, sequence=number, **about)
         said: dict[str, bytes] = {}
         if self._envelopes is not None:
             said = self._envelopes.write(blobs.get(DIRECTORY, b""), self._told())
-        elif len(found.ids):
-            clients = [self.names[client - self.first] for client in found.ids.tolist()]
+        elif len(gathered.ids):
+            clients = [self.names[client - self.first] for client in gathered.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
-            self._part = self._sum(number, name_of_sum(start, turn), blobs, found.partial, guard)
+            self._part = self._sum(number, name_of_sum(start, turn), blobs, gathered.partial, guard)
             said = {"said": self._part.first()}
         elif step is not None:
             self._past.advance(step)
         coded, sizes = frames.coded(said)
-        answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **told)
+        answer = frames.encode("answer", {**tensors, "partial": coded}, sequence=number, sizes=sizes, **about)
         if self._part is not None:
             self._part.begun = answer
         return answer
@@ -232,16 +246,18 @@ class SiteSession:
         wanted = frame.texts("metrics")
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
-        heard, _, _ = self._hear(frame)
-        self.watch.check_cohort(len(heard.ids))
+        inboxes, _, _ = self._hear(frame)
+        self.watch.check_cohort(len(inboxes.ids))
         metrics = stacked_metrics({name: self.configuration.metrics[name] for name in wanted})
         predict, parts = self.algorithm.predict, []
         if predict is None:
             raise Refusal("the algorithm does not predict")
         with torch.no_grad():
-            for rows, block in self.configuration.validation.select(heard.ids - self.first).buckets(small=SMALL_BLOCK):
+            for rows, block in self.configuration.validation.select(inboxes.ids - self.first).buckets(
+                small=SMALL_BLOCK
+            ):
                 inputs, target = inputs_and_targets(block.batch)
-                prediction = predict(self.clients.tensors(heard, heard.ids[rows]), inputs)
+                prediction = predict(self.clients.tensors(inboxes, inboxes.ids[rows]), inputs)
                 sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
                 parts.append((rows, sums))
         order, every = tree.concatenate(parts)
@@ -252,7 +268,7 @@ class SiteSession:
         """Keep what the clients hear last; the run is over."""
         self._last, _, _ = self._hear(frame)
         self.over = True
-        self._versions.finish()
+        self.versions.finish()
 
     def tensors(self) -> Tree:
         """Return the tensors that the site's clients predict with after the run, `(K, ...)`.
@@ -286,13 +302,13 @@ class SiteSession:
         """Return (what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
-        heard, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})
-        ids, blobs = heard.ids, frames.plain(came["blobs"])
+        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})
+        ids, blobs = inboxes.ids, frames.plain(came["blobs"])
         if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
         if self._envelopes is not None:
-            heard = heard._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
-        return heard._replace(inbox=tree.to(heard.inbox, self.clients.device)), came["more"], blobs
+            inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
+        return inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device)), came["more"], blobs
 
 
 def _built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Carry]:

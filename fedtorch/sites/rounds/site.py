@@ -19,6 +19,7 @@ from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import SiteRecording
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._began import check_name
 from fedtorch.sites.rounds._turns import TURNS
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
@@ -180,6 +181,7 @@ class Site:
         self.unlisted = False
         self._past = PastSums(folder, configuration.policy.remember_sums)
         self._session: SiteSession | None = None
+        self._known: SiteSession | None = None  # the last that began, also where the server then wants something else
         self._why: str | None = None  # the last run was refused, None if none was begun
 
     def hello(self) -> bytes:
@@ -227,14 +229,22 @@ class Site:
             )
 
     def _begin(self, frame: Frame) -> None:
-        if self._session is None or self._session.run != run_of(frame):
+        before = self._known if self._known is not None and self._known.run == run_of(frame) else None
+        if before is not None and before.goes_on_as(frame):
+            self._session, self.begun = before, frame.payload
+        else:
             self._session, self._why, self.begun = None, "the site could not begin", frame.payload
+            versions = None if before is None else before.versions
             server: str | None = None
             try:
                 server = self.recording.check_server(frame)
-                session = SiteSession(self.configuration, self._watch, frame, self.folder, self._identity, self._past)
+                if before is not None:
+                    check_name(str(before.about["algorithm"]), frame.text("algorithm"))
+                session = SiteSession(
+                    self.configuration, self._watch, frame, self.folder, self._identity, self._past, versions
+                )
                 self.recording.begin(frame, server, None)
-                self._session = session
+                self._session = self._known = session
                 self.log.begun(frame, session.first, len(self.configuration.data))
             except (Refusal, PayloadError) as error:
                 self._why = str(error)

@@ -126,8 +126,8 @@ class Sites:
         while len(self.bring) < len(self.names):
             if (left := ends - time.monotonic()) <= 0:
                 absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}
-                told = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
-                raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {told}")
+                absences = "; ".join(f"{name!r}: {why}" for name, why in absent.items() if name not in self.bring)
+                raise TimeoutError(f"Expected all {len(self.names)} sites within {seconds:g} s, but got no {absences}")
             self._next(left)
 
     def next_sequence(self) -> int:
@@ -152,9 +152,9 @@ class Sites:
         def several(wanted: Receive) -> Heard:
             nonlocal moved
             question = Question(run, begin, {name: requests.pop(name) for name in wanted.sender}, wanted)
-            heard = (ask or self.ask)(question)
+            answers = (ask or self.ask)(question)
             moved = Traffic(moved.up + question.bytes_up, moved.down + question.bytes_down)
-            return heard
+            return answers
 
         return drive(half, send, _single, several), moved
 
@@ -170,14 +170,19 @@ class Sites:
             if frame is None:  # at first, and when none came for a while, a look at all of them
                 question.asked &= self.host.connected
             for name in list(waiting) if frame is None else [frame.sender]:
-                here = name in waiting and name in self._here
-                free = here and name not in question.asked and name not in self._owes
+                connected = name in waiting and name in self._here
+                free = connected and name not in question.asked and name not in self._owes
                 if free and self._send(name, question.run, question.begin, question.requests[name].message):
                     question.asked.add(name)
                     self._owes[name] = question.requests[name].sequence
-            found, left = len(question.heard.messages), ends - time.monotonic()
+            answered, left = len(question.heard.messages), ends - time.monotonic()
             alone = question.asked.isdisjoint(waiting)
-            if not waiting or (found >= wanted.least and alone) or found + len(waiting) < wanted.least or left <= 0:
+            if (
+                not waiting
+                or (answered >= wanted.least and alone)
+                or answered + len(waiting) < wanted.least
+                or left <= 0
+            ):
                 break
             frame = self._next(min(left, _LOOK))
             if frame is not None:
@@ -186,6 +191,10 @@ class Sites:
         gone = {name: yet if name in working else self._dropped.get(name, "it is not connected") for name in waiting}
         self._note(question.heard.missing | gone)
         return question.end(gone)
+
+    def begin_anew(self) -> None:
+        """Send the frame that begins a run with the next request to each site, whatever its stream has begun."""
+        self._begun.clear()
 
     def is_here(self, name: str) -> bool:
         """Return whether a site is connected and has said what it brings."""

@@ -23,16 +23,16 @@ def opened_adverts(session: Session, adverts: Sequence[bytes]) -> Adverts:
         Aborted: too few, or one twice.
         ValueError: some are not of this session.
     """
-    found: Adverts = {}
+    opened: Adverts = {}
     digest = session.digest()
     for message in adverts:
         sender, body = verified(session, ADVERT, message, digest)
-        if sender in found:
+        if sender in opened:
             raise Aborted(f"Expected one advert of client {sender}, but got two")
-        found[sender] = KEYS.unpack(body)
-    if len(found) < session.minimum:
-        raise Aborted(f"Expected at least {session.minimum} clients to begin, but got {len(found)}")
-    return found
+        opened[sender] = KEYS.unpack(body)
+    if len(opened) < session.minimum:
+        raise Aborted(f"Expected at least {session.minimum} clients to begin, but got {len(opened)}")
+    return opened
 
 
 def graph(session: Session, adverts: Adverts, of: Collection[int]) -> dict[int, list[int]]:

@@ -33,11 +33,11 @@ class Recovery:
         self._threshold, self.forgers, self.dealers = threshold, set[int](), set[int]()
         self._shares: dict[tuple[int, bool], dict[int, int]] = {}
         for holder, message in messages.items():
-            for owner, own, share in records(body_of(message), SHARE):
-                if commitment(bytes(share)) != dealt[int(owner)][holder][0 if own else 1]:
+            for owner, of_mask, share in records(body_of(message), SHARE):
+                if commitment(bytes(share)) != dealt[int(owner)][holder][0 if of_mask else 1]:
                     self.forgers.add(holder)
                     continue
-                self._shares.setdefault((int(owner), bool(own)), {})[holder] = int.from_bytes(bytes(share), "big")
+                self._shares.setdefault((int(owner), bool(of_mask)), {})[holder] = int.from_bytes(bytes(share), "big")
 
     def own_mask(self, client: int, committed: bytes) -> bytes | None:
         """Return a client's own mask; None where shares are too few or wrong."""

@@ -142,10 +142,10 @@ def check_neighbourhoods(network: Network, minimum: int, collusion: int) -> None
     ValueError: Expected that no two nodes can work out fewer than 3 others' values, but nodes 0 and 1 ...
     """
     parts = _parts(network)
-    for one, own in enumerate(parts):
-        if 0 < len(own) < minimum:
+    for one, near in enumerate(parts):
+        if 0 < len(near) < minimum:
             raise ValueError(
-                f"Expected at least {minimum} neighbours of every node that has some, but node {one} has {len(own)}: "
+                f"Expected at least {minimum} neighbours of every node that has some, but node {one} has {len(near)}: "
                 "its sum says too much of each; add edges"
             )
     for one, other in _pairs(parts) if collusion == 2 else ():
@@ -167,8 +167,8 @@ def _parts(network: Network) -> list[dict[int, float]]:
 
 def _pairs(parts: list[dict[int, float]]) -> Iterator[tuple[int, int]]:
     """Return nodes that are neighbours or have one in common; of others two sums say no more than each."""
-    for one, own in enumerate(parts):
-        near = {*own, *(other for middle in own for other in parts[middle])}
+    for one, neighbours in enumerate(parts):
+        near = {*neighbours, *(other for middle in neighbours for other in parts[middle])}
         yield from ((one, other) for other in sorted(near) if other > one)
 
 
@@ -177,8 +177,8 @@ def _fewest(one: dict[int, float], other: dict[int, float], known: set[int]) -> 
     one, other = ({node: w for node, w in part.items() if node not in known} for part in (one, other))
     everybody = len({*one, *other})
     ratios = Counter(float(f"{one[node] / other[node]:.{_DIGITS}g}") for node in one.keys() & other.keys())
-    found = [len(one), len(other), everybody, *(everybody - same for same in ratios.values())]
-    return min((number for number in found if number), default=everybody or 2**62)
+    sizes = [len(one), len(other), everybody, *(everybody - same for same in ratios.values())]
+    return min((number for number in sizes if number), default=everybody or 2**62)
 
 
 def _finish(
@@ -192,8 +192,8 @@ def _finish(
         )
     summed = tree.map(as_sums, in_order(found).message, is_leaf=(Mean, Sum))
     values, attempt = rows(summed), next(attempts)
-    heard = torch.stack([_hear(values.cpu(), part, grid, entropy, i, attempt) for i, part in enumerate(parts)])
-    return tree.map(_as_heard, like(heard.to(values.device), summed), is_leaf=(Mean, Sum))
+    sums = torch.stack([_hear(values.cpu(), part, grid, entropy, i, attempt) for i, part in enumerate(parts)])
+    return tree.map(_as_heard, like(sums.to(values.device), summed), is_leaf=(Mean, Sum))
 
 
 def _hear(values: Tensor, part: dict[int, float], grid: Grid, entropy: Entropy, node: int, attempt: int) -> Tensor:

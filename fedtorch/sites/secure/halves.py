@@ -66,6 +66,6 @@ def server_half(server: Server, least: int = 0, names: Mapping[int, str] = Mappi
             requests = {client: server.request(phase, client) for client in asked}
             for client, request in requests.items():
                 yield Send(client, packed(request), rows=True)
-        heard = yield Receive(asked, BYTES, rows=True, most=most_up(server.session, phase), least=least)
-        server.hear(phase, {client: unpacked(said) for client, said in heard.messages.items()}, heard.missing)
+        answers = yield Receive(asked, BYTES, rows=True, most=most_up(server.session, phase), least=least)
+        server.hear(phase, {client: unpacked(said) for client, said in answers.messages.items()}, answers.missing)
     return server.total()

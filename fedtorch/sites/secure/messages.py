@@ -244,9 +244,9 @@ def verified(session: Session, phase: int, message: bytes, digest: bytes | None 
     most = _signed_size(session, phase)
     if not isinstance(message, bytes) or not _HEAD.size + _SIGNATURE <= len(message) <= most:
         raise ValueError(f"Expected a signed message of at most {most} bytes, but got {len(message)} bytes")
-    told, sender = _HEAD.unpack_from(message)
-    if told != phase:
-        raise ValueError(f"Expected a message of phase {phase}, but got one of phase {told}")
+    stated, sender = _HEAD.unpack_from(message)
+    if stated != phase:
+        raise ValueError(f"Expected a message of phase {phase}, but got one of phase {stated}")
     if sender not in session.keys:
         raise ValueError(f"Expected a message of one of the session's clients, but got one of client {sender}")
     signed, signature = message[:-_SIGNATURE], message[-_SIGNATURE:]
@@ -288,7 +288,7 @@ def unbundle(data: bytes) -> list[bytes]:
     Raises:
         ValueError: it is none.
     """
-    found, place = [], 0
+    messages, place = [], 0
     while place < len(data):
         if place + _LENGTH.size > len(data):
             raise ValueError(f"Expected a bundle of messages, but its {len(data)} bytes end within one")
@@ -296,5 +296,5 @@ def unbundle(data: bytes) -> list[bytes]:
         place += _LENGTH.size + length
         if place > len(data):
             raise ValueError(f"Expected a bundle of messages, but its {len(data)} bytes end within one")
-        found.append(data[place - length : place])
-    return found
+        messages.append(data[place - length : place])
+    return messages

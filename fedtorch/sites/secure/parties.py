@@ -181,8 +181,8 @@ class Client:
         for name, secret in (("own", self._own), ("key", self._mask_key.private_bytes_raw())):
             words = self._entropy.words(self._purpose(f"shares of {name}"), 9 * (threshold - 1))
             parts.append(shamir.split(secret, threshold, holders, words.numpy().tobytes()))
-        own, key = ({k: share.to_bytes(shamir.WIDTH, "big") for k, share in part.items()} for part in parts)
-        return {k: (own[k], key[k]) for k in holders}
+        mask, key = ({k: share.to_bytes(shamir.WIDTH, "big") for k, share in part.items()} for part in parts)
+        return {k: (mask[k], key[k]) for k in holders}
 
     def _sealed(self, other: int, own: bytes, key: bytes) -> bytes:
         """Seal shares that only one neighbour can open, with commitments for it and the server."""
@@ -283,9 +283,9 @@ class Client:
             )
         body = b""
         for other in sorted(self._listed):
-            own, key = self._held[other]
+            mask, key = self._held[other]
             stayed = other in self._survivors
-            body += SHARE.pack(other, stayed, own if stayed else key)
+            body += SHARE.pack(other, stayed, mask if stayed else key)
         return self._sign(REVEAL, body)
 
     def _open(self, sender: int, sealed: bytes, commitments: list[bytes]) -> tuple[bytes, bytes] | None:
@@ -295,8 +295,8 @@ class Client:
             both = cipher.decrypt(_NONCE, sealed, self._digest + b"".join(commitments))
         except InvalidTag:
             return None
-        own, key = both[: shamir.WIDTH], both[shamir.WIDTH :]
-        return (own, key) if [commitment(own), commitment(key)] == commitments else None
+        mask, key = both[: shamir.WIDTH], both[shamir.WIDTH :]
+        return (mask, key) if [commitment(mask), commitment(key)] == commitments else None
 
     def _envelope(self, sender: int, receiver: int) -> bytes:
         shared = self._shared[receiver if sender == self.number else sender][0]

@@ -141,8 +141,8 @@ class Server:
             return _unless(body == self._agreed, "another set of survivors than it was told")
         stayed = {*self.survivors}
         wanted = [(other, other in stayed) for other in sorted(self._masking(sender))]
-        told = [(int(owner), bool(own)) for owner, own, _ in records(body, SHARE)]
-        return _unless(told == wanted, "other shares than those that are due")
+        shares = [(int(owner), bool(of_mask)) for owner, of_mask, _ in records(body, SHARE)]
+        return _unless(shares == wanted, "other shares than those that are due")
 
     def present(self, phase: int) -> Iterable[int]:
         """Return who may still say something in a phase: who has in the one before, and has not been left out."""
@@ -178,9 +178,9 @@ class Server:
 
     @cached_property
     def _adverts(self) -> Adverts:
-        found = opened_adverts(self.session, list(self.messages[ADVERT].values()))
+        adverts = opened_adverts(self.session, list(self.messages[ADVERT].values()))
         self._open = max(self._open, SHARES)
-        return found
+        return adverts
 
     def _senders(self, client: int) -> list[int]:
         """Return the neighbours that have sent shares, to whom it has too."""
@@ -223,11 +223,11 @@ class Server:
         recovery = Recovery(self.session.graph.threshold, dealt, self.messages[REVEAL])
         self.guilty.update(dict.fromkeys(recovery.forgers, "another share than it was given"))
         gone = sorted(self._remaining - {*survivors})
-        own = {client: recovery.own_mask(client, adverts[client][2]) for client in survivors}
+        masks = {client: recovery.own_mask(client, adverts[client][2]) for client in survivors}
         keys = {client: recovery.mask_key(client, adverts[client][0]) for client in gone}
         self.guilty.update(dict.fromkeys(recovery.dealers, "shares that give no secret that it has committed to"))
         total, width = torch.zeros(self.session.size, dtype=torch.int64), self.session.width
-        for client, secret in own.items():
+        for client, secret in masks.items():
             if secret is None:
                 raise self._aborted(recovery.why(client, own=True))
             words = bytearray(split_words(self.session, self.messages[MASKED][client])[1])

@@ -119,7 +119,7 @@ def secure_sum(
         graph = neighbourhoods(len(numbers), corrupt, dropouts, adversary=adversary, minimum=minimum)
     session = Session(run, round, attempt, public, words.shape[1], graph, minimum, grid.width, apart, adversary)
     before = [frozenset(client + 1 for client in each) for each in earlier]
-    parties = {k: Client(session, k, keys[k], entropy, own, before) for k, own in zip(numbers, words)}
+    parties = {k: Client(session, k, keys[k], entropy, words_of_one, before) for k, words_of_one in zip(numbers, words)}
     row = {k: place for place, k in enumerate(numbers)}
     gone = {} if gone is None else {numbers[place]: phase for place, phase in gone.items()}
     server, cost = Server(session), _Cost()

@@ -107,10 +107,10 @@ def _masked_party(
         raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
     shared: dict[int, bytes] = {}
     for other in sorted(adverts.keys() - {party}):
-        found = exchanged(secret, adverts[other][0])
-        if found is None:
+        agreed = exchanged(secret, adverts[other][0])
+        if agreed is None:
             raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
-        shared[other] = found
+        shared[other] = agreed
     number = itertools.count()
 
     def mask(step: Send | Receive) -> Half:
@@ -168,11 +168,11 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
         waiting.remove(step.sender)
         total = words if total is None else total + words
-        found = torch.zeros_like(like)
+        value = torch.zeros_like(like)
         if not waiting:
-            found = grid.decode(total).reshape(like.shape).to(like)
+            value = grid.decode(total).reshape(like.shape).to(like)
             waiting, total = list(parties), None
-        return Value(found)
+        return Value(value)
 
     return (yield from wrapped(half, add))
 

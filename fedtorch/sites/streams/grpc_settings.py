@@ -40,9 +40,9 @@ def listen(server: Any, address: str, identity: Identity, both: bool) -> int:
 def dial(address: str, authority: bytes, identity: Identity | None, limits: Limits) -> Any:
     """Return a channel to a server of this authority, once it is there."""
     grpc = library()
-    own = (None, None) if identity is None else (identity.key, identity.certificate)
-    told = [*options(limits), ("grpc.ssl_target_name_override", SERVER)]
-    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *own), told)
+    pair = (None, None) if identity is None else (identity.key, identity.certificate)
+    settings = [*options(limits), ("grpc.ssl_target_name_override", SERVER)]
+    channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *pair), settings)
     try:
         grpc.channel_ready_future(channel).result(limits.seconds)
     except grpc.FutureTimeoutError:

@@ -44,11 +44,11 @@ def party_bound(
     """
     predictor = model.predictors[index - 1]
     eta = predictor(theta, data.features[0], *noise.keys[index : index + 1])
-    value, own = eta, model.masked(predictor.log_prior(theta), 0.0)
+    value, terms = eta, model.masked(predictor.log_prior(theta), 0.0)
     if guide.auxiliary.party is not None:
         drawn, ratio = guide.auxiliary.party(q["z"], fixed(guide, q["z"]), eta, noise.z[index], data, model)
-        value, own = model.masked(drawn, eta), own + model.masked(data.weighted_sum(ratio), 0.0)
-    return value if data.present is None else value * data.present[:, 0].to(value.dtype), eta, own
+        value, terms = model.masked(drawn, eta), terms + model.masked(data.weighted_sum(ratio), 0.0)
+    return value if data.present is None else value * data.present[:, 0].to(value.dtype), eta, terms
 
 
 def server_bound(
@@ -74,24 +74,24 @@ def server_bound(
         noise: of the iteration.
     """
     centre, shared = model.centre(gamma, model.cut(values, *noise.keys[:1]), data.offset)
-    own, weights = shared_terms(model, q, gamma, data)
+    terms, weights = shared_terms(model, q, gamma, data)
     ratio = None
     if guide.auxiliary.server is not None:
         seen = centre, shared, noise.z[0], data, model
         total, deviations, ratio = guide.auxiliary.server(q["z"], fixed(guide, q["z"]), *seen)
         centre, ratio = model.masked(total, centre), None if ratio is None else model.masked(ratio, 0.0)
     rows = model.log_likelihood(data.y, centre, shared, deviations, weights)
-    return own + data.weighted_sum(rows if ratio is None else rows + ratio)
+    return terms + data.weighted_sum(rows if ratio is None else rows + ratio)
 
 
 def shared_terms(model: VerticalModel, q: Groups, gamma: Tensor, data: VerticalData) -> tuple[Tensor, Tensor | None]:
     """Return the prior of γ and of learnt weights, `(B, M)`, and these weights `(B, J)`."""
-    own = model.log_shared_prior(gamma)
+    log_prior = model.log_shared_prior(gamma)
     if model.concentration is None:
-        return own, None
+        return log_prior, None
     logits = q["weights"]["logits"].log_softmax(-1)
     rows = data.weighted_sum(torch.ones_like(data.y))
-    return own + model.concentration * rows * logits.mean(-1, True), logits.exp()
+    return log_prior + model.concentration * rows * logits.mean(-1, True), logits.exp()
 
 
 def bound(model: VerticalModel, guide: Guide, parameters: Parameters, data: VerticalData, noise: Noise) -> Tensor:
@@ -101,11 +101,11 @@ def bound(model: VerticalModel, guide: Guide, parameters: Parameters, data: Vert
         party_bound(model, guide, j, q, thetas[j], data.of_party(j - 1), noise)
         for j, q in enumerate(parameters.parties, start=1)
     ]
-    sent, etas, own = zip(*parts)
+    sent, etas, terms = zip(*parts)
     drawn_apart = model.power and guide.auxiliary.party is not None
     deviations = torch.stack(sent) - torch.stack(etas) if drawn_apart else None
     server = server_bound(model, guide, parameters.server, thetas[0], sent, deviations, data, noise)
-    return server + sum(own[1:], own[0]) - log_q
+    return server + sum(terms[1:], terms[0]) - log_q
 
 
 def climb(optimizer: torch.optim.Optimizer, rate: float | None = None) -> None:

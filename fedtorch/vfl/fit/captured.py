@@ -107,13 +107,13 @@ class CapturedBound:
             flat: all tensors.
         """
         with torch.enable_grad():
-            own = [leaf.detach().requires_grad_() for leaf in flat[: len(self.leaves)]]
+            inputs = [leaf.detach().requires_grad_() for leaf in flat[: len(self.leaves)]]
             share, *rest = flat[len(self.leaves) :]
             given = iter(rest)
             rows = VerticalData._make(tree.map(lambda leaf: next(given), part) for part in data)
             drawn = noise._replace(theta=tuple(next(given) for _ in noise.theta), z=tuple(given))
-            parameters = tree.refill(self.parameters, own[: self._q])
-            with self._swap(own[self._q :]):
+            parameters = tree.refill(self.parameters, inputs[: self._q])
+            with self._swap(inputs[self._q :]):
                 value = bound(self.model, self.guide, parameters, rows, drawn)
-            gradients = torch.autograd.grad(-(value * share).sum(), own, allow_unused=True)
+            gradients = torch.autograd.grad(-(value * share).sum(), inputs, allow_unused=True)
         return value.detach(), gradients

@@ -137,8 +137,8 @@ def low_rank(rank: int) -> GaussianFamily:
         return {**_start(batch, size, sd, dtype, device), "factor": factor}
 
     def draw(q: Tensors, noise: Tensor) -> Tensor:
-        own, common = noise.split([q["mean"].shape[-1], rank], -1)
-        return q["mean"].unsqueeze(1) + q["log_sd"].exp().unsqueeze(1) * own + common @ q["factor"].mT
+        independent, common = noise.split([q["mean"].shape[-1], rank], -1)
+        return q["mean"].unsqueeze(1) + q["log_sd"].exp().unsqueeze(1) * independent + common @ q["factor"].mT
 
     def log_density(q: Tensors, theta: Tensor) -> Tensor:
         scale = torch.exp(-q["log_sd"]).unsqueeze(1)
@@ -233,8 +233,8 @@ def initial(
             if (start := starts[index]) is not None:
                 q["theta"]["mean"].copy_(start)
         if (index > 0) == at_parties:
-            own = random.fold_in(random.fold_in(key, index), _ENCODER)
-            q["z"] = guide.auxiliary.init(model, model.outputs[index], size, rows, own, dtype)
+            encoder_key = random.fold_in(random.fold_in(key, index), _ENCODER)
+            q["z"] = guide.auxiliary.init(model, model.outputs[index], size, rows, encoder_key, dtype)
         return q
 
     server = node(0)
@@ -260,8 +260,8 @@ def draw_theta(
         q = parameters.joint
         assert q is not None
         # The coordinates' noise in the order of the nodes, and the server's surplus last.
-        own, surplus = noise[0].split([model.sizes[0], noise[0].shape[-1] - model.sizes[0]], -1)
-        theta = guide.theta.draw(q, torch.cat([own, *noise[1:], surplus], -1))
+        needed, surplus = noise[0].split([model.sizes[0], noise[0].shape[-1] - model.sizes[0]], -1)
+        theta = guide.theta.draw(q, torch.cat([needed, *noise[1:], surplus], -1))
         return list(theta.split(model.sizes, -1)), guide.theta.log_density(fixed(guide, q), theta)
     nodes = [node["theta"] for node in (parameters.server, *parameters.parties)]
     thetas = [draw_own(model, guide, j, q, e) for j, (q, e) in enumerate(zip(nodes, noise))]

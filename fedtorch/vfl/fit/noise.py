@@ -52,14 +52,14 @@ def draw_noise(
     theta, z = [], []
     z_count = guide.auxiliary.noises(model)
     for j, size in enumerate(model.sizes):
-        own = random.fold_in(key, j)
+        key_of_node = random.fold_in(key, j)
         # A joint family may take more numbers than coordinates; the server draws the surplus.
         surplus = guide.theta.noises(sum(model.sizes)) - sum(model.sizes) if guide.joint and j == 0 else 0
         count = size + surplus if guide.joint else guide.family(j).noises(size)
-        theta.append(random.normal(random.fold_in(own, _THETA), (draws, count), dtype))
-        here = (j > 0) == (guide.auxiliary.party is not None)
-        of_z = (draws, z_count * model.outputs[j], rows) if here else (draws, 0, 0)
-        z.append(random.normal(random.fold_in(own, _Z), of_z, dtype))
+        theta.append(random.normal(random.fold_in(key_of_node, _THETA), (draws, count), dtype))
+        draws_z = (j > 0) == (guide.auxiliary.party is not None)
+        of_z = (draws, z_count * model.outputs[j], rows) if draws_z else (draws, 0, 0)
+        z.append(random.normal(random.fold_in(key_of_node, _Z), of_z, dtype))
     return Noise(tuple(theta), tuple(z))
 
 

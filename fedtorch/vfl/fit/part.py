@@ -43,16 +43,16 @@ class NodeNoise:
             steps = torch.arange(block * _BLOCK, (block + 1) * _BLOCK, device=like.device)
             keys = random.fold_in(random.fold_in(self.key.to(like.device), _DRAWS), steps)
             self._blocks[place] = block, random.normal(keys, (count,), like.dtype)
-        own, rest = self._blocks[place][1][step % _BLOCK].split([self.theta, self.z * rows])
-        return own.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
+        of_theta, rest = self._blocks[place][1][step % _BLOCK].split([self.theta, self.z * rows])
+        return of_theta.reshape(1, 1, -1), rest.reshape(1, 1, self.z, rows)
 
     def keys(self, step: int, like: Tensor) -> Callable[[], Tensor]:
         """Make the keys of a step's dropout, one for each element of `like` `(B, ...)`, where they are asked for."""
         return partial(self._keys, step, len(like), like.device)
 
     def _keys(self, step: int, size: int, device: torch.device) -> Tensor:
-        own = random.fold_in(random.fold_in(self.key.to(device), _DROPOUT), step)
-        return random.fold_in(own, torch.arange(size, device=device))
+        of_step = random.fold_in(random.fold_in(self.key.to(device), _DROPOUT), step)
+        return random.fold_in(of_step, torch.arange(size, device=device))
 
 
 class Part(nn.Module):
@@ -95,8 +95,8 @@ class Part(nn.Module):
         super().__init__()
         self.guide, self.index, self.name, self.key, self._model = guide, index, name, key, model
         self.outputs = model.outputs[index]
-        own = model.predictors[index - 1] if index else model.top
-        self.network = own if isinstance(own, nn.Module) else None
+        predictor = model.predictors[index - 1] if index else model.top
+        self.network = predictor if isinstance(predictor, nn.Module) else None
         self.groups = nn.ModuleDict({
             group: nn.ParameterDict({name: value.detach().clone() for name, value in values.items()})
             for group, values in q.items()
@@ -106,8 +106,8 @@ class Part(nn.Module):
         self.register_buffer("rho", model.rho.clone(), persistent=False)
         self.register_buffer("active", None if model.active is None else model.active.clone(), persistent=False)
         if key is not None:
-            here = (index > 0) == (guide.auxiliary.party is not None)
-            z = guide.auxiliary.noises(model) * self.outputs if here else 0
+            draws_z = (index > 0) == (guide.auxiliary.party is not None)
+            z = guide.auxiliary.noises(model) * self.outputs if draws_z else 0
             self.noise = NodeNoise(key, guide.family(index).noises(model.sizes[index]), z)
 
     @property
@@ -156,8 +156,8 @@ class Part(nn.Module):
 
     def _keys(self, key: Tensor, draws: int) -> Tensor:
         """Return the keys of draws for predictions."""
-        own = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
-        return random.fold_in(own, torch.arange(draws, device=key.device))
+        of_key = random.fold_in(random.fold_in(self.noise.key.to(key.device), key), _PREDICT)
+        return random.fold_in(of_key, torch.arange(draws, device=key.device))
 
     def save(self, file: str | Path) -> None:
         """Write this node's parameters, and nobody else's, as a safetensors file that appears whole."""
@@ -221,7 +221,10 @@ def parts(
     called = ["server", *(names or (f"party {j}" for j in range(len(model.predictors))))]
     keys = [None if key is None else random.fold_in(key, index) for index in range(len(called))]
     groups = (parameters.server, *parameters.parties)
-    return [Part(model, guide, j, q, name=name, key=own) for j, (q, name, own) in enumerate(zip(groups, called, keys))]
+    return [
+        Part(model, guide, j, q, name=name, key=noise_key)
+        for j, (q, name, noise_key) in enumerate(zip(groups, called, keys))
+    ]
 
 
 @torch.no_grad()
@@ -276,4 +279,4 @@ def predicted(
 def draw_noises(nodes: Sequence[Part], step: int, rows: int) -> Noise:
     """Return the noise of an iteration of all nodes, the server first."""
     theta, z, keys = zip(*(node.draw_noise(step, rows) for node in nodes))
-    return Noise(*(tuple(own[-1] for own in each if own) for each in (theta, z, keys)))
+    return Noise(*(tuple(steps[-1] for steps in each if steps) for each in (theta, z, keys)))

@@ -172,8 +172,8 @@ def _ascend(
     *moved, shared = leaves
     parts = [party_density(model, batch, j, theta, moved, shared).mean(1) for j, theta in enumerate(thetas)]
     if not model.power:
-        centre, own = model.centre(shared, torch.stack(moved).sum(0), batch.offset)
-        parts.append(batch.weighted_sum(model.likelihood.log_prob(batch.y, centre, own)).sum(1))
+        centre, shape = model.centre(shared, torch.stack(moved).sum(0), batch.offset)
+        parts.append(batch.weighted_sum(model.likelihood.log_prob(batch.y, centre, shape)).sum(1))
     parts.append(model.log_shared_prior(shared).sum(1))
     gradients = torch.autograd.grad(sum(parts[1:], parts[0]).sum(), leaves, allow_unused=True)
     rho = model.noise_sd.to(batch.y)

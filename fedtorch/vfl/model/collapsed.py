@@ -97,12 +97,12 @@ def _mode(
     model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 25
 ) -> tuple[Tensor, Tensor]:
     """Find the mode of p(y|s) N(s; centre, spread) by Newton's method, in steps of at most 2, and the sd there."""
-    h, own = centre.detach(), shared.detach()
+    h, fixed = centre.detach(), shared.detach()
     s, sd = h.clone(), h
     with torch.enable_grad():
         for _ in range(steps):
             s = s.detach().requires_grad_()
-            value = model.likelihood.log_prob(y, s, own).sum() - 0.5 * ((s - h).square() / spread).sum()
+            value = model.likelihood.log_prob(y, s, fixed).sum() - 0.5 * ((s - h).square() / spread).sum()
             (slope,) = torch.autograd.grad(value, s, create_graph=True)
             (curvature,) = torch.autograd.grad(slope.sum(), s)
             sd = (-curvature).rsqrt()

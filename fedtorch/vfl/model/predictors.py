@@ -155,8 +155,8 @@ def multilevel(
     mean_prior = normal_prior(mean_sd)
 
     def log_prior(theta: Tensor) -> Tensor:
-        mean, log_spread, own = _parts(theta, width, levels)
-        standard = (own - mean.unsqueeze(-2)) * torch.exp(-log_spread).unsqueeze(-2) if centred else own
+        mean, log_spread, effects = _parts(theta, width, levels)
+        standard = (effects - mean.unsqueeze(-2)) * torch.exp(-log_spread).unsqueeze(-2) if centred else effects
         jacobian = levels * log_spread.sum(-1) if centred else 0
         ratio = log_spread.exp() / spread_sd
         half_normal = -0.5 * ratio.square() + ratio.log() + 0.5 * math.log(2 / math.pi)  # of log σ
@@ -170,8 +170,8 @@ def multilevel(
 
 def slopes(theta: Tensor, width: int, levels: int, *, centred: bool = False) -> Tensor:
     """Return the slopes β^r of `multilevel`'s parameters, `(..., levels, width)`."""
-    mean, log_spread, own = _parts(theta, width, levels)
-    return own if centred else mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * own
+    mean, log_spread, effects = _parts(theta, width, levels)
+    return effects if centred else mean.unsqueeze(-2) + log_spread.exp().unsqueeze(-2) * effects
 
 
 def _parts(theta: Tensor, width: int, levels: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -138,8 +138,8 @@ class Stacked(nn.Module):
         if any(buffer.device != x.device for buffer in template.buffers()):
             template.to(x.device)
             self._swap = functional.Swap(template, self.names)
-        own = dict(zip(self.own, self.weights))
-        weights = [(own if replaced is None or n not in replaced else replaced)[n] for n in self.names]
+        trained = dict(zip(self.own, self.weights))
+        weights = [(trained if replaced is None or n not in replaced else replaced)[n] for n in self.names]
         call = vmap(
             self._one, in_dims=(0 if x.ndim == self.row_dims + 2 else None, *(0 for _ in weights)),
             randomness="different",
@@ -158,10 +158,10 @@ class Stacked(nn.Module):
 
     def release(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Give up weights, which `forward` expects as `replaced` from then on."""
-        own = dict(zip(self.own, self.weights))
+        trained = dict(zip(self.own, self.weights))
         self.own = [name for name in self.own if name not in names]
-        self.weights = nn.ParameterList([own[name] for name in self.own])
-        return {name: own[name].detach() for name in names}
+        self.weights = nn.ParameterList([trained[name] for name in self.own])
+        return {name: trained[name].detach() for name in names}
 
     def _one(self, x: Tensor, *weights: Tensor) -> Tensor:
         with self._swap(weights):

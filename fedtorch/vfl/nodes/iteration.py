@@ -252,9 +252,9 @@ def _send_shares_and_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence
     """Run the power model's two exchanges: each party hears of the others alone, in predictors and in gradients."""
     centre, shared = _centre(server, drawn)
     terms, weights = shared_terms(server.model, server.q, drawn.theta, drawn.rows)
-    heard = server.last_values()
-    each = [None] * len(heard) if weights is None else list(weights.unbind(1))
-    shares = [Share(centre - value, shared, weight) for value, weight in zip(heard, each)]
+    values = server.last_values()
+    each = [None] * len(values) if weights is None else list(weights.unbind(1))
+    shares = [Share(centre - value, shared, weight) for value, weight in zip(values, each)]
     for rank in ranks:
         yield Send(rank, tree.map(torch.detach, shares[rank - 1]))
     for rank in ranks:

@@ -116,8 +116,8 @@ class VerticalData(_Fields):
         if self.present is None:
             return mine
         present = self.present[:, index : index + 1]
-        here = present[:, 0].to(self.response.dtype)
-        weight = here if self.weight is None else self.weight * here
+        known = present[:, 0].to(self.response.dtype)
+        weight = known if self.weight is None else self.weight * known
         return mine._replace(weight=weight, present=present, weight_total=self.total)
 
     def known_to_parties(self, response: bool) -> list[VerticalData]:
@@ -125,8 +125,8 @@ class VerticalData(_Fields):
         response_or_nan = self.response if response else torch.full_like(self.response, torch.nan, dtype=torch.float32)
         split = [None] * len(self.features) if self.present is None else list(self.present.split(1, 1))
         return [
-            VerticalData._make(((x,), response_or_nan, None, self.weight, own, None, None))
-            for x, own in zip(self.features, split)
+            VerticalData._make(((x,), response_or_nan, None, self.weight, of_party, None, None))
+            for x, of_party in zip(self.features, split)
         ]
 
     def known_to_server(self) -> VerticalData:

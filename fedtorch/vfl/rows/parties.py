@@ -141,15 +141,15 @@ def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) ->
     for name in needed or []:
         party_named(parties, name)
     common = intersect({party.name: party.identifiers for party in parties}, leader.name, needed)
-    rows = {party.name: own for party, own in zip(parties, common.rows)}
+    rows = {party.name: places for party, places in zip(parties, common.rows)}
     assert leader.response is not None
     response = leader.response[rows[leader.name]]
     holders = [party for party in parties if party.x is not None]
     features = tuple(_filled(party, rows[party.name]) for party in holders)
-    here = torch.stack([rows[party.name] >= 0 for party in holders], 1)
-    for party, x, own in zip(holders, features, here.T):
-        warn_of_leakage(x[own], response[own], party.name, party.features)
-    data = VerticalData(features, response, present=None if bool(here.all()) else here)
+    present = torch.stack([rows[party.name] >= 0 for party in holders], 1)
+    for party, x, places in zip(holders, features, present.T):
+        warn_of_leakage(x[places], response[places], party.name, party.features)
+    data = VerticalData(features, response, present=None if bool(present.all()) else present)
     return Aligned(data, tuple(party.name for party in holders), rows, common.bytes)
 
 

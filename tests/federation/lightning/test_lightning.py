@@ -18,7 +18,6 @@ from lightning.pytorch.callbacks import (
     EMAWeightAveraging,
     GradientAccumulationScheduler,
     ModelCheckpoint,
-    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins import MixedPrecision
@@ -116,7 +115,6 @@ def test_validation_does_not_change_training(local: ft.LocalSolver) -> None:
         ({"gradient_clip_val": 1.0}, "ft.gradient_descent(clip="),
         ({"accumulate_grad_batches": 2}, "ft.lightning_fit(accumulate_grad_batches="),
         ({"callbacks": EMAWeightAveraging()}, "recorder"),
-        ({"callbacks": StochasticWeightAveraging(0.1)}, "recorder"),
         ({"callbacks": GradientAccumulationScheduler({0: 2})}, "ft.lightning_fit"),
     ],
 )

@@ -8,21 +8,26 @@ from typing import Any
 
 import lightning as L
 import pytest
+import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
     DeviceStatsMonitor,
+    GradientAccumulationScheduler,
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
     ModelPruning,
+    StochasticWeightAveraging,
     Timer,
+    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.profilers import SimpleProfiler
-from support.oracles.closed_forms import linear_clients, sgd
+from support.oracles.closed_forms import linear, linear_clients, sgd
 from support.small_federations import trainer
+from torch.utils.data import DataLoader
 
 import fedtorch as ft
 
@@ -30,10 +35,7 @@ DATA = linear_clients([4, 5, 6])
 
 REFUSED: dict[str, list[Any]] = {
     "precision": ["16-true", "bf16-mixed", 64],
-    "limit_train_batches": [2, 0.5],
-    "limit_val_batches": [3, 0.5],
-    "limit_test_batches": [2],
-    "limit_predict_batches": [0.5],
+    "limit_predict_batches": [0.5, 1],
     "overfit_batches": [1, 0.5],
     "val_check_interval": [0.5],
     "accumulate_grad_batches": [2],
@@ -46,9 +48,10 @@ REFUSED: dict[str, list[Any]] = {
         for each in (
             BackboneFinetuning(),
             BatchSizeFinder(),
+            GradientAccumulationScheduler({0: 2}),
             LearningRateFinder(),
-            LearningRateMonitor(),
             ModelPruning("l1_unstructured"),
+            WeightAveraging(),
         )
     ],
 }
@@ -71,7 +74,9 @@ ACTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "check_val_every_n_epoch": ({"check_val_every_n_epoch": 3}, 3, 1),
     "num_sanity_val_steps": ({"num_sanity_val_steps": 1}, 3, 4),
     "log_every_n_steps": ({"log_every_n_steps": 2}, 3, 3),
-    "callbacks": ({"callbacks": [Timer(duration={"days": 1}), DeviceStatsMonitor(cpu_stats=False)]}, 3, 3),
+    "callbacks": ({"callbacks": [Timer(interval="epoch"), DeviceStatsMonitor(False), LearningRateMonitor()]}, 3, 3),
+    "Timer": ({"callbacks": [Timer(duration={"seconds": 0})]}, 0, 0),
+    "StochasticWeightAveraging": ({"callbacks": [StochasticWeightAveraging(0.1)]}, 3, 3),
     "deterministic": ({"deterministic": True}, 3, 3),
     "benchmark": ({"benchmark": False}, 3, 3),
     "inference_mode": ({"inference_mode": False}, 3, 3),
@@ -82,6 +87,9 @@ ACTS: dict[str, tuple[dict[str, Any], int, int]] = {
     "enable_model_summary": ({"enable_model_summary": True}, 3, 3),
     "plugins": ({"plugins": [TorchCheckpointIO()]}, 3, 3),
 }
+
+# With limits other than none and all, of clients' minibatches.
+LIMITS = {"limit_train_batches", "limit_val_batches", "limit_test_batches"}
 
 # They write files, which tests here, in `test_lightning` and `test_checkpoint_io` look at, or have nothing to act on.
 ELSEWHERE = {
@@ -104,7 +112,7 @@ def federation(seen: list[int] | None = None) -> ft.Federation:
 
 def test_every_argument_is_known() -> None:
     arguments = set(inspect.signature(L.Trainer.__init__).parameters) - {"self"}
-    assert arguments == {*REFUSED, *ACTS, *ELSEWHERE}
+    assert arguments == {*REFUSED, *ACTS, *LIMITS, *ELSEWHERE} - {"Timer", "StochasticWeightAveraging"}
 
 
 @pytest.mark.parametrize(
@@ -142,3 +150,88 @@ def test_the_best_checkpoint_of_a_metric(tmp_path: Any) -> None:
     best = ModelCheckpoint(tmp_path, monitor="val_error")
     trainer(max_epochs=2, callbacks=[best], enable_checkpointing=True).fit(federation())
     assert best.best_model_path
+
+
+def batched(solver: str, **options: Any) -> ft.Federation:
+    """Clients of 4, 5 and 6 rows in minibatches of 2: two or three to an epoch."""
+    module = Lit()
+    if solver == "stacked":
+        local = ft.gradient_descent(module, epochs=2, batch_size=2)
+    else:
+        local = ft.lightning_fit(module, max_epochs=2, batch_size=2, **options)
+    return ft.Federation(ft.fedavg(local), ft.InProcess(DATA))
+
+
+class Lit(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("rows", float(len(batch[0])))
+        return torch.nn.functional.mse_loss(self.linear(batch[0])[:, 0], batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_rows", float(len(batch[0])), reduce_fx="sum")
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("test_rows", float(len(batch[0])), reduce_fx="sum")
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 7, 0.7])
+@pytest.mark.parametrize("solver", ["stacked", "Trainer"])
+def test_clients_take_at_most_so_many_minibatches_of_an_epoch(solver: str, limit: float) -> None:
+    model, each = batched(solver), batched("Trainer", limit_train_batches=limit)  # which is Lightning's own
+    trainer(max_epochs=2, limit_train_batches=limit).fit(model)
+    trainer(max_epochs=2).fit(each)
+    torch.testing.assert_close(model.server, each.server, rtol=1e-12, atol=1e-12)
+
+
+def test_a_limit_that_nobody_can_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Client 'client 0': .* one minibatch .* limit of 0\.4 leaves none of 2"):
+        trainer(max_epochs=1, limit_train_batches=0.4).fit(batched("stacked"))
+    other = ft.Federation(ft.fedsgd(Lit(), lr=0.1), ft.InProcess(DATA))
+    for model in (batched("Trainer", limit_train_batches=1), other):
+        with pytest.raises(ValueError, match=r"without limit_train_batches=2, which would do nothing.*steps="):
+            trainer(max_epochs=1, limit_train_batches=2).fit(model)
+
+
+@pytest.mark.parametrize(("limit", "rows"), [(1, 6), (2, 12), (0.5, 6), (9, 15)])
+def test_evaluation_takes_the_first_batches_of_each_client(limit: float, rows: int) -> None:
+    local = ft.gradient_descent(Lit(), epochs=1)
+    model = ft.Federation(ft.fedavg(local), ft.InProcess(DATA), validation=DATA, test=DATA, evaluation_batch_size=2)
+    made = trainer(max_epochs=2, limit_val_batches=limit, limit_test_batches=limit)
+    made.fit(model)
+    assert made.callback_metrics["val_rows"] == rows
+    made.test(model, verbose=False)
+    assert made.callback_metrics["test_rows"] == rows
+
+
+@pytest.mark.parametrize("name", ["limit_val_batches", "limit_test_batches"])
+def test_one_batch_of_all_rows_has_no_limit(name: str) -> None:
+    model = ft.Federation(ft.fedavg(ft.gradient_descent(Lit(), epochs=1)), ft.InProcess(DATA), validation=DATA)
+    made = trainer(max_epochs=1, **{name: 2})
+    with pytest.raises(ValueError, match=r"evaluation_batch_size=\) for a limit of 2 batches.*rows are one batch"):
+        made.fit(model) if name == "limit_val_batches" else made.test(model, DATA)
+
+
+def test_evaluation_takes_the_first_batches_of_each_loader() -> None:
+    loaders = {str(n): DataLoader(list(zip(*linear_clients([n])[0])), batch_size=2) for n in (4, 5, 6)}
+    data = ft.data.from_loaders(loaders)
+    local = ft.gradient_descent(Lit(), epochs=1, batched=False)
+    model = ft.Federation(ft.fedavg(local), ft.InProcess(data), validation=data)
+    made = trainer(max_epochs=1, limit_val_batches=2, limit_train_batches=1)
+    made.fit(model)
+    assert made.callback_metrics["val_rows"] == 12
+
+
+def test_accumulation_by_a_callback_is_for_the_clients_trainers() -> None:
+    ends = []
+    for given in ({"accumulate_grad_batches": 2}, {"callbacks": [GradientAccumulationScheduler({0: 2})]}):
+        model = batched("Trainer", **given)
+        trainer(max_epochs=2).fit(model)
+        ends.append(model.server)
+    assert torch.equal(ends[0]["linear.weight"], ends[1]["linear.weight"])

@@ -196,12 +196,22 @@ def test_clients_without_rows_have_no_scores_and_other_clients_have_theirs(run: 
     assert len(pooled.evaluate(clients())["loss"].clients) == 3
 
 
+class Box:
+    """What is no module and no tensor."""
+
+    batches = 0
+
+
 class Counting(Classifier):
     """Keeps a number of its own, which cannot be joined, and draws."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen = 0.0
+        self.box = Box()
+        self.window = torchmetrics.wrappers.Running(torchmetrics.MeanMetric(), 2)
+        self.weights = torch.ones(2)  # neither parameter nor buffer
+        self.register_buffer("rows", torch.zeros(()))
 
     def setup(self, stage: str) -> None:
         self.stage = stage
@@ -210,13 +220,20 @@ class Counting(Classifier):
         self.starts = self.trainer.current_epoch
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.rows += len(batch[1])
+        self.box.batches += 1
+        self.weights.mul_(2)
+        self.last = batch_idx
         self.seen += float(F.cross_entropy(self(batch[0]), batch[1])) * len(batch[1])
         self.log("noise", torch.rand(()))
+        self.window.update(batch[0].mean())
+        self.log("window", self.window)
         self.log("rounds", float(self.starts))
         assert self.stage == "validate"
 
     def on_validation_epoch_end(self) -> None:
         self.log("seen", self.seen / max(self.seen, 7))
+        self.log("all", self.rows + 100 * self.box.batches + 1000 * self.weights[0].log2() + 1e4 * self.last)
 
 
 def test_what_cannot_be_joined_is_the_mean_over_rows_and_draws_come_from_the_seed() -> None:
@@ -225,10 +242,15 @@ def test_what_cannot_be_joined_is_the_mean_over_rows_and_draws_come_from_the_see
     scores = run.evaluate(clients(), batch_size=3)
     assert torch.equal(before, torch.get_rng_state())
     weights = torch.tensor(SIZES).double() / sum(SIZES)
-    assert scores["seen"].overall == pytest.approx(float(weights @ scores["seen"].clients))
+    for name in ("seen", "window"):
+        assert scores[name].overall == pytest.approx(float(weights @ scores[name].clients))
+    for k, (x, _) in enumerate(clients()):
+        last = [float(part.mean()) for part in x.split(3)[-2:]]
+        assert float(scores["window"].clients[k]) == pytest.approx(sum(last) / 2, rel=1e-5)
     torch.manual_seed(5)
     assert run.evaluate(clients(), batch_size=3)["noise"].clients.tolist() == scores["noise"].clients.tolist()
     assert scores["rounds"].overall == 2
+    assert scores["all"].clients.tolist() == [n + 1100 * (b := -(-n // 3)) + 1e4 * (b - 1) for n in SIZES]
 
 
 class Broken(Classifier):
@@ -258,6 +280,8 @@ def test_what_fails_names_the_client() -> None:
         run.evaluate(clients(), batch_size=0)
     with pytest.raises(ValueError, match=r"at least one metric, or a LightningModule with a test_step, but got Linear"):
         ft.Run(ft.fedavg(ft.least_squares(nn.Linear(4, 1))), ft.InProcess(clients())).evaluate(clients(), step="test")
+    with pytest.raises(TypeError, match=r"Expected FederatedData to evaluate on, but got list"):
+        run.evaluate(list(clients()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected rows to evaluate on, but got none"):
         run.evaluate(clients((0, 0, 0)))
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import fedtorch as ft
+from fedtorch.trust import privacy
 
 DATA = linear_clients([4, 5, 6])
 
@@ -76,6 +77,21 @@ def test_the_module_s_own_optimiser(
 ) -> None:
     refused(run_of(local()), run_of(local(**other)), tmp_path / "run", message)
     assert run_of(local()).load(tmp_path / "run").number == 0  # of the same
+
+
+def test_the_module_s_own_optimiser_under_privacy(tmp_path: Path) -> None:
+    settings = {
+        "clip": 1.0,
+        "noise": 2.0,
+        "sampling_rate": 0.5,
+        "steps": 1,
+        "delta": 1e-3,
+        "ledger": tmp_path / "ledger",
+    }
+    private = lambda rate: run_of(privacy.example_level(Regression(rate, asks=""), **settings))
+    refused(
+        private(0.1), private(0.2), tmp_path / "run", r"with local\.optimizer\.lr 0\.06+.*, but got one with 0\.03+"
+    )
 
 
 def test_what_only_a_trainer_can_say_is_told_by_the_module_s_numbers(tmp_path: Path) -> None:

@@ -13,10 +13,13 @@ import pytest
 import scipy.stats
 import torch
 from support.oracles.closed_forms import linear, linear_clients, mean_squared_error, same_bits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import fedtorch as ft
 from fedtorch import progress
 from fedtorch.federation.runs import successive_halving
+from fedtorch.federation.runs._trial import folder_of
 from fedtorch.federation.runs.successive_halving import Trials, planned, rungs
 
 DATA = linear_clients([5, 9, 4, 14, 7, 9])
@@ -143,6 +146,17 @@ def test_runs_that_ended_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(alive) == {result.run}
 
 
+class Flat(nn.Module):
+    """The linear model without a last dimension."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.line = linear()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.line(x)[..., 0]
+
+
 class Cut(Exception):
     """The process ends."""
 
@@ -192,13 +206,15 @@ def test_an_interrupted_search_goes_on(
 def test_the_folder_of_another_search_is_refused(tmp_path: Path) -> None:
     few = {"trials": 3, "rounds": 1, "folder": tmp_path / "search"}
     searched({"lr": RATES}, **few)
-    for changed, name in (({"seed": 6}, "settings"), ({"cohort": 3}, "cohort"), ({"rounds": 2}, "rounds")):
+    changes = [({"seed": 6}, "settings"), ({"cohort": 3}, "cohort"), ({"rounds": 2}, "rounds")]
+    for changed, name in [*changes, ({"build": lambda lr: prox(lr, 0.5)}, "build")]:
         with pytest.raises(ValueError, match=f"Expected the folder of a search with {name} .* a folder of its own"):
             searched({"lr": RATES}, **{**few, **changed})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(ValueError, match="Expected an empty folder for a search"):
         searched({"lr": RATES}, **{**few, "folder": tmp_path / "other"})
+    assert folder_of(tmp_path / "other", {}, writes=False).name == "other"  # of a rank while another makes the folder
 
 
 def test_trials_that_diverge_end_there(tmp_path: Path) -> None:
@@ -223,6 +239,29 @@ def test_a_fraction_is_held_out_over_ranks_too() -> None:
     assert results[0].table.equals(results[1].table)
 
 
+def test_clients_with_loaders_are_scored_on_theirs() -> None:
+    """As on the same rows."""
+    held = [
+        ft.data.from_loaders(
+            {name: DataLoader(TensorDataset(*rows), batch_size=4) for name, rows in zip(data.names, data)}
+        )
+        for data in (TRAINING, VALIDATION)
+    ]
+
+    def build(lr: float) -> ft.Algorithm:
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=lr)
+        loss = nn.functional.mse_loss
+        return ft.fedavg(ft.gradient_descent(Flat(), epochs=1, loss=loss, optimizer=optimizer, batched=False))
+
+    given = {"trials": 3, "rounds": 3, "population": ft.InProcess(held[0])}
+    result = searched({"lr": [0.001, 0.01, 1e200]}, build, validation=held[1], **given)
+    assert (result.best, sorted(result.rounds), sum(result.diverged)) == ({"lr": 0.01}, [1, 1, 3], 1)
+    onto_rows = result.run.evaluate(VALIDATION, {"": ft.metrics.mean_squared_error()})[""]
+    assert result.scores[result.order[0]].overall == pytest.approx(onto_rows.overall, rel=1e-12)
+    with pytest.raises(TypeError, match="Expected validation= with loaders of the same clients"):
+        searched({"lr": [0.001]}, build, validation=0.3, **{**given, "trials": 1})
+
+
 def test_progress_over_rounds(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "_SHORT", 0.0)
     searched({"lr": RATES}, progress=True)
@@ -235,6 +274,11 @@ def test_progress_over_rounds(capsys: pytest.CaptureFixture[str], monkeypatch: p
         ({"space": {"rate": [0.1]}}, TypeError, r"Expected settings among the parameters \['lr', 'mu'\] of build"),
         ({"space": {}}, ValueError, "Expected settings to try, but got none"),
         ({"space": {"lr": 0.1}}, ValueError, r"a list of values of lr, or a distribution such as scipy.* but got 0.1"),
+        (
+            {"space": {"lr": (1e-4, 1.0)}},
+            ValueError,
+            r"a list of values of lr, or .* \(0.0001, 1.0\), a list or a range",
+        ),
         ({"space": {"lr": [0.1, 0.1]}}, ValueError, "Expected different values of lr"),
         (
             {"space": {"lr": [0.1, 0.2]}},

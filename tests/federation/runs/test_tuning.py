@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torchmetrics
 from support.oracles.closed_forms import ROUNDING, linear, linear_clients, mean_squared_error
 from support.small_federations import Classifier, classes
 from torch import nn
@@ -224,6 +225,26 @@ def test_progress_over_rounds(capsys: pytest.CaptureFixture[str], monkeypatch: p
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("2 settings: 8 of 8 rounds in ")
     assert last.endswith("diverged 1")
+
+
+def test_metrics_that_keep_examples_compare_and_matrices_do_not() -> None:
+    def build(lr: float) -> ft.Algorithm:
+        start = nn.Linear(4, 3)
+        nn.init.zeros_(start.weight), nn.init.zeros_(start.bias)
+        return ft.fedavg(descent(sgd(lr), start, loss=nn.functional.cross_entropy, epochs=1))
+
+    auroc = torchmetrics.AUROC("multiclass", num_classes=3)
+    given = {"population": ft.InProcess(classes()), "validation": classes(), "rounds": 1, "largest_is_best": None}
+    result = searched(build, {"lr": [0.001, 0.1]}, metric=auroc, **given)
+    assert result.largest_is_best
+    run = ft.run(build(0.1), given["population"], rounds=1, seed=5)
+    assert result.scores[1].overall == run.evaluate(classes(), {"": auroc})[""].overall
+    matrix = torchmetrics.ConfusionMatrix("multiclass", num_classes=3)
+    with pytest.raises(TypeError, match=r"one number to compare settings by, but got one of shape \(3, 3\)"):
+        searched(build, {"lr": [0.1]}, metric=matrix, **{**given, "largest_is_best": True})
+    several = torchmetrics.MetricCollection([auroc, matrix])
+    with pytest.raises(TypeError, match="Expected one metric to compare settings by, but got 2; pass one of them"):
+        searched(build, {"lr": [0.1]}, metric=several, **given)
 
 
 @pytest.mark.parametrize(

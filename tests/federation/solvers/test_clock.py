@@ -104,6 +104,6 @@ class OverTheRound(Halving):
 
 def test_a_schedule_as_long_as_a_trainers_fit_begins_anew() -> None:
     rates: list[list[float]] = []
-    local = watched(ft.lightning_fit(OverTheRound(), max_epochs=2), rates)
+    local = watched(ft.lightning_fit(OverTheRound(), max_epochs=2, rounds="each"), rates)
     ft.run(ft.fedavg(local), ft.InProcess(linear_clients(SIZES)), rounds=3)
     assert rates == [[0.15] * 3] * 3

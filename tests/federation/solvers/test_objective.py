@@ -143,6 +143,21 @@ def test_the_trainer_stand_in():
     assert trainer.asked == {"training", "global_step"}
 
 
+def test_what_is_the_same_for_every_client_alone_is_answered():
+    """Modules ask whether to gather over ranks, in which stage they are, and for callbacks that are theirs."""
+
+    def training_step(self, batch, batch_idx):
+        trainer = self.trainer
+        assert (self.global_rank, trainer.world_size, trainer.is_global_zero) == (0, 1, True)
+        assert not any((trainer.sanity_checking, trainer.validating, trainer.predicting, *trainer.callbacks))
+        return self.net(batch[0]).sum() * (trainer.state.stage == "train")
+
+    module = lit(training_step=training_step)
+    objective = Objective(training_copy(module))
+    torch.testing.assert_close(objective((X, Y), None, 0)[0], module.net(X).sum())
+    assert not objective.trainer.asked
+
+
 @pytest.mark.parametrize(
     ("question", "name"),
     [("trainer.datamodule", "datamodule"), ("logger", "loggers?"), ("optimizers()", "strategy")],

@@ -10,6 +10,11 @@ from torch import nn
 
 from fedtorch import functional, random, tree
 from fedtorch.federation.solvers.batches import Batch
+from fedtorch.step_draws import StepKeys
+
+
+def keys() -> StepKeys:
+    return StepKeys(random.fold_in(random.key(4), torch.arange(3)))
 
 
 def step(found, block, sizes, module=None):
@@ -18,7 +23,7 @@ def step(found, block, sizes, module=None):
     width = max(sizes)
     rows = tree.map(lambda leaf: leaf[:, :width], block.batch)
     batch = Batch(rows, torch.tensor(sizes), torch.ones(3, dtype=torch.bool))
-    return found.gradients(tensors, {}, batch, 0, random.fold_in(random.key(4), torch.arange(3)))
+    return found.gradients(tensors, {}, batch, 0, keys())
 
 
 @pytest.mark.parametrize("batched", [True, False])
@@ -60,7 +65,9 @@ def test_only_clients_that_still_train_are_evaluated_one_by_one():
     calls.clear()
     tensors = tree.map(lambda p: p.expand(3, *p.shape).clone(), functional.parameters(linear()))
     batch = Batch(block_of().batch, torch.tensor(COUNTS), torch.tensor([True, False, True]))
-    losses, _, _, gradients, _ = found.gradients(tensors, {}, batch, 0, random.fold_in(random.key(4), torch.arange(3)))
+    losses, _, _, gradients, _ = found.gradients(
+        tensors, {}, batch, 0, StepKeys(random.fold_in(random.key(4), torch.arange(3)))
+    )
     assert calls == [2, 3]
     assert losses[1] == 0
     assert all(gradient[1].abs().max() == 0 for gradient in gradients)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.oracles.closed_forms import ROUNDING, distance, linear, linear_clients, same_bits, sgd
 from support.sites import Thread, joined, offers
+from support.small_federations import trainer
 from test_conformance import ALGORITHMS, POOLED, ROUNDS, STARTS, population, start
 
 import fedtorch as ft
@@ -251,3 +252,12 @@ def test_it_says_what_it_is() -> None:
     with joined(offers(DATA, fedavg)) as (sites, _):
         assert repr(sites) == "Remote(6 clients of 3 sites, 'it')"
         assert sites.names == DATA.names
+
+
+def test_what_a_trainer_asks_of_local_training_does_not_reach_sites() -> None:
+    with federation("fedavg") as (algorithm, sites, _, _):
+        with pytest.raises(ValueError, match=r"train as their configuration says.*say them to the local solver"):
+            ft.Run(algorithm, sites).step(limit=1)
+        model = ft.Federation(algorithm, sites)
+        with pytest.raises(ValueError, match="without limit_train_batches=1, which would do nothing"):
+            trainer(max_epochs=1, limit_train_batches=1).fit(model)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
+from fedtorch.step_draws import StepKeys
 
 
 @contextmanager
@@ -34,7 +35,7 @@ def evaluated(
     first, objective, device = len(trained), loss.objective, batches.device
 
     def gradients(
-        tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: LoadedBatch, index: int, key: Tensor
+        tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: LoadedBatch, index: int, keys: StepKeys
     ) -> tuple[Any, ...]:
         with torch.enable_grad():
             with loss.computing(device):

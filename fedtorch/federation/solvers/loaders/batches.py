@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.data.padding import alike
+from fedtorch.federation.local_schedule import limited
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.tree import Tree
 
@@ -61,6 +63,7 @@ class LoadedBatches:
         epochs: passes over each loader, or None.
         steps: number of batches if `epochs` is None.
         key: `(K,)` the clients' keys.
+        limit: batches of a pass that are taken; see `Turn`.
 
     Attributes:
         total: `(K,)` batches of each client so far.
@@ -73,11 +76,14 @@ class LoadedBatches:
 
     alike, known, together = False, False, True
 
-    def __init__(self, data: ClientLoaders, epochs: int | None, steps: int | None, key: Tensor) -> None:
+    def __init__(
+        self, data: ClientLoaders, epochs: int | None, steps: int | None, key: Tensor, limit: float | None = None
+    ) -> None:
         self._data, self._epochs, self._steps, self._key, self.device = data, epochs, steps, key, key.device
         self._count = count = len(key)
         self.total = torch.zeros(count, dtype=torch.int64)
-        self.per_epoch = torch.tensor([data.steps(k) for k in range(count)])
+        self.per_epoch = limited(torch.tensor([data.steps(k) for k in range(count)]), limit)
+        self._most = None if limit is None else self.per_epoch.tolist()
         self.planned = torch.full_like(self.total, steps or 0) if epochs is None else epochs * self.per_epoch
         self.longest = int(self.planned.max())
         self._ended: Tensor | None = None  # (K,) bool, who has ended before this step
@@ -87,7 +93,7 @@ class LoadedBatches:
     def __enter__(self) -> LoadedBatches:
         several, seeds = self._count > 1, random.fold_in(self._key, MODULE).tolist()
         opened = (self._data.opened(k, seed, several) for k, seed in enumerate(seeds))
-        self._turns = [self._turn(self._open.enter_context(each)) for each in opened]
+        self._turns = [self._turn(k, self._open.enter_context(each)) for k, each in enumerate(opened)]
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -122,11 +128,11 @@ class LoadedBatches:
         batches = [next(turn, over) if there else over for turn, there in zip(self._turns, running)]
         return LoadedBatch(batches, [batch is not over for batch in batches], self._data)
 
-    def _turn(self, passes: Iterable[Any]) -> Generator[Any]:
+    def _turn(self, client: int, passes: Iterable[Any]) -> Generator[Any]:
         """Return the batches of one client's part in the round."""
         left, epoch = self._steps, 0
         while left != 0 and (self._epochs is None or epoch < self._epochs):
-            for batch in passes:
+            for batch in passes if self._most is None else islice(passes, self._most[client]):
                 yield batch
                 if left is not None:
                     left -= 1

@@ -1,4 +1,4 @@
-"""One client's own loader, or its data module, as a Trainer's `fit` is given it."""
+"""One client's rows, its own loader or its data module, as a Trainer's `fit` is given them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from typing import Any
 
 import torch
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
+from fedtorch import random, tree
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders, failed
 from fedtorch.data.seeded_loader import seeded_loader
 from fedtorch.federation.solvers._watch import Watch
+from fedtorch.tree import Tree
 
 
 @contextmanager
@@ -50,6 +54,44 @@ def named(client: int, watch: Watch) -> Iterator[None]:
         raise failed(client, "its training raised", error) from error
     if not watch.batches:
         raise BadClients(torch.tensor([client]), "Expected at least one batch, but its loader gave none")
+
+
+class RowsOfClient(Dataset):
+    """One client's rows for a `DataLoader`, taken a batch at a time."""
+
+    def __init__(self, rows: Tree, count: int) -> None:
+        self.rows, self.count = rows, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> Tree:
+        return tree.map(lambda leaf: leaf[row], self.rows)
+
+    def __getitems__(self, rows: list[int]) -> Tree:
+        index = torch.tensor(rows, device=tree.leaves(self.rows)[0].device)
+        return tree.take(self.rows, index)
+
+
+class OrderOfRows(Sampler[int]):
+    """The rows in the order of `Batches`: a permutation from (key, epoch)."""
+
+    def __init__(self, key: Tensor, count: int, shuffle: bool) -> None:
+        self.key, self.count, self.shuffle, self.epoch = key, count, shuffle, 0
+        self.first: int | None = None  # epoch of the round, by the federation's clock
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note the epoch, as Lightning does at the start of each."""
+        self.first = epoch if self.first is None else self.first
+        self.epoch = epoch - self.first
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.shuffle:
+            return iter(range(self.count))
+        return iter(random.permutation(random.fold_in(self.key, self.epoch), self.count).tolist())
 
 
 def _nothing(stage: str = "") -> None:

@@ -57,9 +57,9 @@ def descend(
     for rows in groups:
         first, old, loaders, pull, keys = tree.take(block, rows.to(turn.key.device))
         try:
-            with LoadedBatches(loaders, *limits, keys) as batches:
+            with LoadedBatches(loaders, *limits, keys, turn.limit) as batches:
                 look(batches.first(), turn.key.device)
-                done.append(_named(train, first, old, batches, pull, Turn(keys, turn.round)))
+                done.append(_named(train, first, old, batches, pull, turn.with_key(keys)))
         except BadClients as error:
             if len(error.rows) == len(rows) > 1:  # any of them: those that train alone are none of the bad
                 alone = [row[None] for row in rows]

@@ -9,18 +9,24 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
+from fedtorch.step_draws import StepKeys
 
 
 def gradients_in_parts(
-    loss: Any, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: LoadedBatch, index: int, key: Tensor
+    loss: Any,
+    tensors: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    batch: LoadedBatch,
+    index: int,
+    keys: StepKeys,
 ) -> tuple[Any, ...]:
     """Return what `StackedLoss.gradients` does, `(K, ...)`, zeros for clients that train no more."""
     replies, count = [], len(batch.active)
     for at, part in batch.parts():
         if len(at) == count:
-            return loss.gradients(tensors, buffers, part, index, key)
-        some = tree.take((dict(tensors), dict(buffers), key), at)
-        replies.append((at, loss.gradients(some[0], some[1], part, index, some[2])))
+            return loss.gradients(tensors, buffers, part, index, keys)
+        some = tree.take((dict(tensors), dict(buffers)), at)
+        replies.append((at, loss.gradients(*some, part, index, keys.some(at, index))))
     places = [at for at, _ in replies]
     losses, logs, new, gradients, recorded = zip(*(reply for _, reply in replies))
     return (

@@ -1,7 +1,8 @@
 """The length of a ledger in a file beside it, which reveals a ledger that was cut or copied back.
 
 `LEDGER.head` says how many entries there were and the digest of the last one. It is written after every entry, so that
-the ledger may be one entry ahead of it after a kill, and never behind.
+the ledger may be one entry ahead of it after a kill, and never behind. Where both are brought back together, as from a
+backup, nothing beside them knows; a later checkpoint of the run does, see `Ledger.expect`.
 """
 
 from __future__ import annotations

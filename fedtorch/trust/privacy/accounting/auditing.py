@@ -133,7 +133,7 @@ def audit(
     canary[0, 0] = _CANARY
     target, half = torch.zeros(rows), block // 2
     data = from_tensors([(canary, target)] * half + [(nothing, target)] * half)
-    found: list[Tensor] = []
+    outputs: list[Tensor] = []
     delta = math.nan
     for _ in tracked(range(math.ceil((runs + choosing) / half)), "Audit", unit="block"):
         local = solver(_linear(width), loss=_output, optimizer=_descent)
@@ -141,10 +141,10 @@ def audit(
             raise ValueError("Expected a solver with a budget, such as privacy.example_level, but got one without")
         run = go(separate(local), InProcess(data), rounds=rounds, progress=False)
         delta = float(run.log["delta"][-1])
-        found.append(tree.leaves(run.tensors())[0].reshape(2, half, width))
-        if len(found) > 1 and torch.equal(found[0], found[-1]):
+        outputs.append(tree.leaves(run.tensors())[0].reshape(2, half, width))
+        if len(outputs) > 1 and torch.equal(outputs[0], outputs[-1]):
             raise ValueError("Expected other noise in every block of runs, but got the first block again; see entropy=")
-    inside, outside = torch.cat(found, 1)[:, : runs + choosing]
+    inside, outside = torch.cat(outputs, 1)[:, : runs + choosing]
     return audit_outputs(inside, outside, delta=delta, choosing=choosing, confidence=confidence, score=score)
 
 

@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value, vmap
 
-from fedtorch import random, tree
+from fedtorch import tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss, Step
 from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.step_draws import StepKeys
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
@@ -56,6 +57,8 @@ class PrivateLoss(StackedLoss):
         most: rows of a client's batch, beyond which it is cut; None never cuts.
     """
 
+    divides = False  # every example is evaluated alone, and may take a branch of its own
+
     def __init__(
         self,
         objective: Objective,
@@ -75,7 +78,7 @@ class PrivateLoss(StackedLoss):
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
     def gradients(
-        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, key: Tensor
+        self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys
     ) -> Gradients:
         """Compute the private gradients of a step; losses are NaN unless noise is seeded. See `StackedLoss.gradients`.
 
@@ -84,16 +87,16 @@ class PrivateLoss(StackedLoss):
             buffers: none.
             batch: all of the clients' rows.
             index: of the step.
-            key: `(K,)` the clients' keys, for the module's draws and to tell blocks apart.
+            keys: the clients', for the module's draws and to tell blocks apart.
         """
         assert isinstance(batch, Batch), "clients with loaders are refused when a run begins"
         if index == 0:
-            self.spending.begin(key, MODULE if self.random else None)
-        roster = hashlib.sha256(key.cpu().numpy().tobytes()).digest()
+            self.spending.begin(keys.keys, MODULE if self.random else None)
+        roster = hashlib.sha256(keys.keys.cpu().numpy().tobytes()).digest()
         drawn = self._draw(batch, index, roster)
         rows, taken = poisson_batch(batch.rows, drawn)
         values = [tensors[name].detach() for name in self.tensors]
-        sums, losses = self.clipped(values, rows, taken, index, random.fold_in(key, index) if self.random else None)
+        sums, losses = self.clipped(values, rows, taken, index, keys[index].keys if self.random else None)
         noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)

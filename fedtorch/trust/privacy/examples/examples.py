@@ -23,6 +23,7 @@ from torch import nn
 from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import LocalSolver
+from fedtorch.federation.local_schedule import local_schedule
 from fedtorch.federation.solvers.descent import Descent
 from fedtorch.federation.solvers.objective import Loss, training_copy
 from fedtorch.federation.solvers.prediction import predictor
@@ -163,8 +164,15 @@ def example_level(
         tensors=descent.tensors,
         prepare=partial(_prepare, descent, descent.loss, loss, ignore_hooks, delta, cut),
         module=descent.module,
-        settings={"solver": "example_level", "module": type(module), "loss": loss, "optimizer": optimizer, **about},
+        settings={
+            "solver": "example_level",
+            "module": type(module),
+            "loss": loss,
+            **descent.optimizer_settings,
+            **about,
+        },
         budget=spending,
+        schedule=local_schedule(descent.configured, torch.ones_like, None, steps, rounds, takes_limit=False),
     )
 
 

@@ -12,6 +12,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.utilities import CombinedLoader
 from support.plain_training import seeded
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
@@ -295,7 +296,7 @@ def test_a_bad_loader_is_named_and_the_round_is_not_lost(solver: str, chunk: int
         **settings,
     )
     run = begin(given)
-    said = {"raises": "raised.*: OSError: no such image", "wide": "(shape|size)", "empty": "gave none"}
+    said = {"raises": "raised.* OSError: no such image", "wide": "(shape|size)", "empty": "gave none"}
     with pytest.raises(ValueError, match=f"in round 1 client 'bad' did not: .*{said[bad]}"):
         run.step()
     assert run.number == 0
@@ -465,3 +466,35 @@ def test_a_missing_size_of_batches_says_what_it_means(solver: str, caplog: Any) 
     with caplog.at_level("INFO", logger="fedtorch"):
         ft.Run(ft.fedavg(SOLVERS[solver](seeded(Lit))), ft.InProcess(data))
     assert "batch_size= is not given: a step takes all of a client's rows, up to 7" in caplog.text
+
+
+class Both(Lit):
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return super().training_step(batch["a"], index) + super().training_step(batch["b"], index)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_a_loader_of_loaders_gives_batches_of_each(solver: str) -> None:
+    each = lambda place: DataLoader(rows(6 + place, place), batch_size=3, shuffle=True)
+    given = {name: CombinedLoader({"a": each(place), "b": each(place + 1)}) for place, name in enumerate("xy")}
+    module = seeded(Both)
+    data = ft.data.from_loaders(given, lengths={"x": 6, "y": 7})
+    assert [data.steps(k) for k in range(2)] == [2, 3]
+    keys = random.fold_in(random.key(3), torch.arange(2))
+    local = SOLVERS[solver](module)
+    start = ft.tree.expand(local.parameters, 2)
+    state = ft.tree.map(lambda leaf: leaf.expand(2, *leaf.shape).clone(), local.init(local.parameters))
+    solved = local.solve(start, state, data.stack([0, 1]), None, Turn(keys, 0))
+    for k, loader in enumerate(given.values()):
+        for name, value in plain(module, Unnumbered(loader), keys[k], 2)[0].items():
+            torch.testing.assert_close(solved.parameters[name][k], value.detach(), **CLOSE)
+
+
+class Unnumbered:
+    """The batches of a loader of loaders without their numbers, as a Trainer hands them to a module."""
+
+    def __init__(self, loader: CombinedLoader) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Any:
+        return (batch for batch, *_ in self.loader)

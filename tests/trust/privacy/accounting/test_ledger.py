@@ -249,6 +249,22 @@ def test_a_ledger_that_was_cut_under_a_run_is_noticed(tmp_path: Path) -> None:
         ledger.spend(1, Release(1.0))
 
 
+def test_a_ledger_that_is_brought_back_with_its_head_is_noticed_by_a_later_checkpoint_alone(tmp_path: Path) -> None:
+    """As from a backup of the folder: nothing beside it knows more, and `what_is_private.md` says so."""
+    path, head = tmp_path / "ledger", tmp_path / "ledger.head"
+    run = ft.run(private(path), ft.InProcess(DATA), rounds=1)
+    run.save(tmp_path / "early")
+    backup = path.read_bytes(), head.read_bytes()
+    run.step()
+    run.save(tmp_path / "late")
+    path.write_bytes(backup[0])
+    head.write_bytes(backup[1])
+    resumed = lambda name: ft.Run(private(path), ft.InProcess(DATA)).load(tmp_path / name)
+    with pytest.raises(ValueError, match=r"at least 2 rounds in .*, as the checkpoint knows it, but got one of 1"):
+        resumed("late")
+    assert resumed("early").number == 1
+
+
 def test_a_ledger_that_was_cut_beyond_the_checkpoint_is_noticed(tmp_path: Path) -> None:
     """The checkpoint knows two rounds, the ledger had four."""
     path = tmp_path / "ledger"

@@ -336,6 +336,17 @@ class Mixing(nn.Module):
         return self.layer(x - x.mean(0))
 
 
+def test_modules_that_branch_on_values_are_refused() -> None:
+    """Examples are evaluated one by one under `vmap`, where clients cannot be divided."""
+
+    class Branching(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if (x > 0).all() else -super().forward(x)
+
+    with pytest.raises(RuntimeError, match="Branching cannot run on stacked clients"):
+        ft.Run(ft.fedavg(private(Branching(3, 2).double())), ft.InProcess(DATA))
+
+
 def test_losses_that_mix_examples_are_refused() -> None:
     normalised = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, track_running_stats=False), nn.Linear(4, 2)).double()
     for module, said in ((normalised, "BatchNorm1d mixes"), (Mixing(), "the loss of a batch mixes")):

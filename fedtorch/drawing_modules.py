@@ -1,0 +1,139 @@
+"""Interception of the random operations of those parts of a module that draw, and of no others.
+
+An operation that passes through `KeyedRandomness` costs some microseconds of Python, which is more than a small one
+takes. Most modules draw in a dropout or two: these are found by one look, and only they run inside the interception
+from then on. Whether anything else has drawn is seen by torch's global generator, which then has moved.
+
+>>> import torch
+>>> from fedtorch import random
+>>> from fedtorch.drawing_modules import DrawingModules
+>>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout())
+>>> drawing, x = DrawingModules(net), torch.ones(2, 3)
+>>> with drawing.observed(random.key(0)):
+...     first = net(x)
+>>> drawing.parts
+[Dropout(p=0.5, inplace=False)]
+>>> def forward(_, interception):
+...     with interception:
+...         return net(x)
+>>> torch.equal(drawing.drawn(forward, [KeyedRandomness(random.key(0))])[0], first)
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch.module_randomness import KeyedRandomness, dropped
+from fedtorch.watched_generators import drawn_if_random, unless_drawn
+
+T = TypeVar("T")
+Interception = AbstractContextManager[Any]
+
+
+class DrawingModules:
+    """What is known about who draws in a module.
+
+    Args:
+        module: the whole.
+
+    Attributes:
+        parts: the parts of the module in whose `forward` all of its draws are made; None as long as that is not known,
+            or if some are made elsewhere.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.parts: list[nn.Module] | None = None
+
+    @contextmanager
+    def observed(self, key: Tensor) -> Iterator[KeyedRandomness]:
+        """Intercept everything inside, and find out which parts draw."""
+        running: list[nn.Module] = []
+        drawing: dict[nn.Module | None, None] = {}
+
+        def around(part: nn.Module, forward: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+            running.append(part)
+            try:
+                return forward(*args, **kwargs)
+            finally:
+                running.pop()
+
+        note = lambda: drawing.setdefault(running[-1] if running else None)
+        with _wrapped(list(self.module.modules()), around), KeyedRandomness(key, note=note) as intercepted:
+            yield intercepted
+        self.parts = None if None in drawing else [part for part in drawing if part is not None]
+
+    def drawn(
+        self,
+        each: Callable[[int, Interception], T],
+        interceptions: Sequence[KeyedRandomness],
+        backward: Sequence[Tensor] | None = None,
+    ) -> list[T]:
+        """Return `each(i, interception)` of each interception, which is entered around the module's forward pass.
+
+        Args:
+            each: which gives the same again when it is called twice.
+            interceptions: draw for the forward passes.
+            backward: keys of other draws, one to each; None intercepts none.
+        """
+        if self.parts is None:
+            alone = [partial(each, i, interception) for i, interception in enumerate(interceptions)]
+            return (
+                [drawn_if_random(one, key) for one, key in zip(alone, backward)] if backward else [f() for f in alone]
+            )
+        parts = self.parts
+
+        def again() -> tuple[list[T], bool]:
+            whole = [interception.anew() for interception in interceptions]
+            others = [KeyedRandomness(key) for key in backward or ()]
+            results = []
+            for i, interception in enumerate(whole):
+                with others[i] if others else nullcontext():
+                    results.append(each(i, interception))
+            if any(new.calls > old.calls for new, old in zip(whole, interceptions)):
+                self.parts = None
+            return results, self.parts is None or any(other.calls for other in others)
+
+        some = [_wrapped(parts, partial(_inside, interception)) for interception in interceptions]
+        every = lambda: [each(i, context) for i, context in enumerate(some)]
+        return unless_drawn(every, again, interceptions[0].keys.device)
+
+
+def _inside(
+    interception: KeyedRandomness, part: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    if type(part) is nn.Dropout and part.training and not part.inplace and len(args) == 1:
+        return _dropout(interception, *args, part.p)
+    with interception:
+        return forward(*args, **kwargs)
+
+
+def _dropout(interception: KeyedRandomness, inputs: Tensor, probability: float) -> Tensor:
+    """Return the same numbers as by torch's dropout, which is four operations to intercept."""
+    if torch._C._functorch.peek_interpreter_stack() is None and not interception.keys.ndim:
+        return dropped(interception, inputs, tuple(inputs.shape), probability)[0]
+    with interception:
+        return torch.native_dropout(inputs, probability, True)[0]
+
+
+@contextmanager
+def _wrapped(parts: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator[None]:
+    """Let `around(part, forward, ...)` be called in place of each part's `forward`."""
+    before = [vars(part).get("forward") for part in parts]
+    for part in parts:
+        vars(part)["forward"] = partial(around, part, part.forward)
+    try:
+        yield
+    finally:
+        for part, forward in zip(parts, before):
+            if forward is None:
+                del vars(part)["forward"]
+            else:
+                vars(part)["forward"] = forward

@@ -1,0 +1,166 @@
+"""Learning rates of clients over the rounds of a run, and the length of the run that their schedules were made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from fedtorch.data import BadClients
+from fedtorch.optimisers import options
+
+
+class LocalOptimizer(NamedTuple):
+    """Hold what is known of one optimiser of a client.
+
+    Attributes:
+        kind: the name of its class.
+        name: of its scheduler, where the module gives it one.
+        scheduled: whether it has a scheduler.
+        groups: the hyperparameters of each parameter group, means over clients.
+    """
+
+    kind: str
+    name: str | None
+    scheduled: bool
+    groups: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class LocalSchedule:
+    """Describe the learning rates of a local solver, which follows those of a `Turn` where it holds any.
+
+    Attributes:
+        rounds: how many a run has, as the solver was told; None for any number.
+        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs, `(K,)`.
+        at: (minibatches of an epoch of clients `(K,)`, rounds done) -> their optimisers as the next round finds them.
+        takes_limit: whether the minibatches of an epoch can be limited by a `Turn`.
+        slow: whether `at` starts Trainers.
+    """
+
+    rounds: int | None
+    batches: Callable[[Tensor], Tensor]
+    at: Callable[[Tensor, int], list[LocalOptimizer]]
+    takes_limit: bool = True
+    slow: bool = False
+
+
+def check_length(schedule: LocalSchedule | None, rounds: int | None, setting: str) -> None:
+    """Raise ValueError unless a run of so many rounds (None: not known) is as long as schedules, if there are any.
+
+    Example:
+        >>> schedule = LocalSchedule(50, batches=lambda count: count, at=lambda batches, round: [])
+        >>> check_length(schedule, 10, "max_epochs=10 of the Trainer")
+        Traceback (most recent call last):
+        ValueError: Expected a run of 50 rounds, for which rounds=50 of the local solver makes schedules, but got ...
+    """
+    if schedule is not None and schedule.rounds is not None and rounds not in (None, schedule.rounds):
+        raise ValueError(
+            f"Expected a run of {schedule.rounds} rounds, for which rounds={schedule.rounds} of the local solver makes "
+            f"schedules, but got {setting}; give both the same number"
+        )
+
+
+def check_round(schedule: LocalSchedule | None, round: int) -> None:
+    """Raise ValueError if schedules, if there are any, end before the round of that number, the first being 1.
+
+    Example:
+        >>> schedule = LocalSchedule(5, batches=lambda count: count, at=lambda batches, round: [])
+        >>> check_round(schedule, 5)
+        >>> check_round(schedule, 6)
+        Traceback (most recent call last):
+        ValueError: Expected at most 5 rounds, for which rounds=5 of the local solver makes schedules, but got 6; ...
+    """
+    if schedule is not None and schedule.rounds is not None and round > schedule.rounds:
+        raise ValueError(
+            f"Expected at most {schedule.rounds} rounds, for which rounds={schedule.rounds} of the local solver makes "
+            f"schedules, but got {round}; give the local solver the rounds of the whole run"
+        )
+
+
+def limited(batches: Tensor, limit: float | None) -> Tensor:
+    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
+
+    Raises:
+        BadClients: a share leaves none of the minibatches of some clients.
+
+    Example:
+        >>> import torch
+        >>> limited(torch.tensor([2, 5]), 3), limited(torch.tensor([2, 5]), 0.5)  # as limit_train_batches of a Trainer
+        (tensor([2, 3]), tensor([1, 2]))
+    """
+    if limit is None:
+        return batches
+    taken = batches.clamp(max=limit) if isinstance(limit, int) else (batches.double() * limit).to(batches.dtype)
+    none = ((taken < 1) & (batches > 0)).nonzero()[:, 0].cpu()
+    if len(none):
+        raise BadClients(
+            none,
+            f"Expected at least one minibatch of an epoch, but a limit of {limit} leaves none of "
+            f"{int(batches[none[0]])}; take a larger limit, or a smaller batch_size",
+        )
+    return taken
+
+
+def mean_groups(groups: Sequence[Sequence[Mapping[str, Any]]], clients: Sequence[int]) -> list[dict[str, Any]]:
+    """Return means of hyperparameters, of as many clients each; what is no number is that of the first.
+
+    Example:
+        >>> mean_groups([[{"lr": 1.0, "betas": (0.9, 0.99)}], [{"lr": 4.0, "betas": (0.9, 0.99)}]], clients=[2, 1])
+        [{'lr': 2.0, 'betas': (0.9, 0.99)}]
+    """
+
+    def mean(values: Sequence[Any]) -> Any:
+        if isinstance(values[0], tuple):
+            return tuple(map(mean, zip(*values)))
+        if isinstance(values[0], bool) or not isinstance(values[0], (int, float)) or len(set(values)) == 1:
+            return values[0]
+        return sum(value * count for value, count in zip(values, clients)) / sum(clients)
+
+    return [{name: mean([part[i][name] for part in groups]) for name in group} for i, group in enumerate(groups[0])]
+
+
+def local_schedule(
+    configured: Callable[[int], Any],
+    batches: Callable[[Tensor], Tensor],
+    epochs: int | None,
+    steps: int | None,
+    rounds: int | None,
+    takes_limit: bool = True,
+) -> LocalSchedule:
+    """Return what is known of the learning rates of a solver on stacked clients.
+
+    Args:
+        configured: steps of a round -> its optimiser and schedule.
+        batches: rows of clients `(K,)` -> minibatches of an epoch of theirs.
+        epochs, steps, rounds: of the solver.
+        takes_limit: see `LocalSchedule`.
+    """
+
+    def at(per_epoch: Tensor, round: int) -> list[LocalOptimizer]:
+        sizes, clients = per_epoch.unique(return_counts=True)
+        totals = [(steps or 0) if epochs is None else epochs * size for size in sizes.tolist()]
+        parts = [configured(total) for total in totals]
+        groups = [_groups_at(part, round * t, size) for part, t, size in zip(parts, totals, sizes.tolist())]
+        schedule = parts[0].schedule
+        return [
+            LocalOptimizer(
+                type(parts[0].optimizer.original).__name__,
+                None if schedule is None else schedule.name,
+                schedule is not None,
+                mean_groups(groups, clients.tolist()),
+            )
+        ]
+
+    return LocalSchedule(rounds, batches, at, takes_limit)
+
+
+def _groups_at(configured: Any, position: int, per_epoch: int) -> list[dict[str, Any]]:
+    """Return the hyperparameters of each parameter group at a step, of epochs of so many."""
+    groups: Any = SimpleNamespace(param_groups=[options(g) for g in configured.optimizer.original.param_groups])
+    if configured.schedule is not None:
+        configured.schedule.apply(groups, position, per_epoch)
+    return groups.param_groups

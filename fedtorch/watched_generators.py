@@ -1,0 +1,115 @@
+"""Functions that are expected not to draw from torch's global generators, which are looked at before and after.
+
+Interception of every operation costs more than a small operation. Whether a function has drawn is seen by the states of
+the generators; one that has is called again, with interception.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from fedtorch.module_randomness import KeyedRandomness
+
+T = TypeVar("T")
+
+
+def drawn(function: Callable[[], T], key: Tensor) -> T:
+    """Return `function()`, its random operations drawn from one client's key."""
+    with KeyedRandomness(key):
+        return function()
+
+
+def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
+    """Return `drawn(function, key)` of a function that is expected not to draw, at the price of calling it.
+
+    It is called without interception, and once more with it if torch's global generators have moved, which are then
+    put back to where they were. Generators of the module's own are not watched.
+
+    Args:
+        function: which gives the same again when it is called twice.
+        key: of one client, `()`.
+
+    Example:
+        >>> from fedtorch import random
+        >>> before, dropout = torch.get_rng_state(), torch.nn.Dropout()
+        >>> some = drawn_if_random(lambda: dropout(torch.ones(8)), random.key(0))
+        >>> torch.equal(some, drawn(lambda: dropout(torch.ones(8)), random.key(0)))
+        True
+        >>> torch.equal(torch.get_rng_state(), before)
+        True
+    """
+
+    return each_drawn_if_random(lambda _: function(), [key])[0]
+
+
+def each_drawn_if_random(function: Callable[[int], T], keys: Sequence[Tensor]) -> list[T]:
+    """Return `drawn_if_random` of `function(0)`, `function(1)`, …, of as many clients as there are keys, by one look.
+
+    Example:
+        >>> from fedtorch import random
+        >>> keys, dropout = random.fold_in(random.key(0), torch.arange(2)), torch.nn.Dropout()
+        >>> several = each_drawn_if_random(lambda client: dropout(torch.ones(8)), keys.unbind())
+        >>> torch.equal(several[1], drawn(lambda: dropout(torch.ones(8)), keys[1]))
+        True
+    """
+
+    def again() -> tuple[list[T], bool]:
+        calls, results = 0, []
+        for client, key in enumerate(keys):
+            with KeyedRandomness(key) as intercepted:
+                results.append(function(client))
+            calls += intercepted.calls
+        return results, calls > 0
+
+    return unless_drawn(lambda: [function(client) for client in range(len(keys))], again, keys[0].device)
+
+
+def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]], device: torch.device) -> T:
+    """Return `function()`, or what `again` returns where torch's global generators have moved in it.
+
+    Args:
+        function: which gives the same again when it is called twice.
+        again: computes the same with other draws, and says whether there were any, which puts the generators back;
+            otherwise another thread has moved them. It is asked at once where a device's generators cannot be read.
+        device: of the tensors.
+
+    Example:
+        >>> from fedtorch import random
+        >>> before = torch.get_rng_state()
+        >>> unless_drawn(lambda: torch.rand(()), lambda: (random.uniform(random.key(0)), True), torch.device("cpu"))
+        tensor(0.3990)
+        >>> torch.equal(torch.get_rng_state(), before)
+        True
+    """
+    if device.type not in ("cpu", "cuda"):
+        return again()[0]
+    generators = _global_generators(device)
+    before = [generator.get_state() for generator in generators]
+    moved = lambda: not all(torch.equal(_words(g.get_state()), _words(state)) for g, state in zip(generators, before))
+    back = True  # also where one of both fails
+    try:
+        result = function()
+        back = moved()
+        if back:
+            result, back = again()
+        return result
+    finally:
+        if back and moved():
+            for generator, state in zip(generators, before):
+                generator.set_state(state)
+
+
+def _global_generators(device: torch.device) -> list[torch.Generator]:
+    """Return those which operations on tensors of the CPU and of a device draw from."""
+    generators = [torch.default_generator]
+    if device.type == "cuda":
+        generators.append(torch.cuda.default_generators[device.index or 0])
+    return generators
+
+
+def _words(state: Tensor) -> Tensor:
+    return state.view(torch.int64)  # compared eight times as fast as bytes

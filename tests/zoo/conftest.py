@@ -1,0 +1,3 @@
+"""The package of the zoo comes before whatever imports torchvision."""
+
+import zoo as zoo
