@@ -301,8 +301,10 @@ class LocalClients:
         """Do nothing: no other process has settings to compare."""
 
 
-def _places(cohort: Tensor, ids: Tensor) -> Tensor:
-    """Return the places in `ids` of those that are in the cohort; both are ascending."""
+def _places(cohort: Tensor, ids: Tensor) -> Tensor | None:
+    """Return the places in `ids` of those that are in the cohort, None for all; both are ascending."""
+    if cohort.equal(ids):
+        return None
     place = torch.searchsorted(ids, cohort)
     inside = place < len(ids)
     place, cohort = place[inside], cohort[inside]
