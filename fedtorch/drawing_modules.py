@@ -128,7 +128,9 @@ def _wrapped(parts: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator
     """Let `around(part, forward, ...)` be called in place of each part's `forward`."""
     before = [vars(part).get("forward") for part in parts]
     for part in parts:
-        vars(part)["forward"] = partial(around, part, part.forward)
+        instead: Any = partial(around, part, part.forward)
+        instead.__wrapped__ = part.forward  # whose signature is looked at, such as for inputs by name
+        vars(part)["forward"] = instead
     try:
         yield
     finally:

@@ -164,22 +164,3 @@ def check_population(population: Population) -> None:
         raise TypeError(
             f"Expected a population, but got {type(population).__name__}; say where clients run: ft.InProcess({made})"
         )
-
-
-def client_number(client: int | str, names: Sequence[str]) -> int:
-    """Return the number of a client that is given by its number or its name.
-
-    Raises:
-        ValueError: there is no such client.
-
-    Example:
-        >>> client_number("b", names=["a", "b"])
-        1
-    """
-    if isinstance(client, str):
-        if client not in names:
-            raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
-        return names.index(client)
-    if not 0 <= client < len(names):
-        raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
-    return client

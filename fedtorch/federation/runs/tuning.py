@@ -244,7 +244,7 @@ def held_out(population: Population, validation: Evaluable | float, seed: int) -
         if isinstance(population.data, FederatedLoaders):
             raise TypeError(
                 f"Expected validation= with loaders of the same clients, from which rows are not held out, but got "
-                f"{validation}; pass ft.data.from_loaders({{name: loader}}), or population.data.for_stage('validation')"
+                f"{validation}; pass ft.data.from_loaders({{name: loader}}), or population.data.for_stage('validate')"
             )
         if not 0 < validation < 1:
             raise ValueError(f"Expected validation rows, or a fraction between 0 and 1, but got {validation}")
@@ -300,7 +300,8 @@ def scored(run: Run, validation: Evaluable, metric: Any, split: Split) -> Score 
     if isinstance(score.overall, Tensor):
         shape = tuple(score.overall.shape)
         raise TypeError(f"Expected a metric that is one number to compare settings by, but got one of shape {shape}")
-    return score if math.isfinite(score.overall) else None
+    failed = score.failed is not None and bool(score.failed.any())  # models are finite, and outputs are not
+    return score if math.isfinite(score.overall) and not failed else None
 
 
 def _predict_with_finite(run: Run, validation: Evaluable) -> bool:

@@ -142,8 +142,8 @@ def refuse_own_loaders(module: L.LightningModule, ignore_hooks: Sequence[str], n
         names: of the methods.
     """
     cls, base = type(module), loaded("lightning.pytorch", "LightningModule")
-    own = [name for name in names if getattr(cls, name) is not getattr(base, name) or name in vars(module)]
-    refused = [name for name in own if name not in ignore_hooks]
+    defined = [name for name in names if getattr(cls, name) is not getattr(base, name) or name in vars(module)]
+    refused = [name for name in defined if name not in ignore_hooks]
     if refused:
         raise TypeError(
             f"{cls.__name__} has {' and '.join(refused)}, which no client's training calls, for clients have rows of "
