@@ -112,10 +112,15 @@ class FederatedLoaders:
             )
         return _loader_of(self.modules[number], self.names[number], stage)
 
-    def for_stage(self, stage: Stage) -> FederatedLoaders:
-        """Return the same clients with their loaders of another stage, such as "validate", "test" or "predict"."""
+    def for_stage(self, stage: Stage, lengths: Mapping[str, int] | None = None) -> FederatedLoaders:
+        """Return the same clients with their loaders of another stage, such as "validate", "test" or "predict".
+
+        Args:
+            stage: of the data modules.
+            lengths: the rows of one pass, by client, where these loaders do not tell; see `from_loaders`.
+        """
         loaders = {name: self.loader(name, stage) for name in self.names}
-        return replace(_made(loaders, {}, self.pad, self.mask, self.modules), device=self.device)
+        return replace(_made(loaders, lengths or {}, self.pad, self.mask, self.modules), device=self.device)
 
     def batches(self, client: int | str, seed: int) -> Iterator[Any]:
         """Iterate over one pass of a client's loader, with its random draws from `seed`, on the device of the data.

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from fedtorch.data import FederatedLoaders, from_loaders
+from fedtorch.data import FederatedLoaders, from_datamodules, from_loaders
 
 
 class Batches:
@@ -78,3 +79,28 @@ def test_masks_have_a_place_in_batches() -> None:
         from_loaders({"a": loader}, pad=0, mask={1: 0})
     batch: Tensor = next(from_loaders({"a": loader}, pad=0).batches("a", seed=0))
     assert batch.shape == (2, 2)
+
+
+@pytest.mark.parametrize("several", [lambda part: [part, part], lambda part: {"x": part, "y": part}])
+def test_several_loaders_of_a_client_are_refused(several: Any) -> None:
+    loader = DataLoader(range(3))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"one loader for client 'a', but got a (list|dict) of 2; join them by"):
+        from_loaders({"a": several(loader)}, lengths={"a": 3})
+
+
+def test_lengths_of_another_stage_are_stated() -> None:
+    class Stream(IterableDataset[float]):
+        def __iter__(self) -> Iterator[float]:
+            return iter([1.0, 2.0, 3.0])
+
+    class Clinic(LightningDataModule):
+        def train_dataloader(self) -> Any:
+            return DataLoader(range(5), 2)  # type: ignore[arg-type]
+
+        def val_dataloader(self) -> Any:
+            return DataLoader(Stream(), 2)
+
+    data = from_datamodules({"a": Clinic()})
+    with pytest.raises(ValueError, match="Expected a known number of rows of client 'a'"):
+        data.for_stage("validate")
+    assert data.for_stage("validate", lengths={"a": 3}).counts.tolist() == [3]

@@ -98,7 +98,7 @@ class Clients(Protocol):
         ...
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
+        """Return `function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`."""
         ...
 
     def total(self) -> Tree:

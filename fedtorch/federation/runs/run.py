@@ -205,7 +205,7 @@ class Run(Scored, Resumable):
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per round: who was asked and answered, losses, reports, bytes, seconds; see `ft.History.frame`."""
+        """Return a row per round: who was asked, who answered, losses, reports, bytes, time; see `ft.History.frame`."""
         return self.log.frame()
 
     @property

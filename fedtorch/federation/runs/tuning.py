@@ -97,7 +97,7 @@ class GridSearch:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per setting, best first: mean, standard deviation and worst over clients, and all rows together."""
+        """Return a row per setting, best first: mean, standard deviation and worst over clients, and of all rows."""
         import pandas as pd
 
         rows = []

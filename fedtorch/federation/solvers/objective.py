@@ -248,7 +248,7 @@ class Objective(nn.Module):
             self._call = lambda batch, index: loss(_output(module, batch[0]), batch[1])
 
     def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""
+        """Return the loss of a client's batch `(B, ...)`; with weights `(B,)` the weighted sum of examples' losses."""
         if weights is None:
             loss, logs, recorded = self._one(batch, index)
             if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation
