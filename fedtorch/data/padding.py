@@ -79,7 +79,9 @@ def _fill(value: Any, pad: Tree, path: str) -> Tree:
     """Return a part of a batch as tensors, in the structure of `pad`."""
     if isinstance(pad, Mapping):
         _check(isinstance(value, Mapping), value, "a dict", path)
-        return {name: _fill(_child(value, name, path), each, f"{path}.{name}") for name, each in pad.items()}
+        filled = {name: _fill(_child(value, name, path), each, f"{path}.{name}") for name, each in pad.items()}
+        _check_named([f"{path}.{name}"[1:] for name in value if name not in pad])
+        return filled
     if isinstance(pad, (tuple, list)):
         _check(isinstance(value, (tuple, list)) and len(value) == len(pad), value, f"a tuple of {len(pad)}", path)
         return tuple(_fill(part, each, f"{path}.{i}") for i, (part, each) in enumerate(zip(value, pad)))
@@ -133,6 +135,14 @@ def _child(value: Any, name: Any, path: str) -> Any:
         return value[name]
     except (KeyError, IndexError, TypeError):
         raise TypeError(f"Expected {name!r} in a batch, as {path.strip('.') or 'pad='} says, but got none") from None
+
+
+def _check_named(others: Sequence[str]) -> None:
+    if others:
+        raise TypeError(
+            f"Expected pad= with a value for every entry of a batch, but got none for {others}; give the value that "
+            "fills it up, or None for a tensor that is as it is, and leave out in collate_fn what is not needed"
+        )
 
 
 def _check(right: bool, value: Any, expected: str, path: str) -> None:

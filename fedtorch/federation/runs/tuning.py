@@ -244,7 +244,7 @@ def held_out(population: Population, validation: Evaluable | float, seed: int) -
         if isinstance(population.data, FederatedLoaders):
             raise TypeError(
                 f"Expected validation= with loaders of the same clients, from which rows are not held out, but got "
-                f"{validation}; pass ft.data.from_loaders({{name: loader}}), or population.data.for_stage('validation')"
+                f"{validation}; pass ft.data.from_loaders({{name: loader}}), or population.data.for_stage('validate')"
             )
         if not 0 < validation < 1:
             raise ValueError(f"Expected validation rows, or a fraction between 0 and 1, but got {validation}")

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from support.plain_training import seeded
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import fedtorch as ft
 from fedtorch import random
@@ -488,6 +488,16 @@ def test_a_loader_of_loaders_gives_batches_of_each(solver: str) -> None:
     for k, loader in enumerate(given.values()):
         for name, value in plain(module, Unnumbered(loader), keys[k], 2)[0].items():
             torch.testing.assert_close(solved.parameters[name][k], value.detach(), **CLOSE)
+
+
+def test_rows_of_a_pass_are_those_of_the_batches() -> None:
+    listed = DataLoader(rows(10, 0), batch_sampler=[[0, 1, 2], [3, 4]])  # type: ignore[arg-type]
+    assert ft.data.from_loaders({"a": listed}).counts.tolist() == [5]
+    whole = DataLoader(rows(10, 0), batch_size=None, sampler=BatchSampler(range(10), 4, False))  # three batches
+    with pytest.raises(ValueError, match=r"known number of rows of client 'a', .* lengths=\{'a': rows\}"):
+        ft.data.from_loaders({"a": whole})
+    data = ft.data.from_loaders({"a": whole}, lengths={"a": 10})
+    assert (data.counts.tolist(), data.steps(0)) == ([10], 3)
 
 
 class Unnumbered:
