@@ -89,6 +89,7 @@ class Result(NamedTuple):
     name: str
     why: str
     scores: dict[str, ft.Score]
+    training: float | None  # accuracy in the last round's steps, as the module logs it; None where nothing is published
     epsilon: float | None  # of whole cameras; None promises nothing
     megabytes: float
     seconds: float
@@ -97,9 +98,11 @@ class Result(NamedTuple):
         """What the table has of it."""
         accuracy = self.scores["accuracy"]
         epsilon = {} if self.epsilon is None else {"epsilon": self.epsilon}
+        training = {} if self.training is None else {"training accuracy": self.training}
         return {
             "accuracy": accuracy.overall,
             "standard error over cameras": standard_error(accuracy),
+            **training,
             "worst camera": accuracy.worst(),
             "calibration error": self.scores["calibration"].overall,
             **epsilon,
@@ -187,27 +190,34 @@ def compare(cameras: int, rounds: int, seed: int) -> list[Result]:
         federation, seconds = train(way, rounds, seed)
         run = federation.run
         scores = federation.evaluate(validation, metrics)
-        epsilon = float(run.history["epsilon"].iloc[-1]) if "epsilon" in run.history else None
+        last = run.history.iloc[-1]
+        logged = float(last["train_accuracy"]) if "train_accuracy" in last else None  # `self.log` of the module
+        epsilon = float(last["epsilon"]) if "epsilon" in last else None
         megabytes = (run.bytes_up + run.bytes_down) / 1e6
-        results.append(Result(way.name, way.why, scores, epsilon, megabytes, seconds))
+        results.append(Result(way.name, way.why, scores, logged, epsilon, megabytes, seconds))
     return results
 
 
 def draw(results: Sequence[Result]) -> Figure:
-    """Each camera's accuracy, and the accuracy over all pictures, one row per way of training, and why."""
-    figure, axes = common.subplots(figsize=(8, 0.8 * len(results) + 0.6))
+    """Each camera's accuracy, that over all pictures, and that in training; one row per way, and why."""
+    figure, axes = common.subplots(figsize=(8, 0.8 * len(results) + 0.8))
     shift = np.random.Generator(np.random.PCG64(0)).uniform(-0.16, 0.16, 10_000)
     for i, result in enumerate(results):
         score = result.scores["accuracy"]
         axes.scatter(score.clients, i + shift[: len(score.clients)], s=14, alpha=0.4, color=f"C{i}", linewidths=0)
         axes.plot([score.overall] * 2, [i - 0.26, i + 0.26], color=f"C{i}", linewidth=3)
+        if result.training is not None:
+            axes.scatter(result.training, i, s=46, marker="D", facecolors="none", edgecolors=f"C{i}", linewidths=1.2)
         number = f"{score.overall:.3f} ± {standard_error(score):.3f}"
         axes.text(1.03, i, number, va="center", fontsize=9, color=f"C{i}", transform=axes.get_yaxis_transform())
         axes.text(0.0, i - 0.36, result.why, va="center", fontsize=8.5, color="0.35")
     axes.set_yticks(range(len(results)), [result.name for result in results])
     axes.set_ylim(len(results) - 0.6, -0.6)
     axes.set_xlim(-0.02, 1.02)
-    axes.set_xlabel("accuracy on held-out pictures: each dot a camera, the bar all of them")
+    axes.set_xlabel(
+        "accuracy on held-out pictures: each dot a camera, the bar all of them\n"
+        "diamond: train_accuracy, as training_step logs it, in the last round"
+    )
     return figure
 
 

@@ -18,7 +18,6 @@ from .federation.algorithm import (
     LocalSolver as LocalSolver,
     Quadratic as Quadratic,
     Reply as Reply,
-    Turn as Turn,
 )
 from .federation.algorithms.consensus import without_server as without_server
 from .federation.algorithms.ditto import ditto as ditto
@@ -76,6 +75,7 @@ from .federation.solvers.lazy_loading import lazy_loading as lazy_loading
 from .federation.solvers.least_squares import least_squares as least_squares
 from .federation.solvers.lightning_fit import lightning_fit as lightning_fit
 from .federation.told import Averages as Averages, Told as Told
+from .federation.turn import Turn as Turn
 from .federation.wrapper import Stage as Stage, Wrapper as Wrapper
 from .history import Round as Round
 from .metrics.scores import Score as Score

@@ -10,10 +10,13 @@ from __future__ import annotations
 import json
 import math
 import reprlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
+
+from fedtorch.tree import Layout
 
 JSON = Any  # None, bool, int, float, str, list or dict of these
 Refuse = Callable[..., Exception]  # (what was expected, what came, the field if it is one) -> the error to raise
@@ -41,6 +44,9 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+_COMPACT = (",", ":")
+_METADATA = '{"__metadata__":'
+_CACHED = 2**16  # letters of the names of a layout that is kept: names may be those of a sender
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxstring = 2, 8, 8, 60
 
@@ -58,6 +64,33 @@ class Field(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Fields(NamedTuple):
+    """All that a payload's header says of the leaves of one layout."""
+
+    order: tuple[Field, ...]
+    text: str  # the JSON of the header without braces
+    places: Mapping[str, slice]  # of each in the data
+    nbytes: int
+
+
+def fields_of(leaves: Layout) -> Fields:
+    """Return the fields of a layout, made once for each."""
+    short = sum(len(name) for name, _, _ in leaves) <= _CACHED
+    return _fields_of(leaves) if short else _fields_of.__wrapped__(leaves)
+
+
+@lru_cache(maxsize=128)
+def _fields_of(leaves: Layout) -> Fields:
+    order, start = tuple(ordered(leaves)), 0
+    header: dict[str, JSON] = {}
+    for field in order:
+        place = [start, start + field.nbytes]
+        header[field.name] = {"dtype": _CODES[field.dtype], "shape": field.shape, "data_offsets": place}
+        start += field.nbytes
+    text = json.dumps(header, ensure_ascii=False, separators=_COMPACT)[1:-1]
+    return Fields(order, text, {name: slice(*entry["data_offsets"]) for name, entry in header.items()}, start)
+
+
 def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
     """Return the fields as they follow each other in a payload: wide elements first, so that all are aligned."""
     for name, dtype, _ in leaves:
@@ -70,21 +103,17 @@ def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field
     return sorted(fields, key=lambda field: (-field.dtype.itemsize, field.name))
 
 
-def make_header(fields: Sequence[Field], text: str | None = None) -> bytes:
+def make_header(fields: Fields, text: str | None = None) -> bytes:
     """Return the count and the header, padded with spaces to a multiple of eight bytes."""
-    header: dict[str, JSON] = {} if text is None else {"__metadata__": {"fedtorch": text}}
-    start = 0
-    for field in fields:
-        place = [start, start + field.nbytes]
-        header[field.name] = {"dtype": _CODES[field.dtype], "shape": field.shape, "data_offsets": place}
-        start += field.nbytes
-    encoded = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    metadata = None if text is None else {"__metadata__": {"fedtorch": text}}
+    about = "" if metadata is None else json.dumps(metadata, ensure_ascii=False, separators=_COMPACT)[1:-1]
+    encoded = f"{{{about}{',' * bool(about and fields.text)}{fields.text}}}".encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(LENGTH, "little") + encoded
 
 
-def read_header(payload: bytes, limit: int, refuse: Refuse) -> tuple[dict[str, JSON], memoryview]:
-    """Read the header as a JSON object, and the numbers after it."""
+def split_payload(payload: bytes, limit: int, refuse: Refuse) -> tuple[str, memoryview]:
+    """Return the text of the header, and the numbers after it."""
     length = int.from_bytes(payload[:LENGTH], "little")
     longest = min(limit, len(payload) - LENGTH)
     if length > longest:
@@ -94,25 +123,29 @@ def read_header(payload: bytes, limit: int, refuse: Refuse) -> tuple[dict[str, J
         text = payload[LENGTH:stop].decode("utf-8")
     except UnicodeDecodeError as error:
         raise refuse("a header in UTF-8", f"{error.reason} at byte {error.start}") from None
-    return loads(text, "header", refuse), memoryview(payload)[stop:]
+    return text, memoryview(payload)[stop:]
+
+
+def _distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
+    names = dict(pairs)
+    if len(names) < len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"the name {_short(twice)} twice")
+    return names
+
+
+def _constant(name: str) -> JSON:
+    raise ValueError(f"the number {name}")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_distinct, parse_constant=_constant)
 
 
 def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
     """Read a JSON object; names that come twice and numbers outside JSON are errors, not choices."""
-
-    def distinct(pairs: list[tuple[str, JSON]]) -> dict[str, JSON]:
-        names: dict[str, JSON] = {}
-        for name, value in pairs:
-            if name in names:
-                raise ValueError(f"the name {_short(name)} twice")
-            names[name] = value
-        return names
-
-    def constant(name: str) -> JSON:
-        raise ValueError(f"the number {name}")
-
     try:
-        value = json.loads(text, object_pairs_hook=distinct, parse_constant=constant)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise refuse(f"a {what} in JSON", "one nested too deeply") from None
     except ValueError as error:
@@ -120,6 +153,20 @@ def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
     if not isinstance(value, dict):
         raise refuse(f"a {what} that is a JSON object", _short(value))
     return value
+
+
+def is_written_for(text: str, fields: Fields) -> bool:
+    """Return whether a header is to the letter what `make_header` writes for the fields, whatever its metadata."""
+    rest, start = f"{fields.text}}}", 1
+    if text.startswith(_METADATA):
+        try:
+            about, start = _DECODER.raw_decode(text, len(_METADATA))
+        except (ValueError, RecursionError):
+            return False
+        if not isinstance(about, dict) or not all(isinstance(each, str) for each in about.values()):
+            return False
+        rest = f",{rest}" if fields.text else rest
+    return text.startswith("{") and text[start:].rstrip(" ") == rest
 
 
 def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:

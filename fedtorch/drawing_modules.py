@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, update_wrapper
 from typing import Any, TypeVar
 
 import torch
@@ -125,10 +125,10 @@ def _dropout(interception: KeyedRandomness, inputs: Tensor, probability: float) 
 
 @contextmanager
 def _wrapped(parts: Sequence[nn.Module], around: Callable[..., Any]) -> Iterator[None]:
-    """Let `around(part, forward, ...)` be called in place of each part's `forward`."""
+    """Let `around(part, forward, ...)` be called in place of each part's `forward`, whose signature it keeps."""
     before = [vars(part).get("forward") for part in parts]
     for part in parts:
-        vars(part)["forward"] = partial(around, part, part.forward)
+        vars(part)["forward"] = update_wrapper(partial(around, part, part.forward), part.forward)
     try:
         yield
     finally:

@@ -148,11 +148,19 @@ def flatten(tree: Tree, prefix: str = "") -> dict[str, Tensor]:
         ValueError: two leaves have the same path (a key with a dot in it hides another).
     """
     flat: dict[str, Tensor] = {}
-    for name, leaf in items(tree, prefix):
-        if name in flat:
-            raise ValueError(f"Expected distinct paths, but two leaves are called {name!r}; rename one of the keys")
-        flat[name] = leaf
+    _flatten(tree, prefix, flat)
     return flat
+
+
+def _flatten(node: Tree, path: str, flat: dict[str, Tensor]) -> None:
+    """Add the leaves of a node to those that are flat already."""
+    if isinstance(node, Tensor):
+        if path in flat:
+            raise ValueError(f"Expected distinct paths, but two leaves are called {path!r}; rename one of the keys")
+        flat[path] = node
+    elif node is not None:
+        for name, child in _children(node):
+            _flatten(child, f"{path}.{name}" if path else name, flat)
 
 
 def layout(tree: Tree) -> Layout:

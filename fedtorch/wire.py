@@ -40,13 +40,17 @@ from fedtorch._safetensors_header import (
     Field,
     Refuse,
     check_header,
+    fields_of,
+    is_written_for,
     loads,
     make_header,
-    ordered,
-    read_header,
+    split_payload,
     texts,
 )
 from fedtorch.tree import Layout, Tree, flatten, layout, unflatten
+
+_ENCODER = json.JSONEncoder(allow_nan=False, sort_keys=True, separators=(",", ":"))
+_NUMPY = {torch.float64, torch.float32, torch.int64, torch.int32, torch.uint8, torch.bool}  # those that NumPy has, too
 
 
 class PayloadError(ValueError):
@@ -78,13 +82,13 @@ def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
         ValueError: a leaf is called `__metadata__`, or the metadata has NaN or Inf or more than 2²⁰ bytes.
     """
     flat = flatten(tree)
-    fields = _fields(flat)
-    if not fields and not metadata:
+    fields = fields_of(_layout(flat))
+    if not flat and not metadata:
         return b""
     header = make_header(fields, _dumps(metadata))
     if len(header) > METADATA_LIMIT and len(header) > len(make_header(fields)) + METADATA_LIMIT:
         raise ValueError(f"Expected at most {METADATA_LIMIT} bytes of metadata, but got more; send tensors instead")
-    return b"".join([header, *(_to_bytes(flat[field.name]) for field in fields)])
+    return b"".join([header, *(_to_bytes(flat[field.name]) for field in fields.order)])
 
 
 def decode(
@@ -113,16 +117,18 @@ def decode(
         PayloadError: the payload is not what was expected; the message says where and how.
     """
     refuse = partial(_refused, client, round)
-    fields = _fields(flatten(like))
-    if isinstance(payload, bytes) and not payload and not fields:
+    fields = fields_of(layout(like))
+    if isinstance(payload, bytes) and not payload and not fields.order:
         return unflatten({}, like)
     _check_bytes(payload, limit, refuse)
     longest = METADATA_LIMIT
     if int.from_bytes(payload[:LENGTH], "little") > longest:
         longest += 2 * len(make_header(fields))
-    header, data = read_header(payload, longest, refuse)
-    places = check_header(header, fields, len(data), refuse)
-    flat = {field.name: _from_bytes(data[places[field.name]], field, finite, refuse) for field in fields}
+    text, data = split_payload(payload, longest, refuse)
+    places = fields.places
+    if len(data) != fields.nbytes or not is_written_for(text, fields):
+        places = check_header(loads(text, "header", refuse), fields.order, len(data), refuse)
+    flat = {field.name: _from_bytes(data[places[field.name]], field, finite, refuse) for field in fields.order}
     return unflatten(flat, like)
 
 
@@ -148,8 +154,8 @@ def metadata(
     if isinstance(payload, bytes) and not payload:
         return {}
     _check_bytes(payload, len(payload), refuse)
-    header, _ = read_header(payload, limit, refuse)
-    text = texts(header, refuse).get("fedtorch")
+    header, _ = split_payload(payload, limit, refuse)
+    text = texts(loads(header, "header", refuse), refuse).get("fedtorch")
     return {} if text is None else loads(text, "metadata", refuse)
 
 
@@ -167,8 +173,8 @@ def size_of(layout: Layout) -> int:
     >>> size_of(tree.row_layout(stacked)) == size({"weight": torch.zeros(2, 3)})  # of one
     True
     """
-    fields = ordered(layout)
-    return len(make_header(fields)) + sum(field.nbytes for field in fields) if fields else 0
+    fields = fields_of(layout)
+    return len(make_header(fields)) + fields.nbytes if fields.order else 0
 
 
 def _refused(
@@ -181,19 +187,21 @@ def _refused(
     return PayloadError(f"payload{of_client}{in_round}{at}: expected {expected}, but got {got}")
 
 
-def _fields(flat: Mapping[str, Tensor]) -> list[Field]:
-    return ordered([(name, leaf.dtype, leaf.shape) for name, leaf in flat.items()])
+def _layout(flat: Mapping[str, Tensor]) -> Layout:
+    return tuple((name, leaf.dtype, leaf.shape) for name, leaf in flat.items())
 
 
 def _dumps(metadata: Mapping[str, JSON] | None) -> str | None:
     if not metadata:
         return None
-    return json.dumps(dict(metadata), allow_nan=False, sort_keys=True, separators=(",", ":"))
+    return _ENCODER.encode(dict(metadata))
 
 
 def _to_bytes(leaf: Tensor) -> bytes:
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
+    if leaf.dtype in _NUMPY:
+        return leaf.numpy(force=True).tobytes()
     dense = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # a single number is contiguous whatever its strides
     return flat.view(torch.uint8).numpy().tobytes()
@@ -203,10 +211,10 @@ def _from_bytes(data: memoryview, field: Field, finite: bool, refuse: Refuse) ->
     """Return a tensor with memory of its own, writable."""
     if not data:
         return torch.empty(field.shape, dtype=field.dtype)
-    raw = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    if field.dtype == torch.bool and (largest := int(raw.max())) > 1:
-        raise refuse("booleans stored as 0 and 1", f"the byte {largest}", field.name)
-    leaf = raw.view(field.dtype).reshape(field.shape)
+    raw = bytearray(data)
+    if field.dtype == torch.bool and (others := raw.translate(None, b"\0\1")):
+        raise refuse("booleans stored as 0 and 1", f"the byte {max(others)}", field.name)
+    leaf = torch.frombuffer(raw, dtype=field.dtype).reshape(field.shape)
     if finite and (field.dtype.is_floating_point or field.dtype.is_complex):
         values = leaf.float() if field.dtype.itemsize == 1 else leaf  # torch has no isfinite for float8
         if not (is_finite := values.isfinite()).all():

@@ -13,7 +13,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedtorch import tree, wire
+from fedtorch import _safetensors_header as headers, tree, wire
 
 
 class Message(NamedTuple):
@@ -431,3 +431,47 @@ def test_hostile_payloads_are_refused_or_valid(count):
 def test_a_single_number_travels_whatever_its_strides(stride: int) -> None:
     one = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).as_strided((1,), (stride,), 2)
     assert wire.decode(wire.encode(one), like=one).tolist() == [3.0]
+
+
+@pytest.mark.parametrize("sent", trees(), ids=IDS)
+@pytest.mark.parametrize("facts", [None, {"round": 3, "ß": "\n"}], ids=["tensors alone", "metadata"])
+def test_the_header_is_the_json_of_all_fields(sent: tree.Tree, facts: dict[str, Any] | None) -> None:
+    payload = wire.encode(sent, facts)
+    if not payload:
+        return
+    stop = 8 + int.from_bytes(payload[:8], "little")
+    header = json.loads(payload[8:stop])
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    assert payload[8:stop] == text + b" " * (-len(text) % 8)
+    assert next(iter(header)) == "__metadata__" or not facts
+
+
+def test_a_header_written_by_others_is_read_in_full() -> None:
+    like = {"a": torch.arange(2.0), "b": torch.arange(3)}
+    data = like["a"].numpy().tobytes() + like["b"].numpy().tobytes()  # in another order than ours, and with spaces
+    fields = {
+        "a": {"shape": [2], "dtype": "F32", "data_offsets": [0, 8]},
+        "__metadata__": {"fedtorch": '{"rows":1}', "else": "here"},
+        "b": {"dtype": "I64", "shape": [3], "data_offsets": [8, 32]},
+    }
+    header = json.dumps(fields).encode()
+    payload = len(header).to_bytes(8, "little") + header + data
+    equal(wire.decode(payload, like), like)
+    assert wire.metadata(payload) == {"rows": 1}
+
+
+@pytest.mark.parametrize("about", ['{"fedtorch":"{}","fedtorch":"{}"}', '{"fedtorch":1}', "[]", "NaN", '{"a":'])
+def test_metadata_before_the_expected_fields_is_checked(about: str) -> None:
+    like = {"a": torch.ones(1)}
+    ours = wire.encode(like)
+    stop = 8 + int.from_bytes(ours[:8], "little")
+    header = b'{"__metadata__":' + about.encode() + b"," + ours[9:stop]
+    with pytest.raises(wire.PayloadError, match="expected"):
+        wire.decode(len(header).to_bytes(8, "little") + header + ours[stop:], like)
+
+
+def test_no_memory_is_kept_of_layouts_with_long_names() -> None:
+    kept = lambda: headers._fields_of.cache_info().currsize
+    before = kept()
+    wire.encode({"x" * 2**17: torch.ones(1)})
+    assert kept() == before

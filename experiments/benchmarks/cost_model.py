@@ -1,8 +1,9 @@
 """A cost model of rounds: constants measured here, checked here, and what they say of machines that are not here.
 
 The formulas and all that is assumed are in `cost_formulas`. Constants come from one process, from two ranks, and from
-one and six sites over gRPC; the model is then compared with rounds that it has not seen. Rounds are the quickest of
-many, for the machine may have other work. `--write` puts the tables into `results/cost_model.md`.
+sites over gRPC: one, six in a process each, and thirty in one; the model is then compared with rounds that it has not
+seen. Rounds are the quickest of many, for the machine may have other work. `--write` puts the tables into
+`results/cost_model.md`.
 
 `--kernels` is another table alone: what every program of `fedtorch.kernels` can save on an H100 and on this processor.
 """
@@ -30,6 +31,7 @@ from fedtorch.sites.rounds.site import Site
 
 FIT = (100, 10_000)  # clients of the rounds that give a and b
 SEEN = (1000, 30_000)  # of those that check them
+SHARED = 30  # sites of the process that gives c′
 MESSAGE = 1_000_000  # parameters, for the work that a byte makes
 RESULTS = Path(__file__).parent / "results" / "cost_model.md"
 KERNELS = RESULTS.with_name("kernel_bounds.md")
@@ -50,8 +52,8 @@ What the software adds: a hub has a thread for every connection, and takes 256 o
 than 200 have not been tried over TLS. A tree of servers is not built: its rows say what it would be worth. A site may
 hold many clients, so that a million clients at a thousand sites are the rows of a thousand.
 
-The formula for one machine leaves out that threads of one process wait for each other: for that reason many sites in a
-process take longer than it says.
+A process lets as many of its sites compute at once as it has processors: where all
+do, their threads wait for each other at every operation, and 60 sites took twice the processor time.
 """
 
 
@@ -72,7 +74,7 @@ class Direct:
         self.came = deque((name, site.hello()) for name, site in self.sites.items())
         self.spent = 0.0  # seconds of the sites
 
-    def send(self, peer: str, frame: bytes) -> None:
+    def send(self, peer: str, frame: bytes, answers: int = 1) -> None:
         """To a site, which answers."""
         began = time.perf_counter()
         answer = self.sites[peer].answer(frame)
@@ -139,6 +141,7 @@ def constants(small: bool) -> tuple[Here, dict[int, dict[str, float]]]:
     client = (high - low) / (FIT[1] - FIT[0])
     short, long = (ranks[2][f"sum of {numbers}"] for numbers in scaling_ranks.SUMS)
     few, many = (over_sites(alone(count), 50 if small else 600) for count in (1, 6))
+    shared = over_sites([[str(k) for k in range(SHARED)]], 20 if small else 100)
     asked = (many.server - few.server) / 5
     light, heavy = (server_work(parameters, 2 if small else 10) for parameters in (10, MESSAGE))
     here = Here(
@@ -151,6 +154,7 @@ def constants(small: bool) -> tuple[Here, dict[int, dict[str, float]]]:
         server=few.server - asked,
         asked=asked,
         site=many.sites / 6,
+        shared=shared.sites / SHARED,
         byte=(heavy - light) / (2 * 4 * MESSAGE),
     )
     met = ranks[2][f"{FIT[0]} clients"] - formulas.over_ranks(here, FIT[0], 2, 8 * PARAMETERS)
@@ -225,6 +229,7 @@ def named(here: Here) -> list[list[str]]:
         ["r, processor time of the server in a round", f"{1e3 * here.server:.3g} ms"],
         ["s, processor time of the server for a site", f"{1e3 * here.asked:.3g} ms"],
         ["c, processor time of a site in a round", f"{1e3 * here.site:.3g} ms"],
+        ["c′, the same in a process that has other sites, too", f"{1e3 * here.shared:.3g} ms"],
         ["w, the server's work for a byte of a message", f"{1e9 * here.byte:.3g} ns"],
     ]
 

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch.data import BadClients
 from fedtorch.optimisers import options
 
 
@@ -79,30 +78,6 @@ def check_round(schedule: LocalSchedule | None, round: int) -> None:
             f"Expected at most {schedule.rounds} rounds, for which rounds={schedule.rounds} of the local solver makes "
             f"schedules, but got {round}; give the local solver the rounds of the whole run"
         )
-
-
-def limited(batches: Tensor, limit: float | None) -> Tensor:
-    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
-
-    Raises:
-        BadClients: a share leaves none of the minibatches of some clients.
-
-    Example:
-        >>> import torch
-        >>> limited(torch.tensor([2, 5]), 3), limited(torch.tensor([2, 5]), 0.5)  # as limit_train_batches of a Trainer
-        (tensor([2, 3]), tensor([1, 2]))
-    """
-    if limit is None:
-        return batches
-    taken = batches.clamp(max=limit) if isinstance(limit, int) else (batches.double() * limit).to(batches.dtype)
-    none = ((taken < 1) & (batches > 0)).nonzero()[:, 0].cpu()
-    if len(none):
-        raise BadClients(
-            none,
-            f"Expected at least one minibatch of an epoch, but a limit of {limit} leaves none of "
-            f"{int(batches[none[0]])}; take a larger limit, or a smaller batch_size",
-        )
-    return taken
 
 
 def mean_groups(groups: Sequence[Sequence[Mapping[str, Any]]], clients: Sequence[int]) -> list[dict[str, Any]]:

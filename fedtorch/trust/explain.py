@@ -41,8 +41,9 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.federated import described_rows
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.turn import Turn
 from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 

@@ -33,12 +33,13 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_weight
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.told import Told
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 __all__ = ["agnostic", "q_ffl", "swapped", "watch_groups"]

@@ -388,3 +388,14 @@ def test_words_are_the_same_where_operations_are_intercepted():
             words, folded = bits(keys, 7), random.fold_in(keys, 2**40 + 1)
         assert torch.equal(words, bits(keys, 7))
         assert torch.equal(folded, random.fold_in(keys, 2**40 + 1))
+
+
+@pytest.mark.parametrize("seed", [0, 7, -1, 2**62 + 3, -(2**63)])
+def test_few_new_keys_are_those_of_many(seed: int) -> None:
+    key, numbers = random.key(seed), torch.tensor([0, 1, -1, 2**40 + 5, 2**63 - 1, -(2**63)])
+    many = random.fold_in(key, numbers.repeat(50)).reshape(50, -1)[0]  # so many are made as arrays
+    assert random.fold_in(key, numbers).equal(many)
+    assert torch.stack([random.fold_in(key, int(number)) for number in numbers]).equal(many)
+    assert random.fold_in(key.expand(2, 1), numbers[:3]).equal(many[:3].expand(2, 3))
+    assert random.fold_in(key, numbers[:0]).shape == (0,)
+    assert random.fold_in(key, 5).dtype == torch.int64

@@ -17,9 +17,10 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 
 from fedtorch import functional, random, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Quadratic, Turn
+from fedtorch.federation.algorithm import Quadratic
 from fedtorch.federation.solvers.batches import PERMUTATIONS
 from fedtorch.federation.solvers.gradient_descent import gradient_descent
+from fedtorch.federation.turn import Turn
 
 RAGGED = (1, 4, 5, 8, 9, 40, 3)
 

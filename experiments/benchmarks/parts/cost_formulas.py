@@ -6,11 +6,13 @@ Seconds everywhere; K clients, P ranks, n sites, M bytes of a model's float64 su
 - `Distributed`: T = a + b ⌈K/P⌉ + h + 2 log₂P · α + 2 (P − 1)/P · (M + 16 K)/β. A round has one sum in float64: of the
   aggregate, counts, and a row for each client that was asked, whether it has answered and a diagnostic. Small sums go
   along trees, large ones round a ring.
-- `Remote`, all on one machine, m sites in a process: T = L + max(r + n s + c, m c, (r + n (s + c))/cores).
+- `Remote`, all on one machine, m sites in a process: T = L + max(r + n s + c, m c, (r + n (s + c))/cores). Where m > 1,
+  c′ stands for c: Python runs one thread of a process at a time, so that sites answer one after the other, and each of
+  their threads besides (two of ours and gRPC's own for a connection) has to wait for its turn whenever it wakes up.
 - `Remote`, on machines of their own: T = L + r + n (s + 2 w B) + c + B/up + B/down + n · 2B/link, for the server works
   on one answer after the other.
 
-a, b, h, α, β, L, r, s, c, w are measured by `cost_model`.
+a, b, h, α, β, L, r, s, c, c′, w are measured by `cost_model`.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class Here(NamedTuple):
     server: float  # r: processor time of the server in a round
     asked: float  # s: processor time of the server for a site
     site: float  # c: processor time of a site in a round
+    shared: float  # c′: processor time of a site in a round, in a process that has other sites, too
     byte: float  # w: processor time of the server for a byte of a message, each way
 
 
@@ -119,8 +122,8 @@ def over_ranks(here: Here, clients: int, ranks: int, size: float) -> float:
 
 def over_sites(here: Here, sites: int, in_a_process: int, cores: int) -> float:
     """A round over sites that all share this machine's cores with their server."""
-    server = here.server + sites * here.asked
-    return here.line + max(server + here.site, in_a_process * here.site, (server + sites * here.site) / cores)
+    server, site = here.server + sites * here.asked, here.site if in_a_process == 1 else here.shared
+    return here.line + max(server + site, in_a_process * site, (server + sites * site) / cores)
 
 
 class Parts(NamedTuple):

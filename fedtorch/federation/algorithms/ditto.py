@@ -17,8 +17,9 @@ import dataclasses
 from typing import Any, NamedTuple
 
 from fedtorch import expected, random
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
 from fedtorch.federation.algorithms.fedavg import Weight, fedavg, proximal, rows_weight
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _PERSONAL = 0x44697474  # purpose of a client's key: the personal model's draws

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from fedtorch import expected, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 Weight = Callable[[Any], Tensor]  # data -> (K,)

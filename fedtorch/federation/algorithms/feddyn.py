@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.algorithms.scaffold import ControlsServer
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Averages, Told
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 

@@ -27,8 +27,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, expected, random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.told import Told
+from fedtorch.federation.turn import Turn
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
 

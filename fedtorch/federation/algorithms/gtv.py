@@ -29,10 +29,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedtorch import expected, functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Averages, Told
+from fedtorch.federation.turn import Turn
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

@@ -36,9 +36,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, check_solver, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.turn import Turn
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, SufficientStatistics, least_norm, residual_sum, sufficient_statistics
 from fedtorch.models.low_rank import LowRank

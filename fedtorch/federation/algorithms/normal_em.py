@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.turn import Turn
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from fedtorch import functional, tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import (
     Message,
     Weight,
@@ -23,6 +23,7 @@ from fedtorch.federation.algorithms.fedavg import (
     rows_weight,
 )
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 

@@ -27,9 +27,10 @@ from torch import Tensor
 
 from fedtorch import expected, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Told
+from fedtorch.federation.turn import Turn
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

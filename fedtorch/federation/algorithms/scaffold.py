@@ -30,11 +30,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, Turn, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Averages, Told
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 

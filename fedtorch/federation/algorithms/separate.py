@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, Turn, check_solver, solved_by
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, check_solver, solved_by
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 

@@ -22,11 +22,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, sum_over
 from fedtorch.federation.exchanges.graph import graph
 from fedtorch.federation.exchanges.messages import before_changes
 from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree

@@ -11,7 +11,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.client_loaders import ClientLoaders, NoRows
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import (
     Sent,
     Sum,
@@ -25,6 +25,7 @@ from fedtorch.federation.exchanges.exchange import (
 )
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.state_table import StateTable
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Rows, Tree
 
 BLOCK_ROWS = 65_536  # rows of a block in evaluation
@@ -301,8 +302,10 @@ class LocalClients:
         """Do nothing: no other process has settings to compare."""
 
 
-def _places(cohort: Tensor, ids: Tensor) -> Tensor:
-    """Return the places in `ids` of those that are in the cohort; both are ascending."""
+def _places(cohort: Tensor, ids: Tensor) -> Tensor | None:
+    """Return the places in `ids` of those that are in the cohort, None for all; both are ascending."""
+    if cohort.equal(ids):
+        return None
     place = torch.searchsorted(ids, cohort)
     inside = place < len(ids)
     place, cohort = place[inside], cohort[inside]

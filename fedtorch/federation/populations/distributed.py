@@ -21,13 +21,14 @@ from fedtorch import tree
 from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.digests import Notes, noted
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.stored import StoredClients
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 TIMEOUT = timedelta(minutes=10)

@@ -23,10 +23,11 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations.clients import SMALL_BLOCK, Gathered, LocalClients
 from fedtorch.federation.populations.in_process import InProcess
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)

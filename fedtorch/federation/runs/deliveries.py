@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree, wire
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import indices
 from fedtorch.federation.populations.population import Clients, Pending
 from fedtorch.federation.runs.faults import Hit
+from fedtorch.federation.turn import Turn
 from fedtorch.random.draws import bits
 from fedtorch.tree import Rows, Tree
 

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
-from fedtorch.federation.algorithm import Algorithm, LocalSolver, Turn
+from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.gtv import gtv
 from fedtorch.federation.algorithms.regressors import Regressor, gtv_regressors
+from fedtorch.federation.turn import Turn
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks.network import Network
 from fedtorch.networks.solvers import LinearProblem, Solution, linear_problem

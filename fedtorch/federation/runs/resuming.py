@@ -17,10 +17,10 @@ from torch import Tensor
 from fedtorch import checkpoint, tree
 from fedtorch.checkpoint import below, describe
 from fedtorch.data.digests import different
+from fedtorch.federation import joining
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import agreed
 from fedtorch.federation.populations.population import Clients, Population
-from fedtorch.federation.runs import joining
 from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.server_module import Modules

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fedtorch import checkpoint, expected, functional, tree
 from fedtorch._representation import run_line
-from fedtorch.federation.algorithm import Algorithm, Turn, begun, check_algorithm, start_of
+from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.local_schedule import check_length, check_round
@@ -28,6 +28,7 @@ from fedtorch.federation.runs.faults import Fates, Faults, fates
 from fedtorch.federation.runs.resuming import Resumable
 from fedtorch.federation.runs.scored import Scored
 from fedtorch.federation.runs.server_module import Modules
+from fedtorch.federation.turn import Turn
 from fedtorch.history import History, Recorder, Round, headline
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
@@ -123,13 +124,15 @@ class Run(Scored, Resumable):
         """Do one round; `ask` are further fields of its `Turn`, such as `limit`."""
         began, algorithm, everybody, self.ended = time.perf_counter(), self.algorithm, self._everybody, ""
         keys, done = self._keys(self.number), self.number
-        check_round(algorithm.schedule, done + 1)
+        if algorithm.schedule is not None and algorithm.schedule.rounds is not None:
+            check_round(algorithm.schedule, done + 1)
         asked = None if self._draw is None else self._draw(keys.cohort)
         if algorithm.budget is not None:
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
         pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, done, **ask), fate.silent)
-        pending.check(self.population.names, self.number + 1, self.on_bad_message)
+        if pending.refused or pending.failed:
+            pending.check(self.population.names, self.number + 1, self.on_bad_message)
         if pending.aggregate is not None:
             self._take(pending.aggregate, keys.server)
             pending.commit()

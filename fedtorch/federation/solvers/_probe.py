@@ -127,14 +127,13 @@ def _failure(
     """Return the error of one client's loss and gradient, if its rows may be the cause."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     stacked.objective.trainer.answers.update(global_step=0, current_epoch=0)
-    no_hooks = torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED)
     # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     with kept, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
-            with no_hooks:
+            with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
                 loss = stacked.single(leaves, rows, None, 0)[0]
                 if loss.requires_grad:
                     torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
@@ -151,9 +150,8 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     """Return one client's loss on so many of the rows, some of them several times."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
-    some = tree.map(lambda leaf: leaf[at % len(leaf)], rows)
     with warnings.catch_warnings(action="ignore"), torch.enable_grad(), KeyedRandomness(random.key(0).to(at.device)):
-        return stacked.single(leaves, some, None, 0)[0].detach()
+        return stacked.single(leaves, tree.map(lambda leaf: leaf[at % len(leaf)], rows), None, 0)[0].detach()
 
 
 def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients
-from fedtorch.federation.local_schedule import limited
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -230,6 +229,30 @@ def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -
     if batch_size is None:
         return torch.ones_like(count)
     return count // batch_size if drop_last else (count + batch_size - 1) // batch_size
+
+
+def limited(batches: Tensor, limit: float | None) -> Tensor:
+    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
+
+    Raises:
+        BadClients: a share leaves none of the minibatches of some clients.
+
+    Example:
+        >>> import torch
+        >>> limited(torch.tensor([2, 5]), 3), limited(torch.tensor([2, 5]), 0.5)  # as limit_train_batches of a Trainer
+        (tensor([2, 3]), tensor([1, 2]))
+    """
+    if limit is None:
+        return batches
+    taken = batches.clamp(max=limit) if isinstance(limit, int) else (batches.double() * limit).to(batches.dtype)
+    none = ((taken < 1) & (batches > 0)).nonzero()[:, 0].cpu()
+    if len(none):
+        raise BadClients(
+            none,
+            f"Expected at least one minibatch of an epoch, but a limit of {limit} leaves none of "
+            f"{int(batches[none[0]])}; take a larger limit, or a smaller batch_size",
+        )
+    return taken
 
 
 def check_drop_last(drop_last: bool, batch_size: int | None) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -15,8 +16,7 @@ from fedtorch import functional, random, tree
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.dispatch.choice import possible
-from fedtorch.federation.algorithm import Local, Quadratic, Turn
-from fedtorch.federation.local_schedule import limited
+from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
@@ -28,12 +28,14 @@ from fedtorch.federation.solvers.batches import (
     batches_of,
     check_last_batches,
     is_ragged,
+    limited,
 )
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import check_settings, descend
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, Step
+from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
+from fedtorch.federation.turn import Turn
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
 from fedtorch.step_draws import StepKeys
 from fedtorch.tree import Tree
@@ -238,7 +240,8 @@ class _Stack:
         self.descent, self.state, self.batches = descent, state, batches
         drawn = descent.loss.random if descent.loss.batched else batches.known
         self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
-        tensors = tree.map(_contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
+        contiguous = lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format)
+        tensors = tree.map(contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
         self.buffers = tensors
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
@@ -261,8 +264,9 @@ class _Stack:
         answers = self.descent.objective.trainer.answers
         rates, seen = [0.0], RoundLogs(loss, total, longest if batches.alike else None)
         finished: Tree = None
-        steps: Iterator[Step] = iter(batches)
-        with evaluated(loss, batches, self.tensors, self.buffers) as gradients_of:
+        loaded = None if isinstance(batches, Batches) else evaluated(loss, batches, self.tensors, self.buffers)
+        with loaded or nullcontext(loss.gradients) as gradients_of:
+            steps: Any = iter(batches)
             for t, batch in enumerate(steps):
                 if (ended := batches.ended(t)) is not None:
                     finished = keep_rows(finished, self._now(), ended)
@@ -337,10 +341,6 @@ def _clip(tensors: Sequence[Tensor], most: float) -> None:
         share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
         for tensor, gradient in held:
             tensor.grad = gradient * tree.along(share, gradient)
-
-
-def _contiguous(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone(memory_format=torch.contiguous_format)
 
 
 def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:

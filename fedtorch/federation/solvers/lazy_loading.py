@@ -12,7 +12,8 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.data.items import items, seeded
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, check_solver
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, check_solver
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _TRANSFORMS = 0x52656164  # purpose of a client's key: the draws of its transforms

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 from fedtorch import expected, functional, linalg, tree
 from fedtorch.data.federated import described_rows
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.prediction import predictor
+from fedtorch.federation.turn import Turn
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
 

@@ -25,8 +25,8 @@ from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn
-from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, limited
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule
 from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
@@ -38,12 +38,14 @@ from fedtorch.federation.solvers.batches import (
     batches_of,
     check_drop_last,
     check_last_batches,
+    limited,
 )
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _SILENT = {

@@ -127,7 +127,7 @@ class StackedLoss:
                 return self._together(rows, draws, index, *flat)
             return self._together(rows, draws and draws.some(at), index, *tree.take(flat, at.to(flat[0].device)))
 
-        return stacked_layers.by_branches(evaluate, _joined)
+        return stacked_layers.by_branches(evaluate, _joined) if self.reads else evaluate(None)
 
     def _together(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
         """Return `step` of clients that take the same branches."""

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
-from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, Turn, check_solver
+from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic, check_solver
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.population import Pending
+from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Traffic
 from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording

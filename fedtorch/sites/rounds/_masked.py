@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.exchanges.exchange import RowsOf
+from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Heard, Receive, Send, packed, unpacked, wrapped
 from fedtorch.sites.envelopes.keyring import Keyring, SiteKeys, Wait
 from fedtorch.sites.rounds import frames as frames

@@ -14,9 +14,10 @@ from filelock import FileLock
 from torch import Tensor
 
 from fedtorch import _files as files, tree
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.carry import Carry, plain
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _SECONDS = 30.0  # for another process of the site that counts

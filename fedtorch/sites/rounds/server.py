@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import checkpoint, tree
-from fedtorch.federation.algorithm import Algorithm, Turn
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
 from fedtorch.federation.exchanges.exchange import has_negative_weights, is_finite, not_finite, weights
 from fedtorch.federation.populations.clients import LocalClients, joined
 from fedtorch.federation.populations.population import Pending
+from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.envelopes.envelopes import Envelopes

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 
 from fedtorch import checkpoint, functional, tree
-from fedtorch.federation.algorithm import Algorithm, Turn, first_total, start_of
+from fedtorch.federation.algorithm import Algorithm, first_total, start_of
 from fedtorch.federation.exchanges.carry import Carry, check_need
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.runs.evaluation import inputs_and_targets
+from fedtorch.federation.turn import Turn
 from fedtorch.metrics.scores import stacked_metrics
 from fedtorch.protocol.versions import FIRST, Versions
 from fedtorch.sites.envelopes.envelopes import SiteEnvelopes

@@ -20,6 +20,7 @@ from fedtorch.sites.audit.recording import SiteRecording
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._began import check_name
+from fedtorch.sites.rounds._turns import TURNS
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
 from fedtorch.sites.rounds.past_sums import PastSums
@@ -215,7 +216,8 @@ class Site:
                 (self._begin if frame.kind == "begin" else self._end)(frame)
                 return None
             sequence = frame.integer("sequence", 1)
-            return self._recorded(frame)
+            with TURNS.taken():
+                return self._recorded(frame)
         except Refusal as error:
             return self._refuse(payload, sequence, str(error))
         except PayloadError as error:

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices
 from fedtorch.federation.exchanges.messages import changed, like, rows
+from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper, line
 from fedtorch.tree import Rows, Tree
 

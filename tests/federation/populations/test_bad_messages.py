@@ -13,9 +13,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.exchanges.exchange import Mean, Sum, not_finite
 from fedtorch.federation.exchanges.robust.exchange import star as robust_star
+from fedtorch.federation.turn import Turn
 from fedtorch.trust import robust
 
 SIZES = [5, 4, 7, 6]

@@ -25,8 +25,8 @@ from support.plain_training import (
 from torch import nn
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.solvers.gradient_descent import gradient_descent
+from fedtorch.federation.turn import Turn
 
 pytestmark = pytest.mark.usefixtures("nothing_outside_changes")
 

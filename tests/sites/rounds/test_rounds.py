@@ -12,7 +12,7 @@ from support.oracles.closed_forms import linear_clients, sgd
 from support.sites import offers
 
 import fedtorch as ft
-from fedtorch.federation.algorithm import Turn
+from fedtorch.federation.turn import Turn
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.identity import Identity

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.ep import _damping as pacing
 from fedtorch.federation.algorithms.ep._damping import Moved, Pace
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Told
+from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model

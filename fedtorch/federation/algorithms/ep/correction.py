@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep._start import as_prior
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic, Turn
+from fedtorch.federation.algorithm import Algorithm, Local, LocalSolver, Quadratic
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.federation.algorithms.multi_output_gp._steps import (
     AdamMoments,
@@ -21,6 +21,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.multi_output_gp._steps import (
     AdamMoments,
     UnitSteps,
@@ -22,6 +22,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Averages, Told
+from fedtorch.federation.turn import Turn
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 

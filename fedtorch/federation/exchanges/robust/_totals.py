@@ -28,12 +28,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn, first_total
+from fedtorch.federation.algorithm import Algorithm, Reply, first_total
 from fedtorch.federation.exchanges.exchange import Exchange, RowsOf, Sum, in_dtypes_of
 from fedtorch.federation.exchanges.messages import kept, like, rows
 from fedtorch.federation.exchanges.robust.exchange import credible
 from fedtorch.federation.exchanges.robust.rules import Rule
 from fedtorch.federation.told import Averages
+from fedtorch.federation.turn import Turn
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 

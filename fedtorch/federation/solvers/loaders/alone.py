@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.step_draws import StepKeys
 
 
 @contextmanager
 def evaluated(
-    loss: Any, batches: Batches | LoadedBatches, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+    loss: Any, batches: LoadedBatches, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
 ) -> Iterator[Callable[..., Any]]:
     """Give what computes the gradients of each step: `loss.gradients`, or that of one client with a loader.
 
@@ -28,7 +27,7 @@ def evaluated(
         tensors: what is trained, `(K, ...)`, updated in place after each step.
         buffers: the stacked buffers.
     """
-    if loss.batched or not isinstance(batches, LoadedBatches) or len(batches.total) != 1:
+    if loss.batched or len(batches.total) != 1:
         yield loss.gradients
         return
     trained = [leaf[0].detach().requires_grad_() for leaf in tensors.values()]

@@ -13,8 +13,7 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.data.padding import alike
-from fedtorch.federation.local_schedule import limited
-from fedtorch.federation.solvers.batches import MODULE, Batch
+from fedtorch.federation.solvers.batches import MODULE, Batch, limited
 from fedtorch.tree import Tree
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
-from fedtorch.federation.algorithm import Local, Quadratic, Turn
+from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 Train = Callable[[Tree, Tree, LoadedBatches, Quadratic | None, Turn], Local]

@@ -40,8 +40,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sent, Sum, client_count
+from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Rows, Tree

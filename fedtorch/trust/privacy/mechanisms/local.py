@@ -29,10 +29,11 @@ from typing import Any
 import torch
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.budget import Need
 from fedtorch.federation.exchanges.exchange import Mean, Sum
 from fedtorch.federation.exchanges.messages import like, rows
+from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Tree

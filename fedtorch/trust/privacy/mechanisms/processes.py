@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.algorithm import Algorithm, Reply, Turn
+from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.multi_output_gp.exact import UnitMessage, UnitState, fedmgp
 from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.turn import Turn
 from fedtorch.models.gaussian import pack
 from fedtorch.random.entropy import Entropy
 from fedtorch.trust.privacy.mechanisms.sums import NoisedSums

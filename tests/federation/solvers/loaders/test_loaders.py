@@ -20,8 +20,8 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 import fedtorch as ft
 from fedtorch import random
 from fedtorch.data.items import seeded as draws
-from fedtorch.federation.algorithm import Turn
 from fedtorch.federation.solvers.batches import MODULE
+from fedtorch.federation.turn import Turn
 from fedtorch.models.gibbs import sparse
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}

@@ -1,0 +1,68 @@
+"""Sites of one process take turns at their work, and none waits for good."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from fedtorch.sites.rounds import _turns as turns
+from fedtorch.sites.rounds._turns import Turns
+
+
+def test_no_more_work_at_once_than_there_are_turns() -> None:
+    two, working, most = Turns(2), set[int](), list[int]()
+
+    def work(k: int) -> None:
+        with two.taken():
+            working.add(k)
+            most.append(len(working))
+            time.sleep(0.002)
+            working.discard(k)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(16)))
+    assert max(most) == 2
+    assert len(most) == 16
+
+
+def test_who_hangs_holds_up_nobody_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "_LONGEST", 0.05)
+    one, hanging, go_on = Turns(1), threading.Event(), threading.Event()
+
+    def hang() -> None:
+        with one.taken():
+            hanging.set()
+            go_on.wait(10.0)
+
+    thread = threading.Thread(target=hang)
+    thread.start()
+    assert hanging.wait(10.0)
+    with one.taken():
+        assert thread.is_alive()
+    go_on.set()
+    thread.join()
+    began = time.monotonic()
+    with one.taken(), one.taken():  # who went on without a turn has given none back
+        assert time.monotonic() - began >= 0.05
+
+
+def test_an_error_gives_the_turn_back() -> None:
+    one = Turns(1)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="broken"), one.taken():
+            raise ValueError("broken")
+    began = time.monotonic()
+    with one.taken():
+        assert time.monotonic() - began < 0.5
+
+
+def test_a_forked_process_begins_with_all_turns_free() -> None:
+    one = Turns(1)
+    with one.taken():
+        one.renew()
+        began = time.monotonic()
+        with one.taken():
+            assert time.monotonic() - began < 0.5
