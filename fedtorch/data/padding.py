@@ -23,6 +23,10 @@ from fedtorch.tree import Tree
 _ADVICE = "give pad= to from_loaders, or call the loss client by client: batched=False"
 
 
+class NotTensors(TypeError):
+    """A batch has something else than tensors."""
+
+
 def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = None) -> list[tuple[list[int], Tree]]:
     """Return batches in stacks `(K, B, ...)` of those that can be stacked, with their places.
 
@@ -100,7 +104,7 @@ def _tensors(value: Any, path: str) -> Tree:
     if isinstance(value, (list, tuple)):
         children = [_tensors(child, f"{path}.{i}") for i, child in enumerate(value)]
         return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
-    raise TypeError(
+    raise NotTensors(
         f"Expected batches of tensors, to train clients together, but got {type(value).__name__} in "
         f"{path[1:] or 'a batch'!r}; {_ADVICE}"
     )
