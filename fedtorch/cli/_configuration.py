@@ -22,7 +22,7 @@ from fedtorch import _files as files
 from fedtorch.cli._building import built
 from fedtorch.cli._names import check, check_keys, check_options
 from fedtorch.cli._predictions import write_predictions
-from fedtorch.data import FederatedData
+from fedtorch.data import FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep.algorithm import Factors
 from fedtorch.federation.algorithms.matrix_normal import Shrinkage
@@ -44,14 +44,14 @@ from fedtorch.models.matrix_normal import CovarianceUpdate
 
 def federation(
     algorithm: Algorithm,
-    data: FederatedData,
+    data: FederatedData | FederatedLoaders,
     holdout: float = 0.0,
-    validation: FederatedData | None = None,
-    test: FederatedData | None = None,
+    validation: FederatedData | FederatedLoaders | None = None,
+    test: FederatedData | FederatedLoaders | None = None,
     metrics: dict[str, StackedMetric | torchmetrics.Metric | Callable[[Tensor, Tensor], Tensor]] | None = None,
     split: Split = inputs_and_targets,
     evaluation_batch_size: int | None = None,
-    population: Callable[[FederatedData], InProcess | Distributed] = InProcess,
+    population: Callable[[FederatedData | FederatedLoaders], InProcess | Distributed] = InProcess,
     parameters: Any = None,
     cohort: Asked = None,
     faults: Faults | list[Faults] | None = None,
@@ -67,9 +67,9 @@ def federation(
 
     Args:
         algorithm: what clients and server compute, with its local solver and its module.
-        data: the clients' rows.
+        data: the clients' rows, or their loaders.
         holdout: the part of every client's rows that is kept aside for validation; drawn by the seed.
-        validation: rows of the same clients for validation, where they are not held out.
+        validation: rows of the same clients for validation, where they are not held out, as none are of loaders.
         test: rows of the same clients for `test` and `predict`; default: those that are held out.
         metrics: by name, for validation and test; default: what the module's `validation_step` or `test_step` logs.
         split: the path of a function rows -> (inputs, targets), for metrics of rows that are not (x, y).

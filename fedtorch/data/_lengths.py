@@ -45,9 +45,12 @@ def _known_rows(loader: Any) -> int | None:
     """Return the rows of one pass, None if the loader does not tell."""
     if not isinstance(loader, DataLoader):
         return None
-    plain = type(loader.batch_sampler) is BatchSampler or loader.batch_sampler is None
+    if loader.batch_sampler is None and loader.batch_size is None:  # of rows or of whole batches: it does not say
+        return None
+    if isinstance(loader.batch_sampler, (list, tuple)):
+        return sum(len(batch) for batch in loader.batch_sampler)
     try:
-        if isinstance(loader.dataset, IterableDataset) or not plain:
+        if isinstance(loader.dataset, IterableDataset) or type(loader.batch_sampler) is not BatchSampler:
             return len(loader.dataset)  # type: ignore[arg-type]
         count = len(loader.sampler)  # type: ignore[arg-type]
     except (TypeError, NotImplementedError):

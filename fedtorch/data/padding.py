@@ -23,6 +23,10 @@ from fedtorch.tree import Tree
 _ADVICE = "give pad= to from_loaders, or call the loss client by client: batched=False"
 
 
+class NotTensors(TypeError):
+    """A batch has something else than tensors."""
+
+
 def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = None) -> list[tuple[list[int], Tree]]:
     """Return batches in stacks `(K, B, ...)` of those that can be stacked, with their places.
 
@@ -79,7 +83,9 @@ def _fill(value: Any, pad: Tree, path: str) -> Tree:
     """Return a part of a batch as tensors, in the structure of `pad`."""
     if isinstance(pad, Mapping):
         _check(isinstance(value, Mapping), value, "a dict", path)
-        return {name: _fill(_child(value, name, path), each, f"{path}.{name}") for name, each in pad.items()}
+        filled = {name: _fill(_child(value, name, path), each, f"{path}.{name}") for name, each in pad.items()}
+        _check_named([f"{path}.{name}"[1:] for name in value if name not in pad])
+        return filled
     if isinstance(pad, (tuple, list)):
         _check(isinstance(value, (tuple, list)) and len(value) == len(pad), value, f"a tuple of {len(pad)}", path)
         return tuple(_fill(part, each, f"{path}.{i}") for i, (part, each) in enumerate(zip(value, pad)))
@@ -98,7 +104,7 @@ def _tensors(value: Any, path: str) -> Tree:
     if isinstance(value, (list, tuple)):
         children = [_tensors(child, f"{path}.{i}") for i, child in enumerate(value)]
         return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
-    raise TypeError(
+    raise NotTensors(
         f"Expected batches of tensors, to train clients together, but got {type(value).__name__} in "
         f"{path[1:] or 'a batch'!r}; {_ADVICE}"
     )
@@ -133,6 +139,14 @@ def _child(value: Any, name: Any, path: str) -> Any:
         return value[name]
     except (KeyError, IndexError, TypeError):
         raise TypeError(f"Expected {name!r} in a batch, as {path.strip('.') or 'pad='} says, but got none") from None
+
+
+def _check_named(others: Sequence[str]) -> None:
+    if others:
+        raise TypeError(
+            f"Expected pad= with a value for every entry of a batch, but got none for {others}; give the value that "
+            "fills it up, or None for a tensor that is as it is, and leave out in collate_fn what is not needed"
+        )
 
 
 def _check(right: bool, value: Any, expected: str, path: str) -> None:

@@ -13,6 +13,7 @@ import lightning as L
 import pytest
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 import yaml
 from lightning.pytorch.loggers import CSVLogger
 from support.oracles.closed_forms import same_bits
@@ -343,6 +344,47 @@ def test_files_of_other_machines_are_not_read(capsys: pytest.CaptureFixture[str]
 def test_functions_without_a_signature_and_methods_of_classes() -> None:
     assert building.built([call("torch.zeros", size=[2])])[0].tolist() == [0.0, 0.0]
     assert building.built(call("fedtorch.networks.network.Network.ring", nodes=3)).nodes == 3
+
+
+LOADERS = """
+import torch
+import fedtorch as ft
+from torch.utils.data import DataLoader, TensorDataset
+
+def loaders(shift: float = 0.0) -> ft.data.FederatedLoaders:
+    x = torch.linspace(-1, 1, 12, dtype=torch.float32)[:, None] + shift
+    return ft.data.from_loaders({name: DataLoader(TensorDataset(x, 2 * x), batch_size=5) for name in "ab"})
+"""
+
+
+def test_clients_may_have_loaders(write) -> None:
+    local = call(
+        "fedtorch.gradient_descent",
+        module=call("torch.nn.Linear", in_features=1, out_features=1),
+        epochs=1,
+        loss="torch.nn.functional.mse_loss",
+        optimizer=call("torch.optim.SGD", lr=0.1),
+    )
+    content = {
+        "algorithm": call("fedtorch.fedavg", local=local),
+        "data": call("given_loaders.loaders"),
+        "validation": call("given_loaders.loaders", shift=0.5),
+        "metrics": {"error": "torch.nn.functional.mse_loss"},
+        "trainer": given()["trainer"],
+    }
+    file = write(content)
+    write(LOADERS, "given_loaders.py")
+    sys.path.insert(0, str(Path.cwd()))
+    made = run("fit", "--config", file)
+    L.seed_everything(0)
+    by_hand = ft.gradient_descent(
+        torch.nn.Linear(1, 1), epochs=1, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)
+    )
+    data = sys.modules.pop("given_loaders").loaders
+    alone = ft.run(ft.fedavg(by_hand), ft.InProcess(data()), rounds=ROUNDS, progress=False)
+    assert same_bits(made.server, alone.server)
+    score = alone.evaluate(data(0.5), {"error": F.mse_loss})["error"]
+    assert made.history["val_error"].iloc[-1] == score.overall
 
 
 def test_a_checkpoint_is_tested_and_predicts(write, straight, capsys: pytest.CaptureFixture[str]) -> None:

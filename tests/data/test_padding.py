@@ -31,6 +31,8 @@ def test_all_dimensions_but_the_first_are_filled_up() -> None:
     [
         ({"x": ["a"]}, None, {}, "got str in 'x.0'; give pad="),
         ({"x": torch.ones(1)}, {"y": 0}, {}, "Expected 'y' in a batch, as pad= says"),
+        ({"x": torch.ones(1), "y": torch.ones(1)}, {"x": 0}, {}, r"every entry of a batch, but got none for \['y'\]"),
+        ({"x": {"a": torch.ones(1), "b": ["s"]}}, {"x": {"a": 0}}, {}, r"but got none for \['x.b'\]"),
         ((torch.ones(1),), (0, 0), {}, "Expected a tuple of 2 in 'a batch', as pad= says, but got tuple"),
         ({"x": ["a", "b"]}, {"x": 0}, {}, "Expected a tensor for each row in 'x', as pad= says, but got list"),
         ({"x": torch.ones(1)}, {"x": 0}, {"mask": "z"}, "Expected 'z' in a batch, as mask= says"),

@@ -61,9 +61,10 @@ class Pending(NamedTuple):
             ValueError: Expected every client to take part, but in round 7 client 'b' did not: its loader raised at ...
         """
         client, error = next(iter(self.failed.items()))
+        others = f"; {len(self.failed) - 1} others failed too" * (len(self.failed) > 1)
         raise ValueError(
-            f"Expected every client to take part, but in round {round} client {names[client]!r} did not: {error}; "
-            f"{len(self.failed) - 1} others failed too. Nothing of the round was kept: mend the client's data and go "
+            f"Expected every client to take part, but in round {round} client {names[client]!r} did not: {error}"
+            f"{others}. Nothing of the round was kept: mend the client's data and go "
             "on, or pass on_bad_message='drop' to leave such clients out of their rounds"
         ) from error
 

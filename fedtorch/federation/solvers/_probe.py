@@ -16,8 +16,9 @@ from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
+from fedtorch.data.items import seeded
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
-from fedtorch.federation.solvers._state import refuse_changed_buffers
+from fedtorch.federation.solvers._state import perturbed, refuse_changed_buffers, refuse_changed_loss
 from fedtorch.federation.solvers.batches import is_ragged, some_rows, spread_rows
 from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
@@ -204,12 +205,15 @@ def _alone(
     before, asked = functional.buffers(module), set(trainer.asked)
     trainer.asked.clear()
     trainer.answers.update(global_step=0, current_epoch=0)
-    with stacked.drawing.observed(key) as drawn:
-        loss, _, new = stacked.single([v.clone() for v in own], rows, None, 0)
+    with seeded(0), stacked.drawing.observed(key) as drawn:
+        loss, _, new = _once(stacked, own, rows)
     stacked.random = drawn.calls > 0
     questions = set(trainer.asked)
     trainer.asked |= asked
     refuse_changed_buffers(module, before)
+    with seeded(0):
+        if not stacked.random and not _close(again := _once(stacked, own, rows)[0], loss, equal_nan=True):
+            refuse_changed_loss(module, loss, again)
     return loss, new, questions
 
 
@@ -298,12 +302,11 @@ def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, 
     return results[: 1 + len(stacked.told)]
 
 
-def _once(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool) -> tuple[Tensor, ...]:
-    """Return loss and logs of one client, which cost half of those of two copies."""
-    size = len(tree.leaves(rows)[0])
+def _once(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool = False) -> tuple[Any, ...]:
+    """Return loss, logs and buffers of one client, which cost half of those of two copies."""
+    size = len(tree.leaves(rows)[0]) if weighted else 0
     weights = torch.full((size,), 1.0 / size, device=own[0].device, dtype=torch.float64) if weighted else None
-    loss, logs, _ = stacked.single([v.clone() for v in own], rows, weights, 0)
-    return loss, *logs.values()
+    return stacked.single([v.clone() for v in own], rows, weights, 0)
 
 
 def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor, known: tuple[Tensor, ...] | None) -> bool:
@@ -317,7 +320,8 @@ def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor, kn
         for part in sorted({size, (size + 1) // 2, 2}, reverse=True):
             some = tree.map(lambda leaf, part=part: leaf[:part], rows)
             if part < size and not stacked.random:
-                whole, summed = (_once(stacked, own, some, weighted) for weighted in (False, True))
+                passes = (_once(stacked, own, some, weighted) for weighted in (False, True))
+                whole, summed = ((loss, *logs.values()) for loss, logs, _ in passes)
             else:
                 whole = known if part == size and known is not None else _twice(stacked, own, some, False, key)
                 summed = _twice(stacked, own, some, True, key)
@@ -334,16 +338,10 @@ def _close(first: Tensor, second: Tensor, equal_nan: bool = False) -> bool:
     return torch.allclose(first.double(), second.double(), rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
 
 
-def _perturbed(tensor: Tensor) -> Tensor:
-    """Return a little away from the start, where a loss may be the same for all examples; signs are kept."""
-    wave = 0.1 * torch.sin(torch.arange(1, tensor.numel() + 1, device=tensor.device)).reshape(tensor.shape)
-    return torch.where(tensor == 0, wave, tensor * (1 + wave)).to(tensor.dtype)
-
-
 def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
     """Return one client's tensors, a little away from the start, and its stacked buffers."""
-    perturbed = [_perturbed(values[n].to(device)) for n in stacked.tensors]
-    return perturbed + [values[n].to(device, copy=True) for n in stacked.buffers]
+    start = [perturbed(values[n].to(device)) for n in stacked.tensors]
+    return start + [values[n].to(device, copy=True) for n in stacked.buffers]
 
 
 def _rows_at(data: Any, client: Tensor, row: Tensor, device: torch.device) -> Tree:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,21 @@ def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None
             f"Training changes the buffers {', '.join(changed)} of {type(module).__name__}, and averaging them "
             "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
         )
+
+
+def refuse_changed_loss(module: nn.Module, first: Tensor, second: Tensor) -> NoReturn:
+    """Raise TypeError for a module whose loss on one batch was the `first`, and then the `second`."""
+    raise TypeError(
+        f"Expected the same loss on the same batch, but {type(module).__name__} gave {float(first):.6g} and then "
+        f"{float(second):.6g}: it keeps something from step to step, such as a count, which all clients would share; "
+        "keep it in a buffer, ask self.global_step, or use ft.lightning_fit, where each client has a module of its own"
+    )
+
+
+def perturbed(tensor: Tensor) -> Tensor:
+    """Return a little away from the start, where a loss may be the same for all examples; signs are kept."""
+    wave = 0.1 * torch.sin(torch.arange(1, tensor.numel() + 1, device=tensor.device)).reshape(tensor.shape)
+    return torch.where(tensor == 0, wave, tensor * (1 + wave)).to(tensor.dtype)
 
 
 def ever_trained(parts: Mapping[str, Tensor]) -> Tensor:

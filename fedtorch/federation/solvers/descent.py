@@ -32,7 +32,7 @@ from fedtorch.federation.solvers.batches import (
 )
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
-from fedtorch.federation.solvers.loaders.descending import check_settings, descend
+from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
 from fedtorch.federation.turn import Turn
@@ -186,12 +186,14 @@ class Descent:
         count = len(data.count)
         if count == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
-        per_epoch = limited(torch.tensor([data.steps(k) for k in range(count)]), turn.limit)
-        each = list(torch.arange(count)[:, None])
-        groups = self._groups(state, per_epoch, turn.round, []) if self.loss.batched else each
-        train = lambda *group: _Stack(self, *group).run()
-        limits = (self.epochs, self.steps)
-        return joined(groups, descend(train, self._look, groups, limits, start, state, data, quadratic, turn))
+        per_epoch, each = torch.tensor([data.steps(k) for k in range(count)]), list(torch.arange(count)[:, None])
+        train, block = lambda *group: _Stack(self, *group).run(), (start, state, data, quadratic, turn)
+        through = lambda by: joined(by, descend(train, self._look, by, (self.epochs, self.steps), *block))
+        try:
+            limit = limited(per_epoch, turn.limit)
+            return through(self._groups(state, limit, turn.round, []) if self.loss.batched else each)
+        except OneByOne:  # as in every later round
+            return through(each)
 
     def _look(self, batch: LoadedBatch, device: torch.device) -> None:
         """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
@@ -199,8 +201,9 @@ class Descent:
             self.move(device)
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_batch(self.loss, batch.alone(0), values, device, self._original)
-            rows = batch.as_rows(0) if self.loss.batched else batch.alone(0)
-            probe_batch(self.loss, rows, values, torch.ones(1, dtype=torch.int64, device=device))
+            with one_by_one(self.loss):
+                rows = batch.as_rows(0) if self.loss.batched else batch.alone(0)
+                probe_batch(self.loss, rows, values, torch.ones(1, dtype=torch.int64, device=device))
 
     def _groups(self, state: LocalState, per_epoch: Tensor, round: int, traits: list[Tensor]) -> list[Tensor]:
         """Return rows of the block that can share steps exactly; clients of other `traits` `(K,)` cannot anyway."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random as python_random
+
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +118,34 @@ def test_a_loss_that_differs_under_vmap_is_refused():
 
     with pytest.raises(RuntimeError, match=r"gives the losses .* on two stacked copies .*batched=False"):
         stacked(loss)
+
+
+@pytest.mark.parametrize("batched", [True, False, "auto"])
+def test_a_module_that_counts_its_steps_is_refused(batched):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.count = linear(), 0
+
+        def forward(self, x):
+            self.count += 1
+            return self.count * self.net(x)
+
+    with pytest.raises(TypeError, match=r"Counting gave .* keeps something from step to step.*ft.lightning_fit"):
+        stacked(module=Counting(), batched=batched)
+
+
+def test_a_module_that_draws_from_numpy_or_fills_lists_is_the_same_again():
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net, self.outputs = linear(), []
+
+        def forward(self, x):
+            self.outputs.append(len(x))
+            return self.net(x) * np.random.rand() * python_random.random()  # noqa: NPY002
+
+    assert stacked(module=Drawing(), batched=False).probed
 
 
 def test_a_module_without_a_loss_is_named():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,12 +13,37 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
+from fedtorch.data.padding import NotTensors
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 Train = Callable[[Tree, Tree, LoadedBatches, Quadratic | None, Turn], Local]
+
+
+class OneByOne(Exception):
+    """Clients that have begun together train one by one: the first batch has shown that they cannot be stacked."""
+
+
+@contextmanager
+def one_by_one(loss: StackedLoss) -> Iterator[None]:
+    """Raise OneByOne where a look at the first batch ends with `batched="auto"` taking clients one by one.
+
+    Batches that are not of tensors, which raise NotTensors, are among what it takes one by one.
+    """
+    before = loss.batched
+    try:
+        yield
+    except NotTensors as error:
+        if not loss.automatic:
+            raise
+        loss.batched = False
+        _LOG.info("batched='auto' evaluates clients one by one: %s", error)
+    if loss.batched is not before:
+        raise OneByOne
 
 
 def check_settings(batch_size: int | None, **others: Any) -> None:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
 from support.plain_training import seeded
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 
 import fedtorch as ft
 from fedtorch import random
@@ -488,6 +488,69 @@ def test_a_loader_of_loaders_gives_batches_of_each(solver: str) -> None:
     for k, loader in enumerate(given.values()):
         for name, value in plain(module, Unnumbered(loader), keys[k], 2)[0].items():
             torch.testing.assert_close(solved.parameters[name][k], value.detach(), **CLOSE)
+
+
+def test_rows_of_a_pass_are_those_of_the_batches() -> None:
+    listed = DataLoader(rows(10, 0), batch_sampler=[[0, 1, 2], [3, 4]])  # type: ignore[arg-type]
+    assert ft.data.from_loaders({"a": listed}).counts.tolist() == [5]
+    whole = DataLoader(rows(10, 0), batch_size=None, sampler=BatchSampler(range(10), 4, False))  # three batches
+    with pytest.raises(ValueError, match=r"known number of rows of client 'a', .* lengths=\{'a': rows\}"):
+        ft.data.from_loaders({"a": whole})
+    data = ft.data.from_loaders({"a": whole}, lengths={"a": 10})
+    assert (data.counts.tolist(), data.steps(0)) == ([10], 3)
+
+
+class Choosing(nn.Module):
+    """Draws, and takes rows by a mask, which is not stacked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.drop = nn.Linear(3, 2), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.drop(x)) + 0 * self.net(x[x[:, 0] > 0]).sum()
+
+
+def test_clients_that_auto_takes_one_by_one_begin_so(tmp_path: Path) -> None:
+    def begun(batched: bool | str) -> ft.Run:
+        sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+        local = ft.gradient_descent(
+            seeded(Choosing),
+            epochs=1,
+            batched=batched,
+            loss=F.cross_entropy,
+            optimizer=sgd,  # type: ignore[arg-type]
+        )
+        return ft.Run(ft.fedavg(local), ft.InProcess(ft.data.from_loaders(loaders())))
+
+    def go(run: ft.Run, rounds: int) -> ft.Run:
+        list(run.rounds(rounds))
+        return run
+
+    go(begun("auto"), 1).save(tmp_path / "run.safetensors")
+    resumed = go(begun("auto").load(tmp_path / "run.safetensors"), 2)
+    for run in (resumed, go(begun(False), 2)):
+        assert torch.equal(run.server["net.weight"], go(begun("auto"), 2).server["net.weight"])
+
+
+def test_batches_of_objects_are_taken_one_by_one_by_auto() -> None:
+    collate = lambda items: {"rows": [torch.stack(each) for each in zip(*items)], "name": ["a"] * len(items)}
+
+    class Named(Lit):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return super().training_step(batch["rows"], index)
+
+    runs = [
+        ft.run(
+            ft.fedavg(ft.gradient_descent(seeded(Named), epochs=1, batched=batched)),  # type: ignore[arg-type]
+            ft.InProcess(ft.data.from_loaders(loaders(collate_fn=collate))),
+            rounds=2,
+            progress=False,
+        )
+        for batched in ("auto", False)
+    ]
+    for name, value in runs[0].server.items():
+        assert torch.equal(value, runs[1].server[name])
 
 
 class Unnumbered:
