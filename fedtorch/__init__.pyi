@@ -68,8 +68,8 @@ from .federation.runs.faults import (
 from .federation.runs.load_module import load_module as load_module
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
-from .federation.runs.successive_halving import tune as tune
-from .federation.runs.tuning import grid as grid
+from .federation.runs.search.successive_halving import tune as tune
+from .federation.runs.search.tuning import grid as grid
 from .federation.solvers.gradient_descent import gradient_descent as gradient_descent
 from .federation.solvers.lazy_loading import lazy_loading as lazy_loading
 from .federation.solvers.least_squares import least_squares as least_squares

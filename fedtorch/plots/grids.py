@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from fedtorch.federation.runs.tuning import GridSearch
+    from fedtorch.federation.runs.search.tuning import GridSearch
 
 
 def heat_map(grid: GridSearch, name: str = "score") -> Figure:
@@ -32,7 +32,7 @@ def heat_map(grid: GridSearch, name: str = "score") -> Figure:
         >>> import torch, fedtorch as ft
         >>> settings = tuple({"lr": lr, "steps": steps} for lr in (0.1, 1.0) for steps in (1, 5))
         >>> scores = tuple(ft.Score(s, torch.tensor([s], dtype=torch.float64)) for s in (0.5, 0.6, 0.7, 0.9))
-        >>> from fedtorch.federation.runs.tuning import GridSearch
+        >>> from fedtorch.federation.runs.search.tuning import GridSearch
         >>> axes = ft.plots.heat_map(GridSearch(settings, scores, (False,) * 4, largest_is_best=True)).axes[0]
         >>> axes.get_ylabel(), axes.get_xlabel(), [text.get_text() for text in axes.texts]
         ('lr', 'steps', ['0.500', '0.600', '0.700', '0.900'])

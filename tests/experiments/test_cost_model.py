@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from experiments.benchmarks import cost_model, scaling
+from experiments.benchmarks import scaling
+from experiments.benchmarks.cost_model import __main__ as cost_model
 from experiments.benchmarks.parts import cost_formulas as formulas, gpu_kernels, kernel_bounds
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 

@@ -9,7 +9,7 @@ import torch
 from pyro import poutine
 from scipy import stats
 from support.oracles import sparse_oracle
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft

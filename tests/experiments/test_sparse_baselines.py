@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.oracles import geweke
 from support.oracles.closed_forms import linear_clients, same_bits
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft

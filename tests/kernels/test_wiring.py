@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from support.plain_training import CLOSE, net
+from support.oracles.plain_training import CLOSE, net
 from support.programs import launches, reference
 from torch.optim import SGD, Adam, AdamW
 

@@ -15,7 +15,7 @@ from support.oracles.closed_forms import linear_clients, sgd
 from support.small_federations import classes, solver, trainer
 
 import fedtorch as ft
-from fedtorch.federation.runs.tuning import GridSearch
+from fedtorch.federation.runs.search.tuning import GridSearch
 from fedtorch.history import History
 from fedtorch.models import low_rank
 from fedtorch.plots import history_charts

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.trainer.states import RunningStage
-from support.plain_training import keys, solve
+from support.oracles.plain_training import keys, solve
 from torch import Tensor
 
 import fedtorch as ft
@@ -19,7 +19,7 @@ from fedtorch import random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.solvers._surroundings import isolated
 from fedtorch.federation.solvers.batches import MODULE, PERMUTATIONS
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.interception import KeyedRandomness
 from zoo.case import Case
 
 EPOCHS = 2

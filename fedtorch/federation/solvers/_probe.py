@@ -22,7 +22,7 @@ from fedtorch.federation.solvers._state import perturbed, refuse_changed_buffers
 from fedtorch.federation.solvers.batches import is_ragged, some_rows, spread_rows
 from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)

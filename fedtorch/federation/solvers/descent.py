@@ -36,8 +36,8 @@ from fedtorch.federation.solvers.loaders.descending import OneByOne, check_setti
 from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
 from fedtorch.federation.turn import Turn
+from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
-from fedtorch.step_draws import StepKeys
 from fedtorch.tree import Tree
 
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number

@@ -12,15 +12,15 @@ from torch import Tensor
 
 from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
-from fedtorch.drawing_modules import DrawingModules, Interception
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.loaders.parts import gradients_in_parts
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
-from fedtorch.step_draws import Draws, StepKeys
+from fedtorch.module_randomness.drawing_modules import DrawingModules, Interception
+from fedtorch.module_randomness.step_draws import Draws, StepKeys
+from fedtorch.module_randomness.watched_generators import each_drawn_if_random
 from fedtorch.tree import Tree
-from fedtorch.watched_generators import each_drawn_if_random
 
 # Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
 Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]

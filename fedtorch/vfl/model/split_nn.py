@@ -24,7 +24,7 @@ from torch.func import vmap
 
 from fedtorch import functional
 from fedtorch._untrained import refuse_untrained
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.random.draws import bits
 from fedtorch.vfl.model.predictors import Prior
 

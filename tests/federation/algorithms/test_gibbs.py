@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from support.oracles.closed_forms import distance, linear_clients, same_bits
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from support.small_federations import trainer
 from torch import Tensor
 

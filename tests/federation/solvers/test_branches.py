@@ -6,7 +6,7 @@ import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
-from support.plain_training import CLOSE, check, keys, net, seeded, solve, stacked_data
+from support.oracles.plain_training import CLOSE, check, keys, net, seeded, solve, stacked_data
 from torch import nn
 
 import fedtorch as ft

@@ -10,7 +10,7 @@ from torch import nn
 
 from fedtorch import functional, random, tree
 from fedtorch.federation.solvers.batches import Batch
-from fedtorch.step_draws import StepKeys
+from fedtorch.module_randomness.step_draws import StepKeys
 
 
 def keys() -> StepKeys:

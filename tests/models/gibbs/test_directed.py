@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from support.oracles import geweke
 from support.oracles.closed_forms import same_bits
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft

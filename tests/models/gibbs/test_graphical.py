@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 from support.oracles.closed_forms import same_bits
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft

@@ -8,7 +8,7 @@ import arviz
 import pytest
 import torch
 from support.oracles.closed_forms import distance, linear_clients
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft

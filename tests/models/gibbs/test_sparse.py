@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 from support.oracles import geweke, sparse_oracle
 from support.oracles.closed_forms import linear_clients
-from support.sampled import sampled
+from support.oracles.sampled import sampled
 from torch import Tensor
 
 import fedtorch as ft

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
-from fedtorch.step_draws import StepKeys
+from fedtorch.module_randomness.step_draws import StepKeys
 
 
 @contextmanager

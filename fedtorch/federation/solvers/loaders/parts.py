@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
-from fedtorch.step_draws import StepKeys
+from fedtorch.module_randomness.step_draws import StepKeys
 
 
 def gradients_in_parts(

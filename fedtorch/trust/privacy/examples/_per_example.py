@@ -34,8 +34,8 @@ from fedtorch import tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss, Step
-from fedtorch.module_randomness import KeyedRandomness
-from fedtorch.step_draws import StepKeys
+from fedtorch.module_randomness.interception import KeyedRandomness
+from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random, tree
 from fedtorch.federation.solvers.objective import Loss, Objective
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
-from support.plain_training import seeded
+from support.oracles.plain_training import seeded
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.func import vmap
 
 from fedtorch import random
-from fedtorch.drawing_modules import DrawingModules
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.drawing_modules import DrawingModules
+from fedtorch.module_randomness.interception import KeyedRandomness
 
 KEYS, X = random.fold_in(random.key(3), torch.arange(3)), random.normal(random.key(4), (3, 4, 6), torch.float64)
 

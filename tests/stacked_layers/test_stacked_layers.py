@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import functional_call, vmap
 
 from fedtorch import random, stacked_layers
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.interception import KeyedRandomness
 
 CLIENTS, ROWS, STEPS, SIZE = 3, 2, 4, 3
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from fedtorch import random
-from fedtorch.watched_generators import drawn, each_drawn_if_random, unless_drawn
+from fedtorch.module_randomness.watched_generators import drawn, each_drawn_if_random, unless_drawn
 
 KEYS = random.fold_in(random.key(3), torch.arange(3))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torchmetrics
-from support.plain_training import CLOSE, FORMS, Lit, NoMetrics, check, keys, lit, rate, solve, stacked_data
+from support.oracles.plain_training import CLOSE, FORMS, Lit, NoMetrics, check, keys, lit, rate, solve, stacked_data
 from torch import Tensor
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 

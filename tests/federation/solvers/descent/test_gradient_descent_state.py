@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from support.plain_training import (
+from support.oracles.plain_training import (
     CLOSE,
     FORMS,
     OPTIMISERS,

@@ -13,7 +13,7 @@ import torch
 from fedtorch import _files as files, checkpoint
 from fedtorch.checkpoint import describe
 from fedtorch.federation.runs.run import Run
-from fedtorch.federation.runs.tuning import Setting, trained
+from fedtorch.federation.runs.search.tuning import Setting, trained
 from fedtorch.metrics.scores import Score
 from fedtorch.progress import Progress
 

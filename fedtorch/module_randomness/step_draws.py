@@ -5,7 +5,7 @@ together are the same as those made one after the other.
 
 >>> import torch
 >>> from fedtorch import random
->>> from fedtorch.step_draws import StepKeys
+>>> from fedtorch.module_randomness.step_draws import StepKeys
 >>> clients, dropout = random.fold_in(random.key(0), torch.arange(3)), torch.nn.Dropout()
 >>> draws = StepKeys(clients)[4]  # of step 4
 >>> torch.equal(draws.keys, random.fold_in(clients, 4))
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.module_randomness import AHEAD, KeyedRandomness
+from fedtorch.module_randomness.interception import AHEAD, KeyedRandomness
 
 _KEYS = 2**14  # made at a time, at most, unless a step has more
 _NUMBERS = 2**17  # likewise, of a call of clients one after the other

@@ -8,7 +8,7 @@ global generator stays untouched.
 
 >>> import torch
 >>> from fedtorch import random
->>> from fedtorch.module_randomness import KeyedRandomness
+>>> from fedtorch.module_randomness.interception import KeyedRandomness
 >>> clients, inputs = random.fold_in(random.key(0), torch.arange(3)), torch.ones(3, 4, 5)
 >>> dropout = torch.nn.Dropout()
 >>> with KeyedRandomness(clients):

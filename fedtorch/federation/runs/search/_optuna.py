@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from fedtorch.federation.runs._trial import Trial
-from fedtorch.federation.runs.tuning import Setting, check_values
+from fedtorch.federation.runs.search._trial import Trial
+from fedtorch.federation.runs.search.tuning import Setting, check_values
 from fedtorch.progress import Progress
 
 if TYPE_CHECKING:

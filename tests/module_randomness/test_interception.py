@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 from fedtorch import random
-from fedtorch.module_randomness import KeyedRandomness
+from fedtorch.module_randomness.interception import KeyedRandomness
 
 K, B, D = 3, 3, 4  # clients and batch of one size, so that a wrong dimension would not show in the shape
 

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch import random, step_draws
-from fedtorch.module_randomness import AHEAD, KeyedRandomness
-from fedtorch.step_draws import StepKeys
+from fedtorch import random
+from fedtorch.module_randomness import step_draws
+from fedtorch.module_randomness.interception import AHEAD, KeyedRandomness
+from fedtorch.module_randomness.step_draws import StepKeys
 
 KEYS = random.fold_in(random.key(3), torch.arange(5))
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import fedtorch as ft
 from fedtorch import progress
-from fedtorch.federation.runs import successive_halving
-from fedtorch.federation.runs._trial import folder_of
-from fedtorch.federation.runs.successive_halving import Trials, planned, rungs
+from fedtorch.federation.runs.search import successive_halving
+from fedtorch.federation.runs.search._trial import folder_of
+from fedtorch.federation.runs.search.successive_halving import Trials, planned, rungs
 
 DATA = linear_clients([5, 9, 4, 14, 7, 9])
 TRAINING, VALIDATION = DATA.split(0.7, seed=3)

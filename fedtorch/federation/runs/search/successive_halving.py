@@ -25,13 +25,13 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.populations.population import Population
-from fedtorch.federation.runs._optuna import asked, study_of
-from fedtorch.federation.runs._trial import Trial, folder_of
 from fedtorch.federation.runs.cohorts import Asked, checked_draws
 from fedtorch.federation.runs.evaluation import Evaluable, Split, inputs_and_targets
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
-from fedtorch.federation.runs.tuning import (
+from fedtorch.federation.runs.search._optuna import asked, study_of
+from fedtorch.federation.runs.search._trial import Trial, folder_of
+from fedtorch.federation.runs.search.tuning import (
     GridSearch,
     Setting,
     best_end,

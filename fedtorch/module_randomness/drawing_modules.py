@@ -6,7 +6,7 @@ from then on. Whether anything else has drawn is seen by torch's global generato
 
 >>> import torch
 >>> from fedtorch import random
->>> from fedtorch.drawing_modules import DrawingModules
+>>> from fedtorch.module_randomness.drawing_modules import DrawingModules
 >>> net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Dropout())
 >>> drawing, x = DrawingModules(net), torch.ones(2, 3)
 >>> with drawing.observed(random.key(0)):
@@ -30,8 +30,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedtorch.module_randomness import KeyedRandomness, dropped
-from fedtorch.watched_generators import drawn_if_random, unless_drawn
+from fedtorch.module_randomness.interception import KeyedRandomness, dropped
+from fedtorch.module_randomness.watched_generators import drawn_if_random, unless_drawn
 
 T = TypeVar("T")
 Interception = AbstractContextManager[Any]

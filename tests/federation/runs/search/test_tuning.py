@@ -16,7 +16,7 @@ from torch import nn
 import fedtorch as ft
 from fedtorch import progress
 from fedtorch.federation.runs.evaluation import evaluate
-from fedtorch.federation.runs.tuning import GridSearch
+from fedtorch.federation.runs.search.tuning import GridSearch
 
 SIZES = [5, 9, 4, 14, 7, 9]
 DATA = linear_clients(SIZES)

@@ -1,0 +1,1 @@
+"""A model of what a round costs in each population."""

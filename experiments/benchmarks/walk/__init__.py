@@ -1,0 +1,1 @@
+"""Files of the package that a round goes through."""

@@ -1,0 +1,1 @@
+"""Random operations inside a user's module, drawn from the clients' keys."""
