@@ -101,6 +101,8 @@ class FederatedLoaders:
             ValueError: there is none; the message names the client.
         """
         number = self.names.index(client) if isinstance(client, str) else operator.index(client)
+        if stage not in _LOADERS:
+            raise ValueError(f"Expected a stage among {list(_LOADERS)}, but got {stage!r}")
         if stage == "fit":
             return self.loaders[number]
         if not self.modules:
