@@ -12,7 +12,9 @@ TypeError: Expected a name, but got int; use str()
 from __future__ import annotations
 
 import math
+import operator
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -87,6 +89,25 @@ def like(values: Tree, example: Tree, what: str, advice: str) -> None:
         if wanted.get(name) != got.get(name):
             of = lambda shapes, name=name: f"of shape {shapes[name]}" if name in shapes else "absent"
             raise ValueError(f"Expected {what} {name!r} to be {of(wanted)}, but got it {of(got)}; {advice}")
+
+
+def client_number(client: int | str, names: Sequence[str]) -> int:
+    """Return the number of a client that is given by its number or its name.
+
+    Raises:
+        ValueError: there is no such client.
+
+    Example:
+        >>> client_number("b", names=["a", "b"])
+        1
+    """
+    if isinstance(client, str):
+        if client not in names:
+            raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
+        return names.index(client)
+    if not 0 <= operator.index(client) < len(names):
+        raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
+    return operator.index(client)
 
 
 def loaded(module: str, name: str) -> Any:

@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
     """Asks what a misspelt option or command was meant to be; so do the parsers of its commands."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, after a look at the options' names."""
+        """Parse arguments, once the options' names are checked."""
         if args is not None and self.prefix_chars == "-":
             self._check_names(args)
         return super().parse_known_args(args, namespace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -15,6 +16,12 @@ def rows_of_pass(name: str, loader: Any, stated: int | None) -> int:
         raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
     if isinstance(loader, Tensor | str) or not hasattr(loader, "__iter__"):
         raise TypeError(f"Expected a DataLoader for client {name!r}, but got {type(loader).__name__}")
+    parts = loader.values() if isinstance(loader, Mapping) else loader if isinstance(loader, (list, tuple)) else ()
+    if any(isinstance(part, DataLoader) for part in parts):
+        raise TypeError(
+            f"Expected one loader for client {name!r}, but got a {type(loader).__name__} of {len(loader)}; join "
+            "them by Lightning's CombinedLoader, or make data of each"
+        )
     if hasattr(loader, "__next__") and not hasattr(loader, "__len__"):
         raise TypeError(
             f"Expected a loader that begins anew in every round for client {name!r}, but got {type(loader).__name__}, "

@@ -57,6 +57,8 @@ def noted(data: FederatedData | FederatedLoaders, clients: int | None = None) ->
 def different(before: Mapping[str, Tensor], now: Mapping[str, Tensor], names: Sequence[str]) -> str | None:
     """Return in which clients' rows two notes differ, in words; None where they do not, as far as both know."""
     if "counts" in before and "counts" in now:
+        if len(before["counts"]) != len(now["counts"]):
+            return f"there are {len(now['counts'])} clients and were {len(before['counts'])}"
         for client in (before["counts"] != now["counts"]).nonzero()[:1, 0].tolist():
             return (
                 f"client {names[client]!r} has {int(now['counts'][client])} rows and had "
@@ -77,11 +79,11 @@ def _bytes(leaf: Tensor, total: int) -> np.ndarray:
 
 def _sums(rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return a sum of each client's words `(K,)`, in which the order of stretches counts."""
-    there, size = counts.nonzero()[0], rows.shape[1]
+    filled, size = counts.nonzero()[0], rows.shape[1]
     if rows.size == 0:
         return np.zeros(len(counts), dtype=np.int64)
     word = next(word for word in _WORDS if size % word.itemsize == 0)
-    words, lengths = rows.reshape(-1).view(word), counts[there] * (size // word.itemsize)
+    words, lengths = rows.reshape(-1).view(word), counts[filled] * (size // word.itemsize)
     kind = word if word.itemsize > 2 else _WORDS[0]  # sums of short words would be short
     starts = lengths.cumsum() - lengths
     if lengths.max() <= _STRETCH:
@@ -92,8 +94,8 @@ def _sums(rows: np.ndarray, counts: np.ndarray) -> np.ndarray:
         place = np.arange(stretches.sum()) - np.repeat(firsts, stretches)  # of a stretch, in its client
         each = np.add.reduceat(words, np.repeat(starts, stretches) + place * _STRETCH, dtype=kind)
         sums = np.add.reduceat(each * (2 * place + 1), firsts)
-    if len(there) == len(counts):
+    if len(filled) == len(counts):
         return sums
     digests = np.zeros(len(counts), dtype=np.int64)
-    digests[there] = sums
+    digests[filled] = sums
     return digests

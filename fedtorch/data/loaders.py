@@ -9,7 +9,6 @@ FederatedLoaders(2 clients, 8 rows, 3–5 per client, from loaders)
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 import torch
 from torch import Tensor
 
+from fedtorch import expected
 from fedtorch.data._lengths import rows_of_pass, steps_of_pass
 from fedtorch.data.client_loaders import ClientLoaders, NoRows
 from fedtorch.tree import Tree
@@ -98,9 +98,9 @@ class FederatedLoaders:
         """Return a client's own loader, of one of its data module's stages if it has one.
 
         Raises:
-            ValueError: there is none; the message names the client.
+            ValueError: there is none, no such client or no such stage.
         """
-        number = self.names.index(client) if isinstance(client, str) else operator.index(client)
+        number = expected.client_number(client, self.names)
         if stage not in _LOADERS:
             raise ValueError(f"Expected a stage among {list(_LOADERS)}, but got {stage!r}")
         if stage == "fit":
@@ -112,22 +112,26 @@ class FederatedLoaders:
             )
         return _loader_of(self.modules[number], self.names[number], stage)
 
-    def for_stage(self, stage: Stage) -> FederatedLoaders:
-        """Return the same clients with their loaders of another stage, such as "validate", "test" or "predict"."""
+    def for_stage(self, stage: Stage, lengths: Mapping[str, int] | None = None) -> FederatedLoaders:
+        """Return the same clients with their loaders of another stage, such as "validate", "test" or "predict".
+
+        Args:
+            stage: of the data modules.
+            lengths: the rows of one pass, by client, where these loaders do not tell; see `from_loaders`.
+        """
         loaders = {name: self.loader(name, stage) for name in self.names}
-        return replace(_made(loaders, {}, self.pad, self.mask, self.modules), device=self.device)
+        return replace(_made(loaders, lengths or {}, self.pad, self.mask, self.modules), device=self.device)
 
     def batches(self, client: int | str, seed: int) -> Iterator[Any]:
         """Iterate over one pass of a client's loader, with its random draws from `seed`, on the device of the data.
 
-        Torch's, NumPy's and Python's generators are seeded while it runs and put back afterwards, as are generators
-        that loader and samplers hold: go through to the end, or close it.
+        Torch's, NumPy's and Python's generators are seeded while a batch is read, and put back after it; those that
+        loader and samplers hold are put back at the end: go through to it, or close it.
 
         Raises:
             BadClients: the loader fails, or has no batch.
         """
-        number = self.names.index(client) if isinstance(client, str) else operator.index(client)
-        with self.stack([number]).opened(0, seed) as passes:
+        with self.stack([expected.client_number(client, self.names)]).opened(0, seed, apart=True) as passes:
             yield from passes
 
     def steps(self, client: int) -> int:
@@ -300,6 +304,11 @@ def _made(
     if mask and pad is None:
         raise ValueError(
             f"Expected pad= beside mask={dict(mask)}, but got none; give the value that fills up each leaf"
+        )
+    if mask and not isinstance(pad, (Mapping, tuple, list)):
+        raise ValueError(
+            f"Expected pad= as a dict or a tuple, as batches are that mask={dict(mask)} is added to, but got {pad!r}; "
+            "let collate_fn make such batches"
         )
     counts = [rows_of_pass(name, loader, lengths.get(name)) for name, loader in loaders.items()]
     return FederatedLoaders(tuple(loaders.values()), torch.tensor(counts), tuple(loaders), pad, mask, modules)

@@ -87,7 +87,7 @@ def _generators(loader: Any) -> list[Any]:
         elif inside or isinstance(node, (DataLoader, Sampler)):
             for name, child in getattr(node, "__dict__", {}).items():
                 if name not in ("dataset", "_iterator"):
-                    look(child, False)
+                    look(child, name in ("sampler", "batch_sampler"))  # which need not be of torch's classes
 
     look(loader, True)
     return held

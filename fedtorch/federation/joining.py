@@ -48,8 +48,8 @@ def joined(algorithm: Algorithm, begin: Begin, flat: Mapping[str, Tensor], befor
     made_server = tree.unflatten(made, server, "server")
     if algorithm.told is None or not adds(server, flat):
         return made_server
-    told = algorithm.told.of(tree.expand(state, 1))
-    others = tree.map(lambda leaf: leaf.expand(now - before, *leaf.shape[1:]), told)
+    joining = algorithm.told.of(tree.expand(state, 1))
+    others = tree.map(lambda leaf: leaf.expand(now - before, *leaf.shape[1:]), joining)
     change = tree.to(sum_over(algorithm.exchange, others, slice(before, now)), "cpu")
     return made_server._replace(total=tree.add(tree.unflatten(flat, server.total, _PREFIX), change))
 

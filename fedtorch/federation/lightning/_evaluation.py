@@ -118,10 +118,10 @@ class Evaluation:
 
     def scores(self, stage: str, trainer: Any) -> dict[str, Score]:
         """Return scores by the names under which they are logged."""
-        own = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
+        options = {} if self._metrics is not None else {"step": stage, "trainer": trainer}
         rows = self._within(stage, limit_of(trainer, _PREFIXES[stage]))
-        scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **own)
-        return {name if own else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
+        scores = self._run.evaluate(rows, self._metrics, self._split, batch_size=self._batch_size, **options)
+        return {name if options else f"{_PREFIXES[stage]}_{name}": score for name, score in scores.items()}
 
     def _within(self, stage: str, limit: float | None) -> Evaluable:
         """Return what is within a limit of batches, the same object each time, whose blocks are kept."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fedtorch import tree
+from fedtorch import expected, tree
 from fedtorch.data import BadClients, FederatedLoaders
 from fedtorch.federation.runs.evaluation import Evaluable
 from fedtorch.federation.solvers.batches import limited
@@ -62,7 +62,7 @@ class FirstOfLoaders(FederatedLoaders):
 
     def batches(self, client: int | str, seed: int) -> Iterator[Any]:
         """Iterate over the first batches of a client's loader; see `FederatedLoaders.batches`."""
-        number = self.names.index(client) if isinstance(client, str) else client
+        number = expected.client_number(client, self.names)
         most = int(limited(torch.tensor([self.steps(number)]), self.limit))
         with closing(super().batches(client, seed)) as every:  # type: ignore[type-var]
             yield from islice(every, most)

@@ -166,7 +166,7 @@ class LocalClients:
                 block = ids[rest], tree.take(block[1], rest)
 
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
-        """A round of the clients here, as far as a partial aggregate; messages that are `not_finite` are left out."""
+        """Do a round of the clients here, as far as a partial aggregate, without messages that are `not_finite`."""
         exchange = self.algorithm.exchange
         refused: dict[int, str] = {}
         failed: dict[int, Exception] = {}

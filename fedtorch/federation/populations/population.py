@@ -99,7 +99,7 @@ class Clients(Protocol):
         ...
 
     def evaluate(self, outbox: Tree, data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
-        """`function(tensors each client predicts with, its data)` for the clients of `data`, `(K, ...)` in order."""
+        """Return `function(tensors each client predicts with, its data)`, `(K, ...)` in the order of `data`."""
         ...
 
     def total(self) -> Tree:
@@ -166,22 +166,3 @@ def check_population(population: Population) -> None:
         raise TypeError(
             f"Expected a population, but got {type(population).__name__}; say where clients run: ft.InProcess({made})"
         )
-
-
-def client_number(client: int | str, names: Sequence[str]) -> int:
-    """Return the number of a client that is given by its number or its name.
-
-    Raises:
-        ValueError: there is no such client.
-
-    Example:
-        >>> client_number("b", names=["a", "b"])
-        1
-    """
-    if isinstance(client, str):
-        if client not in names:
-            raise ValueError(f"Expected the name of one of {len(names)} clients, but got {client!r}")
-        return names.index(client)
-    if not 0 <= client < len(names):
-        raise ValueError(f"Expected a client between 0 and {len(names) - 1}, but got {client}")
-    return client

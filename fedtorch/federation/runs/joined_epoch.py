@@ -103,8 +103,8 @@ class JoinedEpoch:
     def module(self) -> nn.Module:
         """Return a copy that has seen all rows; its tensors are the clients' means, weighted by rows."""
         tensors = functional.buffers(self._template)
-        own = {**dict(self._template.named_parameters()), **tensors}
-        tensors.update({name: (total / self._rows).to(own[name].dtype) for name, total in self._tensors.items()})
+        named = {**dict(self._template.named_parameters()), **tensors}
+        tensors.update({name: (total / self._rows).to(named[name].dtype) for name, total in self._tensors.items()})
         module = functional.with_tensors(self._template, tensors)
         self._write("", module)
         for (part, name), grown in self._grown.items():

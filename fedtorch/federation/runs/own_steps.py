@@ -188,8 +188,8 @@ class OwnSteps:
                 overall = over_batches(logged)
             else:
                 overall = at_end[name] if name in at_end else _mean(epochs, name)
-            there = torch.tensor([name in epoch.entries for epoch in epochs])
-            failed = clients.isnan() & there if entry.metric is None else None
+            logging = torch.tensor([name in epoch.entries for epoch in epochs])
+            failed = clients.isnan() & logging if entry.metric is None else None
             scores[name] = Score(overall, clients, best, failed)
         return scores
 

@@ -56,7 +56,7 @@ class Resumable:
         raise NotImplementedError
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, flat: server and all clients' states, round, bytes, history, recorders.
+        """Return all a resumed run needs, flat: server and clients' states, round, bytes, history, recorders.
 
         Over ranks it is called on all of them, and each gets the whole.
         """

@@ -20,7 +20,7 @@ from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, sta
 from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.local_schedule import check_length, check_round
-from fedtorch.federation.populations.population import Clients, Population, check_population, client_number
+from fedtorch.federation.populations.population import Clients, Population, check_population
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers
@@ -205,7 +205,7 @@ class Run(Scored, Resumable):
 
     @property
     def history(self) -> pd.DataFrame:
-        """A row per round: who was asked and answered, losses, reports, bytes, seconds; see `ft.History.frame`."""
+        """Return a row per round: who was asked, who answered, losses, reports, bytes, time; see `ft.History.frame`."""
         return self.log.frame()
 
     @property
@@ -225,7 +225,7 @@ class Run(Scored, Resumable):
 
     def client_module(self, client: int | str) -> nn.Module:
         """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
-        number = client_number(client, self.population.names)
+        number = expected.client_number(client, self.population.names)
         module = functional.load(self._modules.module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
         if self.algorithm.finish is not None:
             self.algorithm.finish(module, self.population.data[number])

@@ -27,6 +27,7 @@ from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 _TOGETHER = 64  # clients whose tensors are asked for at once
+_NAMED = 3  # clients in a message
 _KEY = -1  # of the draws of evaluation; those of rounds have the numbers of rounds
 
 
@@ -78,6 +79,7 @@ class Scored:
         """
         if step not in ("validation", "test"):
             raise ValueError(f"Expected step='validation' or step='test', but got {step!r}; run.predict(data) predicts")
+        _check_order(data, self.population.names, unseen)
         if metrics is None:
             return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))
         if self.algorithm.predict is None:
@@ -119,6 +121,7 @@ class Scored:
             >>> [batch.shape for batch in run.predict(data, batch_size=1)["0"]]
             [torch.Size([1, 1]), torch.Size([1, 1])]
         """
+        _check_order(data, self.population.names, unseen)
         outputs = predictor_of(self, split, trainer)
         return {each.name: outputs(each) for each in client_batches(self, data, unseen, batch_size, clients)}
 
@@ -180,13 +183,23 @@ def client_batches(
     for ids in torch.arange(len(data))[slice(None) if some is None else list(some)].split(_TOGETHER):
         tensors, seeds = _models(run, ids, unseen), random.fold_in(key, ids).tolist()
         for row, (client, seed) in enumerate(zip(ids.tolist(), seeds)):
-            own = tree.map(lambda leaf, row=row: leaf[row], tensors)
+            model = tree.map(lambda leaf, row=row: leaf[row], tensors)
             batches = (
                 _loaded(data, client, seed)
                 if isinstance(data, FederatedLoaders)
                 else _batches(data[client], batch_size)
             )
-            yield ClientBatches(client, data.names[client], seed, own, batches)
+            yield ClientBatches(client, data.names[client], seed, model, batches)
+
+
+def _check_order(data: Evaluable, names: Sequence[str], unseen: bool) -> None:
+    """Raise ValueError for the population's clients in another order, for models and rows are paired by number."""
+    theirs = getattr(data, "names", names)
+    if not unseen and tuple(theirs) != tuple(names) and sorted(theirs) == sorted(names):
+        raise ValueError(
+            f"Expected data of the population's clients in its order, {', '.join(names[:_NAMED])}, …, but got "
+            f"{', '.join(theirs[:_NAMED])}, …; put them in this order, as data.select does"
+        )
 
 
 def _own(run: Scored, step: str, trainer: Any) -> OwnSteps:

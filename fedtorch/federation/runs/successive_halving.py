@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from fedtorch.data.digests import noted
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
@@ -188,7 +189,8 @@ def tune(
                 "seed": seed,
                 "cohort": cohort,
             }
-            about |= {"faults": faults, "metric": metric, "validation rows": validation.counts}
+            about |= {"faults": faults, "metric": metric, "split": split, "clients": population.names}
+            about |= {"rows": dict(population.noted()), "validation rows": noted(validation)}
             folder = folder_of(folder, about, population.leads)
         places = [None if folder is None else Path(folder) / f"trial_{number:04}" for number in range(trials)]
         tried = [Trial(setting, begin, judge, place) for setting, place in zip(settings, places)]

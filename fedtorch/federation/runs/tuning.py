@@ -97,7 +97,7 @@ class GridSearch:
 
     @property
     def table(self) -> pd.DataFrame:
-        """One row per setting, best first: mean, standard deviation and worst over clients, and all rows together."""
+        """Return a row per setting, best first: mean, standard deviation and worst over clients, and of all rows."""
         import pandas as pd
 
         rows = []
@@ -300,7 +300,8 @@ def scored(run: Run, validation: Evaluable, metric: Any, split: Split) -> Score 
     if isinstance(score.overall, Tensor):
         shape = tuple(score.overall.shape)
         raise TypeError(f"Expected a metric that is one number to compare settings by, but got one of shape {shape}")
-    return score if math.isfinite(score.overall) else None
+    failed = score.failed is not None and bool(score.failed.any())  # models are finite, and outputs are not
+    return score if math.isfinite(score.overall) and not failed else None
 
 
 def _predict_with_finite(run: Run, validation: Evaluable) -> bool:

@@ -247,7 +247,7 @@ class Look(L.Callback):
         self.optimizers: list[LocalOptimizer] = []
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Look."""
+        """Take down the optimisers, and let the fit end."""
         assert isinstance(trainer, RoundTrainer)
         if self._round:
             catch_up(trainer, self._round)

@@ -145,7 +145,7 @@ class Batches:
         return self.total == step if step in self._ends else None
 
     def chosen(self) -> Tensor | None:
-        """The rows of all batches, `(K, T, B)`, −1 where a batch has no more; None if every batch has all rows."""
+        """Return the rows of all batches, `(K, T, B)`, −1 where one has no more; None if every batch has all rows."""
         if self._full or self._size >= self._width:
             return None
         shape = (len(self._count), self.longest, self._size)

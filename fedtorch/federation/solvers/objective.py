@@ -142,8 +142,8 @@ def refuse_own_loaders(module: L.LightningModule, ignore_hooks: Sequence[str], n
         names: of the methods.
     """
     cls, base = type(module), loaded("lightning.pytorch", "LightningModule")
-    own = [name for name in names if getattr(cls, name) is not getattr(base, name) or name in vars(module)]
-    refused = [name for name in own if name not in ignore_hooks]
+    defined = [name for name in names if getattr(cls, name) is not getattr(base, name) or name in vars(module)]
+    refused = [name for name in defined if name not in ignore_hooks]
     if refused:
         raise TypeError(
             f"{cls.__name__} has {' and '.join(refused)}, which no client's training calls, for clients have rows of "
@@ -248,7 +248,7 @@ class Objective(nn.Module):
             self._call = lambda batch, index: loss(_output(module, batch[0]), batch[1])
 
     def forward(self, batch: Tree, weights: Tensor | None, index: int) -> tuple[Tensor, dict[str, Tensor]]:
-        """The loss of one client's batch `(B, ...)`; with weights `(B,)` the weighted sum of its examples' losses."""
+        """Return the loss of a client's batch `(B, ...)`; with weights `(B,)` the weighted sum of examples' losses."""
         if weights is None:
             loss, logs, recorded = self._one(batch, index)
             if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation

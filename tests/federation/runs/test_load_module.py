@@ -17,6 +17,7 @@ from support.small_federations import CLASSES, FEATURES, Classifier, classes, so
 from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch.federation.runs.server_module import checksum
 
 DATA = classes(dtype=torch.float64)
 X = torch.cat([x for x, _ in DATA])
@@ -229,6 +230,18 @@ def test_another_module_is_refused(tmp_path: Path) -> None:
         ft.load_module(tmp_path / "run", nn.Linear(FEATURES, CLASSES))
     with pytest.raises(ValueError, match=r"'base\.weight', which training left alone .* same pretrained base"):
         ft.load_module(tmp_path / "run", made("adapters on a frozen base", seed=1))
+    turned = made("adapters on a frozen base")
+    turned.base.weight.data = turned.base.weight.flip(0)  # type: ignore[operator, union-attr]
+    with pytest.raises(ValueError, match=r"'base\.weight', which training left alone"):
+        ft.load_module(tmp_path / "run", turned)
     wide = Adapter(made("adapters on a frozen base").base, rank=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected shape \(3, 4\) for 'down\.weight', but got \(2, 4\)"):
         ft.load_module(tmp_path / "run", wide.double())
+
+
+@pytest.mark.parametrize("count", [3, 5000])
+def test_checksums_tell_numbers_in_another_order(count: int) -> None:
+    numbers = torch.arange(count).to(torch.float32)
+    assert checksum(numbers) == checksum(numbers.clone()) != checksum(numbers.flip(0))
+    assert checksum(numbers) != checksum(numbers.index_fill(0, torch.tensor([count - 1]), -1.0))
+    assert checksum(torch.zeros(0)) == 0

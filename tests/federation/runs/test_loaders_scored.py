@@ -110,6 +110,17 @@ def test_a_federation_takes_loaders_for_validation_and_tests(run: ft.Run) -> Non
         run.evaluate(loaders(), batch_size=3)
 
 
+def test_clients_in_another_order_are_refused(run: ft.Run) -> None:
+    turned, whole = loaders().select([2, 0, 1]), ft.data.from_tensors(rows(), names=loaders().names)
+    for data, metrics in ((turned, None), (turned, {"loss": F.cross_entropy}), (whole.select([2, 0, 1]), None)):
+        with pytest.raises(ValueError, match="clients in its order, client 0, client 1, client 2, …, but got client 2"):
+            run.evaluate(data, metrics)
+    with pytest.raises(ValueError, match="Expected data of the population's clients in its order"):
+        run.predict(turned)
+    first = run.evaluate(whole, {"loss": F.cross_entropy})["loss"].clients
+    torch.testing.assert_close(run.evaluate(turned.select([1, 2, 0]), {"loss": F.cross_entropy})["loss"].clients, first)
+
+
 def test_a_bad_loader_names_the_client(run: ft.Run) -> None:
     def broken(items: Any) -> Any:
         if len(items) == 1:

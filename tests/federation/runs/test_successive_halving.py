@@ -210,6 +210,11 @@ def test_the_folder_of_another_search_is_refused(tmp_path: Path) -> None:
     for changed, name in [*changes, ({"build": lambda lr: prox(lr, 0.5)}, "build")]:
         with pytest.raises(ValueError, match=f"Expected the folder of a search with {name} .* a folder of its own"):
             searched({"lr": RATES}, **{**few, **changed})
+    others = {"population": ft.InProcess(TRAINING.map(lambda rows: (rows[0], -rows[1])))}
+    scored = {"validation": VALIDATION.map(lambda rows: (rows[0], -rows[1]))}
+    for changed, name in ((others, "rows"), (scored, "validation rows"), ({"split": lambda rows: rows}, "split")):
+        with pytest.raises(ValueError, match=f"Expected the folder of a search with {name} "):
+            searched({"lr": RATES}, **{**few, **changed})
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "notes.txt").touch()
     with pytest.raises(ValueError, match="Expected an empty folder for a search"):

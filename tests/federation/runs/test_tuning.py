@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -245,6 +246,21 @@ def test_metrics_that_keep_examples_compare_and_matrices_do_not() -> None:
     several = torchmetrics.MetricCollection([auroc, matrix])
     with pytest.raises(TypeError, match="Expected one metric to compare settings by, but got 2; pass one of them"):
         searched(build, {"lr": [0.1]}, metric=several, **given)
+
+
+def test_a_client_whose_outputs_are_not_finite_is_noticed_by_metrics_that_keep_examples() -> None:
+    def build(scale: float) -> ft.Algorithm:
+        made = ft.fedavg(descent(sgd(0.1), nn.Linear(4, 3), loss=nn.functional.cross_entropy, epochs=1))
+        predict = made.predict
+        assert predict is not None
+        wrong = lambda x: torch.where((x[..., :1] > 0.0) & (torch.tensor(scale) < 0.0), torch.nan, scale)
+        return dataclasses.replace(made, predict=lambda tensors, x: predict(tensors, x) * wrong(x))
+
+    given = {"population": ft.InProcess(classes()), "validation": classes(), "rounds": 1, "largest_is_best": None}
+    auroc = torchmetrics.AUROC("multiclass", num_classes=3)
+    result = searched(build, {"scale": [-1.0, 1.0, -2.0]}, metric=auroc, **given)
+    assert result.diverged == (True, False, True)
+    assert result.best == {"scale": 1.0}
 
 
 @pytest.mark.parametrize(
