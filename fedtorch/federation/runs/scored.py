@@ -75,8 +75,10 @@ class Scored:
             trainer: what the module's own steps find as `self.trainer`; default: one that knows the rounds done.
 
         Raises:
-            ValueError: no metrics, and a module without such a step.
+            ValueError: no metrics, and a module without such a step; or a step that is none.
         """
+        if step not in ("validation", "test"):
+            raise ValueError(f"Expected step='validation' or step='test', but got {step!r}; run.predict(data) predicts")
         _check_order(data, self.population.names, unseen)
         if metrics is None:
             return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))

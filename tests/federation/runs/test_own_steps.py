@@ -280,6 +280,9 @@ def test_what_fails_names_the_client() -> None:
         run.evaluate(clients(), batch_size=0)
     with pytest.raises(ValueError, match=r"at least one metric, or a LightningModule with a test_step, but got Linear"):
         ft.Run(ft.fedavg(ft.least_squares(nn.Linear(4, 1))), ft.InProcess(clients())).evaluate(clients(), step="test")
+    for step in ("training", "tst"):
+        with pytest.raises(ValueError, match=rf"Expected step='validation' or step='test', but got '{step}'"):
+            run.evaluate(clients(), step=step)
     with pytest.raises(TypeError, match=r"Expected FederatedData to evaluate on, but got list"):
         run.evaluate(list(clients()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"Expected rows to evaluate on, but got none"):

@@ -498,6 +498,8 @@ def test_rows_of_a_pass_are_those_of_the_batches() -> None:
         ft.data.from_loaders({"a": whole})
     data = ft.data.from_loaders({"a": whole}, lengths={"a": 10})
     assert (data.counts.tolist(), data.steps(0)) == ([10], 3)
+    with pytest.raises(ValueError, match=r"Expected a stage among \['fit', 'validate', .*, but got 'validation'"):
+        data.for_stage("validation")  # type: ignore[arg-type]
 
 
 class Choosing(nn.Module):
