@@ -139,8 +139,7 @@ class LocalClients:
 
     def empty_block(self) -> Block:
         """Return a block of no clients, `K = 0`."""
-        ids, data = self._blocks[0]
-        return ids[:0], tree.take(data, slice(0, 0))
+        return self._blocks[0][0][:0], self._taken(0, slice(0, 0))
 
     def reply(self, block: Block, outbox: Tree, turn: Turn) -> Reply:
         """Run the clients of one block; the message is all that they send."""

@@ -160,8 +160,8 @@ class Descent:
             return self._through_loaders(start, state, data, quadratic, turn)
         if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
             self._learn(data)
-        count, key = data.count.to("cpu"), turn.key
-        if len(count) == 0:
+        key = turn.key
+        if len(count := data.count.to("cpu")) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
         limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit)
         if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
@@ -183,8 +183,7 @@ class Descent:
         self, start: Tree, state: LocalState, data: ClientLoaders, quadratic: Quadratic | None, turn: Turn
     ) -> Local:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
-        count = len(data.count)
-        if count == 0:
+        if (count := len(data.count)) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
         per_epoch, each = torch.tensor([data.steps(k) for k in range(count)]), list(torch.arange(count)[:, None])
         train, block = lambda *group: _Stack(self, *group).run(), (start, state, data, quadratic, turn)
@@ -219,10 +218,9 @@ class Descent:
             traits.extend(ever_trained(parts) for parts in state.optimizer.values() if parts)
         group = torch.zeros_like(per_epoch)
         for trait in traits:  # one after another: `unique` of rows takes microseconds a row
-            if bool((trait == trait[0]).all()):
-                continue
-            _, code = trait.unique(return_inverse=True)
-            _, group = (group * len(per_epoch) + code).unique(return_inverse=True)
+            if not bool((trait == trait[0]).all()):
+                _, code = trait.unique(return_inverse=True)
+                _, group = (group * len(per_epoch) + code).unique(return_inverse=True)
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
 
 
