@@ -13,6 +13,8 @@ import pytest
 
 import fedtorch as ft
 
+LONGEST = "gibbs_sweeps.horseshoe"  # left to the slow one
+
 
 @pytest.mark.parametrize("which", [("--few",), pytest.param((), marks=pytest.mark.slow)], ids=["few", "all"])
 def test_programs_compile_without_spills(which) -> None:
@@ -26,7 +28,7 @@ def test_programs_compile_without_spills(which) -> None:
         print(f"{line['registers']:4d} registers  {line['case']}")  # noqa: T201 (a measurement)
     assert [line["case"] for line in found if line["spilled"]] == []
     compiled = {line["case"].partition("(")[0] for line in found}
-    assert compiled == launched()
+    assert compiled == launched() - ({LONGEST} if which else set())
 
 
 def launched() -> set[str]:

@@ -431,7 +431,7 @@ def cut_at_random(folder: Path, monkeypatch: pytest.MonkeyPatch, iterations: int
 
 def test_slow_lines_that_break(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("grpc")
-    cut_at_random(tmp_path, monkeypatch, iterations=16, cuts=2)
+    cut_at_random(tmp_path, monkeypatch, iterations=10, cuts=2)
 
 
 @pytest.mark.slow

@@ -172,7 +172,8 @@ def test_with_the_response_shared_a_local_step_is_exact() -> None:
 
 
 @pytest.mark.parametrize(("name", "guide", "shared"), [
-    ("augmented", "sums", False), ("augmented", "mean field", True), ("power", "amortised, y seen", True),
+    ("augmented", "sums", False), pytest.param("augmented", "mean field", True, marks=pytest.mark.slow),
+    ("power", "amortised, y seen", True),
 ])  # fmt: skip
 def test_idle_parties_are_remembered(name: str, guide: str, shared: bool) -> None:
     """Nobody is away for longer than the delay, idle ones send nothing, and the bound still rises to where it was."""
