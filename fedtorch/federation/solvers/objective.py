@@ -289,7 +289,8 @@ class Objective(nn.Module):
         reduce_fx: Any = "mean",
         **options: Any,
     ) -> None:
-        if self.metrics.log(name, value):
+        forked = on_step is not False and bool(on_epoch)  # a training step's logs are of the step by default
+        if self.metrics.log(name, value, forked):
             return
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
@@ -300,7 +301,7 @@ class Objective(nn.Module):
             )
         reduction = Reduction(reduction_named(name, reduce_fx), weighted=bool(on_epoch))
         self._add_log(name, value, reduction)
-        if on_step and on_epoch:
+        if forked:
             self._add_log(f"{name}_step", value, Reduction("last"))
             self._add_log(f"{name}_epoch", value, reduction)
 

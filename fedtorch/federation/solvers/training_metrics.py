@@ -32,12 +32,19 @@ class MetricValue:
     Attributes:
         recorder: of the metric.
         call: the number of the call in the step that it is of; None for all calls of the round.
+        last: whether it is that of a client's last step, not of all.
         functions: applied to the value, one after the other.
     """
 
     recorder: MetricRecorder
     call: int | None = None
+    last: bool = False
     functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def of_last_step(self) -> MetricValue:
+        """Return the value of a client's last step: of its call there, or of the step's last call."""
+        call = len(self.recorder.calls) - 1 if self.call is None else self.call
+        return replace(self, call=call, last=True)
 
     def then(self, function: Callable[[Tensor], Tensor]) -> MetricValue:
         """Return the value with a function applied to it."""
@@ -186,13 +193,22 @@ class StepCalls:
         for recorder in self.recorders:
             recorder.calls = []
 
-    def log(self, name: str, value: Any) -> bool:
-        """Take note of a metric, or a value of one, under a name; return False for anything else."""
+    def log(self, name: str, value: Any, forked: bool = False) -> bool:
+        """Take note of a metric, or a value of one, under a name; return False for anything else.
+
+        Args:
+            name: of the log.
+            value: anything.
+            forked: whether the last step's and the epoch's value are logged beside it, as `name_step` and `name_epoch`.
+        """
         if isinstance(value, MetricRecorder):
             value = value.compute()
-        if isinstance(value, MetricValue):
-            self.logged[name] = value
-        return isinstance(value, MetricValue)
+        if not isinstance(value, MetricValue):
+            return False
+        self.logged[name] = value
+        if forked:
+            self.logged[f"{name}_step"], self.logged[f"{name}_epoch"] = value.of_last_step(), value
+        return True
 
     def end(self) -> list[Tensor]:
         """Return the tensors among the arguments of the step's calls."""
@@ -270,4 +286,7 @@ class RoundMetrics:
         value = values.of_batches(ordered) if of_batches else values.of_round(ordered)
         for function in logged.functions:
             value = function(value)
+        if logged.last:
+            steps = torch.stack([batch.sizes > 0 for batch in ordered]).long()  # (S, K)
+            return value.gather(0, (steps * torch.arange(len(steps))[:, None]).argmax(0)[None])[0]
         return value.nanmean(0) if of_batches else value

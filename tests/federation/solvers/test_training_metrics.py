@@ -20,6 +20,7 @@ class Classifier(L.LightningModule):
         self.net = nn.Linear(4, 3, dtype=torch.float64)
         self.accuracy = MulticlassAccuracy(3, average="micro")
         self.macro = MulticlassAccuracy(3)
+        self.macro_too = MulticlassAccuracy(3)
         self.auroc = MulticlassAUROC(3)
         self.mean_loss = torchmetrics.MeanMetric()
         self.steps = torchmetrics.SumMetric()
@@ -33,6 +34,7 @@ class Classifier(L.LightningModule):
         self.log("accuracy", self.accuracy, on_epoch=True, on_step=False)
         self.log("error", 100 * (1 - value), on_epoch=True, on_step=False)
         self.macro.update(logits, y)
+        self.macro_too(logits, y)
         self.log("macro", self.macro, on_epoch=True, on_step=False)
         self.auroc.update(logits, y)
         self.log("auroc", self.auroc, on_epoch=True, on_step=False)
@@ -44,6 +46,8 @@ class Classifier(L.LightningModule):
         self.log("largest", loss, reduce_fx="max", on_epoch=True, on_step=False)
         self.log("rows", float(len(y)), reduce_fx="sum", on_epoch=True, on_step=False)
         self.log("both", loss, on_epoch=True, on_step=True)
+        self.log("by_default", loss, on_epoch=True)
+        self.log("forked", self.macro_too, on_epoch=True, on_step=True)
         return loss
 
     def configure_optimizers(self):
