@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from fedtorch.federation.runs.search._trial import Trial
 from fedtorch.federation.runs.search.tuning import Setting, check_values
@@ -28,7 +28,7 @@ def study_of(search: Any, largest_is_best: bool, seed: int, ladder: Sequence[int
         import optuna
     except ImportError as error:
         raise ImportError("Expected Optuna for this search: pip install 'fedtorch[tune]'") from error
-    direction = "maximize" if largest_is_best else "minimize"
+    direction: Literal["minimize", "maximize"] = "maximize" if largest_is_best else "minimize"
     if isinstance(search, str) and search == "tpe":
         pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=ladder[0], reduction_factor=factor)
         return optuna.create_study(
