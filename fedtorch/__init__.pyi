@@ -63,6 +63,7 @@ from .federation.runs.faults import (
     dropouts as dropouts,
     duplicated as duplicated,
     lost_messages as lost_messages,
+    partial_work as partial_work,
     stragglers as stragglers,
 )
 from .federation.runs.load_module import load_module as load_module

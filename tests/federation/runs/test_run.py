@@ -160,7 +160,7 @@ def test_impossible_cohorts_are_refused(size: int) -> None:
 
 def test_cohorts_of_ones_own() -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    rounds = ft.Run(running_sum(), population, START, cohort=lambda key: torch.tensor([1, 4])).rounds(3)
+    rounds = ft.Run(running_sum(), population, START, cohort=lambda key, round: torch.tensor([1, 4])).rounds(3)
     assert [round.ids.sort().values.tolist() for round in rounds] == [[1, 4]] * 3
 
 
