@@ -6,9 +6,9 @@ rank draws the same one, and its ids are distinct and ascending. One that is emp
 >>> from fedtorch import random
 >>> from fedtorch.federation.runs import cohorts as sampling
 >>> key = random.key(0)
->>> [len(cohort(key)) for cohort in (sampling.uniform_cohort(3, 10), sampling.weighted_cohort([1.0, 2.0, 9.0], 2))]
+>>> [len(cohort(key, 0)) for cohort in (sampling.uniform_cohort(3, 10), sampling.weighted_cohort([1.0, 2.0, 9.0], 2))]
 [3, 2]
->>> sampling.fixed_cohort([4, 1])(key)
+>>> sampling.fixed_cohort([4, 1])(key, 0)
 tensor([1, 4])
 """
 
@@ -37,13 +37,13 @@ def uniform_cohort(size: int, clients: int) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> len(uniform_cohort(3, clients=10)(ft.random.key(0)))
+        >>> len(uniform_cohort(3, clients=10)(ft.random.key(0), 0))
         3
     """
     expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
     if not 1 <= size <= clients:
         raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
-    return lambda key, round=0: random.choice(key, clients, size)
+    return lambda key, round: random.choice(key, clients, size)
 
 
 def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
@@ -55,9 +55,14 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> fixed_cohort([4, 1])(ft.random.key(0))
+        >>> fixed_cohort([4, 1])(ft.random.key(0), 0)
         tensor([1, 4])
     """
+    clients = _ascending(ids)
+    return lambda key, round: clients
+
+
+def _ascending(ids: Tensor | Sequence[int]) -> Tensor:
     given = torch.as_tensor(ids, device="cpu")
     if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
         raise TypeError(
@@ -67,7 +72,7 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
     if not clients.numel():
         raise ValueError("Expected at least one client in a cohort, but got none; pass cohort=None to ask everybody")
     check_ids(clients, torch.iinfo(torch.int64).max)
-    return lambda key, round=0: clients
+    return clients
 
 
 def poisson_cohort(rate: float, clients: int) -> Cohort:
@@ -82,14 +87,14 @@ def poisson_cohort(rate: float, clients: int) -> Cohort:
     Example:
         >>> import fedtorch as ft
         >>> draw = ft.poisson_cohort(0.5, clients=10)
-        >>> [len(draw(key)) for key in (ft.random.key(0), ft.random.key(1))]
+        >>> [len(draw(key, 0)) for key in (ft.random.key(0), ft.random.key(1))]
         [5, 2]
     """
     if not 0 < rate <= 1:
         raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
     if clients < 1:
         raise ValueError(f"Expected at least one client, but got {clients}")
-    return lambda key, round=0: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
+    return lambda key, round: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
 
 
 def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
@@ -111,7 +116,7 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> ft.weighted_cohort([1e-9, 1.0, 2.0], size=2)(ft.random.key(0))
+        >>> ft.weighted_cohort([1e-9, 1.0, 2.0], size=2)(ft.random.key(0), 0)
         tensor([1, 2])
     """
     known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
@@ -122,7 +127,7 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
     if not 1 <= size <= len(known):
         raise ValueError(f"Expected a cohort between 1 and the {len(known)} clients with weights, but got {size}")
 
-    def draw(key: Tensor, round: int = 0) -> Tensor:
+    def draw(key: Tensor, round: int) -> Tensor:
         arrival = random.exponential(key, (len(known),), torch.float64) / known
         return arrival.argsort(dim=-1, stable=True)[..., :size].sort(dim=-1).values
 
@@ -134,7 +139,7 @@ def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
 
     Example:
         >>> import fedtorch as ft
-        >>> cohort_function(3, clients=10)(ft.random.key(0)).equal(uniform_cohort(3, 10)(ft.random.key(0)))
+        >>> cohort_function(3, clients=10)(ft.random.key(0), 0).equal(uniform_cohort(3, 10)(ft.random.key(0), 0))
         True
     """
     if cohort is None:
@@ -143,9 +148,8 @@ def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
         _check_arguments(cohort)
         return cohort
     if isinstance(cohort, Sequence) and not isinstance(cohort, str):
-        fixed = fixed_cohort(cohort)
-        check_ids(fixed(random.key(0), 0), clients)
-        return fixed
+        check_ids(_ascending(cohort), clients)
+        return fixed_cohort(cohort)
     if not isinstance(cohort, int) or isinstance(cohort, bool):
         raise TypeError(
             "Expected cohort= as a whole number of clients, a list of their ids such as [0, 1], a function of the "

@@ -59,8 +59,8 @@ class Faults:
 
     def __or__(self, other: Faults) -> Faults:
         """Return both, independently of each other; of two shares of work the smaller counts."""
-        hits = [_joined(getattr(self, name), getattr(other, name), torch.logical_or) for name in _HITS]
-        return Faults(*hits, _joined(self.work, other.work, torch.minimum))
+        hits = {name: _joined(getattr(self, name), getattr(other, name), torch.logical_or) for name in _HITS}
+        return Faults(**hits, work=_joined(self.work, other.work, torch.minimum))
 
 
 _HITS = ("before", "after", "late", "twice")
@@ -211,7 +211,7 @@ def partial_work(probability: float, *, shares: Tensor | None = None) -> Faults:
         >>> slow = ft.partial_work(0.5)
         >>> run = ft.run(ft.fedprox(local, mu=1.0), ft.InProcess(data), rounds=3, faults=slow)
         >>> (20 * slow.work(ft.random.key(0), torch.arange(6))).ceil()  # epochs of six clients in a round
-        tensor([])
+        tensor([ 7., 20., 20., 15., 17.,  9.], dtype=torch.float64)
     """
     _check_probability(probability)
     known = None if shares is None else torch.as_tensor(shares, dtype=torch.float64, device="cpu")
