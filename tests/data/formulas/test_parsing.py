@@ -100,7 +100,7 @@ def test_responses_trials_and_offsets() -> None:
         ("y ~ bs(x, 2)", "; expected df from 3 to 50"),
         ("y ~ bs(x, 999999999999999999999999999)", "expected a whole number"),
         ("y ~ poly(x, 11)", "; expected degree from 1 to 10"),
-        ("y ~ log(log(x))", r"but got '\\('"),
+        ("y ~ log(log(x))", r"but got '\('"),
         ("y ~ log(x + 1)", r"but got '\+'"),
         ("y ~ ｌｏｇ(x)", "another spelling of 'log'"),
         ("y ~ a\u200bb", r"but got '\\u200b'"),
