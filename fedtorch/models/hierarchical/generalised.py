@@ -24,6 +24,7 @@ from torch import Tensor
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
+from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 from fedtorch.models.rows import regression_rows
@@ -56,6 +57,7 @@ class ExponentialFamily(NamedTuple):
     constant: Callable[[Tensor], Tensor]  # y -> the rest of log p
     cumulant: Callable[[Tensor, _Rows], Tensor]  # η (K, R, N), which it may overwrite, of rows -> Σ b (K, R)
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
+    outcome: Family | None = None  # of one response
 
 
 def logistic(
@@ -139,7 +141,7 @@ def generalised(
     def size(data: _Rows) -> int:
         return max(data.x.shape[1], features * (1 if inner is None else len(inner.weights)))
 
-    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size)
+    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size, family.outcome)
     return of(hierarchy, likelihood, rule=rule)
 
 
@@ -266,5 +268,5 @@ def _counts(y: Tensor) -> Tensor:
     return y
 
 
-_BINARY = ExponentialFamily(_binary, torch.zeros_like, _sum_log_cosh, _logistic_slopes)
-_COUNTS = ExponentialFamily(_counts, lambda y: -torch.lgamma(y + 1), _sum_exp, _poisson_slopes)
+_BINARY = ExponentialFamily(_binary, torch.zeros_like, _sum_log_cosh, _logistic_slopes, LOGISTIC)
+_COUNTS = ExponentialFamily(_counts, lambda y: -torch.lgamma(y + 1), _sum_exp, _poisson_slopes, POISSON)
