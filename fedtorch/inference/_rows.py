@@ -20,7 +20,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
-from fedtorch.models.rows import regression_rows
+from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
 _TOGETHER = 2**20  # numbers of one array over rows and draws
@@ -39,8 +39,7 @@ class Drawn(NamedTuple):
     """Hold draws of the coefficients of `K` clients, and their rows."""
 
     family: Family
-    x: Tensor  # (K, N, d)
-    y: Tensor  # (K, N)
+    rows: Observations  # (K, N, ...)
     mask: Tensor  # (K, N)
     theta: Tensor  # (K, S, d)
     scale: Tensor  # (K, S), or (K, 1) where it is known
@@ -48,21 +47,31 @@ class Drawn(NamedTuple):
 
     def parts(self) -> Iterator[slice]:
         """Yield some rows at a time, so that arrays over rows and draws stay small."""
-        clients, rows = self.y.shape
+        clients, rows = self.mask.shape
         size = max(1, _TOGETHER // max(1, clients * self.theta.shape[1]))
         yield from (slice(i, min(i + size, rows)) for i in range(0, rows, size))
 
     def predictor(self, part: slice) -> Tensor:
-        """Return x'θ of some rows, `(K, n, S)`."""
-        return self.x[:, part] @ self.theta.mT
+        """Return x'θ of some rows, and their offset, `(K, n, S)`."""
+        eta, offset = self.rows.x[:, part] @ self.theta.mT, self.rows.offset
+        return eta if offset is None else eta + offset[:, part, None]
 
     def scales(self, part: slice) -> Tensor:
-        """Return the noise variances or trials beside it, `(K, n or 1, S or 1)`."""
-        return self.scale[:, None]
+        """Return the noise variances of some rows, or their trials, `(K, n or 1, S or 1)`."""
+        scale, weight, trials = self.scale[:, None], self.rows.weight, self.rows.trials
+        if trials is not None:
+            return self.of(trials, part)
+        return scale / self.of(weight, part) if self.family.precise and weight is not None else scale
+
+    def of(self, column: Tensor, part: slice) -> Tensor:
+        """Return a column of some rows, `(K, n, 1)`, one where there is no row."""
+        return torch.where(self.mask[:, part], column[:, part], 1.0)[..., None]
 
     def log_density(self, part: slice) -> Tensor:
-        """Return log p(y | draw) of some rows, `(K, n, S)`."""
-        return self.family.log_density(self.y[:, part, None], self.predictor(part), self.scales(part))
+        """Return log p(y | draw) of some rows, `(K, n, S)`, as often as they count."""
+        y, weight = self.rows.y[:, part, None], self.rows.weight
+        value = self.family.log_density(y, self.predictor(part), self.scales(part))
+        return value if weight is None or self.family.precise else value * self.of(weight, part)
 
     def replicated(self, part: slice) -> Tensor:
         """Return responses drawn anew at each draw, `(K, n, S)`, the same whatever rows are beside a row."""
@@ -143,18 +152,18 @@ def by_client(
 
 
 def _drawn(source: Source, block: ClientData, clients: Tensor) -> Drawn:
-    prepared, (x, y) = source.model.prepare(block), regression_rows(block)
+    prepared, rows = source.model.prepare(block), observations(block)
     keys = random.fold_in(source.key, clients)
     for_theta, for_rows = random.split(keys, 2)
-    phi = tree.expand(source.phi.to(x), len(block.count))
+    phi = tree.expand(source.phi.to(rows.x), len(block.count))
     posterior = source.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
-    white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(x)
+    white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
     theta = posterior.means + (_root(posterior.covariances) @ white[..., None])[..., 0]
     known = source.family.scale
-    scale = torch.ones_like(y[:, :1]) if known is None else known(prepared)[:, None]
+    scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
     if not bool(posterior.log_noise.isnan().any()):
         scale = posterior.log_noise.exp()
-    return Drawn(source.family, x, y, block.mask, theta, scale, for_rows)
+    return Drawn(source.family, rows, block.mask, theta, scale, for_rows)
 
 
 def _root(covariance: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ def _pointwise(every: list[Drawn], method: str) -> dict[str, Tensor]:
         rows, mask = [_METHODS[method](one.log_density(part)) for one in every], first.mask[:, part]
         elpd = torch.stack([torch.zeros_like(rows[0].elpd), *(row.elpd for row in rows)], -1)
         doubt = torch.stack([row.doubt for row in rows], -1)
-        different = torch.stack([one.y[:, part] != first.y[:, part] for one in every]).any(0)
+        different = torch.stack([one.rows.y[:, part] != first.rows.y[:, part] for one in every]).any(0)
         found = {
             "elpd": elpd[..., 1:],
             "squares": (elpd[..., :, None] - elpd[..., None, :]).square(),

@@ -17,9 +17,11 @@ from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import compare, loo, waic
 from fedtorch.inference._pareto import left_out
-from fedtorch.inference._rows import by_client, source
+from fedtorch.inference._rows import Drawn, by_client, source
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical.families import GAUSSIAN, LOGISTIC, POISSON, Family
+from fedtorch.models.rows import observations
 
 RESPONSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # η, uniform numbers -> y
     "linear": lambda eta, uniform: eta + torch.special.ndtri(uniform),
@@ -62,8 +64,8 @@ def pointwise(run: ft.Run, draws: int) -> Tensor:
 
     def keep(drawn: list) -> Tensor:
         one = drawn[0]
-        kept.extend(one.log_density(slice(0, one.y.shape[1]))[one.mask])
-        return one.y
+        kept.extend(one.log_density(slice(0, one.mask.shape[1]))[one.mask])
+        return one.rows.y
 
     data = run.population.data
     by_client(run, [data], [source(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
@@ -184,3 +186,37 @@ def test_rows_at_sites_are_refused_by_name(runs: dict[str, ft.Run]) -> None:
     away.population = SimpleNamespace(names=run.population.names)
     with pytest.raises(TypeError, match="Expected a population whose rows are at hand"):
         loo(away)  # type: ignore[arg-type]
+
+
+def test_offsets_weights_and_trials_are_of_the_densities() -> None:
+    """A weighted row counts as often; an offset moves the predictor; trials are Bernoulli rows together."""
+    eta, y = torch.tensor([0.3, -0.2]).double(), torch.tensor([1.0, 3.0]).double()
+    beside = {
+        "offset": torch.tensor([0.1, 0.2]),
+        "weight": torch.tensor([2.0, 1.0]),
+        "trials": torch.tensor([2.0, 5.0]),
+    }
+    rows = observations(ft.data.from_tensors([(eta[:, None], y, beside)]).stack([0]))
+    one, mask = torch.ones(1, 1, 1).double(), torch.ones(1, 2, dtype=torch.bool)
+    drawn = Drawn(LOGISTIC, rows, mask, one, one[0], random.key(0)[None])
+    expected = torch.distributions.Binomial(beside["trials"].double(), logits=eta + beside["offset"]).log_prob(y)
+    whole = slice(0, 2)
+    torch.testing.assert_close(drawn.log_density(whole)[0, :, 0], expected * beside["weight"])
+    less = drawn._replace(family=GAUSSIAN, rows=rows._replace(trials=None), scale=3 * one[0])
+    expected = torch.distributions.Normal(eta + beside["offset"], (3 / beside["weight"]).sqrt()).log_prob(y)
+    torch.testing.assert_close(less.log_density(whole)[0, :, 0], expected)
+
+
+@pytest.mark.parametrize(("family", "scale"), [(GAUSSIAN, 4.0), (LOGISTIC, 7.0), (POISSON, 1.0)])
+def test_replicated_responses_have_the_family_s_moments(family: Family, scale: float) -> None:
+    uniform = random.uniform(random.key(1), (200_000,), torch.float64)
+    eta, scales = torch.full_like(uniform, 0.5), torch.full_like(uniform, scale)
+    y = family.draw(uniform, eta, scales)
+    p = torch.tensor(0.5).sigmoid()
+    mean, variance = {
+        "gaussian": (0.5, 4.0),
+        "logistic": (float(7 * p), float(7 * p * (1 - p))),
+        "poisson": (float(torch.tensor(0.5).exp()),) * 2,
+    }[family.name]
+    assert float(y.mean()) == pytest.approx(mean, abs=0.02)
+    assert float(y.var()) == pytest.approx(variance, rel=0.02)

@@ -30,6 +30,7 @@ class Family(NamedTuple):
     log_density: Callable[[Tensor, Tensor, Tensor], Tensor]  # (y, η, scale) -> log p
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]  # (uniform numbers, η, scale) -> y, by the inverse distribution
     scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the scale that is known, (K,)
+    precise: bool = False  # whether a row's weight divides the scale, and is not a power of the density
 
 
 def _gaussian_density(y: Tensor, eta: Tensor, variance: Tensor) -> Tensor:
@@ -70,6 +71,7 @@ GAUSSIAN = Family(
     _gaussian_density,
     lambda uniform, eta, variance: eta + variance.sqrt() * torch.special.ndtri(uniform),
     lambda prepared: prepared.log_noise.exp(),
+    precise=True,
 )
 LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw)
 POISSON = Family("poisson", lambda eta: eta.clamp(max=_FURTHEST).exp(), _poisson_density, _poisson_draw)
