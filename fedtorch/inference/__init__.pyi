@@ -1,0 +1,1 @@
+from .contrasts import contrasts as contrasts
