@@ -36,6 +36,8 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
+    from fedtorch.result_frame import ResultFrame
+
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 
 Until = Callable[[History], bool]
@@ -215,6 +217,44 @@ class Run(Scored, Resumable):
     def client_losses(self) -> pd.DataFrame:
         """Return the clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
         return self.log.losses(self.population.names)
+
+    def summary(self, level: float = 0.95, **options: Any) -> ResultFrame:
+        """Return what the run has found of its coefficients: `estimate`, `sd`, interval (`low`, `high`), `n`.
+
+        Rows are named by coefficient. `sd(age)` is the sd of a coefficient over clients, `cor(age, sex)` a correlation
+        there, `sigma` the sd of the noise; `n` counts the rows that a number is estimated from, and clients, of what
+        differs between them. Of draws there are `r_hat` and `ess`, ArviZ's. The frame writes itself as a table:
+        `to_markdown()`, `to_html()`, `to_latex()`.
+
+        Args:
+            level: of the intervals.
+            options: of the algorithm; of `ft.ep` `given=corrected(run)` and `tolerance=`.
+
+        Raises:
+            TypeError: an algorithm without a posterior.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> from fedtorch.models import hierarchical
+            >>> x = torch.ones(20, 1, dtype=torch.float64)
+            >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
+            >>> model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
+            >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30)
+            >>> print(run.summary(level=0.9).to_markdown())
+            | coefficient | estimate | sd | 90 % interval | n |
+            | :-- | --: | --: | --: | --: |
+            | level | 1.57 | 0.47 | 0.79 to 2.35 | 80 |
+            | sd(level) | 1.05 | 0.37 | 0.56 to 1.73 | 4 |
+        """
+        if self.algorithm.estimates is None:
+            instead = "scores in run.evaluate(data, metrics), what the server knows in run.server"
+            if self.algorithm.module is not None:
+                instead = "its models in run.client_module(client) and run.global_module(), " + instead
+            raise TypeError(
+                "Expected a run of an algorithm with a posterior, such as ft.ep, ft.gibbs or ft.normal_em, but got "
+                f"{self.algorithm.settings.get('algorithm', 'another')}, whose estimates have no intervals: {instead}"
+            )
+        return self.algorithm.estimates(self, **options).table(level)
 
     @property
     def outbox(self) -> Tree:
