@@ -1,0 +1,1 @@
+from .comparison import compare as compare, loo as loo, waic as waic
