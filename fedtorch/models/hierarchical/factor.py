@@ -98,7 +98,6 @@ class Model(NamedTuple):
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
     # (φ (K, R, p), their weights (K, R), prepared data) -> θ_k given the rows, mixed over these φ
     given: Callable[[Tensor, Tensor, Any], DevicePosterior]
-    hierarchy: Hierarchy  # of θ_k given φ, whose names are the first
     # (what the others know of φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
     log_evidence: Callable[[Moments, Any], Tensor] | None = None
     family: Family | None = None  # of one response
@@ -134,7 +133,6 @@ def of(
         devices=partial(_devices, parts),
         log_factor=partial(_log_factor, parts),
         given=partial(_mixture_at, parts),
-        hierarchy=hierarchy,
         log_evidence=partial(_log_normaliser, parts),
         family=likelihood.family,
     )
