@@ -67,18 +67,18 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         ValueError: a model whose coefficients are the same for all sites.
     """
     model, data = source(run, 1, None, tolerance, 0).model, rows_of(run)
-    place, names = random_coefficients(model)
+    names, place = _names(model), list(model.hierarchy.random)
     back = _back(data, names)
     q = ep.posterior(run, tolerance=tolerance)
     pooled = _original(ep.devices(run, tolerance=tolerance), back)
     low, high = (edge[:, place] for edge in credible_interval(pooled.marginals(), level))
-    own = _original(_alone(run, model, q.mean, place), back)
+    own = _original(_alone(run, model, q.mean), back)
     mean, variance = own.means[:, 0], own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
     size = len(back)
     centre = back @ q.mean[:size]
     sd = (back @ q.covariance_matrix[:size, :size] @ back.mT).diagonal().sqrt()
     factor = torch.special.ndtri(torch.tensor((1 + level) / 2)).to(sd)
-    spread = _spread(model, q.mean, back)
+    spread = (back @ _covariance(model, q.mean) @ back.mT).diagonal().sqrt()
     says = variance.sqrt() < _SAYS * _WIDE * spread
     return SiteEstimates(
         sites=tuple(data.names),
@@ -96,32 +96,29 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
     )
 
 
-def random_coefficients(model: Model) -> tuple[list[int], list[str]]:
-    """Return the numbers of the coefficients that differ by site, and the names of all.
-
-    >>> from fedtorch.models import hierarchical
-    >>> hierarchy = hierarchical.normal(2, names=["level", "age"], random=["age"])
-    >>> random_coefficients(hierarchical.linear(hierarchy))
-    ([1], ['level', 'age'])
-    """
-    named = [name.removeprefix("mean ") for name in model.names if name.startswith("mean ")]
-    prefix = "log variance "
-    differ = [name.removeprefix(prefix) for name in model.names if name.startswith(prefix)]
-    place = [named.index(name) for name in differ if name in named]
-    if not place:
+def _names(model: Model) -> tuple[str, ...]:
+    """Return the names of a site's coefficients, of which some must differ by site."""
+    hierarchy = model.hierarchy
+    if not hierarchy.random or len(hierarchy.coefficients) != len(hierarchy.mean):
         raise ValueError(
             f"Expected a model with coefficients that differ by site, but got {list(model.names)}; name them by "
             "hierarchical.normal(..., random=)"
         )
-    return place, named
+    return hierarchy.coefficients
 
 
-def _alone(run: Run, model: Model, mean: Tensor, place: list[int]) -> DevicePosterior:
+def _covariance(model: Model, mean: Tensor) -> Tensor:
+    """Return the covariance of sites' coefficients at the posterior mean of its logarithms, `(d, d)`."""
+    m, scales = model.hierarchy.mean.shape[1], len(model.hierarchy.names)
+    return model.hierarchy.covariance(mean[m:scales])
+
+
+def _alone(run: Run, model: Model, mean: Tensor) -> DevicePosterior:
     """Return each site's coefficients from its own rows, under a wide prior around the sites' mean."""
-    size = sum(name.startswith("mean ") for name in model.names)
+    m, scales = model.hierarchy.mean.shape[1], len(model.hierarchy.names)
+    variance = _covariance(model, mean).diagonal()
     phi = mean.clone()
-    phi[size : size + len(place)] += 2 * torch.tensor(_WIDE).log()
-    phi[[i for i, name in enumerate(model.names) if name.startswith("dependence ")]] = 0
+    phi[m:scales] = model.hierarchy.scales(torch.diag(_WIDE**2 * variance), mean.new_zeros(()))
 
     def own(cavity: Any, block: ClientData) -> DevicePosterior:
         every = tree.expand(phi[None], len(block.count))
@@ -130,21 +127,7 @@ def _alone(run: Run, model: Model, mean: Tensor, place: list[int]) -> DevicePost
     return run.clients.evaluate(run.outbox, rows_of(run), own)
 
 
-def _spread(model: Model, mean: Tensor, back: Tensor) -> Tensor:
-    """Return the sds of the sites' coefficients at the posterior mean of their logarithms, `(d,)`; 0 where fixed."""
-    place, names = random_coefficients(model)
-    root = torch.zeros_like(back)
-    root[place, place] = (mean[len(back) : len(back) + len(place)] / 2).exp()
-    titles = {name: float(value) for name, value in zip(model.names, mean) if name.startswith("dependence ")}
-    unit = torch.eye(len(back)).to(back)
-    for i in place:
-        for j in place:
-            unit[i, j] = titles.get(f"dependence {names[i]} on {names[j]}", float(unit[i, j]))
-    half = back @ root @ unit
-    return (half @ half.mT).diagonal().sqrt()
-
-
-def _back(data: Any, names: list[str]) -> Tensor:
+def _back(data: Any, names: tuple[str, ...]) -> Tensor:
     """Return the matrix that takes coefficients to the units of the data."""
     design = getattr(data, "design", None)
     return torch.eye(len(names), dtype=torch.float64) if design is None else design.back()

@@ -133,9 +133,9 @@ def site_check(found: SiteMeans, level: float, family: str) -> Forest | None:
     ('a', 1.0)
     """
     tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=found.replicated.dtype)
-    edges = found.replicated.quantile(tails, 1).T.tolist()
+    low, middle, high = found.replicated.quantile(tails, 1).tolist()
     order = found.observed.argsort(stable=True).tolist()
-    lines = [Line(found.sites[k], *edges[k], float(found.observed[k])) for k in order]
+    lines = [Line(found.sites[k], low[k], middle[k], high[k], float(found.observed[k])) for k in order]
     words = "share of yes by site" if family == "logistic" else "mean response by site"
     return forest(
         words, words.removesuffix(" by site"), lines, middle=f"replicated, {100 * level:g} %", other="observed"

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from matplotlib.figure import Figure
-from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random
+from fedtorch.data.formulas.cells import Cells
+from fedtorch.data.formulas.parsing import parse
+from fedtorch.data.formulas.pooled import pooled_design
 from fedtorch.federation.algorithms import ep
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
@@ -150,15 +153,13 @@ def test_a_forest_of_nothing_is_none() -> None:
     assert made.x_range[0] > 4.9
 
 
-def test_units_of_a_design_are_taken(run: ft.Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Coefficients of columns that were standardised are shown in the columns' units."""
-
-    class Design:
-        def back(self) -> Tensor:
-            return torch.tensor([[1.0, -5.0], [0.0, 0.1]]).double()
-
+def test_units_of_a_design_are_taken() -> None:
+    """Coefficients of a column that was standardised are shown in the column's units."""
+    run = fitted()
+    frame = pd.DataFrame({"y": [0.0, 1.0, 2.0], "age": [40.0, 50.0, 60.0], "site": ["a", "a", "b"]})
+    design = pooled_design(parse("y ~ age + (1 + age | site)"), Cells(frame, group="site"))
     before = site_estimates(run, 0.9)
-    monkeypatch.setattr(type(run.population.data), "design", Design(), raising=False)
+    object.__setattr__(run.population.data, "design", design)  # whose ages have mean 50 and sd 10
     after = site_estimates(run, 0.9)
     torch.testing.assert_close(after.mean[:, 1], before.mean[:, 1] / 10)
     torch.testing.assert_close(after.own[:, 0], before.own[:, 0] - 5 * before.own[:, 1])
