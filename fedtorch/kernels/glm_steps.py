@@ -168,7 +168,7 @@ def _step(family: Family, here: Any, design: Tensor, response: Tensor, size: Ten
         told += losses.mean(1)
     else:
         seen = inside.sum(1)
-        gap *= (inside / seen.clamp(min=1)[:, None])[..., None]
+        gap *= (inside.to(gap.dtype) / seen.clamp(min=1)[:, None])[..., None]
         rate = lr
         told += torch.where(inside, losses, 0.0).sum(1) / seen  # 0 / 0 where all are left out, as in torch
     if pull is not None:
