@@ -66,7 +66,7 @@ class Told:
         """
         with self._lock():
             before = self._read()["answers"].get(what)
-            if before is None:
+            if before is None or before["answer"] is None:  # nothing was told
                 before = self._held["answers"][what] = _as_read({"minimum": minimum, "answer": tell()})
                 self._write()
         if before["minimum"] != minimum:

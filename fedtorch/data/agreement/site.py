@@ -113,7 +113,8 @@ class Answers:
         return formula
 
     def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
-        return self._told.once(f"{what} {quantity.name}", minimum, lambda: tell(self._values(quantity), minimum))
+        whose = f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
+        return self._told.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity), minimum))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
         """Return the numbers of a quantity that are there."""
@@ -128,7 +129,7 @@ class Answers:
         return numpy.log(values)
 
     def _levels(self, column: str, minimum: int) -> list[str]:
-        return self._told.once(f"levels of {column}", minimum, lambda: self._common(column, minimum))
+        return self._told.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
         """Return the levels that enough rows have."""

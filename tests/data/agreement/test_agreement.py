@@ -230,6 +230,19 @@ def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(tmp_path:
     assert "with a minimum of 10 rows, and tells it with no other" in finer["refused"]
 
 
+def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
+    site = Answers(FRAMES["a"])
+    asked = question("los ~ scale(age)")
+    assert site.answer({**asked, "minimum": 301})["moments"] == {"age": None}
+    assert site.answer(asked)["moments"]["age"][0] == 300
+
+
+def test_a_column_whose_name_is_that_of_a_logarithm_is_another() -> None:
+    site = Answers(FRAMES["a"].assign(**{"log(crp)": 1.0 * numpy.arange(300)}))
+    first, second = (site.answer(question(f"los ~ scale({name})")) for name in ("log(crp)", "`log(crp)`"))
+    assert first["moments"] != second["moments"]
+
+
 def test_the_logarithm_of_a_column_has_the_bins_of_the_column() -> None:
     """Bins of other ends would tell, beside the first, what lies between the two."""
     site = Answers(FRAMES["a"])
