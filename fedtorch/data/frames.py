@@ -72,8 +72,8 @@ def from_frame(
         trials: with a formula, a column with the numbers of trials, of which the response says how many succeeded.
         missing: with a formula, "drop" leaves out rows with missing cells; "refuse" says where they are.
         minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
-            where nothing is told of fewer rows: a level counts if one client has so many rows of it, and knots are
-            quantiles of histograms. Default: those of all rows together.
+            where nothing is told of fewer rows: a level counts if one client has so many rows of it, levels are in the
+            order of their names, and knots are quantiles of histograms. Default: those of all rows together.
         other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name.
         bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.

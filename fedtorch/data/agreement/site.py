@@ -109,7 +109,9 @@ class Answers:
             raise Refused(str(error)) from None
         names = list(self._cells.frame.columns)
         if absent := [column for column in formula.columns if names.count(column) != 1]:
-            raise Refused(f"the site has no column {absent[0]!r} that the formula reads")
+            raise Refused(
+                f"the site has no column {absent[0]!r} that the formula reads; correct it, or leave the site out"
+            )
         return formula
 
     def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
@@ -125,7 +127,7 @@ class Answers:
         if not quantity.log:
             return values
         if bool((values <= 0).any()):
-            raise Refused(f"the site's column {quantity.column!r} has numbers that have no logarithm")
+            raise Refused(f"the site's column {quantity.column!r} has numbers that have no logarithm; leave log out")
         return numpy.log(values)
 
     def _levels(self, column: str, minimum: int) -> list[str]:

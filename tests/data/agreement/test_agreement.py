@@ -192,7 +192,9 @@ def test_what_is_no_formula_and_no_question_is_refused(asked: Any, why: str) -> 
 
 
 def test_a_policy_names_the_columns_that_formulas_may_read() -> None:
-    with pytest.raises(ValueError, match=r"from site 'a': the site's policy lets formulas read .* but not \['crp'\]"):
+    with pytest.raises(
+        ValueError, match=r"from site 'a', 'b', 'c': the site's policy lets formulas read .* but not \['crp'\]"
+    ):
         agreed(Request("los ~ age + log(crp)"), sites(FRAMES, columns=("los", "age")))
     agreed(Request("los ~ age"), sites(FRAMES, columns=("los", "age")))
 
@@ -306,3 +308,14 @@ def test_a_site_that_says_something_else_is_named(part: str, entry: Any) -> None
     answers["b"][part] = entry
     with pytest.raises(ValueError, match="from site 'b'"):
         talk.send(answers)
+
+
+def test_a_design_is_in_the_order_in_which_sites_have_it() -> None:
+    """Descriptions of models go through its parts in their order, and server and sites compare them."""
+    design = agreed(Request("los ~ stage + sex", minimum=10), sites(FRAMES))
+    assert repr(Design.from_json(design.to_json())) == repr(design)
+
+
+def test_sites_that_refuse_for_one_reason_are_named_together() -> None:
+    with pytest.raises(ValueError, match=r"from site 'a', 'b', 'c': the site has no column 'hiv'"):
+        agreed(Request("los ~ hiv"), sites(FRAMES))

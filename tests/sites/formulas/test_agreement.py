@@ -83,7 +83,7 @@ def test_a_site_that_comes_later_gets_the_design(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"rows by the design of '.', but 'c' has them by another"):
         Remote(host, NAMES, "it", timeout=1.0)
     host.start("c")
-    assert agree(host, ["c"], design) is design
+    assert agree(host, ["c"], design) == design
     assert Remote(host, NAMES, "it").names == tuple(NAMES)
 
 
