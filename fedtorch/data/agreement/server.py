@@ -13,8 +13,8 @@ design. Questions and answers are JSON.
 >>> frame = pandas.DataFrame({"age": [50.0 + i for i in range(20)], "sex": ["f", "m"] * 10, "y": [0.5, 1.5] * 10})
 >>> design = agreed(Request("y ~ scale(age) + sex", minimum=5), {"a": Answers(frame), "b": Answers(frame)})
 Traceback (most recent call last):
-ValueError: Expected sites that agree on 'y ~ scale(age) + sex', but got from site 'a', 'b': the site tells nothing of fewer
-than 10 rows, but was asked for 5
+ValueError: Expected sites that agree on 'y ~ scale(age) + sex', but got from site 'a', 'b': the site tells
+nothing of fewer than 10 rows, but was asked for 5
 >>> design = agreed(Request("y ~ scale(age) + sex"), {"a": Answers(frame), "b": Answers(frame)})
 >>> design.columns, design.encoding.scales["scale(age)"].mean
 (('Intercept', 'scale(age)', 'sex[T.m]'), 59.5)

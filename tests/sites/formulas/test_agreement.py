@@ -65,6 +65,8 @@ def test_sites_agree_on_the_bits_of_one_process_and_run_by_them() -> None:
         assert same_bits(host.sites[name].configuration.data.rows, here[k])
     runs = [ft.run(regression(design, 3.0), population, rounds=2) for population in (there, ft.InProcess(here))]
     assert distance(runs[0].server, runs[1].server) < ROUNDING
+    saved = bytes(runs[0].state_dict()["design"].tolist()).decode()
+    assert ft.data.Design.from_json(saved) == design
 
 
 def test_nothing_of_single_rows_is_in_what_sites_send() -> None:
