@@ -223,13 +223,28 @@ def test_a_site_makes_rows_by_so_many_designs_and_no_more() -> None:
     assert "by 2 encodings" in answers[3]["refused"]
 
 
-def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(tmp_path: Path) -> None:
+def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     frames = [FRAMES["a"], FRAMES["a"].iloc[1:]]  # a patient has gone
     asked = question("los ~ scale(age) + bs(sbp, 5) + sex")
-    first, later = [Answers(each, folder=tmp_path).answer(asked) for each in frames]
-    assert first == later
+    first = Answers(frames[0], folder=tmp_path).answer(asked)
+    assert "of other rows" not in caplog.text
+    assert Answers(frames[1], folder=tmp_path).answer(asked) == first
+    assert "mean of 'age' as it told it before, of other rows than it has now; delete" in caplog.text
     finer = Answers(FRAMES["a"], folder=tmp_path).answer({**asked, "minimum": 11})
     assert "with a minimum of 10 rows, and tells it with no other" in finer["refused"]
+
+
+def test_a_site_hears_of_nothing_that_could_move_an_answer() -> None:
+    """Bounds and other= stay at the server; whatever else a formula has, a column's answer is the same."""
+    request = Request(FORMULA, bounds={"sbp": (119.0, 119.5)}, other={"stage": "x"}, levels={"sex": ["f", "m"]})
+    assert set(next(conversation(request))) == {"step", "formula", "minimum", "declared", "also"}
+    site = Answers(FRAMES["a"])
+    alone, among = (
+        site.answer(question(formula)) for formula in ("los ~ bs(sbp, 4)", "bmi ~ poly(sbp, 2) * bs(sbp, 9)")
+    )
+    assert alone["histograms"] == among["histograms"]
 
 
 def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
