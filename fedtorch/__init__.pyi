@@ -1,5 +1,6 @@
 from . import (
     data as data,
+    inference as inference,
     metrics as metrics,
     models as models,
     networks as networks,

@@ -47,7 +47,7 @@ LAYERS = (
     {"models", "networks", "protocol", "kernels"},
     {"federation", "vfl"},
     {"sites"},
-    {"trust"},
+    {"trust", "inference"},
     {"plots", "report", "cli"},
 )
 
