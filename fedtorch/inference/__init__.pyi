@@ -1,2 +1,3 @@
+from .comparison import compare as compare, loo as loo, waic as waic
 from .imputation import completed as completed, imputed as imputed
 from .pooling import pooled as pooled

@@ -24,6 +24,7 @@ from torch import Tensor
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
+from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
@@ -61,6 +62,7 @@ class ExponentialFamily(NamedTuple):
     constant: Callable[[Observations], Tensor]  # -> the rest of log p
     cumulant: Callable[[Tensor, _Rows], Tensor]  # η (K, R, N), which it may overwrite, of rows -> Σ times b (K, R)
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
+    outcome: Family | None = None  # of one response
 
 
 def logistic(
@@ -162,7 +164,7 @@ def generalised(
     def size(data: _Rows) -> int:
         return max(data.x.shape[1], features * (1 if inner is None else len(inner.weights)))
 
-    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size)
+    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size, family.outcome)
     return of(hierarchy, likelihood, rule=rule)
 
 
@@ -325,7 +327,7 @@ def _shown(y: Tensor, trials: Tensor | None, mask: Tensor, bad: Tensor) -> str:
     return f"{float(values.min())} to {float(values.max())} in y"
 
 
-_BINARY = ExponentialFamily(EXTRAS, _successes, _log_choices, _sum_log_cosh, _logistic_slopes)
+_BINARY = ExponentialFamily(EXTRAS, _successes, _log_choices, _sum_log_cosh, _logistic_slopes, LOGISTIC)
 _COUNTS = ExponentialFamily(
-    ("offset", "weight"), _counts, lambda rows: -torch.lgamma(rows.y + 1), _sum_exp, _poisson_slopes
+    ("offset", "weight"), _counts, lambda rows: -torch.lgamma(rows.y + 1), _sum_exp, _poisson_slopes, POISSON
 )
