@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import FederatedData
+from fedtorch.data import Design, FederatedData
 from fedtorch.data.incomplete import Incomplete
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.normal_em import normal_em
@@ -132,12 +132,19 @@ def imputed(
     return Imputed(data, run, r_hat, seed)
 
 
-def completed(mean: Sequence[float], covariance: Sequence[Sequence[float]], between: Sequence[float], key: int) -> Wrapper:
+def completed(
+    mean: Sequence[float],
+    covariance: Sequence[Sequence[float]],
+    between: Sequence[float],
+    key: int,
+    design: str | None = None,
+) -> Wrapper:
     """Let clients complete their rows before they fit them, `algorithm | completed(...)`: for sites, by settings.
 
     Args:
         mean, covariance, between: one draw of `ft.normal_em(draws=M)`, `run.server.normal`, as lists of numbers.
         key: of this data set, a whole number.
+        design: of the formula, `design.to_json()`; None for rows (x, y) of the columns as they are.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -150,15 +157,15 @@ def completed(mean: Sequence[float], covariance: Sequence[Sequence[float]], betw
         1.0
     """
     numbers = (torch.tensor(part, dtype=torch.float64) for part in (mean, covariance, between))
-    normal = SiteNormal(*numbers)
+    normal, formula = SiteNormal(*numbers), None if design is None else Design.from_json(design)
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         def prepare(data: Any) -> Any:
-            return algorithm.prepare(completion.completed(data, normal, random.key(key)))
+            return algorithm.prepare(completion.completed(data, normal, random.key(key), formula))
 
         return dataclasses.replace(algorithm, prepare=prepare)
 
-    settings = {"mean": mean, "covariance": covariance, "between": between, "key": key}
+    settings = {"mean": mean, "covariance": covariance, "between": between, "key": key, "design": design}
     return Wrapper(Stage.LOCAL, "inference.completed", wrap, settings)
 
 
@@ -168,10 +175,11 @@ def _key(seed: int, number: int) -> Tensor:
 
 def _completed_data(data: FederatedData, normal: SiteNormal, key: Tensor) -> FederatedData:
     """Return complete rows of all clients, each from its own."""
-    blocks = [completion.completed(data.stack([k]), normal, key) for k in range(len(data))]
-    rows = tuple(torch.cat(parts) for parts in zip(*[[leaf[0] for leaf in block.batch] for block in blocks]))
+    blocks = [completion.completed(data.stack([k]), normal, key, data.design) for k in range(len(data))]
+    rows = [tree.map(lambda leaf: leaf[0], block.batch) for block in blocks]
     counts = torch.cat([block.count for block in blocks]).cpu()
-    return dataclasses.replace(data, rows=rows, counts=counts, features=data.features[:-1])
+    features = data.features[:-1] if data.design is None else data.design.columns
+    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features)
 
 
 def _check_columns(data: FederatedData) -> None:

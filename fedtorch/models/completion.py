@@ -14,20 +14,22 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.data import ClientData
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data import ClientData, Design
+from fedtorch.data.raw_columns import RawColumns
 from fedtorch.models.incomplete_normal import SiteNormal, drawn, gaps
+from fedtorch.tree import Tree
 
 _MIX = -7046029254386353131  # 2⁶⁴ / golden ratio as an int64, odd
 
 
-def completed(data: ClientData, normal: SiteNormal, key: Tensor) -> ClientData:
-    """Return a block of rows (x, y) with cells drawn, the response last of the columns, without rows that lack one.
+def completed(data: ClientData, normal: SiteNormal, key: Tensor, design: Design | None = None) -> ClientData:
+    """Return a block with cells drawn and without rows that lack a response, the last column.
 
     Args:
         data: rows with missing cells.
         normal: of all columns, one for all clients.
         key: of the completed data set.
+        design: the formula whose columns these are, which makes the rows; default: rows (x, y) of the columns.
 
     Raises:
         ValueError: rows of another form, or a normal distribution of another number of columns.
@@ -45,11 +47,22 @@ def completed(data: ClientData, normal: SiteNormal, key: Tensor) -> ClientData:
     block = gaps(data)
     filled, _ = drawn(block, tree.expand(tree.to(normal, block.values.device), len(block.count)), _keys(block, key))
     kept = data.batch.observed[..., -1] & data.mask
+    rows = [_rows(own[which], design) for own, which in zip(filled, kept)] or [_rows(filled.flatten(0, 1), design)]
     count = kept.sum(1)
-    order = (~kept).long().argsort(dim=1, stable=True)[:, : int(count.max()) if len(count) else 1]
-    rows = filled.gather(1, order[..., None].expand(-1, -1, filled.shape[-1]))
-    rows = torch.where(torch.arange(rows.shape[1], device=rows.device)[:, None] < count[:, None, None], rows, 0.0)
-    return ClientData((rows[..., :-1], rows[..., -1]), count)
+    size = max(count.tolist(), default=1)
+    padded = [tree.map(lambda leaf: _padded(leaf, size), own) for own in rows]
+    return ClientData(tree.to(tree.take(tree.stack(padded), slice(len(count))), filled.device), count)
+
+
+def _rows(values: Tensor, design: Design | None) -> Tree:
+    """Return completed columns `(n, q)` as rows."""
+    if design is None:
+        return values[:, :-1], values[:, -1]
+    return design.rows(RawColumns(design).frame(values))
+
+
+def _padded(leaf: Tensor, size: int) -> Tensor:
+    return torch.cat([leaf, leaf.new_zeros(size - len(leaf), *leaf.shape[1:])])
 
 
 def _keys(rows: Any, key: Tensor) -> Tensor:
@@ -63,7 +76,3 @@ def _keys(rows: Any, key: Tensor) -> Tensor:
 def _inside(rows: Any) -> Tensor:
     return (torch.arange(rows.values.shape[1], device=rows.count.device) < rows.count[:, None])[..., None]
 
-
-def is_incomplete(data: Any) -> bool:
-    """Return whether rows have a mask of missing cells."""
-    return isinstance(data, Incomplete)
