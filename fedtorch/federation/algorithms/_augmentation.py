@@ -31,6 +31,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.models.incomplete_normal import Gaps, SiteNormal, drawn, gaps
 
 RIDGE = 1.0  # ε, in rows
+_AT_ONCE = 2**21  # numbers of completed rows of several chains
 WEIGHT, GUESS = 2.0, 0.1  # ν in sites, and c: the prior guess of τ, in variances of the columns
 
 
@@ -80,8 +81,10 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
     if len(version) and int(version[0]) == 0:
         return Reply(Sum(_observed(data, rows, chains)), state, {})
     keys = random.fold_in(turn.key[:, None], torch.arange(chains, device=turn.key.device))
-    each = [_completed(data, rows, tree.map(lambda leaf: leaf[:, m], normal), keys[:, m]) for m in range(chains)]
-    first, second, place = (torch.stack(parts, 1) for parts in zip(*each))
+    some = max(1, _AT_ONCE // max(1, data.values.numel()))
+    groups = [slice(m, m + some) for m in range(0, chains, some)]
+    each = [_completed(data, rows, tree.map(lambda leaf: leaf[:, g], normal), keys[:, g]) for g in groups]
+    first, second, place = (torch.cat(parts, 1) for parts in zip(*each))
     count = data.count.to(first.dtype)[:, None].expand(-1, first.shape[-1])
     return Reply(Sum(_Sums(count, first, second, place, place.square(), torch.ones_like(count[:, 0]))), state, {})
 
@@ -96,10 +99,13 @@ def _observed(data: Gaps, rows: Tensor, chains: int) -> _Sums:
 
 
 def _completed(data: Gaps, rows: Tensor, normal: SiteNormal, keys: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the sums of one chain's completed rows about their site's mean, and that mean about the server's."""
-    filled, mean = drawn(data, normal, keys)
-    away = (filled - mean[:, None]) * rows[..., None]
-    return away.sum(1), away.mT @ away, mean - normal.mean
+    """Return the sums of some chains' completed rows about their site's mean, and that mean about the server's."""
+    shape = keys.shape
+    many = tree.map(lambda leaf: leaf.repeat_interleave(shape[1], 0), data)
+    filled, mean = drawn(many, tree.map(lambda leaf: leaf.flatten(0, 1), normal), keys.flatten())
+    away = (filled - mean[:, None]) * rows.repeat_interleave(shape[1], 0)[..., None]
+    sums = away.sum(1), away.mT @ away, mean - normal.mean.flatten(0, 1)
+    return tuple(leaf.reshape(*shape, *leaf.shape[1:]) for leaf in sums)  # type: ignore[return-value]
 
 
 def _server(state: NormalDraws, aggregate: Sum, key: Tensor, *, between: bool) -> NormalDraws:
