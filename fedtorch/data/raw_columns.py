@@ -1,8 +1,8 @@
 """The columns of a formula before the formula is applied, as numbers of which some may be missing, and back.
 
-Missing cells are drawn as the columns are, and what a formula makes of a column, its splines, products and powers, follows
-from the completed column ("impute, then transform"). A column that the formula takes the logarithm of is drawn as a
-logarithm. A factor stands as indicators of its levels but the first, all observed.
+Missing cells are drawn as the columns are, and what a formula makes of a column, its splines, products and powers,
+follows from the completed column ("impute, then transform"). A column that the formula takes the logarithm of is drawn
+as a logarithm. A factor stands as indicators of its levels but the first, all observed.
 
 Source: van Buuren (2018), "Flexible Imputation of Missing Data", section 6.4.
 

@@ -2,8 +2,8 @@
 
 `run.summary()` is the table of what all sites share. The functions of this package take the run: `ranef` has the
 coefficients of each site, `predict` intervals of rows, `contrasts` and `marginal_effects` what follows from the
-coefficients, `adapted` a new site's posterior from its rows, `to_inferencedata` all of it for ArviZ. `imputed` completes rows with
-missing cells, several times, and `pooled` joins the fits of what it has completed.
+coefficients, `adapted` a new site's posterior from its rows, `to_inferencedata` all of it for ArviZ. `imputed`
+completes rows with missing cells, several times, and `pooled` joins the fits of what it has completed.
 """
 
 from fedtorch._lazy import attach

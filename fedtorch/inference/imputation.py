@@ -1,12 +1,12 @@
 r"""Multiple imputation over a federation: completed data sets, each drawn with parameters of its own.
 
-Sites' rows are taken as normal about a mean of each site (`models.incomplete_normal`), the response among the columns. Its
-parameters are drawn by data augmentation from sums of the sites only (`ft.normal_em(draws=M)`), one draw per data set, and
-each site draws its missing cells from its own rows with that draw: what is uncertain of the parameters is so in the data
-sets, too (proper imputation), and no row leaves its site.
+Sites' rows are taken as normal about a mean of each site (`models.incomplete_normal`), the response among the columns.
+Its parameters are drawn by data augmentation from sums of the sites only (`ft.normal_em(draws=M)`), one draw per data
+set, and each site draws its missing cells from its own rows with that draw: what is uncertain of the parameters is so
+in the data sets, too (proper imputation), and no row leaves its site.
 
-Source: Rubin (1987), "Multiple Imputation for Nonresponse in Surveys"; Schafer (1997), "Analysis of Incomplete Multivariate
-Data"; van Buuren (2018), "Flexible Imputation of Missing Data", chapters 2 and 7.
+Source: Rubin (1987), "Multiple Imputation for Nonresponse in Surveys"; Schafer (1997), "Analysis of Incomplete
+Multivariate Data"; van Buuren (2018), "Flexible Imputation of Missing Data", chapters 2 and 7.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.models import completion
-from fedtorch.models.gibbs.imputation import Normal
 from fedtorch.models.incomplete_normal import SiteNormal
 
 _MIXED = 1.1  # R-hat
@@ -114,8 +113,7 @@ def imputed(
         raise ValueError(f"Expected imputations >= 1 and rounds >= 2, but got {imputations} and {rounds}")
     p = data.rows.values.shape[1]
     _check_columns(data)
-    start = Normal(torch.zeros(p, dtype=torch.float64), torch.eye(p, dtype=torch.float64))
-    run = Run(normal_em(imputations, between=between), population(data), start, seed=seed)
+    run = Run(normal_em(imputations, between=between, columns=p), population(data), seed=seed)
     trace = []
     for _ in run.rounds(rounds):
         normal = run.server.normal
@@ -124,8 +122,9 @@ def imputed(
     r_hat = _r_hat(torch.stack(trace[rounds // 2 :], 1))
     if r_hat > _MIXED:
         warnings.warn(
-            f"Expected draws that have forgotten their start after {rounds} rounds, but got R-hat {r_hat:.2f}; use more "
-            "rounds=, between=False where sites need no means of their own, or leave out columns that are hardly observed",
+            f"Expected draws that have forgotten their start after {rounds} rounds, but got R-hat {r_hat:.2f}; use "
+            "more rounds=, between=False where sites need no means of their own, or leave out columns that are hardly "
+            "observed",
             RuntimeWarning,
             stacklevel=2,
         )

@@ -4,8 +4,8 @@ Of M fits with estimates :math:`\hat Q_m` and covariances :math:`U_m`, the estim
 
 .. math:: T = \bar U + (1 + 1/M) B, \qquad B = \tfrac{1}{M-1} \sum_m (\hat Q_m - \bar Q)(\hat Q_m - \bar Q)',
 
-what the data sets agree on and what missing cells leave open. Intervals are of Student's t with the degrees of freedom of
-Barnard and Rubin (1999, "Small-sample degrees of freedom with multiple imputation", Biometrika 86).
+what the data sets agree on and what missing cells leave open. Intervals are of Student's t with the degrees of freedom
+of Barnard and Rubin (1999, "Small-sample degrees of freedom with multiple imputation", Biometrika 86).
 
 Source: Rubin (1987), "Multiple Imputation for Nonresponse in Surveys", section 3.3.
 """

@@ -1,9 +1,9 @@
 """Rows with missing cells completed by draws that are the same wherever they are made.
 
 A client's draws follow from a key and from the client's own rows, not from its number or block: in one process, over
-ranks and at a site of its own a row is completed alike, and a second time too. Rows without a response say nothing of it
-once their cells are drawn from the same model; they help to complete the others, and are left out of what is returned
-(von Hippel 2007, "Regression with missing Ys", Sociological Methodology 37).
+ranks and at a site of its own a row is completed alike, and a second time too. Rows without a response say nothing of
+it once their cells are drawn from the same model; they help to complete the others, and are left out of what is
+returned (von Hippel 2007, "Regression with missing Ys", Sociological Methodology 37).
 """
 
 from __future__ import annotations
@@ -68,11 +68,10 @@ def _padded(leaf: Tensor, size: int) -> Tensor:
 def _keys(rows: Any, key: Tensor) -> Tensor:
     """Return a key for each client `(K,)`, of the bits of its rows; padding is zeros and adds nothing."""
     cells = torch.cat([rows.values.view(torch.int64), (rows.observed & _inside(rows)).long()], -1)
-    weight = (torch.arange(cells[0].numel() if len(cells) else 0, device=cells.device) * 2 + 1) * _MIX
+    weight = (torch.arange(cells.shape[1] * cells.shape[2], device=cells.device) * 2 + 1) * _MIX
     mixed = cells.flatten(1) ^ (cells.flatten(1) >> 29)
     return random.fold_in(key, (mixed * weight).sum(1))
 
 
 def _inside(rows: Any) -> Tensor:
     return (torch.arange(rows.values.shape[1], device=rows.count.device) < rows.count[:, None])[..., None]
-

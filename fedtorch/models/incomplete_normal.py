@@ -1,7 +1,9 @@
-r"""Rows of a normal distribution with missing cells: draws of the cells, and of the sites' means, given what is observed.
+r"""Rows of a normal distribution with missing cells: draws of the cells, and of the sites' means, given what is
+observed.
 
-Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by :math:`\mu_k \sim N(\mu, \mathrm{diag}(\tau))`;
-τ = 0 makes all sites one. A site draws its mean with its missing cells integrated out, then the cells given the mean:
+Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by :math:`\mu_k \sim N(\mu,
+\mathrm{diag}(\tau))`; τ = 0 makes all sites one. A site draws its mean with its missing cells integrated out, then the
+cells given the mean:
 
 .. math::
     \mu_k = \mu + \tau^{1/2} u, \quad
@@ -10,8 +12,8 @@ Row i of site k is :math:`z_{ki} \sim N(\mu_k, \Sigma)`, and sites differ by :ma
 
 with :math:`J_i = \Sigma_{oo}^{-1}`, zero where row i is missing. Rows with the same cells missing share their matrices.
 
-Source: Schafer (1997), "Analysis of Incomplete Multivariate Data", section 5.4; Schafer and Yucel (2002), "Computational
-strategies for multivariate linear mixed-effects models with missing values", JCGS 11.
+Source: Schafer (1997), "Analysis of Incomplete Multivariate Data", section 5.4; Schafer and Yucel (2002),
+"Computational strategies for multivariate linear mixed-effects models with missing values", JCGS 11.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ CELLS = torch.tensor([[1.0, torch.nan, 3.0], [torch.nan, torch.nan, 1.0], [2.0, 
 
 
 def test_shares_by_client_and_column() -> None:
-    data = ft.data.FederatedData(incomplete_cells(CELLS), torch.tensor([2, 2]), ("north", "south"), features=("a", "b", "y"))
+    data = ft.data.FederatedData(
+        incomplete_cells(CELLS), torch.tensor([2, 2]), ("north", "south"), features=("a", "b", "y")
+    )
     shares = data.missing()
     assert shares.loc["north"].tolist() == [2, 0.5, 1.0, 0.0, 1.0]
     assert shares.loc["south"].tolist() == [2, 0.0, 0.0, 0.0, 0.0]

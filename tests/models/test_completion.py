@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch import random
+from fedtorch import random, tree
 from fedtorch.data.incomplete import incomplete_cells
 from fedtorch.models.completion import completed
 from fedtorch.models.incomplete_normal import SiteNormal
@@ -71,7 +71,9 @@ def test_columns_of_a_formula_follow_from_completed_columns() -> None:
     age = original[:, names.index("age")]
     assert age[:2].tolist() == pytest.approx([60.0, 70.0])
     assert torch.allclose(original[:, names.index("age:sex[T.m]")], age * torch.tensor([1.0, 0.0, 1.0]).double())
-    filled = FRAME[FRAME["site"] == "s"].assign(age=age.numpy(), dose=original[:, names.index("log(dose)")].exp().numpy())
+    filled = FRAME[FRAME["site"] == "s"].assign(
+        age=age.numpy(), dose=original[:, names.index("log(dose)")].exp().numpy()
+    )
     again, response = gaps.design.rows(filled)
     assert torch.allclose(again, x[0], atol=1e-9)
     assert torch.equal(response, y[0])
@@ -108,3 +110,12 @@ def test_frames_without_a_formula_keep_their_gaps_too() -> None:
     assert gaps.missing().loc["all", "any"] == pytest.approx(4 / 6)
     dropped = ft.data.from_frame(FRAME, client="site", features=["age", "dose"], target="y", missing="drop")
     assert dropped.counts.tolist() == [1, 1]
+
+
+def test_no_clients_are_an_empty_block() -> None:
+    """As at a server, whose rows are elsewhere."""
+    gaps = ft.data.from_frame(FRAME, client="site", formula="y ~ age + (1 | site)", missing="impute")
+    normal = SiteNormal(torch.zeros(2).double(), torch.eye(2).double(), torch.zeros(2).double())
+    block = gaps.stack([0])
+    (x, y), count = completed(tree.take(block, slice(0, 0)), normal, KEY, gaps.design)
+    assert (x.shape, y.shape, count.shape) == ((0, 1, 2), (0, 1), (0,))

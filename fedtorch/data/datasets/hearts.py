@@ -16,13 +16,31 @@ if TYPE_CHECKING:
     import pandas
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-COLUMNS = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal disease".split()
+MEASURED = (
+    "age",
+    "sex",
+    "cp",
+    "trestbps",
+    "chol",
+    "fbs",
+    "restecg",
+    "thalach",
+    "exang",
+    "oldpeak",
+    "slope",
+    "ca",
+    "thal",
+)
 
 
 @overload
-def heart_disease(standardise: bool = ..., dtype: torch.dtype = ..., *, as_frame: Literal[False] = ...) -> FederatedData: ...
+def heart_disease(
+    standardise: bool = ..., dtype: torch.dtype = ..., *, as_frame: Literal[False] = ...
+) -> FederatedData: ...
 @overload
-def heart_disease(standardise: bool = ..., dtype: torch.dtype = ..., *, as_frame: Literal[True]) -> pandas.DataFrame: ...
+def heart_disease(
+    standardise: bool = ..., dtype: torch.dtype = ..., *, as_frame: Literal[True]
+) -> pandas.DataFrame: ...
 def heart_disease(
     standardise: bool = False, dtype: torch.dtype = torch.float32, *, as_frame: bool = False
 ) -> FederatedData | pandas.DataFrame:
@@ -85,7 +103,7 @@ def _frame() -> pandas.DataFrame:
     import pandas  # it takes long to import
 
     tables = [_table(name) for name in HOSPITALS]
-    frame = pandas.DataFrame(numpy.concatenate(tables), columns=COLUMNS)
+    frame = pandas.DataFrame(numpy.concatenate(tables), columns=[*MEASURED, "disease"])
     for column in ("trestbps", "chol"):
         frame[column] = frame[column].where(frame[column] != 0)
     frame["disease"] = (frame["disease"] > 0).astype(float)

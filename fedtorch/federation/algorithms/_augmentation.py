@@ -1,19 +1,20 @@
 r"""Draws of the normal distribution of sites' rows with missing cells from its posterior: data augmentation.
 
-In the first round sites tell how many values of each column they have, and these values' sums and squares, which give the
-prior its units. In each other round every site draws its mean and its missing cells (`models.incomplete_normal`) and tells
-sums of the rows so completed; the server draws
+In the first round sites tell how many values of each column they have, and these values' sums and squares, which give
+the prior its units. In each other round every site draws its mean and its missing cells (`models.incomplete_normal`)
+and tells sums of the rows so completed; the server draws
 
 .. math::
-    \Sigma \sim \mathrm{IW}\bigl(n + \epsilon, \; \textstyle\sum_{ki} (z_{ki} - \mu_k)(z_{ki} - \mu_k)' + \epsilon S\bigr),
-    \quad \mu \sim N(\bar\mu_k, \mathrm{diag}(\tau) / K), \quad
-    \tau_j \sim \mathrm{IG}\bigl(\tfrac{K + \nu}{2}, \tfrac12 \textstyle\sum_k (\mu_{kj} - \mu_j)^2 + \tfrac12 \nu c S_j\bigr),
+    \Sigma \sim \mathrm{IW}\bigl(n + \epsilon, \textstyle\sum_{ki} r_{ki} r_{ki}' + \epsilon S\bigr), \quad
+    \mu \sim N(\bar\mu_k, \mathrm{diag}(\tau) / K), \quad
+    \tau_j \sim \mathrm{IG}\bigl(\tfrac12 (K + \nu), \tfrac12 \textstyle\sum_k (\mu_{kj} - \mu_j)^2
+    + \tfrac12 \nu c S_j\bigr), \qquad r_{ki} = z_{ki} - \mu_k,
 
-where S is diagonal with the columns' variances: ε weighs like a row whose columns are uncorrelated, which keeps constant
-columns and few rows from breaking the draws (Schafer's ridge prior). All chains are one more batch dimension.
+where S is diagonal with the columns' variances: ε weighs like a row whose columns are uncorrelated, which keeps
+constant columns and few rows from breaking the draws (Schafer's ridge prior). All chains are one more batch dimension.
 
-Source: Tanner and Wong (1987), "The calculation of posterior distributions by data augmentation", JASA 82; Schafer (1997),
-"Analysis of Incomplete Multivariate Data", sections 5.2.3 and 5.4.
+Source: Tanner and Wong (1987), "The calculation of posterior distributions by data augmentation", JASA 82; Schafer
+(1997), "Analysis of Incomplete Multivariate Data", sections 5.2.3 and 5.4.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
-from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithm import Reply
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
+from fedtorch.models.gibbs.imputation import Normal
 from fedtorch.models.incomplete_normal import Gaps, SiteNormal, drawn, gaps
 
 RIDGE = 1.0  # ε, in rows
@@ -46,7 +48,7 @@ class NormalDraws(NamedTuple):
 class _Sums(NamedTuple):
     """Hold what a site tells; of the first round, of observed values only."""
 
-    count: Tensor  # (p,) values of each column
+    count: Tensor  # type: ignore[assignment]  # (p,) values of each column
     first: Tensor  # (M, p) Σ residuals
     second: Tensor  # (M, p, p)
     place: Tensor  # (M, p) μ_k − μ
@@ -54,9 +56,11 @@ class _Sums(NamedTuple):
     sites: Tensor  # 1
 
 
-def augmentation(draws: int, between: bool) -> Algorithm:
-    """Build data augmentation with so many chains; see `normal_em`."""
-    return Algorithm(
+def augmentation(draws: int, between: bool, columns: int | None) -> dict[str, Any]:
+    """Return the fields of an `Algorithm`, data augmentation with so many chains; see `normal_em`."""
+    zeros = torch.zeros(columns or 0, dtype=torch.float64)
+    return dict(
+        start=None if columns is None else Normal(zeros, torch.eye(len(zeros), dtype=torch.float64)),
         settings={"algorithm": "normal_em", "draws": draws, "between": between},
         init=partial(_init, draws=draws),
         outbox=lambda server: (server.normal, server.version),
@@ -83,7 +87,7 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
     keys = random.fold_in(turn.key[:, None], torch.arange(chains, device=turn.key.device))
     some = max(1, _AT_ONCE // max(1, data.values.numel()))
     groups = [slice(m, m + some) for m in range(0, chains, some)]
-    each = [_completed(data, rows, tree.map(lambda leaf: leaf[:, g], normal), keys[:, g]) for g in groups]
+    each = [_completed(data, rows, SiteNormal(*(leaf[:, g] for leaf in normal)), keys[:, g]) for g in groups]
     first, second, place = (torch.cat(parts, 1) for parts in zip(*each))
     count = data.count.to(first.dtype)[:, None].expand(-1, first.shape[-1])
     return Reply(Sum(_Sums(count, first, second, place, place.square(), torch.ones_like(count[:, 0]))), state, {})

@@ -22,11 +22,13 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms._augmentation import augmentation
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.turn import Turn
+from fedtorch.models.estimates import Estimates
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 
-def normal_em(draws: int | None = None, *, between: bool = True) -> Algorithm:
+def normal_em(draws: int | None = None, *, between: bool = True, columns: int | None = None) -> Algorithm:
     """Build EM for the normal distribution of all sites' rows; a round is an iteration.
 
     Run it on data of `imputation.incomplete(...)`. Its parameters are where it starts, a `Normal` such as mean 0 and
@@ -39,6 +41,7 @@ def normal_em(draws: int | None = None, *, between: bool = True) -> Algorithm:
         draws: None for the estimate. Otherwise so many chains of data augmentation, whose latest draws of mean and
             covariance are `server.normal`, `(draws, ...)`; where they start is forgotten after some rounds.
         between: of draws, whether the sites' means differ, by variances that are drawn too.
+        columns: how many there are, with which draws need no parameters to start from; so sites build it.
 
     Raises:
         ValueError: fewer than one draw.
@@ -57,7 +60,7 @@ def normal_em(draws: int | None = None, *, between: bool = True) -> Algorithm:
     if draws is not None and draws < 1:
         raise ValueError(f"Expected at least one draw, but got draws={draws}; leave it away for the estimate")
     if draws is not None:
-        return augmentation(draws, between)
+        return Algorithm(**augmentation(draws, between, columns))
     return Algorithm(
         settings={"algorithm": "normal_em"},
         init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
@@ -65,6 +68,7 @@ def normal_em(draws: int | None = None, *, between: bool = True) -> Algorithm:
         client=_client,
         server=_server,
         model=lambda inbox, state: inbox,
+        estimates=_estimates,
     )
 
 
@@ -81,3 +85,21 @@ def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
 def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
     mean, second = aggregate.value
     return Normal(mean, second - mean[:, None] * mean)
+
+
+def _estimates(run: Any) -> Estimates:
+    """Return the maximum likelihood estimates, which have no intervals: means, SDs and correlations of the columns."""
+    mean, covariance = run.server
+    size, rows = len(mean), int(row_counts(run.population).sum())
+    columns = feature_names(run.population)
+    columns = (*columns, "response") if len(columns) == size - 1 else tuple(map(str, range(size)))
+    sd = covariance.diagonal().sqrt()
+    below = torch.tril_indices(size, size, -1)
+    pairs = list(zip(*below.tolist()))
+    names = (
+        *(f"mean({name})" for name in columns),
+        *(f"sd({name})" for name in columns),
+        *(f"cor({columns[j]}, {columns[i]})" for i, j in pairs),
+    )
+    values = torch.cat([mean, sd, (covariance / sd / sd[:, None])[below[0], below[1]]])
+    return Estimates(names, values[None], coefficients=size, n=(rows,) * len(names), about="maximum likelihood")

@@ -89,6 +89,7 @@ class Model(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the coordinates of φ
+    hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate where it is learnt
     prior: Prior
     project: Projection
     start: Start
@@ -124,6 +125,7 @@ def of(
     parts = _Parts(hierarchy, likelihood, noise is not None, default_rule(scales) if rule is None else rule)
     return Model(
         names=names,
+        hierarchy=hierarchy,
         prior=prior,
         project=partial(_project, parts),
         start=Start(partial(_summary, parts), partial(_estimate, parts)),
