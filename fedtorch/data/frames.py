@@ -194,7 +194,7 @@ def _of_columns(
         if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
             raise TypeError(
                 f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
-                "encode it, for example with pandas.get_dummies"
+                "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"
             )
     if gaps:
         cells = frame[[*features, target]].to_numpy(dtype=numpy.float64, na_value=numpy.nan)

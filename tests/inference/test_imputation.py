@@ -125,7 +125,7 @@ def test_runs_are_pooled_by_name() -> None:
 
 
 def test_close_to_mice() -> None:
-    """The package statsmodels imputes by chained equations and predictive means: estimates agree to a third of an sd."""
+    """Their imputation is by chained equations and predictive means: estimates agree to a third of an sd."""
     from statsmodels.imputation import mice
     from statsmodels.regression.linear_model import OLS
 
