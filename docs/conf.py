@@ -8,7 +8,10 @@ from pathlib import Path
 
 import fedtorch
 
-sys.path[:0] = [str(Path(__file__).parent / "_tools"), str(Path(__file__).parents[1])]  # pages.py and `experiments`
+ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(Path(__file__).parent / "_tools"), str(ROOT)]  # pages.py and `experiments`
+# Kernels that run the pages' cells are processes of their own; some cells import `experiments`.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
 project = "fedtorch"
 author = "the authors of fedtorch"

@@ -16,8 +16,8 @@ from experiments.result_pages import Reading
 
 READING = Reading(smaller="error")
 PARTS: Mapping[str, tuple[str, Callable[[int, int], dict[str, float]], int, int]] = {
-    "shared body": (heads.COMPOSED, heads.errors, 400, 4),  # its name there, what runs, rounds, and rounds of --smoke
-    "network of kinds": (network.COMPOSED, network.errors, 40, 3),
+    "shared body": (heads.COMPOSED, heads.errors, 400, 2),  # its name there, what runs, rounds, and rounds of --smoke
+    "network of kinds": (network.COMPOSED, network.errors, 40, 2),
 }
 
 

@@ -72,7 +72,8 @@ def read_rows(file: Path | str) -> dict[str, Any]:
     rows: tuple[Tensor, ...] | dict[str, Tensor] = {name: fields[name] for name in order}
     if fields.keys() == {str(i) for i in range(len(fields))}:
         rows = tuple(fields[str(i)] for i in range(len(fields)))
-    known = {name: tuple(about.get(name, ())) for name in ("names", "features")}
+    known: dict[str, Any] = {name: tuple(about.get(name, ())) for name in ("names", "features")}
+    known["design"] = about.get("design")
     return {"rows": rows, "counts": counts, "allow_empty": bool(about.get("allow_empty")), **known}
 
 

@@ -31,12 +31,13 @@ from torch import Tensor, nn
 
 from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
-from fedtorch.models.rows import regression_fields, regression_rows
+from fedtorch.models.rows import Observations, observations, regression_fields
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
 
 FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
+LINEAR_EXTRAS = ("offset", "weight")  # what linear models know beside x and y
 CLEAR = 1e-6  # eigenvalues above, relative to the largest, are as exact in any units
 _ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relative to the largest eigenvalue
 
@@ -194,8 +195,29 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
 
 
 def block_statistics(data: Any, features: int | None = None) -> SufficientStatistics:
-    """Return the statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `regression_rows`."""
-    return sufficient_statistics(*regression_rows(data, features))._replace(count=data.count.to(torch.float64))
+    """Return the statistics of a block with rows (x `(d,)`, y `()`), `(K, ...)`; errors as for `rows.observations`.
+
+    An offset is taken from y, and a weight w says that the row's variance is σ² / w: both are multiplied by w^½.
+
+    >>> import fedtorch as ft
+    >>> beside = {"offset": torch.ones(2), "weight": torch.tensor([4.0, 1.0])}
+    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([3.0, 2.0]), beside)])
+    >>> block_statistics(data.stack([0])).cross  # 4 (3 − 1) + (2 − 1)
+    tensor([[9.]], dtype=torch.float64)
+    """
+    x, y = _whitened(observations(data, features, LINEAR_EXTRAS))
+    return sufficient_statistics(x, y)._replace(count=data.count.to(torch.float64))
+
+
+def _whitened(rows: Observations) -> tuple[Tensor, Tensor]:
+    """Return x and y as rows of variance σ² without an offset."""
+    x, y = rows.x, rows.y
+    if rows.offset is not None:
+        y = y - rows.offset
+    if rows.weight is not None:
+        root = rows.weight.sqrt()
+        x, y = root[..., None] * x, root * y
+    return x, y
 
 
 def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:

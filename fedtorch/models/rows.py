@@ -1,5 +1,9 @@
 """Clients' rows as models take them in: the shapes that are expected, float64, finite.
 
+Rows of a regression are (x, y), or (x, y, {"offset": …, "weight": …, "trials": …}) with any of these names, a number
+for each row: what is added to the predictor, how much the row counts, and of how many trials y counts the successes.
+A model refuses the names that it does not know.
+
 >>> import torch, fedtorch as ft
 >>> from fedtorch.models import rows
 >>> data = ft.data.from_tensors([(torch.ones(3, 2), torch.ones(3, 1)), (torch.ones(1, 2), torch.ones(1, 1))])
@@ -9,12 +13,15 @@
 >>> rows.client_by_client(lambda own: own.mean(0), data.counts, x)  # each from its own rows
 tensor([[1., 1.],
         [1., 1.]], dtype=torch.float64)
+>>> groups = (torch.ones(3, 2), torch.tensor([1.0, 0.0, 4.0]), {"trials": torch.tensor([5.0, 2.0, 4.0])})
+>>> rows.observations(ft.data.from_tensors([groups]).stack([0])).trials
+tensor([[5., 2., 4.]], dtype=torch.float64)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +29,90 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import BadClients
 from fedtorch.tree import Tree
+
+EXTRAS = ("offset", "weight", "trials")
+_MISSING = "; fill missing values by fedtorch.models.gibbs.imputation.impute"
+_INSTEAD = f"{_MISSING}, or in every round by imputation.imputing"
+
+
+class Observations(NamedTuple):
+    """Hold the rows of a regression, float64, all zero where there is no row."""
+
+    x: Tensor  # (K, N, d)
+    y: Tensor  # (K, N)
+    offset: Tensor | None = None  # (K, N) added to the linear predictor
+    weight: Tensor | None = None  # (K, N) positive
+    trials: Tensor | None = None  # (K, N) whole, at least 1
+
+
+def observations(data: Any, features: int | None = None, extras: Sequence[str] = EXTRAS) -> Observations:
+    """Return the rows of a block with what they have beside x and y.
+
+    Args:
+        data: `ClientData` of rows (x `(d,)`, y `()` or `(1,)`), or of these and a dict of numbers by name.
+        features: d, where it is known.
+        extras: the names that the model knows.
+
+    Raises:
+        ValueError: rows of another form, or with a name that the model does not know; `BadClients`: NaN or Inf, weights
+            that are not positive, trials that are not whole numbers from 1.
+    """
+    pair, beside = _parted(data.batch, extras)
+    x, y = regression_fields(pair, features)
+    x, y = _checked(data, x, "x", _INSTEAD), _checked(data, y, "y", _INSTEAD)
+    more = {name: _checked(data, _column(values, name, y), name, "") for name, values in beside.items()}
+    if "weight" in more:
+        bad = (more["weight"] <= 0) & data.mask
+        refuse(bad.any(1), f"Expected positive weights, but got {_some(more['weight'], bad)}; leave such rows out")
+    if "trials" in more:
+        bad = ((more["trials"] < 1) | (more["trials"] != more["trials"].round())) & data.mask
+        refuse(
+            bad.any(1),
+            f"Expected trials, whole numbers from 1, but got {_some(more['trials'], bad)}; leave rows without any out",
+        )
+    return Observations(x, y, **more)
+
+
+def log_weights(data: Any) -> Tensor:
+    """Return Σ log w of each client's rows, `(K,)`; zeros where rows have no weights.
+
+    >>> import fedtorch as ft
+    >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.ones(2), {"weight": torch.tensor([4.0, 0.5])})])
+    >>> log_weights(data.stack([0])).exp()
+    tensor([2.], dtype=torch.float64)
+    """
+    weight = _parted(data.batch, EXTRAS)[1].get("weight")
+    if weight is None:
+        return torch.zeros(len(data.count), dtype=torch.float64, device=data.count.device)
+    weight = weight.to(torch.float64).reshape(data.mask.shape)
+    return torch.where(data.mask, weight, 1.0).log().sum(1)
+
+
+def _parted(batch: Tree, extras: Sequence[str]) -> tuple[Tree, Mapping[str, Tensor]]:
+    """Return rows without their third field, and that field, whose names must be known."""
+    if not (isinstance(batch, tuple) and len(batch) == 3 and isinstance(batch[2], Mapping)):
+        return batch, {}
+    unknown = [name for name in batch[2] if name not in extras]
+    if unknown:
+        raise ValueError(
+            f"Expected rows (x, y) with {' or '.join(extras) or 'nothing'} beside them, as this model knows, but got "
+            f"{', '.join(map(repr, unknown))}; leave it out, or use another model"
+        )
+    return tuple(batch[:2]), batch[2]
+
+
+def _column(values: Tensor, name: str, y: Tensor) -> Tensor:
+    if values.shape not in (y.shape, (*y.shape, 1)):
+        raise ValueError(f"Expected one number a row as {name}, but got shape {tuple(values.shape[2:])}")
+    return values.reshape(y.shape)
+
+
+def _some(values: Tensor, bad: Tensor) -> str:
+    """Return the least and greatest of the bad values."""
+    if not bool(bad.any()):
+        return ""
+    least, greatest = float(values[bad].min()), float(values[bad].max())
+    return f"{least:g}" if least == greatest else f"{least:g} to {greatest:g}"
 
 
 def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Tensor]:
@@ -34,9 +125,7 @@ def regression_rows(data: Any, features: int | None = None) -> tuple[Tensor, Ten
     Raises:
         ValueError: rows of another form; `BadClients`: NaN or Inf in them.
     """
-    x, y = regression_fields(data.batch, features)
-    instead = ", or in every round by imputation.imputing"
-    return _checked(data, x, "x", instead), _checked(data, y, "y", instead)
+    return observations(data, features, ())[:2]
 
 
 def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor, Tensor]:
@@ -46,6 +135,7 @@ def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor,
     >>> x.shape, y.shape
     (torch.Size([2, 5, 3]), torch.Size([2, 5]))
     """
+    batch, _ = _parted(batch, ())
     leaves = tree.leaves(batch)
     shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
     wanted = [len(shape) == 1 for shape in shapes[:1]] if features is None else [shapes[:1] == [(features,)]]
@@ -73,7 +163,7 @@ def variable_rows(data: Any) -> Tensor:
     (y,) = tree.leaves(data.batch)
     if y.shape[-1] < 2:
         raise ValueError(f"Expected at least 2 variables, but got {y.shape[-1]}")
-    return _checked(data, y, "y")
+    return _checked(data, y, "y", _MISSING)
 
 
 def refuse(bad: Tensor, message: str) -> None:
@@ -95,12 +185,8 @@ def client_by_client(function: Callable[..., Tree], count: Tensor, *leaves: Tens
     return tree.take(tree.stack(alike), slice(len(results)))
 
 
-def _checked(data: Any, values: Tensor, name: str, instead: str = "") -> Tensor:
+def _checked(data: Any, values: Tensor, name: str, remedy: str) -> Tensor:
     values = values.to(torch.float64)
-    refuse(
-        ~values.flatten(1).isfinite().all(1),
-        f"Expected finite {name}, but got NaN or Inf; fill missing values by "
-        f"fedtorch.models.gibbs.imputation.impute{instead}",
-    )
+    refuse(~values.flatten(1).isfinite().all(1), f"Expected finite {name}, but got NaN or Inf{remedy}")
     mask = data.mask
     return values if bool(mask.all()) else torch.where(tree.along(mask, values), values, 0.0)

@@ -24,9 +24,10 @@ from torch import Tensor
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
+from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
-from fedtorch.models.rows import regression_rows
+from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
 
 __all__ = ["logistic", "poisson"]
 
@@ -43,25 +44,34 @@ class _Rows(NamedTuple):
 
     x: Tensor  # (K, N, d), zero beyond a client's count
     columns: Tensor  # (K, d, N) the same in another order, which products with many coefficients take four times faster
-    statistic: Tensor  # (K, d) Σ t x
+    statistic: Tensor  # (K, d) Σ w t x
     mask: Tensor  # (K, N)
+    offset: Tensor | None  # (K, N) of the linear predictors
+    times: Tensor | None  # (K, N) how often a row counts, weight × trials, zero beyond a client's count; None for once
     constant: Tensor  # (K,) the part of the log-likelihood that has no θ
     count: Tensor  # type: ignore[assignment]  # (K,)
 
 
 class ExponentialFamily(NamedTuple):
-    """A log-concave family: log p(y | η) = t(y) η − b(η), up to a constant, for linear predictors η = x'θ."""
+    """A log-concave family: log p(y | η) = t η − n b(η), up to a constant, for η = x'θ + offset and n trials."""
 
-    response: Callable[[Tensor], Tensor]  # y -> t(y); raises ValueError for responses that do not fit
-    constant: Callable[[Tensor], Tensor]  # y -> the rest of log p
-    cumulant: Callable[[Tensor, _Rows], Tensor]  # η (K, R, N), which it may overwrite, of rows -> Σ b (K, R)
+    extras: tuple[str, ...]  # what it knows beside x and y
+    response: Callable[
+        [Observations, Tensor], Tensor
+    ]  # rows, mask -> t; raises `BadClients` for responses that don't fit
+    constant: Callable[[Observations], Tensor]  # -> the rest of log p
+    cumulant: Callable[[Tensor, _Rows], Tensor]  # η (K, R, N), which it may overwrite, of rows -> Σ times b (K, R)
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
+    outcome: Family | None = None  # of one response
 
 
 def logistic(
     hierarchy: Hierarchy, *, rule: QuadratureRule | None = None, inner: QuadratureRule | str | None = "default"
 ) -> Model:
-    """Return the model of y ∈ {0, 1} with log-odds x'θ_k; see `generalised` for the arguments.
+    """Return the model of y ∈ {0, 1}, or of y successes of a row's trials, with log-odds x'θ_k.
+
+    Rows may have an offset of the log-odds, weights (powers of the likelihood) and trials, (x, y, {"trials": n}). See
+    `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -78,7 +88,9 @@ def logistic(
 def poisson(
     hierarchy: Hierarchy, *, rule: QuadratureRule | None = None, inner: QuadratureRule | str | None = "default"
 ) -> Model:
-    """Count y with log mean x'θ_k; see `generalised` for the arguments.
+    """Count y with log mean x'θ_k; rows may have an offset of it, such as a log exposure, and weights.
+
+    See `generalised` for the arguments.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -113,10 +125,23 @@ def generalised(
         inner = gauss_hermite(features, 7) if features <= _PRODUCT else two_shells(features)
 
     def prepare(data: Any) -> _Rows:
-        x, y = regression_rows(data, features)
-        response = (family.response(y) * data.mask)[:, None]
-        constant = (family.constant(y) * data.mask).sum(1)
-        return _Rows(x, x.mT.contiguous(), (response @ x)[:, 0], data.mask, constant, data.count)
+        rows, mask = observations(data, features, family.extras), data.mask
+        response, constant = family.response(rows, mask) * mask, family.constant(rows) * mask
+        if rows.weight is not None:
+            response, constant = response * rows.weight, constant * rows.weight
+        if rows.offset is not None:
+            constant = constant + response * rows.offset
+        known = [part for part in (rows.weight, rows.trials) if part is not None]
+        return _Rows(
+            x=rows.x,
+            columns=rows.x.mT.contiguous(),
+            statistic=(response[:, None] @ rows.x)[:, 0],
+            mask=mask,
+            offset=rows.offset,
+            times=math.prod(known[1:], start=known[0]) if known else None,
+            constant=constant.sum(1),
+            count=data.count,
+        )
 
     def local(data: _Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         prior = _White(mean, torch.linalg.cholesky_ex(covariance).L)
@@ -139,7 +164,7 @@ def generalised(
     def size(data: _Rows) -> int:
         return max(data.x.shape[1], features * (1 if inner is None else len(inner.weights)))
 
-    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size)
+    likelihood = DeviceLikelihood(prepare, local, None, lambda data: data.count, size, family.outcome)
     return of(hierarchy, likelihood, rule=rule)
 
 
@@ -164,7 +189,14 @@ def _log_likelihood(family: ExponentialFamily, data: _Rows, theta: Tensor) -> Te
 def _in_blocks(sums: Callable[[Tensor], tuple[Tensor, ...]], data: _Rows, theta: Tensor) -> list[Tensor]:
     """Call sums over rows, functions of η, for some θ of `(K, P, d)` at a time, so that η stays in a cache."""
     size = max(1, _CACHED // max(1, data.mask.numel()))
-    return [torch.cat(parts, 1) for parts in zip(*[sums(part @ data.columns) for part in torch.split(theta, size, 1)])]
+    every = [sums(_predictors(data, part)) for part in torch.split(theta, size, 1)]
+    return [torch.cat(parts, 1) for parts in zip(*every)]
+
+
+def _predictors(data: _Rows, theta: Tensor) -> Tensor:
+    """Return η `(K, P, N)` at θ `(K, P, d)`."""
+    eta = theta @ data.columns
+    return eta if data.offset is None else eta.add_(data.offset[:, None])
 
 
 def _mode(family: ExponentialFamily, data: _Rows, prior: _White) -> tuple[Tensor, Tensor, Tensor]:
@@ -177,6 +209,8 @@ def _mode(family: ExponentialFamily, data: _Rows, prior: _White) -> tuple[Tensor
 
     def slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
         first, second = family.slopes(eta)
+        if data.times is not None:
+            first, second = first * data.times[:, None], second * data.times[:, None]
         return first @ data.x, second @ products
 
     def expanded(u: Tensor) -> tuple[Tensor, Tensor]:
@@ -232,6 +266,9 @@ def _sum_log_cosh(eta: Tensor, rows: _Rows) -> Tensor:
 
     Rows that are none have η = 0 and count log 2 each; products of 512 numbers of at least ½ do not underflow.
     """
+    if rows.times is not None:
+        size = eta.abs_()
+        return ((size / 2 + size.neg().exp_().log1p_()) @ rows.times[..., None])[..., 0]
     none = (eta.shape[-1] - rows.count).to(eta.dtype)[:, None]
     total = eta.abs_().sum(-1).div_(2).sub_(none, alpha=math.log(2))
     for part in torch.split(eta.sigmoid_(), _TOGETHER, -1):
@@ -246,7 +283,9 @@ def _logistic_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _sum_exp(eta: Tensor, rows: _Rows) -> Tensor:
-    return (eta.clamp_(max=_FURTHEST).exp_() @ rows.mask.to(eta.dtype)[..., None])[..., 0]
+    return (
+        eta.clamp_(max=_FURTHEST).exp_() @ (rows.mask.to(eta.dtype) if rows.times is None else rows.times)[..., None]
+    )[..., 0]
 
 
 def _poisson_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,17 +293,41 @@ def _poisson_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
     return rate, rate
 
 
-def _binary(y: Tensor) -> Tensor:
-    if not bool(((y == 0) | (y == 1)).all()):
-        raise ValueError(f"Expected responses 0 or 1, but got {float(y.min())} to {float(y.max())}; use another model")
-    return y - 0.5
+def _successes(rows: Observations, mask: Tensor) -> Tensor:
+    y, trials = rows.y, rows.trials
+    most = torch.ones_like(y) if trials is None else trials
+    bad = ~((y >= 0) & (y <= most) & (y == y.round())) & mask
+    expected = "responses 0 or 1" if trials is None else "successes, whole numbers from 0 to the row's trials"
+    refuse(bad.any(1), f"Expected {expected}, but got {_shown(y, trials, mask, bad)}; use another model")
+    return y - most / 2
 
 
-def _counts(y: Tensor) -> Tensor:
-    if not bool(((y >= 0) & (y == y.round())).all()):
-        raise ValueError(f"Expected counts, but got {float(y.min())} to {float(y.max())}; use a linear model")
-    return y
+def _log_choices(rows: Observations) -> Tensor:
+    """Return the logarithm of n over y."""
+    if rows.trials is None:
+        return torch.zeros_like(rows.y)
+    n, y = rows.trials, rows.y
+    return torch.lgamma(n + 1) - torch.lgamma(y + 1) - torch.lgamma(n - y + 1)
 
 
-_BINARY = ExponentialFamily(_binary, torch.zeros_like, _sum_log_cosh, _logistic_slopes)
-_COUNTS = ExponentialFamily(_counts, lambda y: -torch.lgamma(y + 1), _sum_exp, _poisson_slopes)
+def _counts(rows: Observations, mask: Tensor) -> Tensor:
+    bad = ~((rows.y >= 0) & (rows.y == rows.y.round())) & mask
+    refuse(bad.any(1), f"Expected counts, but got {_shown(rows.y, None, mask, bad)}; use a linear model")
+    return rows.y
+
+
+def _shown(y: Tensor, trials: Tensor | None, mask: Tensor, bad: Tensor) -> str:
+    """Return the range of y of the clients who have a bad one, or, with trials, the first bad one and its trials."""
+    if not bool(bad.any()):
+        return ""
+    if trials is not None:
+        return f"{float(y[bad][0]):g} of {float(trials[bad][0]):g} in y"
+    which = bad.any(1)
+    values = y[which][mask[which]]
+    return f"{float(values.min())} to {float(values.max())} in y"
+
+
+_BINARY = ExponentialFamily(EXTRAS, _successes, _log_choices, _sum_log_cosh, _logistic_slopes, LOGISTIC)
+_COUNTS = ExponentialFamily(
+    ("offset", "weight"), _counts, lambda rows: -torch.lgamma(rows.y + 1), _sum_exp, _poisson_slopes, POISSON
+)

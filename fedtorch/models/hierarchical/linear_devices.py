@@ -34,11 +34,12 @@ from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
+from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
 from fedtorch.models.quadrature import QuadratureRule
-from fedtorch.models.rows import refuse
+from fedtorch.models.rows import log_weights, refuse
 
 
 def linear(
@@ -48,7 +49,7 @@ def linear(
     rule: QuadratureRule | None = None,
     statistics: Callable[[Any, int], SufficientStatistics] = block_statistics,
 ) -> Model:
-    """Return linear regression: y_k ~ N(X_k θ_k, σ² I).
+    """Return linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), as far as rows have an offset or a weight.
 
     Args:
         hierarchy: of the coefficients, such as `normal(d)`.
@@ -67,7 +68,8 @@ def linear(
 
     def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         known = data.log_noise[:, None].expand(mean.shape[:2])
-        return _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
+        found = _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
+        return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
 
     def prepare(data: Any) -> _Data:
         sums = statistics(data, hierarchy.mean.shape[0])
@@ -77,7 +79,7 @@ def linear(
             known = noise(sums) if callable(noise) else torch.full_like(sums.power, noise)
         bad = ~((known > 0) & known.isfinite())
         refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
-        return _Data(reduced(sums), known.log())
+        return _Data(reduced(sums), known.log(), log_weights(data))
 
     likelihood = DeviceLikelihood(
         prepare,
@@ -85,6 +87,7 @@ def linear(
         lambda data, mean, covariance: _residual(data.rows, mean, covariance),
         lambda data: data.rows.count,
         lambda data: 1,
+        GAUSSIAN,
     )
     return of(hierarchy, likelihood, noise=noise if isinstance(noise, Hyperprior) else None, rule=rule)
 
@@ -128,6 +131,7 @@ class _Data(NamedTuple):
 
     rows: Reduced
     log_noise: Tensor  # (K,) where the noise is known, and 0 where it is learnt
+    log_weights: Tensor  # (K,) Σ log w, where a row's variance is σ² / w
 
 
 def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from fedtorch import linalg
+from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
 from fedtorch.models.rows import regression_fields
 from fedtorch.networks.network import Network
@@ -124,7 +124,7 @@ class _Rows:
     """All rows, one after the other."""
 
     def __init__(self, data: FederatedData) -> None:
-        x, y = regression_fields(tuple(leaf[None] for leaf in data.rows))
+        x, y = regression_fields(tree.map(lambda leaf: leaf[None], data.rows))
         self.x, self.y = x[0].to(torch.float64), y[0].to(torch.float64)
         counts = data.counts.to(self.x.device)
         self.node = torch.arange(len(counts), device=self.x.device).repeat_interleave(counts)

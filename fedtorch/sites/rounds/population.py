@@ -157,6 +157,12 @@ class Remote:
         raise ValueError("Expected rows in this process, but they are at the sites; ask for what can be computed there")
 
     @property
+    def counts(self) -> Tensor:
+        """Return how many rows the sites say that each client has, `(K,)`."""
+        asked = self.plan.sites
+        return torch.tensor([rows for name in asked.names for rows in asked.bring[name].rows])
+
+    @property
     def troubles(self) -> dict[str, str]:
         """Return the last reason why a site did not do what it was asked, by site."""
         return dict(self.plan.sites.troubles)

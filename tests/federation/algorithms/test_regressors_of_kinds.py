@@ -61,6 +61,7 @@ def test_regressors_and_modules_reach_the_dense_solution_together(cohort: int | 
     assert distance(torch.stack(found), dense_lines()) < 1e-8  # it contracts by a third a round
 
 
+@pytest.mark.slow
 def test_networks_of_different_widths_stop_where_the_objective_is_stationary() -> None:
     modules, path, data = [network(1, 5), network(3, 6)], ft.Network([[0, 1]], [0.7]), DATA.select([2, 4])
     algorithm = gtv_regressors([descent(module, 40, 0.05) for module in modules], path, ALPHA, INPUTS)
@@ -94,7 +95,7 @@ def test_one_step_solvers_take_steps_on_the_whole_objective() -> None:
             loss = loss + ALPHA * 0.7 * (plain(INPUTS)[:, 0] - own).square().mean()
         loss.backward()
         optimizer.step()
-    assert distance(dict(fitted(run)[1].named_parameters()), dict(plain.named_parameters())) < 100 * ROUNDING
+    assert distance(dict(fitted(run)[1].state_dict()), dict(plain.state_dict())) < 100 * ROUNDING
 
 
 def test_classifiers_of_two_kinds_are_labelled_by_their_neighbours() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, Poisson
+from torch.distributions import Bernoulli, Binomial, Poisson
 
 import fedtorch as ft
 from fedtorch.models import hierarchical
@@ -63,3 +65,83 @@ def test_without_deviations_a_factor_is_the_likelihood(kind: str, counts: tuple[
         expected, score = law.log_prob(y[k]).sum(-1), (y[k] - law.mean) @ x[k]
         variance = torch.finfo(torch.float64).eps * score.square().sum(-1)  # of a fixed effect: one rounding error
         assert ((found[k] - expected).abs() < 1e-12 * expected.abs() + variance).all()
+
+
+def block(*client: object) -> ft.data.ClientData:
+    return ft.data.from_tensors([client]).stack([0])
+
+
+def beside(kind: str) -> dict[str, Tensor]:
+    """What rows have beside x and y."""
+    more = {"offset": draw(7, seed=8), "weight": torch.tensor([1.0, 2.0, 1.0, 3.0, 1.0, 1.0, 2.0]).double()}
+    return more | ({"trials": torch.tensor([1.0, 4.0, 2.0, 9.0, 1.0, 3.0, 5.0]).double()} if kind == "logistic" else {})
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+def test_offset_weight_and_trials_are_those_of_statsmodels(kind: str) -> None:
+    statsmodels = pytest.importorskip("statsmodels.api")
+    x, y, more = draw(7, 2, seed=4), torch.tensor([0.0, 3, 1, 2, 1, 0, 4]).double(), beside(kind)
+    endog, family = y, statsmodels.families.Poisson()
+    if kind == "logistic":
+        endog, family = torch.stack([y, more["trials"] - y], 1), statsmodels.families.Binomial()
+    peer = statsmodels.GLM(endog.numpy(), x.numpy(), family, offset=more["offset"], freq_weights=more["weight"])
+    model, phi = getattr(generalised, kind)(hierarchical.normal(2, random=[])), draw(1, 5, 2, seed=5)
+    found = model.log_factor(phi, model.prepare(block(x, y, more)))[0]
+    expected = torch.tensor([peer.loglike(each.numpy()) for each in phi[0]])
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-10)
+
+
+@pytest.mark.parametrize("random", [[], [0, 1]])
+def test_rows_of_trials_are_rows_of_single_ones(random: list[int]) -> None:
+    """Also with weights 2, which are two equal rows, beside a client that has fewer of them."""
+    x, y, more = draw(7, 2, seed=4), torch.tensor([0.0, 3, 1, 2, 1, 0, 4]).double(), beside("logistic")
+    n, weight = more["trials"].long(), more["weight"].long()
+    each = torch.arange(7).repeat_interleave(n * weight)
+    single = torch.cat([(torch.arange(int(m)) < s).double().repeat(int(w)) for m, s, w in zip(n, y, weight)])
+    model = generalised.logistic(hierarchical.normal(2, random=random))
+    phi = draw(2, 5, 2 + len(random), seed=5)
+    some = {name: values[:3] for name, values in more.items()}
+    few = each[each < 3]
+    grouped = ft.data.from_tensors([(x, y, more), (x[:3], y[:3], some)])
+    expanded = ft.data.from_tensors([(x[at], single[: len(at)], {"offset": more["offset"][at]}) for at in (each, few)])
+    found, expected = (model.log_factor(phi, model.prepare(data.stack([0, 1]))) for data in (grouped, expanded))
+    choices = Binomial(more["trials"], logits=torch.zeros(7).double()).log_prob(y) + more["trials"] * math.log(2)
+    constant = torch.stack([(more["weight"] * choices).sum(), (more["weight"] * choices)[:3].sum()])
+    assert torch.allclose(found, expected + constant[:, None], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    ("kind", "y", "more", "message"),
+    [
+        (
+            "logistic",
+            4.0,
+            {"trials": 3.0},
+            "Expected successes, whole numbers from 0 to the row's trials, but got 4 of 3 in y",
+        ),
+        ("logistic", 1.0, {"trials": 0.0}, "Expected trials, whole numbers from 1, but got 0"),
+        ("logistic", 1.0, {"trials": 1.5}, "Expected trials, whole numbers from 1, but got 1.5"),
+        ("poisson", 1.0, {"weight": -1.0}, "Expected positive weights, but got -1"),
+        ("poisson", -1.0, {}, "Expected counts, but got -1.0 to -1.0 in y"),
+    ],
+)
+def test_bad_rows_name_their_client(kind: str, y: float, more: dict[str, float], message: str) -> None:
+    good = (torch.ones(2, 1), torch.ones(2), {name: torch.ones(2) for name in more})
+    bad = (torch.ones(1, 1), torch.tensor([y]), {name: torch.tensor([value]) for name, value in more.items()})
+    data = ft.data.from_tensors([good, bad], names=["north", "south"])
+    model = getattr(generalised, kind)(hierarchical.normal(1))
+    with pytest.raises(ft.BadClients, match=message) as caught:
+        model.prepare(data.stack([0, 1]))
+    assert caught.value.rows == [1]
+    with pytest.raises(ValueError, match=f"'south'.*{message}|{message}.*'south'"):
+        ft.run(ft.ep(model), ft.InProcess(data), rounds=1)
+
+
+def test_names_that_a_model_does_not_know_are_refused() -> None:
+    rows = (torch.ones(2, 1), torch.ones(2), {"trials": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"Expected rows .x, y. with offset or weight beside them.*but got 'trials'"):
+        generalised.poisson(hierarchical.normal(1)).prepare(block(*rows))
+    with pytest.raises(ValueError, match="but got 'ofset'; leave it out"):
+        generalised.logistic(hierarchical.normal(1)).prepare(block(*rows[:2], {"ofset": torch.ones(2)}))
+    with pytest.raises(ValueError, match=r"Expected one number a row as trials, but got shape \(3,\)"):
+        generalised.logistic(hierarchical.normal(1)).prepare(block(*rows[:2], {"trials": torch.ones(2, 3)}))

@@ -396,3 +396,19 @@ def test_against_nuts() -> None:
     assert float(((better.posterior.mean - draws.mean(0)) / draws.std(0)).abs().max()) < 0.1
     assert float((better.posterior.stddev / draws.std(0) - 1).abs().max()) < 0.05
     assert float((q.stddev / better.posterior.stddev - 1).abs().max()) < 0.05
+
+
+def test_offset_and_weight_of_a_linear_device() -> None:
+    """Rows y ~ N(x'θ + offset, σ² / weight), beside the normal density of all of them."""
+    x, y, offset, weight = draw(6, 2, seed=1), draw(6, seed=2), draw(6, seed=3), draw(6, seed=4).exp()
+    model = hierarchical.linear(hierarchical.normal(2))
+    data = ft.data.from_tensors(
+        [(x, y, {"offset": offset, "weight": weight}), (x[:2], y[:2], {"offset": offset[:2], "weight": weight[:2]})]
+    )
+    phi = 0.5 * draw(2, 3, 5, seed=5)
+    found = model.log_factor(phi, model.prepare(data.stack([0, 1])))
+    for k, n in enumerate((6, 2)):
+        for at, value in zip(phi[k], found[k]):
+            covariance = (x * at[2:4].exp()) @ x.T + torch.diag(at[4].exp() / weight)
+            law = MultivariateNormal((x @ at[:2] + offset)[:n], covariance[:n, :n])
+            assert abs(float(law.log_prob(y[:n]) - value)) < 1e-10
