@@ -11,6 +11,7 @@ import fedtorch as ft
 from fedtorch.models import hierarchical
 
 COMPOSED = "shared body, HM1 heads, alternating"
+PARTS = "FedAvg", "personal heads", "shared body, heads on their own", "personal heads' body, then HM1"
 NOISE = 0.1  # sd of a row's response
 INPUTS, FEATURES = 5, 8
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 
 COMPOSED = "four kinds of models, coupled"
+PARTS = "each alone", "the best of them alone"
 NOISE = 0.1
 ALPHA = 0.3
 KINDS = ("tree", "kernel ridge", "Gaussian process", "neural network")

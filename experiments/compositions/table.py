@@ -7,6 +7,7 @@ held out; of each composition also its ratio to the best of its parts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
@@ -15,9 +16,21 @@ from experiments.compositions import heads, network
 from experiments.result_pages import Reading
 
 READING = Reading(smaller="error")
-PARTS: Mapping[str, tuple[str, Callable[[int, int], dict[str, float]], int, int]] = {
-    "shared body": (heads.COMPOSED, heads.errors, 400, 2),  # its name there, what runs, rounds, and rounds of --smoke
-    "network of kinds": (network.COMPOSED, network.errors, 40, 2),
+
+
+class Composition(NamedTuple):
+    """A composition, and what it is compared with."""
+
+    errors: Callable[[int, int], dict[str, float]]  # (seed, rounds) -> of every way
+    composed: str  # its own name there
+    parts: tuple[str, ...]  # those of the ways that are its parts; the others are other compositions
+    rounds: int
+    few: int  # rounds of --smoke
+
+
+COMPOSITIONS = {
+    "shared body": Composition(heads.errors, heads.COMPOSED, heads.PARTS, 400, 2),
+    "network of kinds": Composition(network.errors, network.COMPOSED, network.PARTS, 40, 2),
 }
 
 
@@ -26,7 +39,7 @@ def draw(rows: Mapping[str, Mapping[str, float]]) -> Figure:
     figure, panels = common.subplots(len(rows), 1, figsize=(9, 2.6 * len(rows)))
     for axes, (name, errors) in zip(panels, rows.items()):
         ways = sorted(errors, key=lambda way: -errors[way])
-        colours = ["C0" if way == PARTS[name][0] else "0.75" for way in ways]
+        colours = ["C0" if way == COMPOSITIONS[name].composed else "0.75" for way in ways]
         axes.barh(ways, [errors[way] for way in ways], color=colours)
         axes.set_xscale("log")
         axes.set_title(name, loc="left", fontsize=10)
@@ -38,12 +51,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run all ways, print the table, and draw it."""
     options = common.arguments(__doc__).parse_args(argv)
     rows, shown = [], {}
-    for name, (composed, errors, rounds, few) in PARTS.items():
+    for name, (errors, composed, parts, rounds, few) in COMPOSITIONS.items():
         runs = [errors(seed, few if options.smoke else rounds) for seed in range(options.seeds)]
         means = common.by_metric(runs)
         shown[name] = {way: sum(values) / len(values) for way, values in means.items()}
         rows += [common.row(f"{name}: {way}", "error", values) for way, values in means.items()]
-        best = [min(value for way, value in run.items() if way != composed) for run in runs]
+        best = [min(run[way] for way in parts) for run in runs]
         ratios = [run[composed] / least for run, least in zip(runs, best)]
         rows.append(common.row(f"{name}: {composed}", "error, of the best of its parts", ratios))
     common.show_rows(f"Compositions ({common.machine()})", rows, ".4f")

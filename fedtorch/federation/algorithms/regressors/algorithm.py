@@ -139,7 +139,8 @@ def gtv_regressors(
 
     def client(inbox: Neighbourhood, state: _State, data: ClientData, turn: Turn) -> Reply:
         rows = _rows(inbox.heard, data, alpha)
-        begun, kept = state.told.weight.tolist(), state.kept.clone()
+        kept = state.kept.clone()
+        begun = state.told.weight.tolist() if nodes.size else [0.0] * len(rows)
         predictions, losses = torch.zeros_like(state.told.predictions), torch.zeros_like(state.told.weight)
         for k, number in enumerate(inbox.heard.number.tolist()):
             model = nodes(number)
@@ -192,21 +193,21 @@ def fitted(run: Run) -> list[Any]:
         )
     kept = run.tensors()["kept"]
     inbox = run.algorithm.exchange.scatter(run.outbox, slice(0, len(data))).heard
-    rows = [_node_rows(inbox, k, x, y, settings["alpha"]) for k, (x, y) in enumerate(data)]
+    rows = _rows(inbox, data.stack(range(len(data))), settings["alpha"])
     nodes: list[Node] = [settings["nodes"](k) for k in range(len(data))]
     return [each.model(kept[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
 
 
 def _rows(inbox: _Outbox, data: ClientData, alpha: float) -> list[NodeRows]:
     """Return what each node of a block fits, on the CPU."""
-    inbox, (x, y) = tree.to((inbox, data.batch), "cpu")
-    return [_node_rows(inbox, k, x[k, :n], y[k, :n], alpha) for k, n in enumerate(data.count.tolist())]
-
-
-def _node_rows(inbox: _Outbox, k: int, x: Tensor, y: Tensor, alpha: float) -> NodeRows:
-    weight = float(inbox.heard.weight[k])
-    mean = inbox.heard.predictions[k].cpu() / (weight if weight > 0 else 1.0)
-    return NodeRows(x.cpu(), y.cpu(), inbox.inputs[k].cpu(), mean, alpha * weight)
+    x, y, inputs, predictions = [
+        torch.from_numpy(leaf.cpu().numpy().copy()) for leaf in (*data.batch, inbox.inputs, inbox.heard.predictions)
+    ]
+    rows = zip(x, y, inputs, predictions, inbox.heard.weight.tolist(), data.count.tolist())
+    return [
+        NodeRows(x[:n], y[:n], shared, heard / (weight if weight > 0 else 1.0), alpha * weight)
+        for x, y, shared, heard, weight, n in rows
+    ]
 
 
 def _alone(turn: Turn, k: int, model: Node) -> Turn | None:
