@@ -58,6 +58,7 @@ READS = {  # numbers read from what a device would hold in a round, where they a
     "fedmgp": 3,  # whether factors of units were found, and that of the server, which may be elsewhere
     "feddyn": 3,  # which least squares are open or inexact, as an exact local solver must know; the total weight
     "gtv_regressors": 5,  # scikit-learn's arguments: rows x and y, what neighbours say, and their weights
+    "maximum_likelihood": 3,  # client: whether to start; server: whether all answered, to start; messages finite
     "matrix_normal": 4,  # the rank and the steps of a bisection, both sizes; whether the noise is known
     "without_server": 8,  # the sums at six nodes; whether they are whole numbers, and messages finite
 }
@@ -105,6 +106,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
+    "maximum_likelihood": lambda: ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(3))),
     "normal_em": normal_em,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),

@@ -24,7 +24,7 @@ from fedtorch.federation.populations.population import Clients, Population, chec
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers
-from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.faults import Fates, Faults, check_work, fates, shares_of_work
 from fedtorch.federation.runs.resuming import Resumable
 from fedtorch.federation.runs.scored import Scored
 from fedtorch.federation.runs.server_module import Modules
@@ -51,7 +51,8 @@ class Run(Scored, Resumable):
         population: who computes, and where.
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round, drawn uniformly without replacement; which, by their
-            ids; or a function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
+            ids; or a function of the round's key and of the number of rounds before it, called once a round, such as
+            `ft.poisson_cohort`; None asks everybody.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
@@ -97,6 +98,7 @@ class Run(Scored, Resumable):
         parameters = start_of(algorithm, parameters)
         if faults is not None:
             expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
+            check_work(faults, algorithm)
         clients = len(population.names)
         self.algorithm, self.population, self.seed = algorithm, population, seed
         self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
@@ -128,11 +130,12 @@ class Run(Scored, Resumable):
         keys, done = self._keys(self.number), self.number
         if algorithm.schedule is not None and algorithm.schedule.rounds is not None:
             check_round(algorithm.schedule, done + 1)
-        asked = None if self._draw is None else self._draw(keys.cohort)
+        asked = None if self._draw is None else self._draw(keys.cohort, done)
         if algorithm.budget is not None:
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, done, **ask), fate.silent)
+        turn = Turn(keys.client, done, **ask, share=shares_of_work(self.faults, keys.faults))
+        pending = self._step(algorithm.outbox(self.server), fate.hear, turn, fate.silent)
         if pending.refused or pending.failed:
             pending.check(self.population.names, self.number + 1, self.on_bad_message)
         if pending.aggregate is not None:

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, tree
+from fedtorch.data import Design
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
@@ -101,6 +102,7 @@ class Model(NamedTuple):
     # (what the others know of φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
     log_evidence: Callable[[Moments, Any], Tensor] | None = None
     family: Family | None = None  # of one response
+    design: Design | None = None  # the formula that it is of, see `hierarchical.regression`
 
 
 def of(
