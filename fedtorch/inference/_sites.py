@@ -69,8 +69,8 @@ def _check_model(run: Run) -> None:
     if not isinstance(settings.get("model"), Model) or not settings["model"].hierarchy.coefficients:
         raise TypeError(
             "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, but got "
-            f"{settings.get('algorithm', 'another')}, which has no posterior of the sites' coefficients; its models are "
-            "in run.client_module(client)"
+            f"{settings.get('algorithm', 'another')}, which has no posterior of sites' coefficients; its models are in "
+            "run.client_module(client)"
         )
 
 

@@ -53,10 +53,13 @@ def predict(
         >>> model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
         >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30)
         >>> print(ft.inference.predict(run, x[:1], site="C").to_markdown())
-        |  | site | known | estimate | sd | 90 % interval | 90 % interval new |
+        |  | site | known | estimate | sd | 90 % interval | 90 % interval of a new response |
         | :-- | --: | --: | --: | --: | --: | --: |
-        | 0 | C | True | 2.992 | 0.071 | 2.875 to 3.108 | 2.459 to 3.525 |
+        | 0 | C | True | 2.992 | 0.071 | 2.876 to 3.108 | 2.459 to 3.525 |
         >>> print(ft.inference.predict(run, x[:1]).to_markdown())  # of a site that is not known
+        |  | site | known | estimate | sd | 90 % interval | 90 % interval of a new response |
+        | :-- | --: | --: | --: | --: | --: | --: |
+        | 0 | new | False | 1.6 | 1.2 | -0.5 to 3.4 | -0.5 to 3.5 |
     """
     if not 0 < interval < 1:
         raise ValueError(f"Expected an interval of a probability between 0 and 1, but got {interval}")
