@@ -137,12 +137,14 @@ class Answers:
         """Return the levels that enough rows have."""
         counts = Counter(self._names(column))
         if rare := sorted(level for level, count in counts.items() if count < minimum):
-            _LOG.warning("column %r: levels %s have fewer than %d rows here and are not told", column, rare, minimum)
+            where = self._cells.where()
+            _LOG.info("column %r%s: levels %s have fewer than %d rows and are not told", column, where, rare, minimum)
         return sorted(level for level, count in counts.items() if count >= minimum)
 
     def _refuse_others(self, column: str, names: Sequence[str]) -> None:
         if rare := sorted(set(self._names(column)) - set(names)):
-            _LOG.warning("column %r: levels %s are not among those agreed on, %s", column, rare, list(names))
+            where = self._cells.where()
+            _LOG.warning("column %r%s: levels %s are not among those agreed on, %s", column, where, rare, list(names))
             raise Refused(
                 f"the site's column {column!r} has levels that are not among those agreed on; declare one as which "
                 f"such rows count, other={{{column!r}: 'other'}}, or all levels, levels={{{column!r}: [...]}}"
