@@ -215,12 +215,12 @@ def test_declared_levels_change_nothing_of_an_answer_by_how_rare_a_level_is() ->
 
 
 def test_a_site_makes_rows_by_so_many_designs_and_no_more() -> None:
-    site = Answers(FRAMES["a"], Disclosure(encodings=2))
+    site = Answers(FRAMES["a"], Disclosure(designs=2))
     formulas = ["los ~ age", "los ~ bmi", "los ~ age", "los ~ sbp"]
     designs = [Design(formula, Encoding()).to_json() for formula in formulas]
     answers = [site.answer({"step": "make", "design": design}) for design in designs]
     assert answers[:3] == [{"rows": 300}] * 3
-    assert "by 2 encodings" in answers[3]["refused"]
+    assert "by 2 designs" in answers[3]["refused"]
 
 
 def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
