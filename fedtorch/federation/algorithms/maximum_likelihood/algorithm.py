@@ -169,7 +169,8 @@ def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: _Pro
     summary = tree.expand(model.start.summary(None, model.prior), clients)
     values = inbox.at.new_zeros(clients, len(offsets))
     if clients and bool((inbox.version == 0).all()):
-        summary = model.start.summary(data, tree.to(model.prior, inbox.at.device))
+        prior = model.prior.replaced(tree.to(model.prior.normal, inbox.at.device))
+        summary = model.start.summary(data, prior)
     elif clients:
         nodes = inbox.at[:, None] + inbox.steps[:, None] * offsets
         values = torch.cat([model.log_factor(part, data) for part in nodes.split(_PART, 1)], 1)
