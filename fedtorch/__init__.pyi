@@ -1,5 +1,6 @@
 from . import (
     data as data,
+    inference as inference,
     metrics as metrics,
     models as models,
     networks as networks,
@@ -64,6 +65,7 @@ from .federation.runs.faults import (
     dropouts as dropouts,
     duplicated as duplicated,
     lost_messages as lost_messages,
+    partial_work as partial_work,
     stragglers as stragglers,
 )
 from .federation.runs.load_module import load_module as load_module

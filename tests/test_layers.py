@@ -27,6 +27,8 @@ LAYERS = (
         "dispatch",
         "exact",
         "_files",
+        "_tables",
+        "result_frame",
         "functional",
         "linalg",
         "_safetensors_header",

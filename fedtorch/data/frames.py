@@ -10,9 +10,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.data.agreement.disclosure import Disclosure
+from fedtorch.data.agreement.server import Request, agreed
+from fedtorch.data.agreement.site import Answers
 from fedtorch.data.federated import FederatedData
 from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
+from fedtorch.data.formulas.grammar import Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.pooled import pooled_design
 from fedtorch.tree import Tree
@@ -36,6 +40,9 @@ def from_frame(
     weights: str | None = None,
     trials: str | None = None,
     missing: str = "refuse",
+    minimum: int | None = None,
+    other: Mapping[str, str] | None = None,
+    bounds: Mapping[str, tuple[float, float]] | None = None,
     design: Design | None = None,
     dtype: torch.dtype | None = None,
 ) -> FederatedData:
@@ -64,6 +71,11 @@ def from_frame(
         weights: with a formula, a column by which rows count.
         trials: with a formula, a column with the numbers of trials, of which the response says how many succeeded.
         missing: with a formula, "drop" leaves out rows with missing cells; "refuse" says where they are.
+        minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
+            where nothing is told of fewer rows: a level counts if one client has so many rows of it, and knots are
+            quantiles of histograms. Default: those of all rows together.
+        other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name.
+        bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.
         dtype: of x, and of y when the target is a float; default: float32, with a formula float64.
 
@@ -83,7 +95,8 @@ def from_frame(
     >>> data.design.columns, data.design.random
     (('Intercept', 'age', 'state[T.well]'), (0,))
     """
-    by_formula = {"levels": levels, "offset": offset, "weights": weights, "trials": trials}
+    agreement = {"minimum": minimum, "other": other, "bounds": bounds}
+    by_formula = {"levels": levels, "offset": offset, "weights": weights, "trials": trials, **agreement}
     if formula is None and design is None:
         if features is None or target is None:
             raise TypeError("Expected a formula, or features and target, but got neither; pass formula='y ~ x'")
@@ -100,8 +113,8 @@ def from_frame(
         parsed = parse(str(formula))
         read = [*parsed.columns, *(column for column in (offset, weights, trials) if column is not None)]
         table = _complete(table, [client, *read]) if missing == "drop" else table
-        columns = {"offset": offset, "weights": weights, "trials": trials}
-        design = pooled_design(parsed, Cells(table, client), levels=levels, standardise=standardise, **columns)
+        settings = {**by_formula, "standardise": standardise}
+        design = (_pooled if minimum is None else _agreed)(parsed, table, client, settings)
     elif missing == "drop":
         table = _complete(table, [client, *design.reads])
     if len(table) == 0:
@@ -111,6 +124,23 @@ def from_frame(
         rows = tree.map(lambda leaf: leaf.to(dtype), rows)
     owners = Cells(table, client).complete(client)
     return FederatedData(**_by_client(rows, owners), features=design.columns, design=design)
+
+
+def _pooled(formula: Formula, table: pandas.DataFrame, client: str, settings: dict[str, Any]) -> Design:
+    given = [name for name in ("other", "bounds") if settings[name] is not None]
+    if given:
+        raise TypeError(f"Expected {given} with a minimum, but got none; pass minimum=10, or declare levels=")
+    settings = {name: value for name, value in settings.items() if name not in ("minimum", "other", "bounds")}
+    return pooled_design(formula, Cells(table, client), **settings)
+
+
+def _agreed(formula: Formula, table: pandas.DataFrame, client: str, settings: dict[str, Any]) -> Design:
+    """Return the design on which clients agree, each of which answers for its own rows."""
+    parts = table.groupby(Cells(table, client).complete(client), sort=False, observed=True)
+    limits = Disclosure(settings["minimum"])
+    sites = {str(name): Answers(part, limits, name=str(name)) for name, part in parts}
+    given = {name: value for name, value in settings.items() if value is not None}
+    return agreed(Request(formula.text, group=client, **given), sites)
 
 
 def _complete(table: pandas.DataFrame, columns: Sequence[str]) -> pandas.DataFrame:
@@ -155,7 +185,7 @@ def _of_columns(
         if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
             raise TypeError(
                 f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
-                "encode it, for example with pandas.get_dummies"
+                "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"
             )
     x = torch.from_numpy(numpy.array(frame[list(features)].to_numpy(dtype=numpy.float64))).to(dtype)
     y = _target(frame[target], dtype)

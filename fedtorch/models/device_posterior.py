@@ -105,7 +105,7 @@ def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0
         raise ValueError(f"Expected a level between 0 and 1, but got {level}")
     tails = (1 - level) / 2, (1 + level) / 2
     if isinstance(distribution, Normal):
-        low, high = (distribution.icdf(torch.tensor(p).to(distribution.mean)) for p in tails)
+        low, high = (distribution.icdf(torch.tensor(p, dtype=torch.float64).to(distribution.mean)) for p in tails)
     else:
         low, high = (quantile(distribution, p) for p in tails)
     return low, high

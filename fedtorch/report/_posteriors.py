@@ -16,14 +16,13 @@ from torch import Tensor
 
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.runs.run import Run
-from fedtorch.federation.runs.sampler import Sampler, load_arviz
+from fedtorch.federation.runs.sampler import Sampler, diagnostics
 from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit
 
 _MOST = 200  # components that are told of one source
 _ELEMENTS = 5  # of a batch of fits that are shown
 _TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain
-_FEWEST = 8  # draws of a chain that diagnostics need
 
 
 def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
@@ -55,7 +54,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     flat = _components(draws, 2)
     names, stack = list(flat), torch.stack(list(flat.values()), -1).numpy()  # (C, T, components)
     edges = np.quantile(stack.reshape(-1, len(names)), (0.025, 0.975), axis=0)
-    rhat, ess = _diagnostics(stack)
+    rhat, ess = diagnostics(stack)
     rows = [
         {
             "name": name,
@@ -72,19 +71,6 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     kept = np.unique(np.linspace(0, stack.shape[1] - 1, min(_POINTS, stack.shape[1])).round().astype(int))
     traces = [{"name": names[i], "draw": kept.tolist(), "chains": stack[:, kept, i].tolist()} for i in worst]
     return {**about_draws, "rows": rows, "traces": traces}
-
-
-def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
-    """Return R-hat and bulk effective size of each component of `(C, T, components)`, NaN with too few draws."""
-    if stack.shape[1] < _FEWEST:
-        nothing = [math.nan] * stack.shape[2]
-        return nothing, nothing
-    az = load_arviz()
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # what never moves has no R-hat, nor has one chain
-        ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
-        rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
-    return rhat, ess
 
 
 def _of_propagation(run: Run) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.turn import Turn
+from fedtorch.models.estimates import Estimates
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 
@@ -49,6 +51,7 @@ def normal_em() -> Algorithm:
         client=_client,
         server=_server,
         model=lambda inbox, state: inbox,
+        estimates=_estimates,
     )
 
 
@@ -65,3 +68,21 @@ def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
 def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
     mean, second = aggregate.value
     return Normal(mean, second - mean[:, None] * mean)
+
+
+def _estimates(run: Any) -> Estimates:
+    """Return the maximum likelihood estimates, which have no intervals: means, SDs and correlations of the columns."""
+    mean, covariance = run.server
+    size, rows = len(mean), int(row_counts(run.population).sum())
+    columns = feature_names(run.population)
+    columns = (*columns, "response") if len(columns) == size - 1 else tuple(map(str, range(size)))
+    sd = covariance.diagonal().sqrt()
+    below = torch.tril_indices(size, size, -1)
+    pairs = list(zip(*below.tolist()))
+    names = (
+        *(f"mean({name})" for name in columns),
+        *(f"sd({name})" for name in columns),
+        *(f"cor({columns[j]}, {columns[i]})" for i, j in pairs),
+    )
+    values = torch.cat([mean, sd, (covariance / sd / sd[:, None])[below[0], below[1]]])
+    return Estimates(names, values[None], coefficients=size, n=(rows,) * len(names), about="maximum likelihood")

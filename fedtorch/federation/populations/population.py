@@ -152,6 +152,17 @@ class Population(Protocol):
         ...
 
 
+def row_counts(population: Population) -> Tensor:
+    """Return how many rows each client has, `(K,)`; of clients at sites, how many the sites say."""
+    told = getattr(population, "counts", None)
+    return population.data.counts if told is None else told
+
+
+def feature_names(population: Population) -> tuple[str, ...]:
+    """Return the names of the columns of x, nothing where they are not known here."""
+    return () if hasattr(population, "counts") else tuple(getattr(population.data, "features", ()))
+
+
 def check_population(population: Population) -> None:
     """Raise TypeError unless it is a population, with advice for data that are none yet.
 

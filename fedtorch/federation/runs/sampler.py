@@ -8,11 +8,13 @@ safetensors files in a folder. A sampler is part of its run's checkpoints, so th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Draws = dict[str, Tensor]
+
+_FEWEST = 8  # draws of a chain that diagnostics need
 
 
 class RunningMoments(NamedTuple):
@@ -248,6 +252,19 @@ def load_arviz() -> Any:
         import arviz
 
     return arviz
+
+
+def diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
+    """Return R-hat and bulk effective size of each component of `(C, T, components)`, NaN with too few draws."""
+    if stack.shape[1] < _FEWEST:
+        nothing = [math.nan] * stack.shape[2]
+        return nothing, nothing
+    az = load_arviz()
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # what never moves has no R-hat, nor has one chain
+        ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
+        rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
+    return rhat, ess
 
 
 def _is_new(az: Any) -> bool:

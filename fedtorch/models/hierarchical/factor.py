@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, tree
+from fedtorch.data import Design
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
@@ -89,6 +90,7 @@ class Model(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the coordinates of φ
+    hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate where it is learnt
     prior: Prior
     project: Projection
     start: Start
@@ -97,10 +99,10 @@ class Model(NamedTuple):
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
     # (φ (K, R, p), their weights (K, R), prepared data) -> θ_k given the rows, mixed over these φ
     given: Callable[[Tensor, Tensor, Any], DevicePosterior]
-    hierarchy: Hierarchy  # of θ_k given φ, whose names are the first
     # (what the others know of φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
     log_evidence: Callable[[Moments, Any], Tensor] | None = None
     family: Family | None = None  # of one response
+    design: Design | None = None  # the formula that it is of, see `hierarchical.regression`
 
 
 def of(
@@ -125,6 +127,7 @@ def of(
     parts = _Parts(hierarchy, likelihood, noise is not None, default_rule(scales) if rule is None else rule)
     return Model(
         names=names,
+        hierarchy=hierarchy,
         prior=prior,
         project=partial(_project, parts),
         start=Start(partial(_summary, parts), partial(_estimate, parts)),
@@ -132,7 +135,6 @@ def of(
         devices=partial(_devices, parts),
         log_factor=partial(_log_factor, parts),
         given=partial(_mixture_at, parts),
-        hierarchy=hierarchy,
         log_evidence=partial(_log_normaliser, parts),
         family=likelihood.family,
     )
