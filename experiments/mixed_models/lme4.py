@@ -26,9 +26,8 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common, result_pages
 from experiments.mixed_models import cattle
-from experiments.mixed_models.common import Fit, frame, information, maximum, model_of, nested, printed
-from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.algorithms.ep.correction import corrected
+from experiments.mixed_models.common import Fit, frame, information, maximum, model_of, printed
+from experiments.mixed_models.oracles import nested, posterior
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
 
@@ -84,7 +83,7 @@ def sleepstudy(uncorrelated: bool = False, from_day: int = 0) -> ft.data.Federat
 
 def linear(data: ft.data.FederatedData, restricted: bool = True) -> Fit:
     """A linear mixed model of a formula's data."""
-    return maximum(model_of(data.design), data, restricted)
+    return maximum(model_of(data), data, restricted)
 
 
 def described(fit: Fit, names: Sequence[str] = (FIXED, DAYS)) -> dict[str, float]:
@@ -199,17 +198,17 @@ def stopped(reml: Fit) -> list[common.Row]:
     return rows
 
 
-def posterior(data: ft.data.FederatedData) -> list[common.Row]:
+def posterior_rows(data: ft.data.FederatedData) -> list[common.Row]:
     """Means and sds of the posterior under wide priors: not a maximum, and the sds say more than standard errors."""
     wide = hierarchical.normal(
         2, correlated=True, sd=torch.tensor([1000.0, 100.0]), variance=hyperpriors.log_normal(5.0, 3.0)
     )
-    found = corrected(ft.run(ft.ep(hierarchical.linear(wide)), ft.InProcess(data), rounds=60, until=settled()))
-    nodes = {FIXED: found.nodes[:, 0], DAYS: found.nodes[:, 1], f"sd of {FIXED}": (found.nodes[:, 2] / 2).exp()}
+    nodes, weights = posterior(data, hierarchical.linear(wide), 8192)
+    sds = {f"sd of {FIXED}": (nodes[:, 2] / 2).exp(), "residual sd": (nodes[:, 5] / 2).exp()}
     rows = []
-    for name, values in (nodes | {"residual sd": (found.nodes[:, 5] / 2).exp()}).items():
-        mean = float(found.weights @ values)
-        sd = float((found.weights @ (values - mean).square()).sqrt())
+    for name, values in ({FIXED: nodes[:, 0], DAYS: nodes[:, 1]} | sds).items():
+        mean = float(weights @ values)
+        sd = float((weights @ (values - mean).square()).sqrt())
         rows.append(common.Row("sleepstudy, posterior of ft.ep under wide priors", name, mean, sd=sd))
     return rows
 
@@ -217,7 +216,7 @@ def posterior(data: ft.data.FederatedData) -> list[common.Row]:
 def predictions(reml: Fit, data: ft.data.FederatedData) -> list[common.Row]:
     """What each subject differs by: at our variances, and at those where lmer stopped."""
     theirs = {line.split()[0]: line.split()[1:] for line in RANEF.splitlines()}
-    model = model_of(data.design)
+    model = model_of(data)
     first, mixed, last = (torch.tensor(value, dtype=torch.float64) for value in THETA)
     log_noise = 2 * torch.tensor(reml.noise, dtype=torch.float64).log()
     scales = torch.stack([2 * first.log() + log_noise, 2 * last.log() + log_noise, mixed / last, log_noise])
@@ -226,21 +225,20 @@ def predictions(reml: Fit, data: ft.data.FederatedData) -> list[common.Row]:
     at_theirs = model.given(phi, torch.ones_like(phi[..., 0]), block).marginals().mean - reml.fixed
     at_ours = reml.effects.marginals().mean - reml.fixed
     rows = []
-    for setting, found, digits in (
-        ("sleepstudy, at lmer's variances", at_theirs, 5),  # of eight digits, which leave predictions six
-        ("sleepstudy, REML", at_ours, 7),
+    for setting, found, sd in (
+        ("sleepstudy, at lmer's variances", at_theirs, 1e-6),  # what their eight digits leave
+        ("sleepstudy, REML", at_ours, None),
     ):
         for name, own in zip(data.names, found):
             ours = {f"subject {name}: {column}": float(value) for column, value in zip((FIXED, DAYS), own)}
-            rows += printed(setting, ours, {key: f"{float(x):.{digits}f}" for key, x in zip(ours, theirs[name])})
+            rows += printed(setting, ours, dict(zip(ours, theirs[name])), sd)
     return rows
 
 
 def simple(package: str, name: str, formula: str, group: str) -> dict[str, float]:
     """The REML fit of another data set."""
     data = ft.data.from_frame(frame(package, name), client=group, formula=formula, standardise=False)
-    columns = data.design.columns
-    return described(linear(data), columns)
+    return described(linear(data), data.features)
 
 
 def orthodont() -> ft.data.FederatedData:
@@ -326,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows, reml, data = sleep_rows()
     rows += predictions(reml, data)
     if not options.smoke:
-        rows += [*cattle.rows(), *other_rows(), *stopped(reml), *posterior(data)]
+        rows += [*cattle.rows(), *other_rows(), *stopped(reml), *posterior_rows(data)]
     common.show_rows("lme4's documented examples", rows, ".6f")
     common.finish("mixed_models.lme4", rows, options, lambda: {"mixed_models_lme4": draw(reml, data)})
 

@@ -38,7 +38,7 @@ READING = result_pages.Reading(
 def fitted(package: str, name: str, formula: str, group: str) -> Fit:
     """Ours, by REML."""
     data = ft.data.from_frame(frame(package, name), client=group, formula=formula, standardise=False)
-    return maximum(model_of(data.design), data, restricted=True)
+    return maximum(model_of(data), data, restricted=True)
 
 
 def described(fit: Fit, names: Sequence[str]) -> dict[str, float]:

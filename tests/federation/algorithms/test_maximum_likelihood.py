@@ -173,6 +173,16 @@ def test_devices_are_shrunk_towards_the_mean() -> None:
     torch.testing.assert_close(own.variance[:, 0], torch.full((3,), weight * found.noise**2 / 3).double())
 
 
+def test_the_summary_names_what_was_found(gaussian: ft.data.FederatedData) -> None:
+    run = fit(hierarchical.linear(hierarchical.normal(2, correlated=True, names=NAMES)), gaussian)
+    found, table = estimates(run), run.summary()
+    assert list(table.index) == [*NAMES, "sd(constant)", "sd(slope)", "cor(constant, slope)", "sigma"]
+    values = [*found.mean[:2], *found.sds, found.correlation[0, 1], found.noise]
+    assert table["estimate"].tolist() == pytest.approx([float(value) for value in values])
+    assert table["sd"][:2].tolist() == pytest.approx(found.errors[:2].tolist())
+    assert table["n"].tolist() == [sum(SIZES)] * 2 + [len(SIZES)] * 3 + [sum(SIZES)]
+
+
 def test_a_variance_of_zero_is_said() -> None:
     rows = torch.tensor([-1.0, 0.0, 1.0])
     data = ft.data.from_tensors([(torch.ones(3, 1), rows + 0.01 * k) for k in range(4)])
