@@ -241,10 +241,12 @@ def _stuck(scale: Scale, names: tuple[str, ...]) -> bool:
 
 
 def _check_encoding(formula: Formula, encoding: Encoding) -> None:
-    """Refuse an encoding that lacks what a formula needs."""
+    """Refuse an encoding that lacks what a formula needs, and a response that is among the terms."""
     parts = {"bs": encoding.splines, "poly": encoding.polynomials, "center": encoding.scales, "scale": encoding.scales}
     for variable in formula.variables:
         column = variable.quantity.column
+        if column == formula.response.column:
+            raise ValueError(f"Expected terms without the response {column!r}, but got {variable.name}; leave it out")
         lacking = variable.function == "C" and column not in encoding.levels
         lacking = lacking or (variable.function in parts and variable.name not in parts[variable.function])
         if lacking or (column in encoding.levels and not is_factor(variable, encoding)):
