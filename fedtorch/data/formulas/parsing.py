@@ -19,7 +19,7 @@ A column is a name, or anything in backquotes. The intercept is there unless 0 o
 ('(1 + age | hospital)', ('death', 'age', 'sex', 'sbp'))
 >>> parse("y ~ I(__import__('os').getpid())")
 Traceback (most recent call last):
-ValueError: Expected column names, ..., but got "'" at character 17 of the formula, near ...
+ValueError: Expected column names, ..., but got the function I(…) at character 4 of the formula, near ...
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fedtorch.data.formulas.grammar import Formula, Quantity, Random, Term, Variable, term_name
-from fedtorch.data.formulas.tokens import Token, refuse, tokens
+from fedtorch.data.formulas.tokens import Token, refuse, tokens, unquoted
 
 MOST_TERMS = 500
 DEEPEST = 20  # parentheses
@@ -91,6 +91,7 @@ class _Parser:
 
     def refuse(self, token: Token | None = None, remedy: str = "") -> None:
         token = token or self.next
+        remedy = remedy or (unquoted(token.text) if token.kind == "other" else "")
         refuse(self.text, token.at, "the end" if token.kind == "end" else repr(token.text), remedy)
 
     def sign(self, sign: str) -> None:

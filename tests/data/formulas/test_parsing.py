@@ -71,7 +71,10 @@ def test_responses_trials_and_offsets() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("y ~ I(__import__('os').getpid())", 'but got "\'" at character 17'),
+        ("y ~ I(__import__('os').getpid())", r"but got the function I\(…\) at character 4"),
+        ("y ~ __import__('os').getpid()", r"but got the function __import__\(…\)"),
+        ("y ~ log('x')", 'but got "\'" at character 8'),
+        ("y ~ 'x'", 'but got "\'" at character 4'),
         ("y ~ I(x)", r"but got the function I\(…\) at character 4"),
         ("y ~ np.log(x)", r"but got '\.' at character 6"),
         ("y ~ x.__class__", r"but got '\.'"),
