@@ -30,6 +30,7 @@ from fedtorch.data.formulas.grammar import Formula, Quantity, Random, Term, Vari
 from fedtorch.data.formulas.tokens import Token, refuse, tokens, unquoted
 
 MOST_TERMS = 500
+MOST_VARIABLES = 6  # in one term
 DEEPEST = 20  # parentheses
 _FUNCTIONS = {"C": "", "center": "", "scale": "", "bs": "df", "poly": "degree"}
 _BOUNDS = {"bs": (3, 50), "poly": (1, 10)}  # bs of third degree
@@ -248,7 +249,13 @@ class _Parser:
     def crossed(self, left: list[Term], right: list[Term]) -> list[Term]:
         if len(left) * len(right) > MOST_TERMS:
             raise ValueError(f"Expected at most {MOST_TERMS} terms, but got more by {len(left)} times {len(right)}")
-        return self.distinct([tuple(dict.fromkeys((*a, *b))) for a in left for b in right])
+        terms = self.distinct([tuple(dict.fromkeys((*a, *b))) for a in left for b in right])
+        if terms and max(map(len, terms)) > MOST_VARIABLES:
+            raise ValueError(
+                f"Expected at most {MOST_VARIABLES} variables in one term, but got more in the product that ends at "
+                f"character {self.next.at} of the formula; write + between some of them"
+            )
+        return terms
 
     def distinct(self, terms: list[Term]) -> list[Term]:
         different: dict[frozenset[Variable], Term] = {}
