@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from typing import Any
 
@@ -44,7 +45,7 @@ def test_dropping_is_asked_for() -> None:
     assert int(data.counts.sum()) == int((PEOPLE["age"] > 50).sum())
     again = ft.data.from_frame(holes, client="site", design=data.design, missing="drop")
     assert torch.equal(again.rows[0], data.rows[0])
-    with pytest.raises(ValueError, match=r"missing= as one of .'refuse', 'drop'., but got 'mean'"):
+    with pytest.raises(ValueError, match=r"missing= as one of .'refuse', 'drop', 'impute'., but got 'mean'"):
         ft.data.from_frame(holes, client="site", formula="y ~ age", missing="mean")
     x, _ = data.design.rows(holes, missing=True)
     assert int(x.isnan().sum()) == int((PEOPLE["age"] <= 50).sum())
@@ -71,6 +72,8 @@ def test_data_keep_their_design_as_long_as_x_is_the_same() -> None:
     changed = data.map(lambda rows: (rows[0] * 2, rows[1]))
     assert changed.design is None
     assert changed.features == ()
+    with pytest.raises(ValueError, match="Expected the 3 columns of the design in x, but got"):
+        dataclasses.replace(data, rows=data.rows[0][:, :2], features=())
 
 
 def test_a_file_of_rows_keeps_the_design(tmp_path: Any) -> None:
