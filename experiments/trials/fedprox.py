@@ -98,7 +98,7 @@ def dissimilarity(data: ft.data.FederatedData, parameters: dict[str, Tensor]) ->
         gap = (x @ parameters["weight"].mT + parameters["bias"]).softmax(1) - F.one_hot(y, CLASSES)
         gradients.append(torch.cat([(gap.mT @ x).flatten(), gap.sum(0)]) / len(x))
     each = torch.stack(gradients)
-    whole = (data.counts / data.counts.sum()).to(each) @ each
+    whole = data.counts.to(each) @ each / data.counts.sum()
     return float((each - whole).square().sum(1).mean())
 
 
