@@ -101,7 +101,7 @@ def imputed(
         >>> data = ft.models.gibbs.imputation.incomplete([(x[k], y[k]) for k in range(2)])
         >>> model = ft.models.hierarchical.linear(ft.models.hierarchical.normal(2, random=[], names=["a", "b"]))
         >>> fits = [ft.run(ft.ep(model), ft.InProcess(d), rounds=8) for d in ft.inference.imputed(data, 3)]
-        >>> ft.inference.pooled(fits).table()["estimate"].round(1)[:2].tolist()
+        >>> ft.inference.pooled(fits).summary()["estimate"].round(1)[:2].tolist()
         [1.0, 1.0]
     """
     if not isinstance(data.rows, Incomplete):
