@@ -51,12 +51,12 @@ class Pooled(NamedTuple):
     within: Tensor  # (q, q) Ū
     between: Tensor  # (q, q) B
     freedom: Tensor  # (q,) degrees of freedom
-    missing: Tensor  # (q,) fraction of information that is missing
+    missing: Tensor  # (q,) fraction of missing information, `fmi`
     fits: int  # M
     scales: tuple[str, ...] = ()  # keys of the scales on which quantities of runs were pooled, "" for their own
 
     def summary(self, level: float = 0.95) -> ResultFrame:
-        """Return estimates, sds and intervals by name, degrees of freedom, and the share of information missing.
+        """Return estimates, sds and intervals by name, degrees of freedom (`df`), missing information (`fmi`).
 
         Standard deviations and correlations of runs are pooled as logarithms and as Fisher's z, and taken back here:
         their sds are those of the linearised way back.
@@ -76,7 +76,7 @@ class Pooled(NamedTuple):
                 slope = torch.func.grad(back)(self.mean[row])
                 columns[row] = torch.stack([back(self.mean[row]), slope * sd[row], *back(columns[row, 2:])])
         data = dict(zip(("estimate", "sd", "low", "high"), columns.T.tolist()))
-        data |= {"df": self.freedom.tolist(), "missing": self.missing.tolist()}
+        data |= {"df": self.freedom.tolist(), "fmi": self.missing.tolist()}
         about = f"pooled over {self.fits} imputations by Rubin's rules"
         return ResultFrame.of(data, self.names, "coefficient", level=level, about=about)
 
