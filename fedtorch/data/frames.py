@@ -76,8 +76,8 @@ def from_frame(
             `ft.inference.imputed`, which completes them: rows are the columns before the formula is applied, see
             `data.missing()` and [missing values](../howto/missing.md).
         minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
-            where nothing is told of fewer rows: a level counts if one client has so many rows of it, and knots are
-            quantiles of histograms. Default: those of all rows together.
+            where nothing is told of fewer rows: a level counts if one client has so many rows of it, levels are in the
+            order of their names, and knots are quantiles of histograms. Default: those of all rows together.
         other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name.
         bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.
