@@ -74,5 +74,7 @@ def test_statistics_of_all_clients_are_those_of_their_block() -> None:
 
 def test_rows_with_missing_cells_are_told_what_to_do() -> None:
     data = imputation.incomplete([(torch.tensor([[1.0], [torch.nan]]), torch.ones(2))])
-    with pytest.raises(ValueError, match=r"complete rows \(x, y\), but got rows with missing cells; fit what ft\.inference"):
+    with pytest.raises(
+        ValueError, match=r"complete rows \(x, y\), but got rows with missing cells; fit what ft\.inference"
+    ):
         rows.regression_rows(data.stack([0]))

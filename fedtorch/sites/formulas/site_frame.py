@@ -76,10 +76,8 @@ class SiteFrame:
         table, client, missing = self.configuration.frame, self.configuration.client, self.configuration.missing
         empty = [column for column in design.reads if bool(table[column].isna().any())]
         if empty and missing == "refuse":
-            raise Refused(
-                f"the site's column {empty[0]!r} has missing cells; impute them, missing='impute' of its configuration, "
-                "or leave such rows out"
-            )
+            remedy = "impute them, missing='impute' of its configuration, or leave such rows out"
+            raise Refused(f"the site's column {empty[0]!r} has missing cells; {remedy}")
         if design.group != client:
             raise Refused(f"the site's column of clients is {client!r}, not {design.group!r}")
         self.configuration = replace(
