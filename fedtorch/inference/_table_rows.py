@@ -72,6 +72,12 @@ def table_rows(run: Run | Coefficients, rows: Any, site: str | None) -> TableRow
     return TableRows(_from_frame(frame, columns), (site or columns.alone,) * len(frame), frame.index)
 
 
+def formula_or_names(run: Run) -> tuple[tuple[str, ...], Design | None]:
+    """Return the names of the columns of x, and the formula that they are of, where there is one."""
+    columns = _columns(run)
+    return columns.names, columns.design
+
+
 def _columns(run: Run | Coefficients) -> _Columns:
     if isinstance(run, Coefficients):
         names = run.names[1:] if run.intercept else run.names
