@@ -68,6 +68,7 @@ class SiteFrame:
         except Exception as error:  # which names rows
             _LOG.exception("this site could not make rows")
             return {"refused": f"the site could not make rows, {type(error).__name__}; see what it says itself"}
+        _LOG.info("rows have %d columns, of %r as sites have agreed on it", len(design.columns), design.formula)
         if self._path is not None:
             files.replace(self._path, design.to_json().encode())
         return answer

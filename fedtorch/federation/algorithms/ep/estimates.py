@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.populations.population import design_of, feature_names, row_counts
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates
@@ -92,10 +93,18 @@ def coefficient_names(run: Run) -> tuple[str, ...]:
 
 def units(run: Run) -> Tensor:
     """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
+    design = design_of(run)
     size = len(run.algorithm.settings["model"].hierarchy.mean)
-    design = design_of(run.population)
-    known = design is not None and len(design.columns) == size
-    return design.back() if design is not None and known else torch.eye(size, dtype=torch.float64)
+    return torch.eye(size, dtype=torch.float64) if design is None else design.back()
+
+
+def design_of(run: Run) -> Design | None:
+    """Return the formula that a run's model is of: the model's own, or else that of its rows, if they are here."""
+    model, population = run.algorithm.settings["model"], run.population
+    if model.design is not None or hasattr(population, "counts"):
+        return model.design
+    design: Design | None = getattr(population.data, "design", None)
+    return design if design is not None and len(design.columns) == len(model.hierarchy.mean) else None
 
 
 def _scales(
