@@ -44,6 +44,7 @@ from .federation.algorithms.pooled import pooled as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import separate as separate
+from .federation.algorithms.shared_body import shared_body as shared_body
 from .federation.exchanges.exchange import Exchange as Exchange, Mean as Mean, Sum as Sum
 from .federation.exchanges.graph import graph as graph
 from .federation.exchanges.rows import private_rows as private_rows

@@ -1,2 +1,4 @@
 from .comparison import compare as compare, loo as loo, waic as waic
 from .contrasts import contrasts as contrasts
+from .imputation import completed as completed, imputed as imputed
+from .pooling import pooled as pooled

@@ -41,6 +41,7 @@ from experiments.benchmarks import (
 )
 from experiments.benchmarks.against import __main__ as against, workloads
 from experiments.benchmarks.parts import gpu_kernels
+from experiments.compositions import table as compositions
 from experiments.fedlin import (
     cmapss as fedlin_cmapss,
     school as fedlin_school,
@@ -116,6 +117,17 @@ def test_demo_statistics(tmp_path):
     assert found["hierarchical Bayes", "error"] < found["one model for all", "error"]
     assert found["effects", "furthest from one place, in sd"] < 0.05  # of four clinics after four rounds
     assert (tmp_path / "demo_statistics.png").stat().st_size > 10_000
+
+
+def test_compositions(tmp_path):
+    compositions.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting.partition(":")[0] for setting, _ in found} == set(compositions.COMPOSITIONS)
+    for name, (_, composed, parts, *_) in compositions.COMPOSITIONS.items():
+        best = min(found[f"{name}: {part}", "error"] for part in parts)
+        ratio = found[f"{name}: {composed}", "error, of the best of its parts"]
+        assert ratio == pytest.approx(found[f"{name}: {composed}", "error"] / best)
+    assert (tmp_path / "compositions.png").stat().st_size > 10_000
 
 
 def test_gtv_privacy(tmp_path):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from filelock import FileLock
 
 from fedtorch import _files as files
 
+_LOG = logging.getLogger(__name__)
 _FILE = "told.json"
 _SECONDS = 30.0  # for another process of the site
 
@@ -64,15 +66,21 @@ class Told:
         Raises:
             Refused: it was told with another minimum.
         """
+        answer = _as_read(tell())
         with self._lock():
             before = self._read()["answers"].get(what)
-            if before is None:
-                before = self._held["answers"][what] = _as_read({"minimum": minimum, "answer": tell()})
+            if before is None or before["answer"] is None:  # nothing was told
+                before = self._held["answers"][what] = {"minimum": minimum, "answer": answer}
                 self._write()
         if before["minimum"] != minimum:
             raise Refused(
                 f"the site has told its {what} with a minimum of {before['minimum']} rows, and tells it with no other; "
                 "ask with that"
+            )
+        if before["answer"] != answer:
+            _LOG.warning(
+                "the site tells its %s as it told it before, of other rows than it has now; delete %s to begin anew",
+                *(what, self._path or "what it remembers, by starting again,"),
             )
         return before["answer"]
 

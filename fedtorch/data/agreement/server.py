@@ -13,8 +13,8 @@ design. Questions and answers are JSON.
 >>> frame = pandas.DataFrame({"age": [50.0 + i for i in range(20)], "sex": ["f", "m"] * 10, "y": [0.5, 1.5] * 10})
 >>> design = agreed(Request("y ~ scale(age) + sex", minimum=5), {"a": Answers(frame), "b": Answers(frame)})
 Traceback (most recent call last):
-ValueError: Expected sites that agree on 'y ~ scale(age) + sex', but got from site 'a': the site tells nothing of fewer
-than 10 rows, but was asked for 5; from site 'b': ...
+ValueError: Expected sites that agree on 'y ~ scale(age) + sex', but got from site 'a', 'b': the site tells
+nothing of fewer than 10 rows, but was asked for 5
 >>> design = agreed(Request("y ~ scale(age) + sex"), {"a": Answers(frame), "b": Answers(frame)})
 >>> design.columns, design.encoding.scales["scale(age)"].mean
 (('Intercept', 'scale(age)', 'sex[T.m]'), 59.5)
@@ -91,8 +91,9 @@ def conversation(request: Request | Design) -> Conversation:
         ValueError: a site refuses, or says something else than was asked; what the sites tell is not enough. The
             message names site and column.
     """
-    design = request if isinstance(request, Design) else (yield from _described(request))
-    _heard((yield {"step": "make", "design": design.to_json()}), design.formula)
+    text = (request if isinstance(request, Design) else (yield from _described(request))).to_json()
+    design = Design.from_json(text)  # as sites have it, also in the order of its parts
+    _heard((yield {"step": "make", "design": text}), design.formula)
     return design
 
 
@@ -137,9 +138,12 @@ def _as_sent(value: Any) -> Any:
 
 def _heard(answers: Mapping[str, Any], formula: str) -> None:
     """Refuse to go on where a site has refused."""
-    refused = {site: answer.get("refused") for site, answer in answers.items() if "refused" in answer}
+    refused: dict[str, list[str]] = {}
+    for site, answer in answers.items():
+        if "refused" in answer:
+            refused.setdefault(str(answer["refused"])[:1000], []).append(repr(site))
     if refused:
-        reasons = "; ".join(f"from site {site!r}: {str(reason)[:1000]}" for site, reason in refused.items())
+        reasons = "; ".join(f"from site {', '.join(sites)}: {reason}" for reason, sites in refused.items())
         raise ValueError(f"Expected sites that agree on {formula!r}, but got {reasons}")
 
 

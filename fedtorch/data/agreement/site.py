@@ -109,11 +109,14 @@ class Answers:
             raise Refused(str(error)) from None
         names = list(self._cells.frame.columns)
         if absent := [column for column in formula.columns if names.count(column) != 1]:
-            raise Refused(f"the site has no column {absent[0]!r} that the formula reads")
+            raise Refused(
+                f"the site has no column {absent[0]!r} that the formula reads; correct it, or leave the site out"
+            )
         return formula
 
     def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
-        return self._told.once(f"{what} {quantity.name}", minimum, lambda: tell(self._values(quantity), minimum))
+        whose = f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
+        return self._told.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity), minimum))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
         """Return the numbers of a quantity that are there."""
@@ -124,11 +127,11 @@ class Answers:
         if not quantity.log:
             return values
         if bool((values <= 0).any()):
-            raise Refused(f"the site's column {quantity.column!r} has numbers that have no logarithm")
+            raise Refused(f"the site's column {quantity.column!r} has numbers that have no logarithm; leave log out")
         return numpy.log(values)
 
     def _levels(self, column: str, minimum: int) -> list[str]:
-        return self._told.once(f"levels of {column}", minimum, lambda: self._common(column, minimum))
+        return self._told.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
         """Return the levels that enough rows have."""

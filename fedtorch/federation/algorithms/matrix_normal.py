@@ -203,8 +203,9 @@ def matrix_normal(
     trained = [name for name, parameter in head.named_parameters() if parameter.requires_grad]
     if trained != ["coefficients"]:
         raise ValueError(
-            f"Expected a LinearHead of which the coefficients alone are trained, but got {', '.join(trained)}; freeze "
-            "the feature map by feature_map.requires_grad_(False), or train it before by ft.fedavg"
+            f"Expected a LinearHead of which the coefficients alone are trained, but got "
+            f"{', '.join(trained) or 'none'}; freeze the feature map by feature_map.requires_grad_(False), or train it "
+            "too, by ft.shared_body"
         )
     if local.budget is not None and local.statistics is None:
         raise ValueError(

@@ -192,7 +192,9 @@ def test_what_is_no_formula_and_no_question_is_refused(asked: Any, why: str) -> 
 
 
 def test_a_policy_names_the_columns_that_formulas_may_read() -> None:
-    with pytest.raises(ValueError, match=r"from site 'a': the site's policy lets formulas read .* but not \['crp'\]"):
+    with pytest.raises(
+        ValueError, match=r"from site 'a', 'b', 'c': the site's policy lets formulas read .* but not \['crp'\]"
+    ):
         agreed(Request("los ~ age + log(crp)"), sites(FRAMES, columns=("los", "age")))
     agreed(Request("los ~ age"), sites(FRAMES, columns=("los", "age")))
 
@@ -221,13 +223,41 @@ def test_a_site_makes_rows_by_so_many_designs_and_no_more() -> None:
     assert "by 2 encodings" in answers[3]["refused"]
 
 
-def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(tmp_path: Path) -> None:
+def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     frames = [FRAMES["a"], FRAMES["a"].iloc[1:]]  # a patient has gone
     asked = question("los ~ scale(age) + bs(sbp, 5) + sex")
-    first, later = [Answers(each, folder=tmp_path).answer(asked) for each in frames]
-    assert first == later
+    first = Answers(frames[0], folder=tmp_path).answer(asked)
+    assert "of other rows" not in caplog.text
+    assert Answers(frames[1], folder=tmp_path).answer(asked) == first
+    assert "mean of 'age' as it told it before, of other rows than it has now; delete" in caplog.text
     finer = Answers(FRAMES["a"], folder=tmp_path).answer({**asked, "minimum": 11})
     assert "with a minimum of 10 rows, and tells it with no other" in finer["refused"]
+
+
+def test_a_site_hears_of_nothing_that_could_move_an_answer() -> None:
+    """Bounds and other= stay at the server; whatever else a formula has, a column's answer is the same."""
+    request = Request(FORMULA, bounds={"sbp": (119.0, 119.5)}, other={"stage": "x"}, levels={"sex": ["f", "m"]})
+    assert set(next(conversation(request))) == {"step", "formula", "minimum", "declared", "also"}
+    site = Answers(FRAMES["a"])
+    alone, among = (
+        site.answer(question(formula)) for formula in ("los ~ bs(sbp, 4)", "bmi ~ poly(sbp, 2) * bs(sbp, 9)")
+    )
+    assert alone["histograms"] == among["histograms"]
+
+
+def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
+    site = Answers(FRAMES["a"])
+    asked = question("los ~ scale(age)")
+    assert site.answer({**asked, "minimum": 301})["moments"] == {"age": None}
+    assert site.answer(asked)["moments"]["age"][0] == 300
+
+
+def test_a_column_whose_name_is_that_of_a_logarithm_is_another() -> None:
+    site = Answers(FRAMES["a"].assign(**{"log(crp)": 1.0 * numpy.arange(300)}))
+    first, second = (site.answer(question(f"los ~ scale({name})")) for name in ("log(crp)", "`log(crp)`"))
+    assert first["moments"] != second["moments"]
 
 
 def test_the_logarithm_of_a_column_has_the_bins_of_the_column() -> None:
@@ -293,3 +323,14 @@ def test_a_site_that_says_something_else_is_named(part: str, entry: Any) -> None
     answers["b"][part] = entry
     with pytest.raises(ValueError, match="from site 'b'"):
         talk.send(answers)
+
+
+def test_a_design_is_in_the_order_in_which_sites_have_it() -> None:
+    """Descriptions of models go through its parts in their order, and server and sites compare them."""
+    design = agreed(Request("los ~ stage + sex", minimum=10), sites(FRAMES))
+    assert repr(Design.from_json(design.to_json())) == repr(design)
+
+
+def test_sites_that_refuse_for_one_reason_are_named_together() -> None:
+    with pytest.raises(ValueError, match=r"from site 'a', 'b', 'c': the site has no column 'hiv'"):
+        agreed(Request("los ~ hiv"), sites(FRAMES))

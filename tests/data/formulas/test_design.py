@@ -291,7 +291,7 @@ def test_dropping_is_asked_for() -> None:
     assert int(data.counts.sum()) == int((PEOPLE["age"] > 50).sum())
     again = ft.data.from_frame(holes, client="site", design=data.design, missing="drop")
     assert torch.equal(again.rows[0], data.rows[0])
-    with pytest.raises(ValueError, match=r"missing= as one of .'refuse', 'drop'., but got 'mean'"):
+    with pytest.raises(ValueError, match=r"missing= as one of .'refuse', 'drop', 'impute'., but got 'mean'"):
         ft.data.from_frame(holes, client="site", formula="y ~ age", missing="mean")
     x, _ = data.design.rows(holes, missing=True)
     assert int(x.isnan().sum()) == int((PEOPLE["age"] <= 50).sum())
