@@ -149,6 +149,19 @@ def test_mixed_models_say_where_their_data_are(monkeypatch):
         mixed_common.frame("lme4", "sleepstudy")
 
 
+def test_posteriordb_says_where_it_is(tmp_path):
+    with pytest.raises(SystemExit, match="git clone https://github.com/stan-dev/posteriordb"):
+        trials_posteriordb.main(["--smoke", "--posteriordb", str(tmp_path)])
+
+
+def test_a_flat_regression_has_a_closed_form():
+    """Of one mean of n rows: the rows' mean, and an sd of Σ(y − ȳ)² / (n (n − 4)), as t with n − 2 degrees has."""
+    y = torch.tensor([1.0, 2.0, 4.0, 8.0, 5.0, 3.0]).double()
+    mean, sd = trials_posteriordb.exact(torch.ones(6, 1).double(), y)
+    assert float(mean) == pytest.approx(float(y.mean()))
+    assert float(sd) == pytest.approx(float((y - y.mean()).square().sum() / 6 / 2) ** 0.5)
+
+
 def test_compositions(tmp_path):
     compositions.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

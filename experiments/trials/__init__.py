@@ -1,0 +1,1 @@
+"""The package held against results that others have published, at their settings."""
