@@ -1,1 +1,1 @@
-"""The package held against results that others have published, at their settings."""
+"""Results that others published, at their settings: ours beside theirs."""
