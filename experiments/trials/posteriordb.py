@@ -27,10 +27,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common, result_pages
-from experiments.trials.oracles import Corrected, corrected
+from experiments.trials.oracles import Corrected, corrected, half_cauchy, non_informative
 from fedtorch.federation.algorithms.ep import devices, posterior, settled
 from fedtorch.models import hierarchical
-from fedtorch.models.hierarchical import hyperpriors
 
 SITES, POINTS = 5, 32768
 FLAT = 1e4  # sd of the priors that stand for flat ones
@@ -40,8 +39,8 @@ READING = result_pages.Reading(
         result_pages.Reason("^eight schools, ft.ep:", EP),
         result_pages.Reason(
             "corrected: ",
-            "some five of a hundred figures of draws are more than two of their Monte Carlo errors off; where there is a "
-            "closed form, ours has it (last table)",
+            "some five of a hundred figures of draws are more than two of their Monte Carlo errors off; where there is "
+            "a closed form, ours has it (last table)",
         ),
     ),
 )
@@ -140,7 +139,7 @@ def schools(folder: Path, points: int) -> dict[str, dict[str, tuple[float, float
         (torch.tensor([[1.0 / sd]], dtype=torch.float64), torch.tensor([y / sd], dtype=torch.float64))
         for y, sd in zip(given["y"], given["sigma"])
     ]
-    hierarchy = hierarchical.normal(1, sd=5.0, variance=hyperpriors.half_cauchy(5.0))
+    hierarchy = hierarchical.normal(1, sd=5.0, variance=half_cauchy(5.0))
     model = hierarchical.linear(hierarchy, noise=1.0)
     run, found = fitted(ft.data.from_tensors(clients), model, points)
     ways = {}
@@ -192,7 +191,7 @@ def regression(folder: Path, name: str, seed: int, points: int) -> dict[str, tup
     place = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).chunk(SITES)
     data = ft.data.from_tensors([(x[rows], y[rows]) for rows in place])
     cauchy = ("kidscore_mom" in name and "work" not in name) or name.endswith("kidscore_interaction")
-    noise = hyperpriors.half_cauchy(2.5) if cauchy else hyperpriors.non_informative()
+    noise = half_cauchy(2.5) if cauchy else non_informative()
     hierarchy = hierarchical.normal(x.shape[1], random=[], sd=FLAT)
     _, found = fitted(data, hierarchical.linear(hierarchy, noise=noise), points)
     values = {f"beta[{j + 1}]": found.nodes[:, j] for j in range(x.shape[1])} | {

@@ -70,6 +70,7 @@ from experiments.mixed_models import (
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
 from experiments.sparse import directed as sparse_directed, network as sparse_network, regression as sparse_regression
+from experiments.trials import posteriordb as trials_posteriordb
 from experiments.vfl import (
     heart as vfl_heart,
     heart_models as vfl_heart_models,
@@ -150,7 +151,7 @@ def test_mixed_models_say_where_their_data_are(monkeypatch):
 
 
 def test_posteriordb_says_where_it_is(tmp_path):
-    with pytest.raises(SystemExit, match="git clone https://github.com/stan-dev/posteriordb"):
+    with pytest.raises(SystemExit, match=r"git clone https://github\.com/stan-dev/posteriordb"):
         trials_posteriordb.main(["--smoke", "--posteriordb", str(tmp_path)])
 
 
