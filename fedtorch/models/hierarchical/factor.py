@@ -92,7 +92,7 @@ class Model(NamedTuple):
     hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate where it is learnt
     prior: Prior
     project: Projection
-    start: Start
+    start: Start | None  # of the first round; None: the mean of the clients' tilted moments of the prior
     prepare: Callable[[Any], Any]
     devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
