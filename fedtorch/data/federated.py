@@ -126,6 +126,12 @@ class FederatedData:
                 f"{len(self.features)} names of features; pass one per column"
             )
 
+        if self.design is not None and first.shape[1:] != (len(self.design.columns),):
+            raise ValueError(
+                f"Expected the {len(self.design.columns)} columns of the design in x, but got shape "
+                f"{tuple(first.shape)}; pass design=None for other columns"
+            )
+
     def _not_finite(self, path: str, client: int, row: int) -> ValueError:
         return ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "

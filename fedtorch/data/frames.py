@@ -185,7 +185,7 @@ def _of_columns(
         if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
             raise TypeError(
                 f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
-                "encode it, for example with pandas.get_dummies"
+                "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"
             )
     x = torch.from_numpy(numpy.array(frame[list(features)].to_numpy(dtype=numpy.float64))).to(dtype)
     y = _target(frame[target], dtype)

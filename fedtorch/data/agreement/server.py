@@ -81,13 +81,23 @@ class Request(NamedTuple):
         return levels
 
 
-def conversation(request: Request) -> Conversation:
+def conversation(request: Request | Design) -> Conversation:
     """Ask sites, and return the design that all have agreed on.
+
+    Args:
+        request: what they are to agree on; or a design, agreed on before, for sites that come later.
 
     Raises:
         ValueError: a site refuses, or says something else than was asked; what the sites tell is not enough. The
             message names site and column.
     """
+    design = request if isinstance(request, Design) else (yield from _described(request))
+    _heard((yield {"step": "make", "design": design.to_json()}), design.formula)
+    return design
+
+
+def _described(request: Request) -> Conversation:
+    """Return the design that follows from what sites tell."""
     formula, declared = request.check(), request.declared()
     question = {
         "step": "describe",
@@ -98,9 +108,7 @@ def conversation(request: Request) -> Conversation:
     }
     answers = yield question
     _heard(answers, request.formula)
-    design = _design(request, formula, declared, Told(answers, request.minimum, request.bounds))
-    _heard((yield {"step": "make", "design": design.to_json()}), request.formula)
-    return design
+    return _design(request, formula, declared, Told(answers, request.minimum, request.bounds))
 
 
 def agreed(request: Request, sites: Mapping[str, Answers]) -> Design:

@@ -6,6 +6,7 @@ A frame is one of pandas, or anything that offers the dataframe interchange prot
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -26,10 +27,12 @@ def as_frame(frame: Any) -> pandas.DataFrame:
 
     if isinstance(frame, pd.DataFrame):
         return frame
+    if hasattr(frame, "__dataframe__") and hasattr(pd.api, "interchange"):
+        with warnings.catch_warnings():  # pandas 3 deprecates the protocol that frames of others offer
+            warnings.filterwarnings("ignore", message="The Dataframe Interchange Protocol is deprecated")
+            return pd.api.interchange.from_dataframe(frame)
     if hasattr(frame, "to_pandas"):
         return frame.to_pandas()
-    if hasattr(frame, "__dataframe__"):
-        return pd.api.interchange.from_dataframe(frame)
     raise TypeError(
         f"Expected a frame of pandas, or one that offers __dataframe__, but got {type(frame).__name__}; for tensors "
         "see ft.data.from_tensors"

@@ -17,12 +17,14 @@ from __future__ import annotations
 import json
 import warnings
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
+from fedtorch import checkpoint
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.coding import Column, columns, is_factor
 from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
@@ -71,6 +73,9 @@ class Design:
         if not made:
             raise ValueError(f"Expected at least one coefficient, but got none in {self.formula!r}; add a term or 1")
         names = tuple(column.name for column in made)
+        unknown = [name for name, scale in self.encoding.standard.items() if name not in names or _stuck(scale, names)]
+        if unknown:
+            raise ValueError(f"Expected scales of the coefficients {list(names)}, but got some of {unknown}")
         if self.trials is not None and parsed.trials is not None:
             raise ValueError(f"Expected trials once, but got trials({parsed.trials}) and trials={self.trials!r}")
         random, correlated = random_columns(parsed, names, self.encoding, self.group)
@@ -187,6 +192,18 @@ class Design:
         encoding = Encoding.from_json(json.dumps(parts.pop("encoding")))
         return cls(encoding=encoding, **parts)
 
+    @classmethod
+    def of_run(cls, path: Path | str) -> Design:
+        """Return the design that `run.save` wrote with a run.
+
+        Raises:
+            ValueError: no checkpoint of a run, or one without a design.
+        """
+        flat = checkpoint.read_run(path)
+        if "design" not in flat:
+            raise ValueError(f"Expected a checkpoint with a design, but {path} has none; its run was of no formula")
+        return cls.from_json(bytes(flat["design"].tolist()).decode())
+
     def _response(self, cells: Cells) -> numpy.ndarray:
         column, log = self.parsed.response
         if column not in self.encoding.levels:
@@ -216,6 +233,11 @@ class Design:
             cells.refuse(bad, trials, "numbers of trials", values, "correct them")
             extra["trials"] = values
         return {name: torch.from_numpy(values) for name, values in extra.items()}
+
+
+def _stuck(scale: Scale, names: tuple[str, ...]) -> bool:
+    """Return whether a mean is taken out that no intercept takes up."""
+    return bool(scale.mean) and INTERCEPT not in names
 
 
 def _check_encoding(formula: Formula, encoding: Encoding) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedtorch import checkpoint, tree
 from fedtorch.checkpoint import below, describe
+from fedtorch.data import Design
 from fedtorch.data.digests import different
 from fedtorch.federation import joining
 from fedtorch.federation.algorithm import Algorithm
@@ -55,6 +56,12 @@ class Resumable:
         """Return what the server sends out now."""
         raise NotImplementedError
 
+    @property
+    def design(self) -> Design | None:
+        """Return the design that the run's model is of, or else its data; None without a formula."""
+        model, data = self.algorithm.settings.get("model"), getattr(self.population, "data", None)
+        return getattr(model, "design", None) or getattr(data, "design", None)
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return all a resumed run needs, flat: server and clients' states, round, bytes, history, recorders.
 
@@ -70,6 +77,7 @@ class Resumable:
         flat.update({f"rows.{name}": leaf for name, leaf in self.population.noted().items()})
         flat["rows.clients"] = torch.tensor(len(self.population.names))
         texts = {"fingerprint": json.dumps(self.fingerprint()), "ended": self.ended}
+        texts |= {} if self.design is None else {"design": self.design.to_json()}
         return flat | {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
 
     def load_state_dict(

@@ -40,6 +40,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, tree
+from fedtorch.data import Design
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
@@ -92,7 +93,7 @@ class Model(NamedTuple):
     hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate where it is learnt
     prior: Prior
     project: Projection
-    start: Start | None  # of the first round; None: the mean of the clients' tilted moments of the prior
+    start: Start
     prepare: Callable[[Any], Any]
     devices: Callable[[Moments, Any], DevicePosterior]  # (what the others know of φ, prepared data)
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
@@ -101,6 +102,7 @@ class Model(NamedTuple):
     # (what the others know of φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
     log_evidence: Callable[[Moments, Any], Tensor] | None = None
     family: Family | None = None  # of one response
+    design: Design | None = None  # the formula that it is of, see `hierarchical.regression`
 
 
 def of(

@@ -15,8 +15,8 @@ be continuous and its support must not depend on φ.
 
 Clients and nodes are evaluated together by `torch.vmap`, so that a client costs little beside the model's Python code.
 Clients of different numbers of rows are filled up with copies of a row, and a mask takes these out of the observations
-in a `pyro.plate` of as many. A model of which that changes the density, which a client with a row to spare tells (a
-latent variable for each row, observations outside a plate, a mean over rows), has clients of equally many rows together.
+in a `pyro.plate` of as many. A model whose density that changes, which one client tells (a latent variable for each
+row, observations outside a plate, a mean over rows), has clients of equally many rows together.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), "Pyro".
 """
@@ -36,28 +36,18 @@ from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical._pyro_program import Sites, filled_up, log_joint_of, may_be_filled, sites_of
 from fedtorch.models.hierarchical.factor import Model
+from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.projections import minimised, quadrature
-from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt
+from fedtorch.models.hierarchical.projections import from_the_prior, minimised, quadrature
+from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt, two_shells
 from fedtorch.models.rows import refuse
 
 __all__ = ["pyro_factor"]
 
+_FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
 _CHUNK = 2**21  # numbers in one array of the nodes of some clients' rows
-_SPARE = 3  # rows that a client is filled up with to see whether a mask takes them out
-_SAME = 1e-9  # relative: densities that differ by less are the same
-
-
-class _Sites(NamedTuple):
-    """Hold a model's latent variables: name, map to the support, shape in unconstrained coordinates."""
-
-    each: tuple[tuple[str, Any, torch.Size], ...]
-
-    @property
-    def size(self) -> int:
-        """Return how many coordinates there are."""
-        return sum(math.prod(shape) for _, _, shape in self.each)
 
 
 class _Latent(NamedTuple):
@@ -109,7 +99,8 @@ class PyroFactor:
 
     def __call__(self, phi: Tensor, data: Any) -> Tensor:
         """Return log f at the nodes φ, `(K, R)`."""
-        return self._latent(phi, data).log_factor
+        parts, order = self._parts(phi, data)
+        return torch.cat([part.log_factor for part in parts])[order] if parts else phi.new_zeros(phi.shape[:2])
 
     def model(
         self, prior: MultivariateNormal | Prior, *, names: Sequence[str] = (), rule: QuadratureRule | None = None
@@ -119,7 +110,7 @@ class PyroFactor:
         Args:
             prior: of φ.
             names: of the coordinates of φ; default: "phi 0", "phi 1", …
-            rule: nodes over φ.
+            rule: nodes over φ; default: a product rule in two dimensions, two spherical designs in up to twenty.
 
         Raises:
             ValueError: another number of names than coordinates.
@@ -135,7 +126,7 @@ class PyroFactor:
         >>> model = pyro_factor(program).model(MultivariateNormal(torch.zeros(1), 100 * torch.eye(1)), names=["centre"])
         >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=20, until=settled())
         >>> round(float(posterior(run).mean), 2), devices(run).distribution().mean.flatten().round(decimals=2).tolist()
-        (3.55, [2.39, 4.78])
+        (3.57, [2.39, 4.79])
         """
         if isinstance(prior, MultivariateNormal):
             moments = Moments(prior.mean.to(torch.float64), prior.covariance_matrix.to(torch.float64))
@@ -144,11 +135,15 @@ class PyroFactor:
         names = tuple(names) or tuple(f"phi {i}" for i in range(size))
         if len(names) != size:
             raise ValueError(f"Expected a name for each of {size} coordinates of phi, but got {len(names)}")
+        if rule is None and _FEW < size <= _MANY:
+            rule = two_shells(size)  # a product rule would ask for the mode of θ at hundreds of nodes
+        project = quadrature(self, rule)
         return Model(
             names=names,
+            hierarchy=_unnamed(names, prior),
             prior=prior,
-            project=quadrature(self, rule),
-            start=None,
+            project=project,
+            start=from_the_prior(project),
             prepare=_checked,
             devices=partial(self.devices, rule=rule),
             log_factor=self,
@@ -187,27 +182,41 @@ class PyroFactor:
         return DevicePosterior(nodes.weights, latent.mean, latent.covariance, torch.full_like(nodes.weights, torch.nan))
 
     def _latent(self, phi: Tensor, data: Any) -> _Latent:
-        """Return what is known of θ at every φ, clients together that can be."""
+        """Return what is known of θ at every φ."""
+        parts, order = self._parts(phi, data)
+        sizes = {part.mean.shape[-1] for part in parts}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"Expected clients with as many latent variables each, but got {sorted(sizes)}; what differs with the "
+                "rows of a client has no posterior that is comparable"
+            )
+        if not parts:
+            return _Latent(phi.new_zeros(phi.shape[:2]), phi.new_zeros(0, phi.shape[1], 0), phi.new_zeros(0, 0, 0, 0))
+        latent: _Latent = tree.take(tree.concatenate(parts), order)
+        return latent
+
+    def _parts(self, phi: Tensor, data: Any) -> tuple[list[_Latent], Tensor]:
+        """Return what is known of θ, clients together that can be, and the order that puts these in theirs."""
         import pyro
 
         count = data.count.tolist()
         if not count:
-            return _Latent(phi.new_zeros(phi.shape[:2]), phi.new_zeros(0, phi.shape[1], 0), phi.new_zeros(0, 0, 0, 0))
+            return [], torch.zeros(0, dtype=torch.int64)
         rows = [_float64(leaf) for leaf in tree.leaves(data.batch)]
         with pyro.validation_enabled(False):
             smallest = count.index(min(count))
             one = [leaf[smallest, : count[smallest]] for leaf in rows]
-            sites = _sites(self.program, phi[smallest, 0], one)
+            sites = sites_of(self.program, phi[smallest, 0], one)
             if len(set(count)) > 1 and self._filled is None:
-                self._filled = _may_be_filled(self.program, sites, phi[smallest, 0], one)
+                self._filled = may_be_filled(self.program, sites, phi[smallest, 0], one)
             groups = [torch.arange(len(count))]
             if len(set(count)) > 1 and not self._filled:
                 groups = [torch.tensor([k for k, n in enumerate(count) if n == size]) for size in sorted(set(count))]
-            parts = [self._stacked(phi, rows, data.count, ids) for ids in self._chunks(groups, phi, rows[0], sites)]
-        order = torch.cat([ids for ids in self._chunks(groups, phi, rows[0], sites)]).argsort().to(phi.device)
-        return tree.take(tree.concatenate(parts), order)
+            chunks = self._chunks(groups, phi, rows[0], sites)
+            parts = [self._stacked(phi, rows, data.count, ids) for ids in chunks]
+        return parts, torch.cat(chunks).argsort().to(phi.device)
 
-    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor, sites: _Sites) -> list[Tensor]:
+    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor, sites: Sites) -> list[Tensor]:
         """Return the clients of each evaluation, so many that its arrays stay small."""
         nodes = len(self._rule(sites.size).weights)
         size = max(1, _CHUNK // max(1, phi.shape[1] * nodes * leaf.shape[1]))
@@ -222,15 +231,15 @@ class PyroFactor:
         phi, count = phi[ids], count[ids]
         most = int(count.max())
         mask = torch.arange(most, device=count.device) < count[:, None]
-        filled = [_filled_up(leaf[ids, :most], mask) for leaf in rows]
-        sites = _sites(self.program, phi[0, 0], [leaf[0] for leaf in filled])
+        filled = [filled_up(leaf[ids, :most], mask) for leaf in rows]
+        sites = sites_of(self.program, phi[0, 0], [leaf[0] for leaf in filled])
         whole = bool(mask.all())
 
         def log_joint(theta: Tensor, phi: Tensor) -> Tensor:
             """Return log p(y, θ | φ) of θ `(K, R, d)`, `(K, R)`."""
 
             def client(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
-                node = lambda theta, phi: _log_joint(self.program, sites, theta, phi, mine, None if whole else kept)
+                node = lambda theta, phi: log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
                 return torch.vmap(node)(theta, phi)
 
             return torch.vmap(client)(theta, phi, mask, *filled)
@@ -268,6 +277,12 @@ def _integrated(log_joint: Callable[[Tensor, Tensor], Tensor], phi: Tensor, size
     )
 
 
+def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
+    """Return the hierarchy of a program, which says nothing of coefficients: φ is all there is."""
+    nothing = lambda zeta, *_: zeta.new_zeros(*zeta.shape[:-1], 0, 0)
+    return Hierarchy(names, prior.normal.shift.new_zeros(0, len(names)), nothing, nothing, prior)
+
+
 def _checked(data: Any) -> Any:
     """Return data of which each client has rows."""
     refuse(data.count == 0, "Expected rows to observe, but got none; leave the client out with data.select")
@@ -276,73 +291,3 @@ def _checked(data: Any) -> Any:
 
 def _float64(leaf: Tensor) -> Tensor:
     return leaf.to(torch.float64) if leaf.dtype.is_floating_point else leaf
-
-
-def _filled_up(leaf: Tensor, mask: Tensor) -> Tensor:
-    """Return rows `(K, N, ...)` with the client's first in the places that `mask` leaves out."""
-    return torch.where(tree.along(mask, leaf), leaf, leaf[:, :1])
-
-
-def _may_be_filled(model: Callable[..., Any], sites: _Sites, phi: Tensor, rows: list[Tensor]) -> bool:
-    """Return whether a mask takes additional rows out of a model's density."""
-    more = [torch.cat([leaf, leaf[:1].expand(_SPARE, *leaf.shape[1:])]) for leaf in rows]
-    kept = torch.arange(len(more[0]), device=phi.device) < len(rows[0])
-    theta = 0.1 * torch.arange(1, sites.size + 1, dtype=phi.dtype, device=phi.device)
-    try:
-        if _sites(model, phi, more).size != sites.size:
-            return False
-        one, other = (_log_joint(model, sites, theta, phi, *each) for each in ((rows, None), (more, kept)))
-    except (RuntimeError, ValueError, IndexError):
-        return False
-    return bool((one - other).abs() <= _SAME * one.abs().clamp(min=1))
-
-
-def _sites(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> _Sites:
-    """Return the latent variables that a model samples."""
-    from pyro import poutine
-    from torch.distributions import biject_to
-
-    with torch.random.fork_rng(devices=[]):  # the prototype's draws must not move the global generator
-        trace = poutine.trace(model).get_trace(phi, *rows)
-    sites: list[tuple[str, Any, torch.Size]] = []
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site["is_observed"] or poutine.util.site_is_subsample(site):
-            continue
-        support: Any = getattr(site["fn"], "support", None)
-        if support.is_discrete:
-            raise ValueError(f"Expected continuous latent variables, but got a discrete {name!r}; sum it out first")
-        transform = biject_to(support)
-        sites.append((name, transform, transform.inv(site["value"]).shape))
-    return _Sites(tuple(sites))
-
-
-def _log_joint(
-    model: Callable[..., Any], sites: _Sites, theta: Tensor, phi: Tensor, rows: Sequence[Tensor], kept: Tensor | None
-) -> Tensor:
-    """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates; of observed rows those that are `kept`."""
-    from pyro import poutine
-
-    values, jacobian, start = {}, theta.new_zeros(()), 0
-    for name, transform, shape in sites.each:
-        stop = start + math.prod(shape)
-        free = theta[start:stop].reshape(shape)
-        values[name] = transform(free)
-        jacobian = jacobian + transform.log_abs_det_jacobian(free, values[name]).sum()
-        start = stop
-    trace = poutine.trace(poutine.condition(model, data=values)).get_trace(phi, *rows)
-    if kept is None:
-        return trace.log_prob_sum() + jacobian
-    trace.compute_log_prob()
-    for site in trace.nodes.values():
-        if site["type"] == "sample" and "log_prob" in site:
-            jacobian = jacobian + _kept(site, kept).sum()
-    return jacobian
-
-
-def _kept(site: Any, kept: Tensor) -> Tensor:
-    """Return the log densities of a site, zero for rows that are not kept, along the plate of as many rows."""
-    log = site["log_prob"]
-    for frame in site["cond_indep_stack"] if site["is_observed"] else ():
-        if frame.vectorized and frame.size == len(kept) and log.ndim >= -frame.dim:
-            log = torch.where(kept.reshape(-1, *[1] * (-frame.dim - 1)), log, 0.0)
-    return log

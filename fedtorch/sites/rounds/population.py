@@ -121,6 +121,11 @@ class Remote:
             asked.bring = bring
         self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(timeout, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
+        if brings[0].design == "":  # nor have the others
+            raise ValueError(
+                f"Expected sites that have agreed on a design, but {list(sites)} have frames and none; begin with "
+                "sites.agree(host, sites, formula, client=…)"
+            )
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})

@@ -143,6 +143,9 @@ def test_bad_clients_and_names_are_refused() -> None:
     model = pyro_factor(linear).model(hierarchical.linear(hierarchical.normal(1), noise=NOISE).prior)
     with pytest.raises(ValueError, match="Client '1': Expected rows to observe, but got none; leave the client out"):
         ft.Run(ft.ep(model), ft.InProcess(holes))
+    ragged = ft.data.from_tensors([(x[:n], y[:n]) for n, (x, y) in zip((3, 5), data(2))])
+    with pytest.raises(ValueError, match=r"Expected clients with as many latent variables each, but got \[4, 6\]"):
+        pyro_factor(spread_out).model(model.prior).given(PHI.expand(2, 2, 2), torch.ones(2, 2), ragged.stack([0, 1]))
     with pytest.raises(ValueError, match="Expected a name for each of 2 coordinates of phi, but got 1"):
         pyro_factor(linear).model(model.prior, names=["mean"])
 

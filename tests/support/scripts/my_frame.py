@@ -1,0 +1,19 @@
+"""What a site of the tests brings for formulas: a frame. `SITE` in the environment says which."""
+
+import os
+
+import fedtorch as ft
+from fedtorch.models import hierarchical
+from fedtorch.sites import Policy
+from support.agreeing import FRAMES
+
+
+def regression(design: ft.data.Design, sd: float = 2.0) -> ft.Algorithm:
+    """Of a normal response with a known variance."""
+    hierarchy = hierarchical.normal(len(design.columns), random=design.random, sd=sd, names=design.columns)
+    return ft.ep(hierarchical.linear(hierarchy, noise=1.0))
+
+
+frame, client = FRAMES[os.environ.get("SITE", "a")], "clinic"
+algorithms = {"it": regression}
+policy = Policy(minimum=10, columns=("y", "age", "sbp", "sex"))
