@@ -27,7 +27,7 @@ from fedtorch.tree import Tree
 
 _NEWTON_STEPS = 50
 _HALVINGS = 12
-_ROUNDING = 4 * torch.finfo(torch.float64).eps  # of an objective, relative
+_NEAR = 1e-12  # Newton decrement, relative to the objective, from which a step is taken whole
 
 
 class Projected(NamedTuple):
@@ -211,9 +211,9 @@ def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tens
         bad = (torch.linalg.cholesky_ex(curvature).info != 0)[:, None, None]
         step = torch.linalg.solve_ex(torch.where(bad, metric, curvature), gradient[..., None]).result[..., 0]
         length = torch.ones_like(value)
-        limit = value + _ROUNDING * value.abs()
+        near = (step * gradient).sum(1).abs() <= _NEAR * (1 + value.abs())  # its values tell rounding from here on
         for _ in range(_HALVINGS):
-            worse = ~(objective(at - length[:, None] * step) <= limit)
+            worse = ~((objective(at - length[:, None] * step) <= value) | near)
             if not bool(worse.any()):
                 break
             length = torch.where(worse, length / 2, length)

@@ -41,12 +41,13 @@ from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import from_the_prior, minimised, quadrature
-from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt, two_shells
+from fedtorch.models.quadrature import QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
 from fedtorch.models.rows import refuse
 
 __all__ = ["pyro_factor"]
 
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
+_AROUND = 7  # points for each of two latent variables around their mode
 _CHUNK = 2**21  # numbers in one array of the nodes of some clients' rows
 
 
@@ -65,7 +66,7 @@ def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None
 
     Args:
         model: (φ `(p,)`, rows …) -> anything; the rows are the leaves of the data in order, `(n_k, ...)`.
-        rule: nodes over the latent variables; default: `quadrature.default_rule`.
+        rule: nodes over the latent variables; default: 7 × 7 for two, else `quadrature.default_rule`.
 
     Raises:
         ValueError: when it is used, a latent variable is discrete.
@@ -223,7 +224,9 @@ class PyroFactor:
         return [part for ids in groups for part in ids.split(size)]
 
     def _rule(self, size: int) -> QuadratureRule:
-        return default_rule(size) if self.rule is None else self.rule
+        if self.rule is not None:
+            return self.rule
+        return gauss_hermite(2, _AROUND) if size == 2 else default_rule(size)
 
     def _stacked(self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor) -> _Latent:
         """Return what is known of θ of some clients, filled up to the largest of them."""
