@@ -20,7 +20,7 @@ COEFFICIENTS = 2
 
 
 def counts(phi: Tensor, x: Tensor, y: Tensor) -> None:
-    """Counts around a clinic's own level and slope; what is shared are the mean level, its spread and the mean slope."""
+    """Counts around a clinic's own level and slope, given the mean level, its spread and the mean slope."""
     level = pyro.sample("level", Normal(phi[0], phi[1].exp()))
     slope = pyro.sample("slope", Normal(phi[2], 0.3))
     with pyro.plate("rows", len(y)):

@@ -23,7 +23,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,11 @@ from fedtorch import expected, random, tree
 from fedtorch.data._row_files import read_rows, write_rows
 from fedtorch.data._rows import check_counts, check_names, first_not_finite, gather_rows
 from fedtorch.data.formulas.design import Design
+from fedtorch.data.incomplete import Incomplete, missing_shares
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class ClientData(NamedTuple):
@@ -126,7 +130,8 @@ class FederatedData:
                 f"{len(self.features)} names of features; pass one per column"
             )
 
-        if self.design is not None and first.shape[1:] != (len(self.design.columns),):
+        coded = self.design is not None and not isinstance(self.rows, Incomplete)  # those have columns before coding
+        if self.design is not None and coded and first.shape[1:] != (len(self.design.columns),):
             raise ValueError(
                 f"Expected the {len(self.design.columns)} columns of the design in x, but got shape "
                 f"{tuple(first.shape)}; pass design=None for other columns"
@@ -135,7 +140,8 @@ class FederatedData:
     def _not_finite(self, path: str, client: int, row: int) -> ValueError:
         return ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
-            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation"
+            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation, or "
+            'keep them by from_frame(..., missing="impute") for ft.inference.imputed'
         )
 
     @property
@@ -257,6 +263,10 @@ class FederatedData:
     def pool(self) -> FederatedData:
         """Return the rows of all clients in one, called `"pool"`: what a central fit sees."""
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
+
+    def missing(self) -> pandas.DataFrame:
+        """Return the share of missing cells of each client, by column, and of rows that lack any (`any`)."""
+        return missing_shares(self)
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
         """Apply `function` to the tree of all rows, which it must keep in number and order.

@@ -19,12 +19,14 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.grammar import Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.pooled import pooled_design
+from fedtorch.data.incomplete import incomplete_cells
+from fedtorch.data.raw_columns import RawColumns, observed_values
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import pandas
 
-_MISSING = ("refuse", "drop")
+_MISSING = ("refuse", "drop", "impute")
 
 
 def from_frame(
@@ -70,10 +72,12 @@ def from_frame(
         offset: with a formula, a column that is added to the linear predictor.
         weights: with a formula, a column by which rows count.
         trials: with a formula, a column with the numbers of trials, of which the response says how many succeeded.
-        missing: with a formula, "drop" leaves out rows with missing cells; "refuse" says where they are.
+        missing: "refuse" says where cells are missing, "drop" leaves out rows with any, and "impute" keeps them for
+            `ft.inference.imputed`, which completes them: rows are the columns before the formula is applied, see
+            `data.missing()` and [missing values](../howto/missing.md).
         minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
-            where nothing is told of fewer rows: a level counts if one client has so many rows of it, and knots are
-            quantiles of histograms. Default: those of all rows together.
+            where nothing is told of fewer rows: a level counts if one client has so many rows of it, levels are in the
+            order of their names, and knots are quantiles of histograms. Default: those of all rows together.
         other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name.
         bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.
@@ -95,34 +99,40 @@ def from_frame(
     >>> data.design.columns, data.design.random
     (('Intercept', 'age', 'state[T.well]'), (0,))
     """
+    if missing not in _MISSING:
+        raise ValueError(f"Expected missing= as one of {list(_MISSING)}, but got {missing!r}")
     agreement = {"minimum": minimum, "other": other, "bounds": bounds}
     by_formula = {"levels": levels, "offset": offset, "weights": weights, "trials": trials, **agreement}
     if formula is None and design is None:
         if features is None or target is None:
             raise TypeError("Expected a formula, or features and target, but got neither; pass formula='y ~ x'")
         given = [name for name, value in by_formula.items() if value is not None]
-        if given or missing != "refuse":
-            raise TypeError(f"Expected {given or ['missing']} with a formula, but got none; pass formula=")
-        return _of_columns(as_frame(frame), client, features, target, dtype or torch.float32)
+        if given:
+            raise TypeError(f"Expected {given} with a formula, but got none; pass formula=")
+        table = _complete(as_frame(frame), [client, *features, target]) if missing == "drop" else as_frame(frame)
+        return _of_columns(table, client, features, target, dtype or torch.float32, missing == "impute")
     if features is not None or target is not None or (formula is not None and design is not None):
         raise TypeError("Expected one of a formula, a design, and features with target, but got several")
     table = as_frame(frame)
-    if missing not in _MISSING:
-        raise ValueError(f"Expected missing= as one of {list(_MISSING)}, but got {missing!r}")
     if design is None:
         parsed = parse(str(formula))
         read = [*parsed.columns, *(column for column in (offset, weights, trials) if column is not None)]
         table = _complete(table, [client, *read]) if missing == "drop" else table
+        gaps = missing == "impute" and minimum is None  # clients that agree tell of the cells that are there
+        known = observed_values(table, tuple(dict.fromkeys(read))) if gaps else table
         settings = {**by_formula, "standardise": standardise}
-        design = (_pooled if minimum is None else _agreed)(parsed, table, client, settings)
+        design = (_pooled if minimum is None else _agreed)(parsed, known, client, settings)
     elif missing == "drop":
         table = _complete(table, [client, *design.reads])
     if len(table) == 0:
         raise ValueError("Expected at least one row, but got an empty frame")
+    owners = Cells(table, client).complete(client)
+    if missing == "impute":
+        raw = RawColumns(design)
+        return FederatedData(**_by_client(raw.rows(table), owners), features=raw.names, design=design)
     rows = design.rows(table)
     if dtype is not None:
         rows = tree.map(lambda leaf: leaf.to(dtype), rows)
-    owners = Cells(table, client).complete(client)
     return FederatedData(**_by_client(rows, owners), features=design.columns, design=design)
 
 
@@ -160,7 +170,7 @@ def _by_client(rows: Tree, owners: pandas.Series) -> dict[str, Any]:
 
 
 def _of_columns(
-    frame: pandas.DataFrame, client: str, features: Sequence[str], target: str, dtype: torch.dtype
+    frame: pandas.DataFrame, client: str, features: Sequence[str], target: str, dtype: torch.dtype, gaps: bool
 ) -> FederatedData:
     import pandas as pd
 
@@ -172,21 +182,25 @@ def _of_columns(
         )
     if len(frame) == 0:
         raise ValueError("Expected at least one row, but got an empty frame")
-    for column in columns:
+    for column in columns[:1] if gaps else columns:
         empty = frame[column].isna().to_numpy()
         if empty.any():
             row = int(empty.argmax())
             raise ValueError(
                 f"Expected no missing cells, but got one in column {column!r} of client "
                 f"{str(frame[client].iloc[row])!r}, row {frame.index[row]} ({int(empty.sum())} in that "
-                "column); drop or impute them first"
+                'column); keep them by missing="impute", or leave such rows out by missing="drop"'
             )
-    for column in features:
+    for column in (*features, target) if gaps else features:
         if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
             raise TypeError(
                 f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
                 "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"
             )
+    if gaps:
+        cells = frame[[*features, target]].to_numpy(dtype=numpy.float64, na_value=numpy.nan)
+        rows = incomplete_cells(torch.from_numpy(numpy.array(cells)))
+        return FederatedData(**_by_client(rows, frame[client]), features=(*features, target))
     x = torch.from_numpy(numpy.array(frame[list(features)].to_numpy(dtype=numpy.float64))).to(dtype)
     y = _target(frame[target], dtype)
     return FederatedData(**_by_client((x, y), frame[client]), features=tuple(features))

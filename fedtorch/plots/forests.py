@@ -101,9 +101,8 @@ def shortened(names: Sequence[str], longest: int = LONGEST) -> list[str]:
     ['Ward 1 of t…', 'Ward 2 of t…']
     """
     kept, known = longest - 1, len(set(names))
-    start = next(
-        (i for i, letters in enumerate(zip(*names)) if len(set(letters)) > 1), 0
-    )  # where names begin to differ
+    long = [name for name in names if len(name) > longest]
+    start = next((i for i, letters in enumerate(zip(*long)) if len(set(letters)) > 1), 0)  # where they begin to differ
     ways = (
         lambda name: f"{name[:kept]}…",
         lambda name: f"…{name[-kept:]}",

@@ -83,7 +83,7 @@ def test_own_log_odds_are_those_of_the_rows_under_a_flat_prior() -> None:
     run = fitted("logistic")
     found = site_estimates(run, 0.9)
     x, y = run.population.data[2]
-    axis = torch.linspace(-4, 5, 601).double()
+    axis = torch.linspace(-3, 4, 301).double()
     theta = torch.cartesian_prod(axis, axis)
     eta = theta @ x.mT
     weights = torch.softmax((y * eta - torch.nn.functional.softplus(eta)).sum(1), 0)
@@ -141,7 +141,7 @@ def test_names_stay_apart_when_they_are_cut() -> None:
     assert len(set(made)) == 139
     assert max(map(len, made)) <= 37
     middle = [f"The university hospital of a town, clinic {k}, department of internal medicine" for k in range(139)]
-    assert len(set(shortened(middle, 24))) == 139
+    assert len(set(shortened([*middle, "all sites"], 24))) == 140
     assert shortened(["short", "x"]) == ["short", "x"]
 
 

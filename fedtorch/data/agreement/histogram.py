@@ -1,6 +1,6 @@
 """Histograms of a column in which every bin has at least so many rows, and the quantiles of all sites' together.
 
-A site's bins end at multiples of a round number (1, 2 or 5 times a power of ten) near a sixteenth of its standard
+A site's bins end at multiples of a round number (1, 2 or 5 times a power of ten) near an eighth of its standard
 deviation, within four of them on either side of its mean; bins of fewer rows than the minimum are merged with the next.
 The outer two have no end of their own, for that would tell where the smallest and the largest value are: they end where
 they would if rows were as dense in them as in the bins beside them, and a row beyond is counted in them. Nothing of it
@@ -9,7 +9,7 @@ is chosen by who asks, so that no two questions give bins that differ by few row
 >>> values = numpy.arange(1.0, 101.0)
 >>> ours = histogram(values, minimum=10)
 >>> ours.ends[:3], min(ours.counts), sum(ours.counts)
-((1.0, 11.0, 21.0), 10, 100)
+((1.0, 12.0, 22.0), 10, 100)
 >>> quantiles([ours], [0.25, 0.5])
 [26.0, 51.0]
 """
@@ -26,7 +26,8 @@ import numpy
 from fedtorch.data.agreement.moments import Moments, moments
 
 _WITHIN = 4  # standard deviations on either side of the mean
-_FINE = 16  # bins in a standard deviation, at least
+_FINE = 8  # bins in a standard deviation, at least
+_FLAT_ENOUGH = 1e-9  # an sd beside the mean, below which rows count as equal
 _FLAT = math.sqrt(3.0)  # half the width of evenly spread rows, in standard deviations
 
 
@@ -44,7 +45,7 @@ def histogram(values: numpy.ndarray, minimum: int) -> Histogram | None:
     True
     """
     known = moments(values, minimum)
-    if known is None or known.sd == 0.0:
+    if known is None or known.sd <= _FLAT_ENOUGH * abs(known.mean):
         return None
     step = _round_down(known.sd / _FINE)
     first, last = (math.floor((known.mean + sign * _WITHIN * known.sd) / step) for sign in (-1, 1))

@@ -237,19 +237,26 @@ def check_work(faults: Faults, algorithm: Algorithm) -> None:
         )
 
 
-def shares_of_work(faults: Faults | None, key: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """Return ids -> the share of the round's work of these clients, of faults that have any."""
+def shares_of_work(
+    faults: Faults | None, key: Tensor, hear: Tensor | None, clients: int
+) -> Callable[[Tensor], Tensor] | None:
+    """Return ids -> the share of the round's work of these clients, of faults that have any.
+
+    Args:
+        faults: of the run.
+        key: of the round's faults.
+        hear: the clients that work in the round, ascending, None for all; they are drawn together.
+        clients: of the population.
+    """
     if faults is None or faults.work is None:
         return None
-    work, purpose = faults.work, random.fold_in(key, 3)
-
-    def shares(ids: Tensor) -> Tensor:
-        share = work(purpose, ids).to(torch.float64)
-        if not bool(((share > 0) & (share <= 1)).all()):
-            raise ValueError(f"Expected shares of work above 0 and at most 1, but got {share.tolist()}")
-        return share
-
-    return shares
+    ids = torch.arange(clients) if hear is None else hear
+    share = faults.work(random.fold_in(key, 3), ids).to(torch.float64)
+    if share.shape != ids.shape or not bool(((share > 0) & (share <= 1)).all()):
+        raise ValueError(
+            f"Expected a share of work above 0 and at most 1 of {len(ids)} clients, but got {share.tolist()}"
+        )
+    return lambda asked: share[torch.searchsorted(ids, asked)]
 
 
 def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fates:

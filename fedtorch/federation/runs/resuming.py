@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -59,8 +60,10 @@ class Resumable:
     @property
     def design(self) -> Design | None:
         """Return the design that the run's model is of, or else its data; None without a formula."""
-        model, data = self.algorithm.settings.get("model"), getattr(self.population, "data", None)
-        return getattr(model, "design", None) or getattr(data, "design", None)
+        design = getattr(self.algorithm.settings.get("model"), "design", None)
+        with suppress(ValueError):  # rows that are at sites
+            design = design or getattr(getattr(self.population, "data", None), "design", None)
+        return design
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all a resumed run needs, flat: server and clients' states, round, bytes, history, recorders.

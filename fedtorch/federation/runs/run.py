@@ -134,7 +134,7 @@ class Run(Scored, Resumable):
         if algorithm.budget is not None:
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        turn = Turn(keys.client, done, **ask, share=shares_of_work(self.faults, keys.faults))
+        turn = Turn(keys.client, done, **ask, share=shares_of_work(self.faults, keys.faults, fate.hear, len(everybody)))
         pending = self._step(algorithm.outbox(self.server), fate.hear, turn, fate.silent)
         if pending.refused or pending.failed:
             pending.check(self.population.names, self.number + 1, self.on_bad_message)
@@ -164,6 +164,7 @@ class Run(Scored, Resumable):
             pending.repeated,
             torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
+            self.tensors,
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:

@@ -146,6 +146,11 @@ class Batches:
         """Iterate over all steps."""
         return (self[step] for step in range(self.longest))
 
+    def minibatches(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Iterate over the steps: rows `(K, B)` of the clients' batches, None for the first ones, and their sizes."""
+        for step in range(self.longest):
+            yield (None, self._count) if self._full else self._chosen(step)[:2]
+
     def ended(self, step: int) -> Tensor | None:
         """Return which clients have taken their last step just before this one, None if nobody has."""
         if self._ends is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,12 +10,12 @@ from fedtorch import expected
 from fedtorch.data import Design
 from fedtorch.data.agreement.server import Request, conversation
 from fedtorch.protocol.halves import Half, Receive, Send
+from fedtorch.sites.audit.audit import AuditRecord
+from fedtorch.sites.audit.recording import agreeing
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.sites import Sites, reasons
 from fedtorch.sites.streams.hub import Hub
-
-_RUN = "agreement"
 
 
 def agree(
@@ -33,6 +34,7 @@ def agree(
     trials: str | None = None,
     seconds: float = 60.0,
     timeout: float = 60.0,
+    record: AuditRecord | None = None,
 ) -> Design:
     """Let sites agree on the levels, knots, means and scales of a formula; each then makes rows of its own frame by it.
 
@@ -52,6 +54,7 @@ def agree(
         standardise, offset, weights, trials: see `ft.data.from_frame`.
         seconds: the longest wait for answers.
         timeout: the longest wait for sites to connect.
+        record: what sites are asked, and who answers, is appended to it.
 
     Raises:
         ValueError: a formula or a declaration that is none; a site refuses, or the sites tell too little. The message
@@ -63,7 +66,7 @@ def agree(
         >>> from fedtorch.models import hierarchical
         >>> from fedtorch.sites import Hub, SiteConfiguration, agree, join
         >>> from fedtorch.sites.streams import memory
-        >>> host, algorithms = Hub(), {"regression": lambda design: ft.ep(hierarchical.linear(hierarchical.normal(2)))}
+        >>> host, algorithms = Hub(), {"regression": lambda design: ft.ep(hierarchical.regression(design))}
         >>> frame = pandas.DataFrame({"ward": "7", "age": [50.0 + i for i in range(20)], "score": [0.5, 1.5] * 10})
         >>> configuration = SiteConfiguration.of_frame(frame, "ward", algorithms)
         >>> dial = lambda: memory.link(host, "clinic")
@@ -79,16 +82,17 @@ def agree(
     )  # fmt: skip
     asked = Sites(host, sites, alike=False)
     asked.meet(timeout)
-    return asked.drive(_half(asked, request, seconds), _RUN, None)[0]
+    run = secrets.token_hex(16)
+    return asked.drive(_half(asked, request, run, seconds), run, None, agreeing(record, asked.ask))[0]
 
 
-def _half(sites: Sites, request: Request | Design, seconds: float) -> Half:
+def _half(sites: Sites, request: Request | Design, run: str, seconds: float) -> Half:
     """Ask all sites, and return the design that they have agreed on."""
     talk, names = conversation(request), sites.names
     question = next(talk)
     while True:
         number = sites.next_sequence()
-        payload = frames.encode("agree", sequence=number, question=question)
+        payload = frames.encode("agree", run=run, sequence=number, question=question)
         for name in names:
             yield Send(name, payload, sequence=number)
         heard = yield Receive(names, frames.reading(_read), least=len(names), seconds=seconds)

@@ -168,6 +168,12 @@ class Remote:
         return torch.tensor([rows for name in asked.names for rows in asked.bring[name].rows])
 
     @property
+    def organisations(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of each site's clients, by site."""
+        asked = self.plan.sites
+        return {name: tuple(asked.bring[name].clients) for name in asked.names}
+
+    @property
     def troubles(self) -> dict[str, str]:
         """Return the last reason why a site did not do what it was asked, by site."""
         return dict(self.plan.sites.troubles)

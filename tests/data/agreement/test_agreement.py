@@ -13,7 +13,7 @@ import pandas
 import pytest
 
 from fedtorch.data.agreement.disclosure import Disclosure
-from fedtorch.data.agreement.histogram import histogram
+from fedtorch.data.agreement.histogram import bounds, histogram, quantiles
 from fedtorch.data.agreement.server import Request, agreed, conversation
 from fedtorch.data.agreement.site import Answers
 from fedtorch.data.formulas.design import Design
@@ -192,7 +192,9 @@ def test_what_is_no_formula_and_no_question_is_refused(asked: Any, why: str) -> 
 
 
 def test_a_policy_names_the_columns_that_formulas_may_read() -> None:
-    with pytest.raises(ValueError, match=r"from site 'a': the site's policy lets formulas read .* but not \['crp'\]"):
+    with pytest.raises(
+        ValueError, match=r"from site 'a', 'b', 'c': the site's policy lets formulas read .* but not \['crp'\]"
+    ):
         agreed(Request("los ~ age + log(crp)"), sites(FRAMES, columns=("los", "age")))
     agreed(Request("los ~ age"), sites(FRAMES, columns=("los", "age")))
 
@@ -213,21 +215,49 @@ def test_declared_levels_change_nothing_of_an_answer_by_how_rare_a_level_is() ->
 
 
 def test_a_site_makes_rows_by_so_many_designs_and_no_more() -> None:
-    site = Answers(FRAMES["a"], Disclosure(encodings=2))
+    site = Answers(FRAMES["a"], Disclosure(designs=2))
     formulas = ["los ~ age", "los ~ bmi", "los ~ age", "los ~ sbp"]
     designs = [Design(formula, Encoding()).to_json() for formula in formulas]
     answers = [site.answer({"step": "make", "design": design}) for design in designs]
     assert answers[:3] == [{"rows": 300}] * 3
-    assert "by 2 encodings" in answers[3]["refused"]
+    assert "by 2 designs" in answers[3]["refused"]
 
 
-def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(tmp_path: Path) -> None:
+def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     frames = [FRAMES["a"], FRAMES["a"].iloc[1:]]  # a patient has gone
     asked = question("los ~ scale(age) + bs(sbp, 5) + sex")
-    first, later = [Answers(each, folder=tmp_path).answer(asked) for each in frames]
-    assert first == later
+    first = Answers(frames[0], folder=tmp_path).answer(asked)
+    assert "of other rows" not in caplog.text
+    assert Answers(frames[1], folder=tmp_path).answer(asked) == first
+    assert "mean of 'age' as it told it before, of other rows than it has now; delete" in caplog.text
     finer = Answers(FRAMES["a"], folder=tmp_path).answer({**asked, "minimum": 11})
     assert "with a minimum of 10 rows, and tells it with no other" in finer["refused"]
+
+
+def test_a_site_hears_of_nothing_that_could_move_an_answer() -> None:
+    """Bounds and other= stay at the server; whatever else a formula has, a column's answer is the same."""
+    request = Request(FORMULA, bounds={"sbp": (119.0, 119.5)}, other={"stage": "x"}, levels={"sex": ["f", "m"]})
+    assert set(next(conversation(request))) == {"step", "formula", "minimum", "declared", "also"}
+    site = Answers(FRAMES["a"])
+    alone, among = (
+        site.answer(question(formula)) for formula in ("los ~ bs(sbp, 4)", "bmi ~ poly(sbp, 2) * bs(sbp, 9)")
+    )
+    assert alone["histograms"] == among["histograms"]
+
+
+def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
+    site = Answers(FRAMES["a"])
+    asked = question("los ~ scale(age)")
+    assert site.answer({**asked, "minimum": 301})["moments"] == {"age": None}
+    assert site.answer(asked)["moments"]["age"][0] == 300
+
+
+def test_a_column_whose_name_is_that_of_a_logarithm_is_another() -> None:
+    site = Answers(FRAMES["a"].assign(**{"log(crp)": 1.0 * numpy.arange(300)}))
+    first, second = (site.answer(question(f"los ~ scale({name})")) for name in ("log(crp)", "`log(crp)`"))
+    assert first["moments"] != second["moments"]
 
 
 def test_the_logarithm_of_a_column_has_the_bins_of_the_column() -> None:
@@ -245,6 +275,39 @@ def test_no_bin_has_fewer_rows_than_the_minimum(shift: float) -> None:
     assert min(part.counts) >= 10
     assert sum(part.counts) == 302
     assert not {part.ends[0], part.ends[-1]} & {values.min(), values.max()}
+
+
+DRAWS: dict[str, Any] = {
+    "normal": lambda draws, n: draws.normal(size=n),
+    "lognormal": lambda draws, n: draws.lognormal(0.0, 2.0, n),
+    "cauchy": lambda draws, n: draws.standard_cauchy(n),
+    "years": lambda draws, n: draws.integers(2015, 2021, n).astype(float),
+    "two values": lambda draws, n: draws.integers(0, 2, n).astype(float),
+    "far from zero": lambda draws, n: 1e8 + draws.normal(size=n),
+    "tiny": lambda draws, n: 1e-300 * draws.normal(size=n),
+    "huge": lambda draws, n: 1e120 * draws.normal(size=n),
+    "one value far away": lambda draws, n: numpy.r_[draws.normal(size=n - 1), 1e12],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("rows", [10, 19, 20, 35, 400])
+def test_whatever_the_values_bins_are_wide_enough_and_quantiles_within_them(name: str, rows: int) -> None:
+    parts, every = list[Any](), list[numpy.ndarray]()
+    for seed in range(3):
+        values = DRAWS[name](numpy.random.default_rng(seed), rows)
+        part = histogram(values, 10)
+        if part is not None:
+            assert min(part.counts) >= 10
+            assert sum(part.counts) == rows
+            assert all(low < high for low, high in pairwise(part.ends))
+            parts.append(part), every.append(values)
+    if parts:
+        knots = quantiles(parts, [0.25, 0.5, 0.75])
+        assert all(low < high for low, high in pairwise([bounds(parts)[0], *knots, bounds(parts)[1]]))
+        below = [(numpy.concatenate(every) <= knot).mean() for knot in knots]
+        most = max(max(part.counts) for part in parts) / rows
+        assert numpy.abs(numpy.array(below) - [0.25, 0.5, 0.75]).max() <= most + 1e-9
 
 
 def test_the_outer_ends_do_not_follow_the_smallest_and_the_largest_value() -> None:
@@ -293,3 +356,14 @@ def test_a_site_that_says_something_else_is_named(part: str, entry: Any) -> None
     answers["b"][part] = entry
     with pytest.raises(ValueError, match="from site 'b'"):
         talk.send(answers)
+
+
+def test_a_design_is_in_the_order_in_which_sites_have_it() -> None:
+    """Descriptions of models go through its parts in their order, and server and sites compare them."""
+    design = agreed(Request("los ~ stage + sex", minimum=10), sites(FRAMES))
+    assert repr(Design.from_json(design.to_json())) == repr(design)
+
+
+def test_sites_that_refuse_for_one_reason_are_named_together() -> None:
+    with pytest.raises(ValueError, match=r"from site 'a', 'b', 'c': the site has no column 'hiv'"):
+        agreed(Request("los ~ hiv"), sites(FRAMES))

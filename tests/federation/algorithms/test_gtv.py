@@ -311,4 +311,4 @@ def test_a_key_draws_the_active_sets() -> None:
     active = ft.poisson_cohort(0.3, N)
     found = ft.run(algorithm, ft.InProcess(BARE), cohort=active, seed=3, rounds=150).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
-    assert int(active(random.key(0)).numel()) <= N
+    assert int(active(random.key(0), 0).numel()) <= N

@@ -65,7 +65,7 @@ def test_as_many_epochs_or_steps_as_the_share_says(
 
 def test_drawn_shares_are_uniform_over_whole_epochs() -> None:
     count = 20_000
-    shares = shares_of_work(ft.partial_work(0.9), ft.random.key(3))
+    shares = shares_of_work(ft.partial_work(0.9), ft.random.key(3), None, count)
     assert shares is not None
     epochs = (shares(torch.arange(count)) * 20).ceil()
     expected = torch.full((20,), 0.9 / 20)
@@ -74,10 +74,31 @@ def test_drawn_shares_are_uniform_over_whole_epochs() -> None:
     assert bool(((torch.bincount(epochs.long() - 1, minlength=20) / count - expected).abs() < 4.5 * error).all())
 
 
-def test_company_and_order_do_not_matter() -> None:
-    shares = shares_of_work(ft.partial_work(0.5), ft.random.key(1))
-    assert shares is not None
-    assert shares(torch.tensor([7, 2])).tolist() == shares(torch.arange(9))[[7, 2]].tolist()
+def test_company_does_not_matter() -> None:
+    slow, key = ft.partial_work(0.5), ft.random.key(1)
+    some, everybody = shares_of_work(slow, key, torch.tensor([2, 7]), 9), shares_of_work(slow, key, None, 9)
+    assert some is not None
+    assert everybody is not None
+    assert some(torch.tensor([7])).tolist() == everybody(torch.arange(9))[[7]].tolist()
+
+
+def test_so_many_of_a_cohort_are_slow() -> None:
+    """A function of one's own sees all clients of the round at once."""
+    seen = []
+
+    def half(key: Tensor, ids: Tensor) -> Tensor:
+        seen.append(ids.tolist())
+        return torch.where(torch.arange(len(ids)) < len(ids) // 2, 0.5, 1.0)
+
+    data = linear_clients([4, 9, 30, 5])  # of more than one block
+    run = ft.Run(
+        ft.fedavg(solver(data[0][0].shape[1], 2, True, epochs=2)),
+        ft.InProcess(data, chunk=1),
+        cohort=[0, 2, 3],
+        faults=ft.Faults(work=half),
+    )
+    run.step()
+    assert seen == [[0, 2, 3]]
 
 
 def test_of_two_shares_the_smaller_counts_and_other_faults_stay() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import fedtorch as ft
 from fedtorch.data.agreement.server import agreed
 from fedtorch.data.agreement.site import Answers
 from fedtorch.models import hierarchical
-from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
+from fedtorch.sites import AuditRecord, Policy, Remote, SiteConfiguration, agree
+from fedtorch.sites.audit import audit
+from fedtorch.sites.identity import identity
 from fedtorch.sites.rounds import frames as frames, sites as meeting
 from fedtorch.sites.rounds.configuration import read_configuration
 from fedtorch.sites.rounds.site import Site
@@ -29,8 +32,7 @@ ASK: dict[str, Any] = {"client": "clinic", "other": {"sex": "x"}}
 
 def regression(design: ft.data.Design, sd: float = 2.0) -> ft.Algorithm:
     """What sites offer."""
-    hierarchy = hierarchical.normal(len(design.columns), random=design.random, sd=sd, names=design.columns)
-    return ft.ep(hierarchical.linear(hierarchy, noise=1.0))
+    return ft.ep(hierarchical.regression(design, sd=sd, noise=1.0))
 
 
 def brings(frame: Any, **more: Any) -> SiteConfiguration:
@@ -63,6 +65,8 @@ def test_sites_agree_on_the_bits_of_one_process_and_run_by_them() -> None:
         assert same_bits(host.sites[name].configuration.data.rows, here[k])
     runs = [ft.run(regression(design, 3.0), population, rounds=2) for population in (there, ft.InProcess(here))]
     assert distance(runs[0].server, runs[1].server) < ROUNDING
+    saved = bytes(runs[0].state_dict()["design"].tolist()).decode()
+    assert ft.data.Design.from_json(saved) == design
 
 
 def test_nothing_of_single_rows_is_in_what_sites_send() -> None:
@@ -81,7 +85,7 @@ def test_a_site_that_comes_later_gets_the_design(tmp_path: Path) -> None:
     with pytest.raises(TimeoutError, match=r"rows by the design of '.', but 'c' has them by another"):
         Remote(host, NAMES, "it", timeout=1.0)
     host.start("c")
-    assert agree(host, ["c"], design) is design
+    assert agree(host, ["c"], design) == design
     assert Remote(host, NAMES, "it").names == tuple(NAMES)
 
 
@@ -99,6 +103,17 @@ def test_a_site_that_is_started_again_has_its_rows(tmp_path: Path) -> None:
 def test_sites_without_a_design_are_no_population() -> None:
     with pytest.raises(ValueError, match=r"agreed on a design, but \['a', 'b', 'c'\] have frames and none"):
         Remote(loopback(), NAMES, "it")
+
+
+def test_a_server_with_another_design_than_its_sites_is_refused() -> None:
+    host = loopback()
+    design = agree(host, NAMES, FORMULA, **ASK)
+    (name, spline), *_ = design.encoding.splines.items()
+    moved = {name: spline._replace(lower=spline.lower - 1.0)}
+    other = replace(design, encoding=replace(design.encoding, splines=moved))
+    run = ft.Run(regression(other), Remote(host, NAMES, "it"))
+    with pytest.raises(RuntimeError, match="under 'it' the site runs "):
+        run.step()
 
 
 def test_without_a_design_an_algorithm_is_not_run() -> None:
@@ -120,7 +135,7 @@ def test_without_a_design_an_algorithm_is_not_run() -> None:
             {"columns": ("y", "age")},
             r"from site 'b': the site's policy lets formulas read .* not \['sbp', 'sex'\]",
         ),
-        ({"designs": 0}, "from site 'b': the site has made rows by 0 encodings"),
+        ({"designs": 0}, "from site 'b': the site has made rows by 0 designs"),
     ],
 )
 def test_a_site_keeps_to_its_policy(policy: dict[str, Any], why: str) -> None:
@@ -137,6 +152,19 @@ def test_a_site_refuses_code_and_says_so_in_its_record(tmp_path: Path) -> None:
     reply = host.sites["a"].answer(frames.encode("agree", sequence=1, question=question))
     assert reply is not None
     assert "Expected column names" in frames.read(reply, "a").names("answer")["refused"]
+
+
+def test_the_records_of_both_sides_have_the_questions_and_fit_each_other(tmp_path: Path) -> None:
+    server, site = identity.make_server(tmp_path), identity.make_site(tmp_path, "a")
+    paths = [tmp_path / "server.jsonl", tmp_path / "a.jsonl"]
+    host = loopback()
+    host.sites["a"] = Site(host.brought["a"], None, site, AuditRecord(paths[1], site))
+    agree(host, NAMES, FORMULA, record=AuditRecord(paths[0], server), **ASK)
+    verdict = audit.compare(*paths)
+    assert verdict.message == "OK: 'server.fedtorch' and 'a' agree on 1 runs", verdict
+    asked = [entry for entry in AuditRecord.entries(paths[1]) if entry["event"] == "request"]
+    assert [entry["question"]["step"] for entry in asked] == ["describe", "make"]
+    assert asked[0]["question"]["formula"] == FORMULA
 
 
 def test_a_site_that_brings_rows_says_so() -> None:

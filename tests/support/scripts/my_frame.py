@@ -10,8 +10,7 @@ from support.agreeing import FRAMES
 
 def regression(design: ft.data.Design, sd: float = 2.0) -> ft.Algorithm:
     """Of a normal response with a known variance."""
-    hierarchy = hierarchical.normal(len(design.columns), random=design.random, sd=sd, names=design.columns)
-    return ft.ep(hierarchical.linear(hierarchy, noise=1.0))
+    return ft.ep(hierarchical.regression(design, sd=sd, noise=1.0))
 
 
 frame, client = FRAMES[os.environ.get("SITE", "a")], "clinic"
