@@ -79,7 +79,7 @@ def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01)
     model = run.algorithm.settings.get("model")
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model, which says how the coefficients of another site spread, "
+            "Expected a run of ft.ep with a hierarchical model, by which coefficients of another site are known, "
             f"but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its own sites only"
         )
     hierarchy, (nodes, weights) = model.hierarchy, _shared_nodes(run, given, tolerance, _FOR_OTHERS)
