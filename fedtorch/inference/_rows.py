@@ -8,7 +8,7 @@ client: a function returns sums over the rows of each.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
+from fedtorch.inference._kept import kept_draws
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import Observations, observations
@@ -26,13 +27,17 @@ from fedtorch.tree import Tree
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
-class Source(NamedTuple):
-    """Hold draws of what all clients share, as clients receive them."""
+class Source(Protocol):
+    """Where draws of a posterior come from."""
 
-    model: Model
-    family: Family
-    phi: Tensor  # (S, p)
-    key: Tensor
+    @property
+    def family(self) -> Family:
+        """Return the distribution of one response."""
+        ...
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return draws at a block of the clients of these numbers."""
+        ...
 
 
 class Drawn(NamedTuple):
@@ -44,6 +49,7 @@ class Drawn(NamedTuple):
     theta: Tensor  # (K, S, d)
     scale: Tensor  # (K, S), or (K, 1) where it is known
     keys: Tensor  # (K,) of random numbers for the rows
+    efficiency: float = 1.0  # effective draws of each
 
     def parts(self) -> Iterator[slice]:
         """Yield some rows at a time, so that arrays over rows and draws stay small."""
@@ -81,7 +87,37 @@ class Drawn(NamedTuple):
         return self.family.draw(uniform, self.predictor(part), self.scales(part))
 
 
+class Shared(NamedTuple):
+    """Hold draws of what all clients share, as clients receive them, who draw θ_k given each."""
+
+    model: Model
+    family: Family
+    phi: Tensor  # (S, p)
+    key: Tensor
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return draws at a block of the clients of these numbers."""
+        prepared, rows = self.model.prepare(block), observations(block)
+        for_theta, for_rows = random.split(random.fold_in(self.key, clients), 2)
+        phi = tree.expand(self.phi.to(rows.x), len(block.count))
+        posterior = self.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
+        white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
+        theta = posterior.means + (_root(posterior.covariances) @ white[..., None])[..., 0]
+        known = self.family.scale
+        scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
+        if not bool(posterior.log_noise.isnan().any()):
+            scale = posterior.log_noise.exp()
+        return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
+
+
 def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Source:
+    """Return where draws of a run's posterior come from; raise like `shared`, and like `kept` of a Gibbs sampler."""
+    if run.algorithm.settings.get("algorithm") == "gibbs":
+        return kept(run, draws, random.fold_in(random.key(seed), 0))
+    return shared(run, draws, given, tolerance, seed)
+
+
+def shared(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Shared:
     """Return draws of φ of a run of `ft.ep` that converged.
 
     Raises:
@@ -98,10 +134,35 @@ def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed
     key = random.fold_in(random.key(seed), 0)
     if given is not None:
         places = (torch.arange(draws).to(given.weights) + 0.5) / draws
-        return Source(model, family, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
+        return Shared(model, family, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
     q = ep.posterior(run, tolerance=tolerance)
     white = random.normal(random.fold_in(random.key(seed), 1), (draws, len(q.mean)), torch.float64).to(q.mean)
-    return Source(model, family, q.mean + white @ q.scale_tril.mT, key)
+    return Shared(model, family, q.mean + white @ q.scale_tril.mT, key)
+
+
+class Kept(NamedTuple):
+    """Hold the draws of every client's coefficients that a Gibbs sampler has kept."""
+
+    family: Family
+    theta: Tensor  # (clients, S, d), or (clients, S, 1 + d) with an intercept first
+    scale: Tensor  # (clients, S)
+    key: Tensor
+    efficiency: float
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return the draws of a block of the clients of these numbers."""
+        rows = observations(block, extras=())
+        if self.theta.shape[-1] == rows.x.shape[-1] + 1:
+            rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
+        keys = random.fold_in(self.key, clients)
+        theta, scale = self.theta[clients], self.scale[clients]
+        return Drawn(self.family, rows, block.mask, theta, scale, keys, self.efficiency)
+
+
+def kept(run: Run, draws: int, key: Tensor) -> Kept:
+    """Return at most so many of the draws that a sampler has kept with `watch=site_draws`; see `kept_draws`."""
+    responses, efficiency = kept_draws(run, draws)
+    return Kept(responses.family, responses.coefficients, responses.scale, key, efficiency)
 
 
 def rows_of(run: Run) -> FederatedData:
@@ -146,24 +207,9 @@ def by_client(
     def own(model: Tree, block: ClientData) -> Tree:
         clients = block.batch["client"][:, 0] if block.mask.shape[1] else block.count
         parts = [ClientData(rows, block.count) for rows in block.batch["rows"]]
-        return function([_drawn(one, part, clients) for one, part in zip(sources, parts)])
+        return function([one.drawn(part, clients) for one, part in zip(sources, parts)])
 
     return run.clients.evaluate(run.outbox, joined, own)
-
-
-def _drawn(source: Source, block: ClientData, clients: Tensor) -> Drawn:
-    prepared, rows = source.model.prepare(block), observations(block)
-    keys = random.fold_in(source.key, clients)
-    for_theta, for_rows = random.split(keys, 2)
-    phi = tree.expand(source.phi.to(rows.x), len(block.count))
-    posterior = source.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
-    white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
-    theta = posterior.means + (_root(posterior.covariances) @ white[..., None])[..., 0]
-    known = source.family.scale
-    scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
-    if not bool(posterior.log_noise.isnan().any()):
-        scale = posterior.log_noise.exp()
-    return Drawn(source.family, rows, block.mask, theta, scale, for_rows)
 
 
 def _root(covariance: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ True
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -128,13 +129,18 @@ def site_means(run: Run, *, draws: int = 200, seed: int = 0) -> SiteMeans:
     )
 
 
+def is_binary(run: Run) -> bool:
+    """Return whether a run's responses are yes or no, or successes of trials."""
+    return source(run, 1, None, math.inf, 0).family is LOGISTIC
+
+
 def _cells(drawn: Drawn) -> dict[str, Tensor]:
     """Return rows, predicted and observed yes responses by cells of the predicted probability, `(K, cells)`."""
     parts = []
     for part in drawn.parts():
-        weights = smoothed(-drawn.log_density(part)).log_weights.exp()
+        weights = smoothed(-drawn.log_density(part), drawn.efficiency).log_weights.exp()
         p = (weights * drawn.family.mean(drawn.predictor(part))).sum(-1)
-        trials = torch.where(drawn.mask[:, part], drawn.scales(part).expand(*p.shape, 1)[..., 0], 0.0)
+        trials = torch.where(drawn.mask[:, part], drawn.scales(part)[..., 0].expand(p.shape), 0.0)
         cell = (p * _CELLS).long().clamp(max=_CELLS - 1)
         empty = p.new_zeros(len(p), _CELLS)
         columns = {"rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}

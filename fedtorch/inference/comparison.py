@@ -27,7 +27,7 @@ from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
-from fedtorch.inference._rows import Drawn, masked_sum, rows_of, source, summed
+from fedtorch.inference._rows import Drawn, masked_sum, rows_of, shared, source, summed
 from fedtorch.models import gaussian
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ def loo(
     """Compute the accuracy for rows left out by smoothed importance sampling, or for sites left out by their cavities.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        run: of `ft.ep` with a hierarchical model, on rows at hand; or of `ft.gibbs` with a regression whose sampler
+            watches `inference.site_draws.site_draws`, for rows.
         out: "row", which is predicted with the other rows of its site, or "site", which is predicted as a new one.
         draws: of the posterior, at every client; for rows.
         given: what `corrected` has found, in place of q(φ); for rows.
@@ -213,7 +214,7 @@ def _pointwise(every: list[Drawn], method: str) -> dict[str, Tensor]:
     first, totals = every[0], []
     low, high = _DOUBTS[method]
     for part in first.parts():
-        rows, mask = [_METHODS[method](one.log_density(part)) for one in every], first.mask[:, part]
+        rows, mask = [_METHODS[method](one.log_density(part), one.efficiency) for one in every], first.mask[:, part]
         elpd = torch.stack([torch.zeros_like(rows[0].elpd), *(row.elpd for row in rows)], -1)
         doubt = torch.stack([row.doubt for row in rows], -1)
         different = torch.stack([one.rows.y[:, part] != first.rows.y[:, part] for one in every]).any(0)
@@ -251,7 +252,7 @@ def _error(total: float, squares: float, count: int) -> float:
 def _site_densities(run: Run, tolerance: float) -> Tensor:
     """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
     ep.posterior(run, tolerance=tolerance)
-    model, data = source(run, 1, None, math.inf, 0).model, rows_of(run)
+    model, data = shared(run, 1, None, math.inf, 0).model, rows_of(run)
     if model.log_evidence is None:
         raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
     evidence = model.log_evidence

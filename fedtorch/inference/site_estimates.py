@@ -28,7 +28,7 @@ from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._rows import rows_of, source
+from fedtorch.inference._rows import rows_of, shared
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.hierarchical import Model
 
@@ -66,7 +66,7 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         TypeError: a run of something else, or rows that are at sites.
         ValueError: a model whose coefficients are the same for all sites.
     """
-    model, data = source(run, 1, None, tolerance, 0).model, rows_of(run)
+    model, data = shared(run, 1, None, tolerance, 0).model, rows_of(run)
     names, place = _names(run, model), list(model.hierarchy.random)
     back = torch.eye(len(names), dtype=torch.float64) if run.design is None else run.design.back()
     q = ep.posterior(run, tolerance=tolerance)

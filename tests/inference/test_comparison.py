@@ -19,7 +19,7 @@ from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
-from fedtorch.inference._rows import Drawn, by_client, source
+from fedtorch.inference._rows import Drawn, by_client, shared, source
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
@@ -119,7 +119,7 @@ def test_a_row_left_out_is_predicted_as_by_a_fit_without_it(runs: dict[str, ft.R
         keep = torch.arange(len(y)) != i
         parts[k] = (x[keep], y[keep])
         less = ft.data.from_tensors(parts)
-        one = source(fitted("linear", less), 4000, None, 0.01, 1)
+        one = shared(fitted("linear", less), 4000, None, 0.01, 1)
         weights = torch.full((1, 4000), 1 / 4000).double()
         site = one.model.given(one.phi[None], weights, one.model.prepare(less.stack([k])))
         variance = torch.einsum("d,rde,e->r", x[i], site.covariances[0], x[i]) + site.log_noise[0].exp()
@@ -232,7 +232,7 @@ def test_offsets_weights_and_trials_are_of_the_densities() -> None:
 
 @pytest.mark.parametrize(("family", "scale"), [(GAUSSIAN, 4.0), (LOGISTIC, 7.0), (POISSON, 1.0)])
 def test_replicated_responses_have_the_family_s_moments(family: Family, scale: float) -> None:
-    uniform = random.uniform(random.key(1), (200_000,), torch.float64)
+    uniform = (torch.arange(20_000).double() + 0.5) / 20_000
     eta, scales = torch.full_like(uniform, 0.5), torch.full_like(uniform, scale)
     y = family.draw(uniform, eta, scales)
     p = torch.tensor(0.5).sigmoid()
@@ -241,5 +241,5 @@ def test_replicated_responses_have_the_family_s_moments(family: Family, scale: f
         "logistic": (float(7 * p), float(7 * p * (1 - p))),
         "poisson": (float(torch.tensor(0.5).exp()),) * 2,
     }[family.name]
-    assert float(y.mean()) == pytest.approx(mean, abs=0.02)
-    assert float(y.var()) == pytest.approx(variance, rel=0.02)
+    assert float(y.mean()) == pytest.approx(mean, abs=1e-3)
+    assert float(y.var()) == pytest.approx(variance, rel=2e-3)

@@ -35,13 +35,28 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from fedtorch.models.hierarchical.families import Family
 from fedtorch.tree import Tree
 
 Sums = dict[str, tuple[Tensor, ...]]
+
+
+class Responses(NamedTuple):
+    """Hold what the responses of a regression are drawn from, given x.
+
+    >>> import torch
+    >>> from fedtorch.models.hierarchical.families import LOGISTIC
+    >>> Responses(LOGISTIC, torch.zeros(2, 3), torch.ones(2)).family.name
+    'logistic'
+    """
+
+    family: Family
+    coefficients: Tensor  # (..., d) of x, or (..., 1 + d) of a one and x
+    scale: Tensor  # (...) noise variances; ones where there are none
 
 
 @dataclass(frozen=True)
@@ -55,12 +70,14 @@ class LocalKernel:
             variables after so many sweeps.
         report: variables -> what enters the sums over the clients, by name: float64 numbers `(K, C, ...)` below
             2¹⁴⁸; several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
+        responses: variables `(..., C, ...)` -> what responses are drawn from given x, where that is a regression.
     """
 
     init: Callable[[Tensor], Tree]
     prepare: Callable[[Any], Any]
     sweep: Callable[[Tree, Tree, Any, Tensor, int], Tree]
     report: Callable[[Tree], Sums]
+    responses: Callable[[Any], Responses] | None = None
 
 
 @dataclass(frozen=True)
