@@ -22,6 +22,7 @@ from fedtorch import _tables as tables
 _COUNTS = ("n", "ess")  # whole numbers
 _DIGITS = {"r_hat": 3, "p_positive": 3}  # behind the point
 _TITLES = {"r_hat": "R-hat", "ess": "ESS", "p_positive": "P(> 0)"}
+_STEMS = {"new_": "of a new response"}  # before `low` and `high`
 _UNKNOWN = "–"
 _MOST = 8  # digits behind the point
 
@@ -68,7 +69,7 @@ class ResultFrame(pd.DataFrame):
             stem = name.removesuffix("low")
             if name.endswith("low") and f"{stem}high" in self.columns:
                 shown.append((name, f"{stem}high"))
-                header.append(f"{level} {stem.strip('_ ')}".rstrip())
+                header.append(f"{level} {_STEMS.get(stem, stem)}".rstrip())
             elif not (name.endswith("high") and f"{name.removesuffix('high')}low" in self.columns):
                 shown.append((name,))
                 header.append(_TITLES.get(name, name))

@@ -78,4 +78,5 @@ def test_a_part_of_a_frame_knows_its_level_and_has_all_of_its_index() -> None:
 
 def test_intervals_of_two_kinds_stand_beside_each_other() -> None:
     table = frame(["a"], estimate=[1.0], low=[0.5], high=[1.5], new_low=[-1.0], new_high=[3.0])
-    assert table.to_markdown().splitlines()[0] == "| coefficient | estimate | 90 % interval | 90 % interval new |"
+    (header, *_) = table.to_markdown().splitlines()
+    assert header == "| coefficient | estimate | 90 % interval | 90 % interval of a new response |"

@@ -140,7 +140,8 @@ class FederatedData:
     def _not_finite(self, path: str, client: int, row: int) -> ValueError:
         return ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
-            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation"
+            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation, or "
+            'keep them by from_frame(..., missing="impute") for ft.inference.imputed'
         )
 
     @property

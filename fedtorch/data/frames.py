@@ -118,7 +118,8 @@ def from_frame(
         parsed = parse(str(formula))
         read = [*parsed.columns, *(column for column in (offset, weights, trials) if column is not None)]
         table = _complete(table, [client, *read]) if missing == "drop" else table
-        known = observed_values(table, tuple(dict.fromkeys(read))) if missing == "impute" else table
+        gaps = missing == "impute" and minimum is None  # clients that agree tell of the cells that are there
+        known = observed_values(table, tuple(dict.fromkeys(read))) if gaps else table
         settings = {**by_formula, "standardise": standardise}
         design = (_pooled if minimum is None else _agreed)(parsed, known, client, settings)
     elif missing == "drop":

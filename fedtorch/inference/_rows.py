@@ -7,6 +7,7 @@ client: a function returns sums over the rows of each.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,13 +18,16 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.runs.drawn import sampler_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._kept import kept_draws
+from fedtorch.federation.runs.sampler import SITES, load_arviz
+from fedtorch.inference._sites import drawn_coefficients
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
+_MEASURED = 100  # coefficients whose effective sizes are taken
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
@@ -155,25 +159,38 @@ class Kept(NamedTuple):
         if self.theta.shape[-1] == rows.x.shape[-1] + 1:
             rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
         keys = random.fold_in(self.key, clients)
-        theta, scale = self.theta[clients], self.scale[clients]
-        return Drawn(self.family, rows, block.mask, theta, scale, keys, self.efficiency)
+        return Drawn(self.family, rows, block.mask, self.theta[clients], self.scale[clients], keys, self.efficiency)
 
 
-def kept(run: Run, draws: int, key: Tensor) -> Kept:
-    """Return at most so many of the draws that a sampler has kept with `watch=site_draws`; see `kept_draws`."""
-    responses, efficiency = kept_draws(run, draws)
-    return Kept(responses.family, responses.coefficients, responses.scale, key, efficiency)
+def kept(run: Run, most: int, key: Tensor) -> Kept:
+    """Return at most so many draws of a sampler that has recorded the sites, spread over its chains.
 
-
-def rows_of(run: Run) -> FederatedData:
-    """Return a run's data; raise TypeError where rows are not at hand."""
-    data = getattr(run.population, "data", None)
-    if not isinstance(data, FederatedData):
+    Raises:
+        TypeError: a kernel that does not say the family of a response, or a sampler without the sites.
+    """
+    family = run.algorithm.settings["local"].family
+    if family is None:
         raise TypeError(
-            f"Expected a population whose rows are at hand, in this process or its ranks, but got {run.population!r}; "
-            "sites send only sums that they know, which these are not: let each evaluate its own run"
+            "Expected a sampler of regressions with all their coefficients, such as sparse.regression() or "
+            "logistic_regression(), but got another; add a column of ones to x in place of intercept=True"
         )
-    return data
+    total, _ = drawn_coefficients(run)  # (C, T, K, d)
+    step = -(-total.shape[0] * total.shape[1] // most)
+    joined = lambda leaf: leaf[:, ::step].flatten(0, 1).transpose(0, 1)
+    theta, scale = joined(total), torch.ones_like(joined(total)[..., 0])
+    if family.precise:
+        scale = 1 / joined(sampler_of(run).draws()[f"{SITES}noise"])
+    return Kept(family, theta, scale, key, _efficiency(total, theta.shape[1]))
+
+
+def _efficiency(total: Tensor, draws: int) -> float:
+    """Return how many effective draws one of so many is, of the mean of a coefficient."""
+    stack = total.flatten(2)[..., :_MEASURED].numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what never moves has no size
+        sizes = torch.tensor([float(load_arviz().ess(stack[..., i], method="mean")) for i in range(stack.shape[-1])])
+    known = sizes[sizes.isfinite()]
+    return min(1.0, float(known.mean()) / draws) if len(known) else 1.0
 
 
 def summed(

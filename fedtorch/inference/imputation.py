@@ -101,7 +101,7 @@ def imputed(
         >>> data = ft.models.gibbs.imputation.incomplete([(x[k], y[k]) for k in range(2)])
         >>> model = ft.models.hierarchical.linear(ft.models.hierarchical.normal(2, random=[], names=["a", "b"]))
         >>> fits = [ft.run(ft.ep(model), ft.InProcess(d), rounds=8) for d in ft.inference.imputed(data, 3)]
-        >>> ft.inference.pooled(fits).table()["estimate"].round(1)[:2].tolist()
+        >>> ft.inference.pooled(fits).summary()["estimate"].round(1)[:2].tolist()
         [1.0, 1.0]
     """
     if not isinstance(data.rows, Incomplete):
@@ -136,14 +136,14 @@ def completed(
     covariance: Sequence[Sequence[float]],
     between: Sequence[float],
     key: int,
-    design: str | None = None,
+    design: Design | str | None = None,
 ) -> Wrapper:
     """Let clients complete their rows before they fit them, `algorithm | completed(...)`: for sites, by settings.
 
     Args:
         mean, covariance, between: one draw of `ft.normal_em(draws=M)`, `run.server.normal`, as lists of numbers.
         key: of this data set, a whole number.
-        design: of the formula, `design.to_json()`; None for rows (x, y) of the columns as they are.
+        design: of the formula, or its `to_json()`; None for rows (x, y) of the columns as they are.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -156,7 +156,7 @@ def completed(
         1.0
     """
     numbers = (torch.tensor(part, dtype=torch.float64) for part in (mean, covariance, between))
-    normal, formula = SiteNormal(*numbers), None if design is None else Design.from_json(design)
+    normal, formula = SiteNormal(*numbers), Design.from_json(design) if isinstance(design, str) else design
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         def prepare(data: Any) -> Any:
@@ -164,7 +164,8 @@ def completed(
 
         return dataclasses.replace(algorithm, prepare=prepare)
 
-    settings = {"mean": mean, "covariance": covariance, "between": between, "key": key, "design": design}
+    settings = {"mean": mean, "covariance": covariance, "between": between, "key": key}
+    settings["design"] = None if formula is None else formula.to_json()
     return Wrapper(Stage.LOCAL, "inference.completed", wrap, settings)
 
 

@@ -175,4 +175,6 @@ def discoveries(null: Tensor, fdr: float = 0.05) -> Tensor:
 
 
 def _mixture(weights: Tensor, mean: Tensor, sd: Tensor) -> MixtureSameFamily:
+    """Return mixtures of normal densities, the narrowest of which stand for points."""
+    sd = sd.clamp(min=torch.finfo(sd.dtype).tiny)
     return MixtureSameFamily(Categorical(weights), Normal(mean, sd, validate_args=False), validate_args=False)

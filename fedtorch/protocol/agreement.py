@@ -29,13 +29,13 @@ from fedtorch.wire import PayloadError
 LONGEST = 2**24  # bytes of a question or an answer
 
 
-def server_half(request: Request, sites: Sequence[Name], own: Mapping[Name, Answers] = MappingProxyType({})) -> Half:
+def server_half(request: Request, sites: Sequence[Name], local: Mapping[Name, Answers] = MappingProxyType({})) -> Half:
     """Ask all sites, and return the design that they have agreed on.
 
     Args:
         request: what is to be agreed on.
         sites: their names, or numbers of ranks.
-        own: those whose frames are in this process, such as rank 0's.
+        local: those whose frames are in this process, such as rank 0's.
 
     Raises:
         ValueError: a site refuses, or the sites tell too little; all sites hear it.
@@ -45,7 +45,7 @@ def server_half(request: Request, sites: Sequence[Name], own: Mapping[Name, Answ
     while True:
         for site in sites:
             yield Send(site, encoded(question))
-        answers = {str(site): decoded(str(site), encoded(each.answer(question))) for site, each in own.items()}
+        answers = {str(site): decoded(str(site), encoded(each.answer(question))) for site, each in local.items()}
         for site in sites:
             answers[str(site)] = yield Receive(site, decoded)
         try:

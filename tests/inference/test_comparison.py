@@ -206,8 +206,8 @@ def test_what_is_no_such_run_is_refused(runs: dict[str, ft.Run]) -> None:
 def test_rows_at_sites_are_refused_by_name(runs: dict[str, ft.Run]) -> None:
     run = runs["linear"]
     away = SimpleNamespace(**{name: getattr(run, name) for name in ("algorithm", "server", "number", "log", "last")})
-    away.population = SimpleNamespace(names=run.population.names)
-    with pytest.raises(TypeError, match="Expected a population whose rows are at hand"):
+    away.population = SimpleNamespace(names=run.population.names, counts=run.population.data.counts)
+    with pytest.raises(ValueError, match="Expected rows in this process, but they are at the sites"):
         loo(away)  # type: ignore[arg-type]
 
 

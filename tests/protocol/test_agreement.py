@@ -59,9 +59,9 @@ def test_sites_over_streams_agree_on_the_same_bits() -> None:
 
 def test_a_server_that_has_a_site_of_its_own_asks_it_too() -> None:
     brought = answers()
-    own = {"a": brought.pop("a")}
+    local = {"a": brought.pop("a")}
     halves = {name: site_half(site, "server") for name, site in brought.items()}
-    results, _ = together({"server": server_half(REQUEST, list("bc"), own), **halves})
+    results, _ = together({"server": server_half(REQUEST, list("bc"), local), **halves})
     assert results["server"].to_json() == expected().to_json()
 
 

@@ -3,10 +3,10 @@
 What a site has said of a column it says again, to the bit, and with one minimum for good: two answers that differ, by
 rows that came meanwhile, by another minimum or other bins, would together tell what neither does. So it keeps them.
 
->>> told = Told(None)
->>> told.once("mean of age", 10, lambda: [200, 61.5]), told.once("mean of age", 10, lambda: [201, 61.6])
+>>> log = AnswerLog(None)
+>>> log.once("mean of age", 10, lambda: [200, 61.5]), log.once("mean of age", 10, lambda: [201, 61.6])
 ([200, 61.5], [200, 61.5])
->>> told.once("mean of age", 20, lambda: [201, 61.6])
+>>> log.once("mean of age", 20, lambda: [201, 61.6])
 Traceback (most recent call last):
 fedtorch.data.agreement.disclosure.Refused: the site has told its mean of age with a minimum of 10 rows, and ...
 """
@@ -26,7 +26,7 @@ from filelock import FileLock
 from fedtorch import _files as files
 
 _LOG = logging.getLogger(__name__)
-_FILE = "told.json"
+_FILE = "answers.json"
 _SECONDS = 30.0  # for another process of the site
 
 
@@ -39,7 +39,7 @@ class Disclosure(NamedTuple):
 
     minimum: int = 10  # rows, at least, that are behind any number or name that it tells
     columns: tuple[str, ...] | None = None  # that a formula may read; None for all
-    encodings: int = 100  # by which it makes rows, in all, each an occasion to ask whether a level is there
+    designs: int = 100  # by which it makes rows, in all, each an occasion to ask whether a level is there
 
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
         """Raise `Refused` for a formula that reads other columns, and for a smaller minimum."""
@@ -49,7 +49,7 @@ class Disclosure(NamedTuple):
             raise Refused(f"the site's policy lets formulas read columns {list(self.columns)}, but not {more}")
 
 
-class Told:
+class AnswerLog:
     """What a site has told.
 
     Args:
@@ -58,7 +58,7 @@ class Told:
 
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / _FILE
-        self._held: dict[str, Any] = {"answers": {}, "encodings": []}
+        self._held: dict[str, Any] = {"answers": {}, "designs": []}
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
         """Return what was told before, or tell it for the first time.
@@ -84,15 +84,15 @@ class Told:
             )
         return before["answer"]
 
-    def count(self, encoding: str, most: int) -> None:
-        """Count an encoding that rows are made by; raise `Refused` for one too many."""
-        name = hashlib.sha256(encoding.encode()).hexdigest()
+    def count(self, design: str, most: int) -> None:
+        """Count a design that rows are made by; raise `Refused` for one too many."""
+        name = hashlib.sha256(design.encode()).hexdigest()
         with self._lock():
-            before = self._read()["encodings"]
+            before = self._read()["designs"]
             if name in before:
                 return
             if len(before) >= most:
-                raise Refused(f"the site has made rows by {most} encodings, and does not by more")
+                raise Refused(f"the site has made rows by {most} designs, and does not by more")
             before.append(name)
             self._write()
 

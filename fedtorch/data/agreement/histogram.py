@@ -27,6 +27,7 @@ from fedtorch.data.agreement.moments import Moments, moments
 
 _WITHIN = 4  # standard deviations on either side of the mean
 _FINE = 8  # bins in a standard deviation, at least
+_FLAT_ENOUGH = 1e-9  # an sd beside the mean, below which rows count as equal
 _FLAT = math.sqrt(3.0)  # half the width of evenly spread rows, in standard deviations
 
 
@@ -44,7 +45,7 @@ def histogram(values: numpy.ndarray, minimum: int) -> Histogram | None:
     True
     """
     known = moments(values, minimum)
-    if known is None or known.sd == 0.0:
+    if known is None or known.sd <= _FLAT_ENOUGH * abs(known.mean):
         return None
     step = _round_down(known.sd / _FINE)
     first, last = (math.floor((known.mean + sign * _WITHIN * known.sd) / step) for sign in (-1, 1))

@@ -29,7 +29,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fedtorch.data.agreement.site import Answers, described
-from fedtorch.data.agreement.told import Told
+from fedtorch.data.agreement.site_answers import SiteAnswers
 from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
 from fedtorch.data.formulas.grammar import Formula, Quantity
@@ -93,7 +93,7 @@ def conversation(request: Request | Design) -> Conversation:
     """
     text = (request if isinstance(request, Design) else (yield from _described(request))).to_json()
     design = Design.from_json(text)  # as sites have it, also in the order of its parts
-    _heard((yield {"step": "make", "design": text}), design.formula)
+    _check_answers((yield {"step": "make", "design": text}), design.formula)
     return design
 
 
@@ -108,8 +108,8 @@ def _described(request: Request) -> Conversation:
         "also": _also(request, formula),
     }
     answers = yield question
-    _heard(answers, request.formula)
-    return _design(request, formula, declared, Told(answers, request.minimum, request.bounds))
+    _check_answers(answers, request.formula)
+    return _design(request, formula, declared, SiteAnswers(answers, request.minimum, request.bounds))
 
 
 def agreed(request: Request, sites: Mapping[str, Answers]) -> Design:
@@ -136,7 +136,7 @@ def _as_sent(value: Any) -> Any:
     return json.loads(json.dumps(value))
 
 
-def _heard(answers: Mapping[str, Any], formula: str) -> None:
+def _check_answers(answers: Mapping[str, Any], formula: str) -> None:
     """Refuse to go on where a site has refused."""
     refused: dict[str, list[str]] = {}
     for site, answer in answers.items():
@@ -147,29 +147,29 @@ def _heard(answers: Mapping[str, Any], formula: str) -> None:
         raise ValueError(f"Expected sites that agree on {formula!r}, but got {reasons}")
 
 
-def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], told: Told) -> Design:
+def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], known: SiteAnswers) -> Design:
     """Return the design of what sites have told."""
-    text = told.text(declared)
+    text = known.text(declared)
     needs = requirements(formula, {*text, *declared})
     for column in text:
-        _check_alike(column, told.where_text(column), list(told.answers))
+        _check_alike(column, known.where_text(column), list(known.answers))
     wanted = described(formula, needs, _also(request, formula))
     scales = {
-        quantity: told.scale(quantity) for quantity in wanted if quantity in needs.quantities or told.tells(quantity)
+        quantity: known.scale(quantity) for quantity in wanted if quantity in needs.quantities or known.tells(quantity)
     }
     encoding = Encoding(
         levels={
-            column: declared.get(column) or told.levels(column, request.other.get(column)) for column in needs.levels
+            column: declared.get(column) or known.levels(column, request.other.get(column)) for column in needs.levels
         },
-        splines={variable.name: told.spline(variable) for variable in needs.splines},
+        splines={variable.name: known.spline(variable) for variable in needs.splines},
         polynomials={
-            variable.name: told.polynomial(variable, scales[variable.quantity]) for variable in needs.polynomials
+            variable.name: known.polynomial(variable, scales[variable.quantity]) for variable in needs.polynomials
         },
         scales={variable.name: scales[variable.quantity] for variable in needs.scales},
         response=scales.get(formula.response),
     )
     design = Design(request.formula, encoding, request.group, request.offset, request.weights, request.trials)
-    return _standardised(design, scales, told) if request.standardise else design
+    return _standardised(design, scales, known) if request.standardise else design
 
 
 def _also(request: Request, formula: Formula) -> list[str]:
@@ -178,7 +178,7 @@ def _also(request: Request, formula: Formula) -> list[str]:
     return sorted({*plain, formula.response.name}) if request.standardise else []
 
 
-def _standardised(design: Design, scales: Mapping[Quantity, Scale], told: Told) -> Design:
+def _standardised(design: Design, scales: Mapping[Quantity, Scale], known: SiteAnswers) -> Design:
     """Return the design with columns of x that are numbers of their own centred and scaled; the rest stays.
 
     Of other columns, indicators, splines and products, no site tells how often they are what.
@@ -189,7 +189,7 @@ def _standardised(design: Design, scales: Mapping[Quantity, Scale], told: Told) 
         if variable.function == "center" and scale is not None:
             chosen[variable.name] = Scale(0.0, scale.sd)
         if variable.function == "poly":  # whose sum of squares is about 1
-            sd = 1.0 / math.sqrt(max(told.moments(variable.quantity).rows - 1, 1))
+            sd = 1.0 / math.sqrt(max(known.moments(variable.quantity).rows - 1, 1))
             chosen |= {f"{variable.name}[{i + 1}]": Scale(0.0, sd) for i in range(variable.number)}
     every = [chosen.get(name, Scale(0.0, 0.0)) for name in design.columns]
     return design.standardised([scale.mean for scale in every], [scale.sd for scale in every])

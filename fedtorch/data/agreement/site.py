@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy
 
-from fedtorch.data.agreement.disclosure import Disclosure, Refused, Told
+from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
 from fedtorch.data.agreement.histogram import histogram
 from fedtorch.data.agreement.moments import moments
 from fedtorch.data.formulas.cells import Cells
@@ -50,7 +50,7 @@ class Answers:
     def __init__(
         self, frame: Any, disclosure: Disclosure | None = None, folder: Path | None = None, name: str = ""
     ) -> None:
-        self.disclosure, self._told = disclosure or Disclosure(), Told(folder)
+        self.disclosure, self._log = disclosure or Disclosure(), AnswerLog(folder)
         self._cells = Cells(frame, site=name, missing=True)
         self.agreed: Design | None = None
 
@@ -95,7 +95,7 @@ class Answers:
             raise Refused(str(error)) from None
         formula = self._formula(design.formula)
         self.disclosure.check(self.disclosure.minimum, design.reads)
-        self._told.count(text, self.disclosure.encodings)
+        self._log.count(text, self.disclosure.designs)
         for column, levels in design.encoding.levels.items():
             if column in formula.columns and levels.other is None:
                 self._refuse_others(column, levels.names)
@@ -116,7 +116,7 @@ class Answers:
 
     def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
         whose = f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
-        return self._told.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity), minimum))
+        return self._log.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity), minimum))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
         """Return the numbers of a quantity that are there."""
@@ -131,18 +131,20 @@ class Answers:
         return numpy.log(values)
 
     def _levels(self, column: str, minimum: int) -> list[str]:
-        return self._told.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
+        return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
         """Return the levels that enough rows have."""
         counts = Counter(self._names(column))
         if rare := sorted(level for level, count in counts.items() if count < minimum):
-            _LOG.warning("column %r: levels %s have fewer than %d rows here and are not told", column, rare, minimum)
+            where = self._cells.where()
+            _LOG.info("column %r%s: levels %s have fewer than %d rows and are not told", column, where, rare, minimum)
         return sorted(level for level, count in counts.items() if count >= minimum)
 
     def _refuse_others(self, column: str, names: Sequence[str]) -> None:
         if rare := sorted(set(self._names(column)) - set(names)):
-            _LOG.warning("column %r: levels %s are not among those agreed on, %s", column, rare, list(names))
+            where = self._cells.where()
+            _LOG.warning("column %r%s: levels %s are not among those agreed on, %s", column, where, rare, list(names))
             raise Refused(
                 f"the site's column {column!r} has levels that are not among those agreed on; declare one as which "
                 f"such rows count, other={{{column!r}: 'other'}}, or all levels, levels={{{column!r}: [...]}}"

@@ -14,6 +14,7 @@ import numpy
 if TYPE_CHECKING:
     import pandas
 
+_NO_LEVELS = "mMc"  # kinds of NumPy: times, dates, complex numbers
 _SHOWN = 5  # values that an error lists
 
 
@@ -117,9 +118,15 @@ class Cells:
         """Return a column as strings `(n,)`: whole numbers without a decimal point.
 
         Raises:
+            TypeError: it holds dates, times or complex numbers.
             ValueError: a cell is missing.
         """
         column = self.complete(name)
+        if getattr(column.dtype, "kind", "O") in _NO_LEVELS:
+            raise TypeError(
+                f"Expected text, categories or whole numbers in the factor {name!r}{self.where()}, but got "
+                f"{column.dtype}; convert it, for example to days since the first"
+            )
         distinct = {value: level_name(value) for value in column.unique()}
         return column.map(distinct).to_numpy(dtype=object)
 
@@ -144,7 +151,7 @@ class Cells:
         if bad.any():
             row = int(bad.argmax())
             raise ValueError(
-                f"Expected {wanted}, but got {values[row]!r} in column {name!r}{self.where(row)}, row "
+                f"Expected {wanted}, but got {_plain(values[row])!r} in column {name!r}{self.where(row)}, row "
                 f"{self.frame.index[row]} ({int(bad.sum())} such rows); {remedy}"
             )
 
@@ -170,6 +177,11 @@ def ordered_levels(names: Any) -> tuple[str, ...]:
         return tuple(sorted(names, key=lambda name: (float(name), name)))
     except ValueError:
         return tuple(sorted(names))
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy as one of Python."""
+    return value.item() if isinstance(value, numpy.generic) else value
 
 
 def shown(values: Any) -> str:

@@ -33,6 +33,7 @@ from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.random_terms import random_columns
 
+_FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
 _SERIAL = ("formula", "group", "offset", "weights", "trials")
 
 
@@ -107,14 +108,15 @@ class Design:
         x = self.matrix(cells)
         for j, name in enumerate(self.columns):
             if (scale := self.encoding.standard.get(name)) is not None:
-                x[:, j] = (x[:, j] - scale.mean) / scale.sd
-        extra = self._extra(cells, response)
+                x[:, j] -= scale.mean
+                x[:, j] /= scale.sd
+        extra, columns = self._extra(cells, response), torch.from_numpy(x).contiguous()
         if response:
             y = torch.from_numpy(self._response(cells))
-            return (torch.from_numpy(x), y, extra) if extra else (torch.from_numpy(x), y)
+            return (columns, y, extra) if extra else (columns, y)
         if lines := outside(self.parsed.variables, self.encoding, cells):
             warnings.warn(f"Some values count as the bound of their spline: {'; '.join(lines)}", stacklevel=2)
-        return torch.from_numpy(x), extra
+        return columns, extra
 
     def matrix(self, cells: Cells) -> numpy.ndarray:
         """Return x `(n, d)` in the units of the columns."""
@@ -160,6 +162,7 @@ class Design:
             sd: of them; a column that does not vary keeps its scale.
         """
         standard: dict[str, Scale] = {}
+        centres: dict[str, float] = {}
         intercept = self.columns.index(INTERCEPT) if INTERCEPT in self.columns else None
         together = intercept in self.random and self.correlated
         for j, (name, centre, scale) in enumerate(zip(self.columns, map(float, mean), map(float, sd))):
@@ -167,7 +170,17 @@ class Design:
                 continue
             movable = intercept is not None and (j not in self.random or together)
             standard[name] = Scale(centre if movable else 0.0, scale)
-        return replace(self, encoding=replace(self.encoding, standard=standard))
+            if not movable:
+                centres[name] = centre / scale
+        far = [name for name, centre in centres.items() if intercept in self.random and abs(centre) > _FAR]
+        if far:
+            warnings.warn(
+                f"Expected columns near 0, but got means of {far} more than {_FAR:.0f} sds away, which cannot be taken "
+                f"out of slopes that differ by {self.group} but not correlated with the intercept; write center(…), or "
+                f"(… | {self.group}) in place of ||",
+                stacklevel=2,
+            )
+        return replace(self, encoding=replace(self.encoding, standard=standard, centres=centres))
 
     def to_json(self) -> str:
         """Return the design as JSON, to be saved or sent."""
@@ -241,10 +254,12 @@ def _stuck(scale: Scale, names: tuple[str, ...]) -> bool:
 
 
 def _check_encoding(formula: Formula, encoding: Encoding) -> None:
-    """Refuse an encoding that lacks what a formula needs."""
+    """Refuse an encoding that lacks what a formula needs, and a response that is among the terms."""
     parts = {"bs": encoding.splines, "poly": encoding.polynomials, "center": encoding.scales, "scale": encoding.scales}
     for variable in formula.variables:
         column = variable.quantity.column
+        if column == formula.response.column:
+            raise ValueError(f"Expected terms without the response {column!r}, but got {variable.name}; leave it out")
         lacking = variable.function == "C" and column not in encoding.levels
         lacking = lacking or (variable.function in parts and variable.name not in parts[variable.function])
         if lacking or (column in encoding.levels and not is_factor(variable, encoding)):

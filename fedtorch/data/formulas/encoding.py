@@ -59,13 +59,14 @@ class Encoding:
     polynomials: Mapping[str, Polynomial] = field(default_factory=dict)  # by variable, "poly(age, 2)"
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by variable, "center(age)" or "scale(age)"
     standard: Mapping[str, Scale] = field(default_factory=dict)  # by coefficient: columns of x within the fit
-    response: Scale | None = None  # mean and sd of the response, for default priors
+    centres: Mapping[str, float] = field(default_factory=dict)  # by coefficient: means that stay in, in sds
+    response: Scale | None = None  # mean and sd of the response; like `centres` for default priors
 
     def __post_init__(self) -> None:
-        for part in (self.levels, self.splines, self.polynomials, self.scales, self.standard):
+        for part in (self.levels, self.splines, self.polynomials, self.scales, self.standard, self.centres):
             for name, value in part.items():
                 _check(bool(isinstance(name, str) and name and len(name) <= _LONGEST_NAME), name, "a name")
-                _CHECKS[type(value)](name, value)
+                _CHECKS.get(type(value), _check_number)(name, value)
         if self.response is not None:
             _check_scale("response", self.response)
 
@@ -78,7 +79,7 @@ class Encoding:
                 if part is None
                 else part._asdict()
                 if name == "response"
-                else {key: value._asdict() for key, value in part.items()}
+                else {key: value._asdict() if hasattr(value, "_asdict") else value for key, value in part.items()}
                 for name, part in parts.items()
             },
             allow_nan=False,
@@ -96,7 +97,7 @@ class Encoding:
             parts = json.loads(text)
         except (TypeError, ValueError, RecursionError) as error:
             raise ValueError(f"Expected an encoding as JSON, but got something else: {error}") from None
-        _check(isinstance(parts, dict) and set(parts) <= set(_KINDS) | {"response"}, "encoding", "its parts", parts)
+        _check(isinstance(parts, dict) and set(parts) <= {*_KINDS, "response"}, "encoding", "its parts", parts)
         read: dict[str, Any] = {}
         for part, kind in _KINDS.items():
             entries = parts.get(part, {})
@@ -108,10 +109,14 @@ class Encoding:
 
 _KINDS: dict[str, Any] = {
     "levels": Levels, "splines": Spline, "polynomials": Polynomial, "scales": Scale, "standard": Scale,
+    "centres": float,
 }  # fmt: skip
 
 
 def _read(kind: Any, name: str, entry: Any) -> Any:
+    if kind is float:
+        _check_number(name, entry)
+        return float(entry)
     _check(isinstance(entry, dict) and set(entry) == set(kind._fields), name, f"{', '.join(kind._fields)}", entry)
     value = kind(**{key: _tuples(part) for key, part in entry.items()})
     _CHECKS[kind](name, value)
@@ -161,6 +166,10 @@ def _check_polynomial(name: str, value: Polynomial) -> None:
 
 def _check_scale(name: str, value: Scale) -> None:
     _check(_finite(*value) and value.sd > 0, name, "a finite mean and a positive sd", tuple(value))
+
+
+def _check_number(name: str, value: Any) -> None:
+    _check(_finite(value), name, "a finite number", value)
 
 
 _CHECKS: dict[type, Callable[[str, Any], None]] = {

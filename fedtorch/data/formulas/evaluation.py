@@ -34,10 +34,10 @@ def design_matrix(columns: Sequence[Column], encoding: Encoding, cells: Cells) -
     """
     variables = {part.variable: None for column in columns for part in column.parts}
     values = {variable: _variable(variable, encoding, cells) for variable in variables}
-    x = numpy.ones((len(cells), len(columns)))
+    x = numpy.ones((len(cells), len(columns)), order="F")  # columns are written one by one
     for j, column in enumerate(columns):
         for part in column.parts:
-            x[:, j] *= values[part.variable][:, part.place]
+            x[:, j] *= values[part.variable](part.place)
     return x
 
 
@@ -54,13 +54,13 @@ def outside(variables: Sequence[Variable], encoding: Encoding, cells: Cells) -> 
     return lines
 
 
-def _variable(variable: Variable, encoding: Encoding, cells: Cells) -> numpy.ndarray:
-    """Return all columns that a variable can make, `(n, k)`."""
+def _variable(variable: Variable, encoding: Encoding, cells: Cells) -> Callable[[int], numpy.ndarray]:
+    """Return the columns that a variable can make, `(n,)` each, by their places."""
     column, log = variable.quantity
     if is_factor(variable, encoding):
-        return indicators(column, encoding.levels[column], cells)
-    values = cells.numbers(column, log=log)
-    name = variable.name
+        codes = level_codes(column, encoding.levels[column], cells)
+        return lambda place: codes == place
+    values, name = cells.numbers(column, log=log), variable.name
     makers: dict[str, Callable[[], numpy.ndarray]] = {
         "": lambda: values[:, None],
         "bs": lambda: splines(values, encoding.splines[name]),
@@ -68,27 +68,30 @@ def _variable(variable: Variable, encoding: Encoding, cells: Cells) -> numpy.nda
         "center": lambda: values[:, None] - encoding.scales[name].mean,
         "scale": lambda: (values[:, None] - encoding.scales[name].mean) / encoding.scales[name].sd,
     }
-    return makers[variable.function]()
+    made = makers[variable.function]()
+    return lambda place: made[:, place]
 
 
-def indicators(column: str, levels: Levels, cells: Cells) -> numpy.ndarray:
-    """Return which level each row has, `(n, number of levels)`.
+def level_codes(column: str, levels: Levels, cells: Cells) -> numpy.ndarray:
+    """Return the number of each row's level, `(n,)`.
 
     Raises:
         ValueError: a level that was not agreed on, which the message names.
     """
-    rows = cells.levels(column)
-    place = {name: i for i, name in enumerate(levels.names)}
-    unseen = sorted(set(rows) - set(place))
+    import pandas as pd  # at first use, because it takes long to import
+
+    codes, present = pd.factorize(cells.levels(column))
+    number = {name: i for i, name in enumerate(levels.names)}
+    unseen = [i for i, name in enumerate(present) if name not in number]
     if unseen and levels.other is None:
-        row = next(i for i, level in enumerate(rows) if level not in place)
+        row = int(numpy.isin(codes, unseen).argmax())
         raise ValueError(
-            f"Expected levels {shown(levels.names)} in column {column!r}{cells.where(row)}, but got {shown(unseen)}; "
-            f"declare all levels, levels={{{column!r}: [...]}}, or one as which the others count"
+            f"Expected levels {shown(levels.names)} in column {column!r}{cells.where(row)}, but got "
+            f"{shown(sorted(present[unseen]))}; declare all levels, levels={{{column!r}: [...]}}, or one as which the "
+            "others count"
         )
-    other = place.get(levels.other or "", 0)
-    codes = numpy.array([place.get(level, other) for level in rows], dtype=numpy.int64)
-    return numpy.eye(len(levels.names))[codes]
+    other = number.get(levels.other or "", 0)
+    return numpy.array([number.get(name, other) for name in present], dtype=numpy.int64)[codes]
 
 
 def splines(values: numpy.ndarray, spline: Spline) -> numpy.ndarray:

@@ -19,7 +19,7 @@ A column is a name, or anything in backquotes. The intercept is there unless 0 o
 ('(1 + age | hospital)', ('death', 'age', 'sex', 'sbp'))
 >>> parse("y ~ I(__import__('os').getpid())")
 Traceback (most recent call last):
-ValueError: Expected column names, ..., but got "'" at character 17 of the formula, near ...
+ValueError: Expected column names, ..., but got the function I(…) at character 4 of the formula, near ...
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from fedtorch.data.formulas.grammar import Formula, Quantity, Random, Term, Variable, term_name
-from fedtorch.data.formulas.tokens import Token, refuse, tokens
+from fedtorch.data.formulas.tokens import Token, refuse, tokens, unquoted
 
 MOST_TERMS = 500
+MOST_VARIABLES = 6  # in one term
 DEEPEST = 20  # parentheses
 _FUNCTIONS = {"C": "", "center": "", "scale": "", "bs": "df", "poly": "degree"}
 _BOUNDS = {"bs": (3, 50), "poly": (1, 10)}  # bs of third degree
@@ -91,6 +92,7 @@ class _Parser:
 
     def refuse(self, token: Token | None = None, remedy: str = "") -> None:
         token = token or self.next
+        remedy = remedy or (unquoted(token.text) if token.kind == "other" else "")
         refuse(self.text, token.at, "the end" if token.kind == "end" else repr(token.text), remedy)
 
     def sign(self, sign: str) -> None:
@@ -247,7 +249,13 @@ class _Parser:
     def crossed(self, left: list[Term], right: list[Term]) -> list[Term]:
         if len(left) * len(right) > MOST_TERMS:
             raise ValueError(f"Expected at most {MOST_TERMS} terms, but got more by {len(left)} times {len(right)}")
-        return self.distinct([tuple(dict.fromkeys((*a, *b))) for a in left for b in right])
+        terms = self.distinct([tuple(dict.fromkeys((*a, *b))) for a in left for b in right])
+        if terms and max(map(len, terms)) > MOST_VARIABLES:
+            raise ValueError(
+                f"Expected at most {MOST_VARIABLES} variables in one term, but got more in the product that ends at "
+                f"character {self.next.at} of the formula; write + between some of them"
+            )
+        return terms
 
     def distinct(self, terms: list[Term]) -> list[Term]:
         different: dict[frozenset[Variable], Term] = {}

@@ -79,6 +79,9 @@ def encoding(formula: Formula, cells: Cells, levels: Mapping[str, Any] | None = 
     unused = sorted(set(declared) - set(needs.levels))
     if unused:
         raise ValueError(f"Expected levels of factors of the formula, but got some of {unused}; leave them out")
+    for variable in formula.variables:
+        if variable.quantity.column in needs.numbers:
+            scale_of(cells.numbers(*variable.quantity), variable.quantity.name)  # refuses what does not vary
     quantities = {quantity: cells.numbers(*quantity) for quantity in needs.quantities}
     means = {quantity: scale_of(values, quantity.name) for quantity, values in quantities.items()}
     return Encoding(

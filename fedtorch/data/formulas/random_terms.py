@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from fedtorch.data.formulas.coding import columns
 from fedtorch.data.formulas.encoding import Encoding
-from fedtorch.data.formulas.grammar import Formula
+from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 
 
 def random_columns(
@@ -35,9 +35,10 @@ def random_columns(
         inner = [column.name for column in columns(random.terms, encoding)]
         lacking = [name for name in inner if name not in names]
         if lacking or not inner:
+            absent = ", ".join("1" if name == INTERCEPT else name for name in lacking) or "1"
             raise ValueError(
                 f"Expected fixed effects for the coefficients of {random.name}, but got none for {lacking}; the "
-                f"formula has {list(names)}: add {', '.join(lacking) or '1'} as a fixed effect too"
+                f"formula has {list(names)}: add {absent} as a fixed effect too"
             )
         places = [names.index(name) for name in inner]
         blocks += [places] if random.correlated else [[place] for place in places]

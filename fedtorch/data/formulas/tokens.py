@@ -1,4 +1,4 @@
-"""The words of a formula; everything that is none is refused by name.
+"""The words of a formula; a character that no formula has is of the kind `other`, which no rule takes.
 
 >>> [token.text for token in tokens("death ~ age + `body mass`")]
 ['death', '~', 'age', '+', 'body mass', '']
@@ -21,7 +21,7 @@ _LISTED = "column names, + : * - 0 1, ( | ) and the functions C, bs, poly, log, 
 class Token(NamedTuple):
     """One word of a formula."""
 
-    kind: str  # name, quoted, number, sign, end
+    kind: str  # name, quoted, number, sign, other, end
     text: str
     at: int  # its first character
 
@@ -31,7 +31,7 @@ def tokens(text: str) -> list[Token]:
 
     Raises:
         TypeError: no string.
-        ValueError: it is too long, or has something that no formula has; the message names it.
+        ValueError: it is too long, or has a name that cannot be seen; the message names it.
     """
     if not isinstance(text, str):
         raise TypeError(f"Expected a formula as a string, but got {type(text).__name__}; write 'y ~ x'")
@@ -41,7 +41,9 @@ def tokens(text: str) -> list[Token]:
     while at < len(text):
         match = _WORDS.match(text, at)
         if match is None:
-            refuse(text, at, f"{text[at]!r}", unquoted(text[at]))
+            words.append(Token("other", text[at], at))
+            at += 1
+            continue
         kind, word = str(match.lastgroup), match[str(match.lastgroup)]
         if kind in ("name", "quoted"):
             _check_name(text, at, kind, word)

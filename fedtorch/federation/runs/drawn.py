@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.populations.population import feature_names, row_counts
-from fedtorch.federation.runs.sampler import Sampler, diagnostics
+from fedtorch.federation.runs.sampler import SITES, Sampler, diagnostics
 from fedtorch.models.estimates import Diagnostics, Estimates
 
 SHARED = "theta"  # the global parameter of the package's models
-SITES = "sites."  # before the names of what clients have drawn, in a sampler that keeps it
 
 
 def sampler_of(run: Any) -> Sampler:

@@ -164,6 +164,7 @@ class Run(Scored, Resumable):
             pending.repeated,
             torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
+            self.tensors,
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Draws = dict[str, Tensor]
 
+SITES = "sites."  # before the names of what clients have drawn
+_OF_SITES = ("theta", "intercept", "noise")
 _FEWEST = 8  # draws of a chain that diagnostics need
 
 
@@ -59,6 +61,18 @@ def global_variables(round: Round) -> Draws:
     return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
 
 
+def site_variables(round: Round) -> Draws:
+    """Return the clients' coefficients by name, `(C, K, ...)` each: `sites.theta`, intercepts and noise precisions.
+
+    Raises:
+        ValueError: clients whose variables are at their sites.
+    """
+    assert round.tensors is not None
+    variables = round.tensors()
+    watched = {name: getattr(variables, name) for name in _OF_SITES if hasattr(variables, name)}
+    return {f"{SITES}{name}": leaf.transpose(0, 1) for name, leaf in watched.items()}
+
+
 class Sampler:
     """A recorder of the draws of a sampling algorithm: `ft.run(..., record=sampler)`.
 
@@ -70,6 +84,8 @@ class Sampler:
         keep: whether draws are kept, not only their moments.
         folder: where draws are kept as files of `block` draws each, instead of in memory.
         block: draws per file.
+        sites: whether the coefficients of every client are watched too, as `sites.theta`, for `ft.inference.ranef` and
+            `predict`; in populations that have their clients' variables.
 
     Raises:
         ValueError: a count out of range.
@@ -97,13 +113,14 @@ class Sampler:
         keep: bool = True,
         folder: Path | str | None = None,
         block: int = 1000,
+        sites: bool = False,
     ) -> None:
         for name, count, least in (("burn_in", burn_in, 0), ("thin", thin, 1), ("block", block, 1)):
             if count < least:
                 raise ValueError(f"Expected {name} of at least {least}, but got {count}")
         self.burn_in, self.thin = burn_in, thin
         self.moments: dict[str, RunningMoments] = {}
-        self._watch, self._keep, self._block = watch, keep, block
+        self._watch, self._keep, self._block, self._sites = watch, keep, block, sites
         self._folder = None if folder is None else Path(folder)
         self._recent: list[Draws] = []  # those that are not in a file
         self._files = 0
@@ -113,7 +130,7 @@ class Sampler:
         after = round.number - self.burn_in
         if after <= 0 or after % self.thin:
             return
-        watched = self._watch(round)
+        watched = {**self._watch(round), **(site_variables(round) if self._sites else {})}
         draws = {name: leaf.detach().to("cpu", torch.float64, copy=True) for name, leaf in watched.items()}
         self.moments = {
             name: _add_draw(self.moments.get(name, _no_moments(leaf)), leaf) for name, leaf in draws.items()
@@ -229,7 +246,7 @@ class Sampler:
 
     def _settings(self) -> dict[str, int | bool]:
         about = {"burn_in": self.burn_in, "thin": self.thin, "block": self._block, "keep": self._keep}
-        return {**about, "folder": self._folder is not None}
+        return {**about, "folder": self._folder is not None, **({"sites": True} if self._sites else {})}
 
 
 def _no_moments(leaf: Tensor) -> RunningMoments:

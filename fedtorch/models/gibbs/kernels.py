@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -43,20 +43,6 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.tree import Tree
 
 Sums = dict[str, tuple[Tensor, ...]]
-
-
-class Responses(NamedTuple):
-    """Hold what the responses of a regression are drawn from, given x.
-
-    >>> import torch
-    >>> from fedtorch.models.hierarchical.families import LOGISTIC
-    >>> Responses(LOGISTIC, torch.zeros(2, 3), torch.ones(2)).family.name
-    'logistic'
-    """
-
-    family: Family
-    coefficients: Tensor  # (..., d) of x, or (..., 1 + d) of a one and x
-    scale: Tensor  # (...) noise variances; ones where there are none
 
 
 @dataclass(frozen=True)
@@ -70,14 +56,15 @@ class LocalKernel:
             variables after so many sweeps.
         report: variables -> what enters the sums over the clients, by name: float64 numbers `(K, C, ...)` below
             2¹⁴⁸; several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
-        responses: variables `(..., C, ...)` -> what responses are drawn from given x, where that is a regression.
+        family: of a response given its predictor, intercept + x'theta of the variables, for predictions; None where
+            the variables do not say it.
     """
 
     init: Callable[[Tensor], Tree]
     prepare: Callable[[Any], Any]
     sweep: Callable[[Tree, Tree, Any, Tensor, int], Tree]
     report: Callable[[Tree], Sums]
-    responses: Callable[[Any], Responses] | None = None
+    family: Family | None = None
 
 
 @dataclass(frozen=True)

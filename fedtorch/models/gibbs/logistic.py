@@ -17,7 +17,7 @@ from torch import Tensor
 from fedtorch import linalg, random, tree
 from fedtorch.models.gibbs import _interweaving as interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs.kernels import LocalKernel, Responses, check_start
+from fedtorch.models.gibbs.kernels import LocalKernel, check_start
 from fedtorch.models.gibbs.polya_gamma import polya_gamma
 from fedtorch.models.hierarchical.families import LOGISTIC
 from fedtorch.models.rows import refuse, regression_rows
@@ -83,7 +83,7 @@ def logistic_regression(
             states.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
         return tree.stack(states)
 
-    return LocalKernel(init, _prepare, sweep, sparse.report, _responses)
+    return LocalKernel(init, _prepare, sweep, sparse.report, LOGISTIC)
 
 
 def _sweep_one(
@@ -122,11 +122,6 @@ def _sweep_one(
         likelihood = interweaving.logistic(x[:, 1:], y - omega * predictor, omega)
     precision = w.clamp_max(sparse.MOST_PRECISE)
     return LogisticSite(theta, place, precision, u, site.noise, likelihood, coefficients[:, 0])
-
-
-def _responses(site: LogisticSite) -> Responses:
-    coefficients = torch.cat([site.intercept[..., None], site.theta], -1)
-    return Responses(LOGISTIC, coefficients, torch.ones_like(site.intercept))
 
 
 def _prepare(data: Any) -> _Rows:

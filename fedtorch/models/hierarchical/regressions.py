@@ -8,7 +8,8 @@ Coefficients are those of the columns as the fit sees them, standardised unless 
 
 with mean m and sd s of a Gaussian response, as far as the encoding has them, and m = 0, s = 1 otherwise: a coefficient
 of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is already much, and clients
-differ by 0.37 s, give or take a factor of e.
+differ by 0.37 s, give or take a factor of e. An intercept that is far from the rows, because
+means of columns stay in, has an sd for that; without an intercept, s of the means is the response's root mean square.
 """
 
 from __future__ import annotations
@@ -84,12 +85,14 @@ def regression(
     _check_trials(design, family)
     centre, scale = (0.0, 1.0) if family != "gaussian" or design.encoding.response is None else design.encoding.response
     first = [name == "Intercept" for name in design.columns]
+    reach = scale if any(first) else math.hypot(centre, scale)  # of coefficients that make up the mean between them
+    level = math.hypot(_INTERCEPT, *(_SLOPE * far for far in design.encoding.centres.values()))
     hierarchy = normal(
         len(design.columns),
         random=design.random,
         correlated=design.correlated,
         mean=_each("mean", mean, design, [centre * intercept for intercept in first]),
-        sd=_each("sd", sd, design, [scale * (_INTERCEPT if intercept else _SLOPE) for intercept in first]),
+        sd=_each("sd", sd, design, [reach * (level if intercept else _SLOPE) for intercept in first]),
         variance=variance or hyperpriors.log_normal(2 * math.log(scale) - 2, _LOG_VARIANCE),
         names=design.columns,
     )

@@ -146,7 +146,7 @@ class ServerRecording:
         if question.requests:
             self._write_asked(record, question.run, {site: send.message for site, send in question.requests.items()})
             _keep_digests(question, digests)
-        return _heard(record, ask, question, digests)
+        return _ask(record, ask, question, digests)
 
     def left_out(self, run: str, reasons: Mapping[str, str]) -> None:
         """Write which answers are not in a sum."""
@@ -218,7 +218,7 @@ def _agreed(record: AuditRecord, ask: Ask, question: Question) -> Heard:
         about = {name: said[name] for name in ("kind", "sequence", "question")}
         record.note("asked", run=question.run, digests=_digests(group), **about)
     _keep_digests(question, digests)
-    return _heard(record, ask, question, digests)
+    return _ask(record, ask, question, digests)
 
 
 def _keep_digests(question: Question, digests: dict[str, str]) -> None:
@@ -227,7 +227,7 @@ def _keep_digests(question: Question, digests: dict[str, str]) -> None:
     question.wanted = question.wanted._replace(like=read)
 
 
-def _heard(record: AuditRecord, ask: Ask, question: Question, digests: Mapping[str, str]) -> Heard:
+def _ask(record: AuditRecord, ask: Ask, question: Question, digests: Mapping[str, str]) -> Heard:
     """Ask sites, and write who answers, and why others do not."""
     answers, number = ask(question), next((send.sequence for send in question.requests.values()), 0)
     for group in _groups(digests):

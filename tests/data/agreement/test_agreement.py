@@ -13,7 +13,7 @@ import pandas
 import pytest
 
 from fedtorch.data.agreement.disclosure import Disclosure
-from fedtorch.data.agreement.histogram import histogram
+from fedtorch.data.agreement.histogram import bounds, histogram, quantiles
 from fedtorch.data.agreement.server import Request, agreed, conversation
 from fedtorch.data.agreement.site import Answers
 from fedtorch.data.formulas.design import Design
@@ -215,12 +215,12 @@ def test_declared_levels_change_nothing_of_an_answer_by_how_rare_a_level_is() ->
 
 
 def test_a_site_makes_rows_by_so_many_designs_and_no_more() -> None:
-    site = Answers(FRAMES["a"], Disclosure(encodings=2))
+    site = Answers(FRAMES["a"], Disclosure(designs=2))
     formulas = ["los ~ age", "los ~ bmi", "los ~ age", "los ~ sbp"]
     designs = [Design(formula, Encoding()).to_json() for formula in formulas]
     answers = [site.answer({"step": "make", "design": design}) for design in designs]
     assert answers[:3] == [{"rows": 300}] * 3
-    assert "by 2 encodings" in answers[3]["refused"]
+    assert "by 2 designs" in answers[3]["refused"]
 
 
 def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
@@ -275,6 +275,39 @@ def test_no_bin_has_fewer_rows_than_the_minimum(shift: float) -> None:
     assert min(part.counts) >= 10
     assert sum(part.counts) == 302
     assert not {part.ends[0], part.ends[-1]} & {values.min(), values.max()}
+
+
+DRAWS: dict[str, Any] = {
+    "normal": lambda draws, n: draws.normal(size=n),
+    "lognormal": lambda draws, n: draws.lognormal(0.0, 2.0, n),
+    "cauchy": lambda draws, n: draws.standard_cauchy(n),
+    "years": lambda draws, n: draws.integers(2015, 2021, n).astype(float),
+    "two values": lambda draws, n: draws.integers(0, 2, n).astype(float),
+    "far from zero": lambda draws, n: 1e8 + draws.normal(size=n),
+    "tiny": lambda draws, n: 1e-300 * draws.normal(size=n),
+    "huge": lambda draws, n: 1e120 * draws.normal(size=n),
+    "one value far away": lambda draws, n: numpy.r_[draws.normal(size=n - 1), 1e12],
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("rows", [10, 19, 20, 35, 400])
+def test_whatever_the_values_bins_are_wide_enough_and_quantiles_within_them(name: str, rows: int) -> None:
+    parts, every = list[Any](), list[numpy.ndarray]()
+    for seed in range(3):
+        values = DRAWS[name](numpy.random.default_rng(seed), rows)
+        part = histogram(values, 10)
+        if part is not None:
+            assert min(part.counts) >= 10
+            assert sum(part.counts) == rows
+            assert all(low < high for low, high in pairwise(part.ends))
+            parts.append(part), every.append(values)
+    if parts:
+        knots = quantiles(parts, [0.25, 0.5, 0.75])
+        assert all(low < high for low, high in pairwise([bounds(parts)[0], *knots, bounds(parts)[1]]))
+        below = [(numpy.concatenate(every) <= knot).mean() for knot in knots]
+        most = max(max(part.counts) for part in parts) / rows
+        assert numpy.abs(numpy.array(below) - [0.25, 0.5, 0.75]).max() <= most + 1e-9
 
 
 def test_the_outer_ends_do_not_follow_the_smallest_and_the_largest_value() -> None:

@@ -11,37 +11,12 @@ import numpy
 import pandas
 import pytest
 import torch
+from support.people import PEOPLE, design
 
 import fedtorch as ft
 from fedtorch.data.formulas.encoding import Levels
 
 formulaic = pytest.importorskip("formulaic")
-
-
-def people(rows: int = 60) -> pandas.DataFrame:
-    draw = numpy.random.default_rng(1)
-    return pandas.DataFrame(
-        {
-            "site": draw.choice(["north", "south", "west"], rows),
-            "age": draw.normal(60, 12, rows),
-            "sbp": draw.gamma(30, 4, rows),
-            "sex": draw.choice(["female", "male"], rows),
-            "stage": draw.choice([1, 2, 10], rows),
-            "drug": pandas.Categorical(draw.choice(["b", "a", "c"], rows), categories=["c", "a", "b"]),
-            "smoker": draw.random(rows) < 0.4,
-            "days": draw.integers(1, 30, rows),
-            "y": draw.normal(size=rows),
-        }
-    )
-
-
-PEOPLE = people()
-
-
-def design(formula: str, **settings: Any) -> ft.data.Design:
-    made = ft.data.from_frame(PEOPLE, client="site", formula=formula, **settings).design
-    assert made is not None
-    return made
 
 
 @pytest.mark.parametrize(
@@ -84,30 +59,6 @@ def test_columns_are_those_of_formulaic(right: str) -> None:
     assert y.tolist() == PEOPLE["y"].tolist()
 
 
-def test_frames_of_others_are_read() -> None:
-    class Other:
-        """What polars offers, without being of pandas."""
-
-        def __dataframe__(self, *args: Any, **settings: Any) -> Any:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                return PEOPLE[["site", "age", "sex", "y"]].__dataframe__(*args, **settings)
-
-    class Third:
-        """What some offer beside it."""
-
-        def to_pandas(self) -> pandas.DataFrame:
-            return PEOPLE
-
-    same = ft.data.from_frame(PEOPLE, client="site", formula="y ~ age + sex")
-    data = ft.data.from_frame(Other(), client="site", formula="y ~ age + sex")
-    assert data.design == same.design
-    assert torch.equal(data.rows[0], same.rows[0])
-    assert ft.data.from_frame(Third(), client="site", formula="y ~ age + sex").design == same.design
-    with pytest.raises(TypeError, match="offers __dataframe__, but got dict"):
-        ft.data.from_frame({"y": [1]}, client="site", formula="y ~ 1")
-
-
 def test_rows_are_standardised_and_go_back() -> None:
     data = ft.data.from_frame(PEOPLE, client="site", formula="y ~ age * sex + bs(sbp, 4) + (1 | site)")
     x, y = data.rows
@@ -138,6 +89,12 @@ def test_a_mean_is_taken_out_only_where_the_model_stays_the_same(formula: str, c
     made = design(formula)
     assert [name for name, scale in made.encoding.standard.items() if scale.mean] == centred
     assert set(made.encoding.standard) == {"age", "sbp"}
+    assert [name for name in ("age", "sbp") if name not in made.encoding.centres] == centred
+    assert all(
+        value == pytest.approx(PEOPLE[name].mean() / PEOPLE[name].std())
+        for name, value in made.encoding.centres.items()
+    )
+    assert ft.data.Design.from_json(made.to_json()) == made
     between = torch.zeros(len(made.columns), len(made.columns), dtype=torch.float64)
     for j in made.random:
         for k in made.random:
@@ -147,6 +104,14 @@ def test_a_mean_is_taken_out_only_where_the_model_stays_the_same(formula: str, c
     assert not back[fixed].any()  # coefficients that were the same everywhere still are
     apart = back[made.random, :][:, made.random]
     assert made.correlated or torch.equal(apart, torch.diag(apart.diagonal()))
+
+
+def test_a_column_far_from_0_whose_mean_cannot_be_taken_out_is_named() -> None:
+    years = PEOPLE.assign(year=2000 + PEOPLE["stage"])
+    with pytest.warns(UserWarning, match=r"means of .'year'. more than 30 sds.*center\(…\), or \(… \| site\)"):
+        ft.data.from_frame(years, client="site", formula="y ~ year + (1 + year || site)")
+    for right in ("center(year) + (center(year) || site)", "year + (year | site)", "year + (1 | site)"):
+        ft.data.from_frame(years, client="site", formula=f"y ~ {right}")  # without a warning
 
 
 def test_design_survives_json_and_other_rows_use_its_encoding() -> None:
@@ -262,6 +227,15 @@ def test_prediction_names_unseen_levels_and_warns_beyond_knots() -> None:
         ("y ~ bs(age, 5)", {"age": [1.0, 2.0] * 30}, ValueError, r"4 different knots for bs\(age, 5\)"),
         ("y ~ poly(age, 2)", {"age": [1.0, 2.0] * 30}, ValueError, r"more than 2 different values for poly\(age, 2\)"),
         ("y ~ scale(age)", {"age": 7.0}, ValueError, "'age' with the same value 7 in all rows"),
+        ("y ~ age:sex", {"age": 7.0}, ValueError, "'age' with the same value 7 in all rows"),
+        ("y ~ age + y", {}, ValueError, "terms without the response 'y', but got y"),
+        ("y ~ age:C(y)", {}, ValueError, r"terms without the response 'y', but got C\(y\)"),
+        (
+            "y ~ age",
+            {"age": pandas.date_range("2020", periods=60)},
+            TypeError,
+            "whole numbers in the factor 'age', but",
+        ),
         ("y ~ age", {"site": [None] + ["a"] * 59}, ValueError, "got 1 in column 'site'"),
         ("y ~ sex:stage", {"stage": [str(i) for i in range(60)]}, None, ""),
         ("y ~ C(a)*C(b)", {"a": range(60), "b": range(60)}, ValueError, "at most 2000 columns"),
@@ -283,51 +257,3 @@ def test_a_site_whose_column_is_of_another_kind_is_named() -> None:
     twice = pandas.concat([PEOPLE, PEOPLE["age"]], axis=1)
     with pytest.raises(ValueError, match="one column 'age', but got several"):
         made.rows(twice)
-
-
-def test_dropping_is_asked_for() -> None:
-    holes = PEOPLE.assign(age=PEOPLE["age"].where(PEOPLE["age"] > 50), sbp=numpy.nan)
-    data = ft.data.from_frame(holes, client="site", formula="y ~ age", missing="drop")
-    assert int(data.counts.sum()) == int((PEOPLE["age"] > 50).sum())
-    again = ft.data.from_frame(holes, client="site", design=data.design, missing="drop")
-    assert torch.equal(again.rows[0], data.rows[0])
-    with pytest.raises(ValueError, match=r"missing= as one of .'refuse', 'drop', 'impute'., but got 'mean'"):
-        ft.data.from_frame(holes, client="site", formula="y ~ age", missing="mean")
-    x, _ = data.design.rows(holes, missing=True)
-    assert int(x.isnan().sum()) == int((PEOPLE["age"] <= 50).sum())
-
-
-def test_arguments_that_do_not_go_together() -> None:
-    with pytest.raises(TypeError, match="a formula, or features and target, but got neither"):
-        ft.data.from_frame(PEOPLE, client="site")
-    with pytest.raises(TypeError, match=r"Expected \['weights'\] with a formula"):
-        ft.data.from_frame(PEOPLE, client="site", features=["age"], target="y", weights="days")
-    with pytest.raises(TypeError, match="one of a formula, a design, and features"):
-        ft.data.from_frame(PEOPLE, client="site", features=["age"], target="y", formula="y ~ age")
-    with pytest.raises(TypeError, match=r"numeric or boolean features.*formula="):
-        ft.data.from_frame(PEOPLE, client="site", features=["sex"], target="y")
-
-
-def test_data_keep_their_design_as_long_as_x_is_the_same() -> None:
-    data = ft.data.from_frame(PEOPLE, client="site", formula="y ~ age + sex", weights="days")
-    training, validation = data.split(0.5, seed=0)
-    for other in (training, validation, data.select([1]), data.pool(), data.to(dtype=torch.float32)):
-        assert other.design is data.design
-        assert other.features == data.design.columns
-    assert data.map(lambda rows: (rows[0], rows[1] * 2)).design is data.design
-    changed = data.map(lambda rows: (rows[0] * 2, rows[1]))
-    assert changed.design is None
-    assert changed.features == ()
-    with pytest.raises(ValueError, match="Expected the 3 columns of the design in x, but got"):
-        dataclasses.replace(data, rows=data.rows[0][:, :2], features=())
-
-
-def test_a_file_of_rows_keeps_the_design(tmp_path: Any) -> None:
-    for settings in ({}, {"weights": "days", "offset": "age"}):
-        data = ft.data.from_frame(PEOPLE, client="site", formula="y ~ age + bs(sbp, 4)", **settings)
-        data.to_file(tmp_path / "rows.safetensors")
-        again = ft.data.FederatedData.from_file(tmp_path / "rows.safetensors")
-        assert again.design == data.design
-        assert again.names == data.names
-        for old, new in zip(ft.tree.leaves(data.rows), ft.tree.leaves(again.rows)):
-            assert torch.equal(old, new)

@@ -21,6 +21,8 @@ from fedtorch.data.formulas.encoding import Encoding, Levels, Scale, Spline
         (lambda: Encoding(scales={"a": Scale(0.0, 0.0)}), "a finite mean and a positive sd"),
         (lambda: Encoding(standard={"": Scale(0.0, 1.0)}), "a name in the encoding"),
         (lambda: Encoding(response=Scale(0.0, -1.0)), "a positive sd in the encoding of 'response'"),
+        (lambda: Encoding(centres={"a": numpy.inf}), "a finite number in the encoding of 'a'"),
+        (lambda: Encoding.from_json('{"centres": {"a": "1"}}'), "a finite number in the encoding of 'a'"),
         (lambda: Encoding.from_json("[]"), "its parts"),
         (lambda: Encoding.from_json('{"levels": []}'), "entries by their names"),
         (lambda: Encoding.from_json('{"levels": {"a": {"names": "xy"}}}'), "names, other in the encoding of 'a'"),

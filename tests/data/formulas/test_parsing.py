@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fedtorch.data.formulas.grammar import term_name
-from fedtorch.data.formulas.parsing import MOST_TERMS, parse
+from fedtorch.data.formulas.parsing import MOST_TERMS, MOST_VARIABLES, parse
 from fedtorch.data.formulas.tokens import LONGEST
 
 
@@ -71,7 +71,10 @@ def test_responses_trials_and_offsets() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("y ~ I(__import__('os').getpid())", 'but got "\'" at character 17'),
+        ("y ~ I(__import__('os').getpid())", r"but got the function I\(…\) at character 4"),
+        ("y ~ __import__('os').getpid()", r"but got the function __import__\(…\)"),
+        ("y ~ log('x')", 'but got "\'" at character 8'),
+        ("y ~ 'x'", 'but got "\'" at character 4'),
         ("y ~ I(x)", r"but got the function I\(…\) at character 4"),
         ("y ~ np.log(x)", r"but got '\.' at character 6"),
         ("y ~ x.__class__", r"but got '\.'"),
@@ -146,8 +149,10 @@ def test_no_string_is_refused() -> None:
         ("y ~ " + "(" * 4000 + "x" + ")" * 4000, "at most 20 parentheses"),
         ("y ~ " + "(" * 9000, "at most 20 parentheses"),
         ("y ~ (((((" + "(x | h)" * 1000, "a summand of its own"),
-        ("y ~ " + "*".join(f"x{i}" for i in range(40)), f"at most {MOST_TERMS} terms"),
-        ("y ~ " + ":".join(f"(a{i} + b{i})" for i in range(40)), f"at most {MOST_TERMS} terms"),
+        ("y ~ " + "*".join(f"x{i}" for i in range(40)), f"at most {MOST_VARIABLES} variables in one term"),
+        ("y ~ " + "*".join(f"x{i}" for i in range(7)), "variables in one term.* at character 24 "),
+        ("y ~ " + ":".join(f"x{i}" for i in range(1000)), f"at most {MOST_VARIABLES} variables in one term"),
+        ("y ~ " + ":".join(["(" + "+".join(f"x{i}" for i in range(30)) + ")"] * 2), f"at most {MOST_TERMS} terms"),
         ("y ~ " + "+".join(f"x{i}" for i in range(600)), f"at most {MOST_TERMS} terms"),
     ],
 )

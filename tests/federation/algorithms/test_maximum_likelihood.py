@@ -15,7 +15,7 @@ import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton, devices, estimates, maximised
 from fedtorch.models import hierarchical
-from fedtorch.models.hierarchical import generalised
+from fedtorch.models.hierarchical import generalised, hyperpriors
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 
 SIZES = (4, 9, 5, 12, 7, 3, 8, 6)
@@ -152,7 +152,8 @@ def test_the_same_in_blocks_and_with_lost_messages(gaussian: ft.data.FederatedDa
 
 def test_neither_the_start_nor_the_prior_matters(gaussian: ft.data.FederatedData) -> None:
     plain = estimates(fit(hierarchical.linear(hierarchical.normal(2)), gaussian))
-    far = hierarchical.normal(2, mean=-500.0, sd=torch.tensor([300.0, 0.1]))
+    variance = hyperpriors.half_cauchy(5.0)
+    far = hierarchical.normal(2, mean=-500.0, sd=torch.tensor([300.0, 0.1]), variance=variance)
     other = estimates(fit(hierarchical.linear(far), gaussian))
     torch.testing.assert_close(other.mean, plain.mean, rtol=1e-6, atol=1e-6)
     shifted = estimates(fit(hierarchical.linear(hierarchical.normal(2)), clients(first=1030.0)))
@@ -170,6 +171,16 @@ def test_devices_are_shrunk_towards_the_mean() -> None:
     expected = found.mean[0] + weight * (y.mean(1) - found.mean[0])
     torch.testing.assert_close(own.mean[:, 0], expected)
     torch.testing.assert_close(own.variance[:, 0], torch.full((3,), weight * found.noise**2 / 3).double())
+
+
+def test_the_summary_names_what_was_found(gaussian: ft.data.FederatedData) -> None:
+    run = fit(hierarchical.linear(hierarchical.normal(2, correlated=True, names=NAMES)), gaussian)
+    found, table = estimates(run), run.summary()
+    assert list(table.index) == [*NAMES, "sd(constant)", "sd(slope)", "cor(constant, slope)", "sigma"]
+    values = [*found.mean[:2], *found.sds, found.correlation[0, 1], found.noise]
+    assert table["estimate"].tolist() == pytest.approx([float(value) for value in values])
+    assert table["sd"][:2].tolist() == pytest.approx(found.errors[:2].tolist())
+    assert table["n"].tolist() == [sum(SIZES)] * 2 + [len(SIZES)] * 3 + [sum(SIZES)]
 
 
 def test_a_variance_of_zero_is_said() -> None:

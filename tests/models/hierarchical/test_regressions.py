@@ -123,10 +123,22 @@ def test_default_priors_are_in_the_response_s_units() -> None:
     wanted = [5 * sd, 2.5 * sd, 2, 2, 1, 3]
     numpy.testing.assert_allclose(covariance.diagonal().sqrt().numpy(), wanted)
     numpy.testing.assert_allclose((covariance @ prior.shift)[:2].numpy(), [mean, 0], atol=1e-9)
+    apart = data("score ~ age + (1 + age || clinic)").design
+    far = PATIENTS["age"].mean() / PATIENTS["age"].std()
+    wide = hierarchical.regression(apart).prior.normal
+    assert float(unpack(wide.precision)[0, 0]) == pytest.approx(1 / (sd**2 * (25 + 6.25 * far**2)))
     named = hierarchical.regression(design, mean={"age": 1.0}, sd={"age": 0.1}).prior.normal
     assert float(unpack(named.precision)[1, 1]) == pytest.approx(100)
     assert float(named.shift[1]) == pytest.approx(100)
     assert float(unpack(named.precision)[0, 0]) == pytest.approx(1 / (5 * sd) ** 2)
+
+
+def test_without_an_intercept_priors_reach_the_response() -> None:
+    far = PATIENTS.assign(score=PATIENTS["score"] + 500)
+    rows = ft.data.from_frame(far, client="clinic", formula="score ~ 0 + sex")
+    mean, sd = coefficients(fitted(rows))
+    means = far.groupby("sex")["score"].mean().to_numpy()
+    numpy.testing.assert_array_less(numpy.abs(mean.numpy() - means), 0.05 * sd.numpy())
 
 
 def test_a_saved_run_has_its_design(tmp_path: Path) -> None:

@@ -135,7 +135,7 @@ def test_without_a_design_an_algorithm_is_not_run() -> None:
             {"columns": ("y", "age")},
             r"from site 'b': the site's policy lets formulas read .* not \['sbp', 'sex'\]",
         ),
-        ({"designs": 0}, "from site 'b': the site has made rows by 0 encodings"),
+        ({"designs": 0}, "from site 'b': the site has made rows by 0 designs"),
     ],
 )
 def test_a_site_keeps_to_its_policy(policy: dict[str, Any], why: str) -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.ep import _damping as pacing
-from fedtorch.federation.algorithms.ep._estimates import estimates
 from fedtorch.federation.algorithms.ep._server import EPServer as EPServer
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
+from fedtorch.federation.algorithms.ep.estimates import estimates
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn

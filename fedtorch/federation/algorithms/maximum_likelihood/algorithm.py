@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
-from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion, Point
+from fedtorch.federation.algorithms.maximum_likelihood._newton import Point
+from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem
+from fedtorch.federation.algorithms.maximum_likelihood.estimates import named
 from fedtorch.federation.exchanges.exchange import Sum
-from fedtorch.federation.runs.run import Run
 from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
@@ -26,30 +25,6 @@ _PART = 512  # nodes at a time
 _NOWHERE = -1e30  # log likelihood where a client cannot compute it
 _HARDER, _EASIER = 8.0, 0.125  # factors of the damping after steps that lost and that gained
 _LEAST = 1e-3  # damping, below which there is none
-
-
-class MaximumServer(NamedTuple):
-    """Hold what the server keeps.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.models import hierarchical
-        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([y, y + 1.0])) for y in (0.0, 4.0, 5.0)])
-        >>> model = hierarchical.linear(hierarchical.normal(1))
-        >>> run = ft.run(ft.maximum_likelihood(model), ft.InProcess(data), rounds=12)
-        >>> run.server.best.at[0].round(decimals=6)  # the mean of three means
-        tensor(3.5000, dtype=torch.float64)
-    """
-
-    prior: Natural  # of the first estimate
-    at: Tensor  # (p,) the point that the next round is asked about
-    steps: Tensor  # (p,) between its nodes
-    best: Point  # the most likely one so far
-    reached: Tensor  # () what is maximised, there
-    gain: Tensor  # () log likelihood that an undamped step from there would add
-    damping: Tensor  # ()
-    version: Tensor  # rounds that have been aggregated
-    population: Tensor  # number of clients
 
 
 class _Outbox(NamedTuple):
@@ -69,30 +44,13 @@ class _Message(NamedTuple):
     clients: Sum  # 1
 
 
-class _Problem(NamedTuple):
-    """Hold what is maximised."""
-
-    model: Model
-    means: int
-    restricted: bool
-
-    @property
-    def nodes(self) -> Tensor:
-        """Return the nodes of a round in steps, `(R, p)`."""
-        return newton.nodes(self.means, len(self.model.names) - self.means, self.restricted)
-
-    def around(self, point: Point) -> Expansion:
-        """Return the likelihood that is maximised, around a point."""
-        return newton.expansion(point, self.means, self.restricted)
-
-
 def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
     """Build maximum marginal likelihood for a hierarchical model, the method of mixed-model software.
 
     All clients answer in every round: a round in which some do not is repeated. The first makes a first estimate, the
-    others take steps of Newton's method; some ten are enough. `maximised` stops a run, `estimates` says what it has
-    found, `devices` what that says of each client. A variance that is estimated as zero, a singular fit, shows as a log
-    variance that falls from round to round until nothing is gained, with an infinite or huge standard error.
+    others take steps of Newton's method; some ten are enough. `maximised` stops a run, `run.summary()` and `estimates`
+    say what it has found, `devices` what that says of each client. A variance that is estimated as zero, a singular
+    fit, shows as a log variance that falls from round to round until nothing is gained; its standard error is NaN.
 
     Args:
         model: a `hierarchical.Model`; its prior is used for the first estimate only.
@@ -121,7 +79,7 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
         12.000 ± 3.055, sd 7.461, noise 1.000
     """
     expected.kind(model, Model, "a hierarchical model", "such as hierarchical.linear(hierarchical.normal(2))")
-    problem = _Problem(model, model.hierarchy.mean.shape[1], restricted)
+    problem = Problem.of(model, restricted)
     if restricted and not problem.means:
         raise ValueError("Expected means to integrate over, but got a hierarchy without; leave restricted= away")
     return Algorithm(
@@ -134,24 +92,11 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
         report=_report,
         settings={"algorithm": "maximum_likelihood", "model": model, "restricted": restricted},
         start=model.prior.normal._asdict(),
+        estimates=named,
     )
 
 
-def maximised(tolerance: float = 1e-10) -> Callable[[Any], bool]:
-    """Return a function of a run's history, for `until=`: whether nothing more is to be gained.
-
-    Args:
-        tolerance: on the log likelihood that another step would add; 1e-10 leaves estimates 1e-5 standard errors from
-            the maximum at most, where the likelihood is near quadratic.
-
-    Example:
-        >>> maximised()({"gain": [3.0, 1e-4]}), maximised()({"gain": [1e-4, 1e-12]})
-        (False, True)
-    """
-    return lambda history: bool(np.asarray(history["gain"])[-1] <= tolerance)
-
-
-def _init(parameters: Tree, clients: int, *, problem: _Problem) -> tuple[MaximumServer, tuple[()]]:
+def _init(parameters: Tree, clients: int, *, problem: Problem) -> tuple[MaximumServer, tuple[()]]:
     prior = Natural(parameters["shift"], parameters["precision"])
     zero = prior.shift.new_zeros(())
     at = gaussian.moments(problem.model.prior.replaced(prior).completed()).mean
@@ -162,14 +107,15 @@ def _init(parameters: Tree, clients: int, *, problem: _Problem) -> tuple[Maximum
     ), ()
 
 
-def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: _Problem) -> Reply:
+def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: Problem) -> Reply:
     """Tell a summary in the first round, and then log f_k at the nodes."""
     clients, model = len(inbox.at), problem.model
     offsets = problem.nodes.to(inbox.at)
     summary = tree.expand(model.start.summary(None, model.prior), clients)
     values = inbox.at.new_zeros(clients, len(offsets))
     if clients and bool((inbox.version == 0).all()):
-        summary = model.start.summary(data, tree.to(model.prior, inbox.at.device))
+        prior = model.prior.replaced(tree.to(model.prior.normal, inbox.at.device))
+        summary = model.start.summary(data, prior)
     elif clients:
         nodes = inbox.at[:, None] + inbox.steps[:, None] * offsets
         values = torch.cat([model.log_factor(part, data) for part in nodes.split(_PART, 1)], 1)
@@ -179,7 +125,7 @@ def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: _Pro
     return Reply(message, state, {})
 
 
-def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: _Problem) -> MaximumServer:
+def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: Problem) -> MaximumServer:
     """Take the first estimate or a step; repeat the round if somebody is missing."""
     everybody = aggregate.clients.value.round() >= state.population
     complete, first = torch.stack([everybody, state.version == 0]).tolist()
@@ -208,7 +154,7 @@ def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: 
     )
 
 
-def _begun(state: MaximumServer, aggregate: _Message, problem: _Problem) -> MaximumServer:
+def _begun(state: MaximumServer, aggregate: _Message, problem: Problem) -> MaximumServer:
     """Place the first nodes."""
     model, count = problem.model, aggregate.clients.value
     first = model.start.estimate(aggregate.summary.value, count, model.prior.replaced(state.prior))
@@ -218,20 +164,3 @@ def _begun(state: MaximumServer, aggregate: _Message, problem: _Problem) -> Maxi
 
 def _report(server: MaximumServer) -> dict[str, Tensor]:
     return {"log_likelihood": server.reached, "gain": server.gain, "damping": server.damping}
-
-
-def found(run: Run) -> tuple[Model, MaximumServer, Expansion]:
-    """Return the model of a run, the server's state, and what was maximised around its most likely point.
-
-    Raises:
-        TypeError: a run of another algorithm.
-    """
-    settings = run.algorithm.settings
-    if settings.get("algorithm") != "maximum_likelihood":
-        raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {settings.get('algorithm')}")
-    model = settings["model"]
-    return (
-        model,
-        run.server,
-        _Problem(model, model.hierarchy.mean.shape[1], settings["restricted"]).around(run.server.best),
-    )

@@ -10,15 +10,18 @@ from torch import Tensor
 
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
-from fedtorch.federation.algorithms.maximum_likelihood.algorithm import MaximumServer, found, maximised
+from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, found, maximised
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.estimates import Estimates
+from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Model
 
 _FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
 
 
-class Estimates(NamedTuple):
+class Maximum(NamedTuple):
     """Hold estimates of what is shared.
 
     Example:
@@ -57,7 +60,7 @@ class Estimates(NamedTuple):
         return self.spread / torch.outer(self.sds, self.sds)
 
 
-def estimates(run: Run, *, tolerance: float = 1e-8) -> Estimates:
+def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     """Return the estimates that a run has found, with standard errors.
 
     A `RuntimeWarning` says so where there is more to gain, and where the likelihood has no curvature in a direction,
@@ -76,7 +79,7 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     scales = len(model.hierarchy.names) - means
     learnt = len(model.names) > len(model.hierarchy.names)
     zeta = best.at[means:]
-    return Estimates(
+    return Maximum(
         model.names,
         best.at,
         _inverse(best.curvature, means),
@@ -84,6 +87,29 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         model.hierarchy.covariance(zeta[:scales]),
         float((zeta[-1] / 2).exp()) if learnt else None,
     )
+
+
+def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
+    """Return the estimates by name: coefficients, normal with their standard errors; SDs, correlations and the noise.
+
+    Args:
+        run, tolerance: as those of `estimates`, which warns and raises alike.
+    """
+    found, hierarchy = estimates(run, tolerance=tolerance), run.algorithm.settings["model"].hierarchy
+    design = hierarchy.mean.to(found.mean)
+    m, rows, clients = design.shape[1], int(row_counts(run.population).sum()), len(run.population.names)
+    names = feature_names(run.population)
+    if len(names) != len(design) or hierarchy.coefficients != tuple(map(str, range(len(names)))):
+        names = hierarchy.coefficients or tuple(map(str, range(len(design))))
+    values = dict(zip(names, (design @ found.mean[:m]).tolist()))
+    for i in hierarchy.random:
+        values[f"sd({names[i]})"] = float(found.sds[i])
+        values |= {f"cor({names[j]}, {names[i]})": float(found.correlation[i, j]) for j in hierarchy.random if j < i}
+    if found.noise is not None:
+        values["sigma"] = found.noise
+    normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
+    n = tuple(clients if name.startswith(("sd(", "cor(")) else rows for name in values)
+    return Estimates(tuple(values), torch.tensor([list(values.values())]).to(found.mean), None, len(names), normal, n)
 
 
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:

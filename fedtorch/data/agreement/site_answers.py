@@ -27,11 +27,12 @@ _LOG = logging.getLogger(__name__)
 _MOST_BINS = 100_000
 
 
-class Told(NamedTuple):
+class SiteAnswers(NamedTuple):
     """Answers of all sites, and what follows from them.
 
-    >>> told = Told({"a": {"moments": {"age": [20, 50.0, 1900.0]}}, "b": {"moments": {"age": None}}}, minimum=10)
-    >>> told.scale(Quantity("age"))
+    >>> by_site = {"a": {"moments": {"age": [20, 50.0, 1900.0]}}, "b": {"moments": {"age": None}}}
+    >>> answers = SiteAnswers(by_site, minimum=10)
+    >>> answers.scale(Quantity("age"))
     Scale(mean=50.0, sd=10.0)
     """
 

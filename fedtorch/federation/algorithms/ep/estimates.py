@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.populations.population import feature_names, row_counts
+from fedtorch.federation.populations.population import design_of, feature_names, row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates
@@ -51,11 +51,12 @@ def estimates(
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         names = tuple(model.names) if isinstance(model, Model) else tuple(f"φ[{i}]" for i in range(len(q.mean)))
         return Estimates(names, nodes, weights, len(names), q if given is None else None, (rows,) * len(names))
-    design = model.hierarchy.mean.to(nodes)
+    back = units(run)
+    design = back @ model.hierarchy.mean.to(nodes)
     m = design.shape[1]
     names = coefficient_names(run)
     shown = _Shown(list(names), list((nodes[:, :m] @ design.mT).unbind(1)), [rows] * len(names))
-    _scales(model.hierarchy, names, nodes[:, m:], shown, clients)
+    _scales(model.hierarchy, back, names, nodes[:, m:], shown, clients)
     if len(model.names) > len(model.hierarchy.names):
         shown.names.append("sigma")
         shown.values.append((nodes[:, -1] / 2).exp())
@@ -81,12 +82,22 @@ def coefficient_names(run: Run) -> tuple[str, ...]:
     return columns if numbered and len(columns) == len(names) else names
 
 
-def _scales(hierarchy: Hierarchy, names: tuple[str, ...], zeta: Tensor, shown: _Shown, clients: int) -> None:
+def units(run: Run) -> Tensor:
+    """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
+    size = len(run.algorithm.settings["model"].hierarchy.mean)
+    design = design_of(run.population)
+    known = design is not None and len(design.columns) == size
+    return design.back() if design is not None and known else torch.eye(size, dtype=torch.float64)
+
+
+def _scales(
+    hierarchy: Hierarchy, back: Tensor, names: tuple[str, ...], zeta: Tensor, shown: _Shown, clients: int
+) -> None:
     """Add the SDs of the coefficients that differ between clients, and their correlations where there are any."""
     zeta = zeta[:, : len(hierarchy.names) - hierarchy.mean.shape[1]]
     place = torch.tensor(hierarchy.random, dtype=torch.int64)
     parts = zeta.split(max(1, _PART // len(names) ** 2))
-    inner = torch.cat([hierarchy.covariance(part)[:, place[:, None], place] for part in parts])
+    inner = torch.cat([(back @ hierarchy.covariance(part) @ back.mT)[:, place[:, None], place] for part in parts])
     sd = inner.diagonal(dim1=-2, dim2=-1).sqrt()
     for i, j in enumerate(hierarchy.random):
         shown.names.append(f"sd({names[j]})")

@@ -12,8 +12,7 @@ import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, loo
-from fedtorch.inference._kept import kept_draws
-from fedtorch.inference.site_draws import site_draws
+from fedtorch.inference._rows import kept
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs.logistic import logistic_regression
 
@@ -31,7 +30,7 @@ def data_of(binary: bool) -> ft.data.FederatedData:
 def sampled(binary: bool, rounds: int = 20, **arguments: object) -> ft.Run:
     local = logistic_regression() if binary else sparse.regression(**arguments)  # type: ignore[arg-type]
     algorithm = ft.gibbs(local, sparse.hierarchy(), sweeps=1, chains=2)
-    sampler = ft.Sampler(burn_in=4, watch=site_draws)
+    sampler = ft.Sampler(burn_in=4, sites=True)
     return ft.run(algorithm, ft.InProcess(data_of(binary)), torch.zeros(2), rounds=rounds, record=sampler)
 
 
@@ -44,19 +43,19 @@ def pointwise(run: ft.Run, binary: bool) -> Tensor:
     """Log densities `(chains, draws, rows)` from what the sampler has kept, written out."""
     draws, columns = run.recorders[0].draws(), []
     for k, (x, y) in enumerate(run.population.data):
-        eta = draws["site.theta"][:, :, k] @ x.mT
+        eta = draws["sites.theta"][:, :, k] @ x.mT
         if binary:
-            eta = eta + draws["site.intercept"][:, :, k, None]
+            eta = eta + draws["sites.intercept"][:, :, k, None]
             columns.append(torch.distributions.Bernoulli(logits=eta).log_prob(y))
         else:
-            columns.append(torch.distributions.Normal(eta, draws["site.noise"][:, :, k, None].rsqrt()).log_prob(y))
+            columns.append(torch.distributions.Normal(eta, draws["sites.noise"][:, :, k, None].rsqrt()).log_prob(y))
     return torch.cat(columns, -1)
 
 
 @pytest.mark.parametrize("binary", [False, True])
 def test_numbers_are_arviz_ones(binary: bool, runs: dict[bool, ft.Run]) -> None:
     az, run = load_arviz(), runs[binary]
-    values, theta = pointwise(run, binary), run.recorders[0].draws()["site.theta"]
+    values, theta = pointwise(run, binary), run.recorders[0].draws()["sites.theta"]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         posterior = {"theta": theta.flatten(2).numpy()}
@@ -74,10 +73,10 @@ def test_checks_take_its_draws(runs: dict[bool, ft.Run]) -> None:
 
 
 def test_fewer_draws_are_spread_over_the_chains(runs: dict[bool, ft.Run]) -> None:
-    every = runs[False].recorders[0].draws()["site.theta"]  # (2, 16, 3, 2)
-    responses, efficiency = kept_draws(runs[False], 16)
-    torch.testing.assert_close(responses.coefficients, every[:, ::2].flatten(0, 1).transpose(0, 1))
-    assert 0 < efficiency <= 1
+    every = runs[False].recorders[0].draws()["sites.theta"]  # (2, 16, 3, 2)
+    found = kept(runs[False], 16, random.key(0))
+    torch.testing.assert_close(found.theta, every[:, ::2].flatten(0, 1).transpose(0, 1))
+    assert 0 < found.efficiency <= 1
 
 
 def test_what_has_no_draws_of_all_coefficients_is_refused() -> None:
@@ -86,9 +85,7 @@ def test_what_has_no_draws_of_all_coefficients_is_refused() -> None:
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
     population = ft.InProcess(data_of(binary=False))
     plain = ft.run(algorithm, population, torch.zeros(2), rounds=3, record=ft.Sampler())
-    with pytest.raises(ValueError, match="record the run with"):
+    with pytest.raises(TypeError, match="Expected a sampler that has recorded the coefficients of the sites"):
         loo(plain)
     with pytest.raises(TypeError, match=r"Expected a run of ft\.ep"):
         loo(plain, out="site")
-    with pytest.raises(ValueError, match=r"Expected (draws of all 3|all) clients"):
-        loo(ft.run(algorithm, population, torch.zeros(2), rounds=3, cohort=2, record=ft.Sampler(watch=site_draws)))
