@@ -31,7 +31,7 @@ _MEASURED = 100  # coefficients whose effective sizes are taken
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
-class Source(Protocol):
+class Origin(Protocol):
     """Where draws of a posterior come from."""
 
     @property
@@ -91,7 +91,7 @@ class Drawn(NamedTuple):
         return self.family.draw(uniform, self.predictor(part), self.scales(part))
 
 
-class Shared(NamedTuple):
+class Source(NamedTuple):
     """Hold draws of what all clients share, as clients receive them, who draw θ_k given each."""
 
     model: Model
@@ -114,14 +114,14 @@ class Shared(NamedTuple):
         return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
 
 
-def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Source:
-    """Return where draws of a run's posterior come from; raise like `shared`, and like `kept` of a Gibbs sampler."""
+def origin(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Origin:
+    """Return where draws of a run's posterior come from; raise like `source`, and like `kept` of a Gibbs sampler."""
     if run.algorithm.settings.get("algorithm") == "gibbs":
         return kept(run, draws, random.fold_in(random.key(seed), 0))
-    return shared(run, draws, given, tolerance, seed)
+    return source(run, draws, given, tolerance, seed)
 
 
-def shared(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Shared:
+def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Source:
     """Return draws of φ of a run of `ft.ep` that converged.
 
     Raises:
@@ -138,10 +138,10 @@ def shared(run: Run, draws: int, given: Corrected | None, tolerance: float, seed
     key = random.fold_in(random.key(seed), 0)
     if given is not None:
         places = (torch.arange(draws).to(given.weights) + 0.5) / draws
-        return Shared(model, family, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
+        return Source(model, family, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
     q = ep.posterior(run, tolerance=tolerance)
     white = random.normal(random.fold_in(random.key(seed), 1), (draws, len(q.mean)), torch.float64).to(q.mean)
-    return Shared(model, family, q.mean + white @ q.scale_tril.mT, key)
+    return Source(model, family, q.mean + white @ q.scale_tril.mT, key)
 
 
 class Kept(NamedTuple):
@@ -194,7 +194,7 @@ def _efficiency(total: Tensor, draws: int) -> float:
 
 
 def summed(
-    run: Run, every: Sequence[FederatedData], sources: Sequence[Source], function: Callable[[list[Drawn]], Tree]
+    run: Run, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
 ) -> Tree:
     """Return a function's sums over each client's rows, added up over the clients.
 
@@ -208,7 +208,7 @@ def summed(
 
 
 def by_client(
-    run: Run, every: Sequence[FederatedData], sources: Sequence[Source], function: Callable[[list[Drawn]], Tree]
+    run: Run, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
     first = every[0]

@@ -27,7 +27,7 @@ from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
-from fedtorch.inference._rows import Drawn, masked_sum, shared, source, summed
+from fedtorch.inference._rows import Drawn, masked_sum, origin, source, summed
 from fedtorch.inference._sites import rows_at_hand
 from fedtorch.models import gaussian
 
@@ -201,7 +201,7 @@ def _sums(
     """Return sums over all rows of what the runs' draws say of each."""
     every = [rows_at_hand(run) for run in runs.values()]
     _same_clients(runs)
-    sources = [source(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
+    sources = [origin(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
     sums = summed(next(iter(runs.values())), every, sources, lambda drawn: _pointwise(drawn, method))
     if int(sums["different"]):
         raise ValueError(
@@ -254,7 +254,7 @@ def _error(total: float, squares: float, count: int) -> float:
 def _site_densities(run: Run, tolerance: float) -> Tensor:
     """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
     ep.posterior(run, tolerance=tolerance)
-    model, data = shared(run, 1, None, math.inf, 0).model, rows_at_hand(run)
+    model, data = source(run, 1, None, math.inf, 0).model, rows_at_hand(run)
     if model.log_evidence is None:
         raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
     evidence = model.log_evidence

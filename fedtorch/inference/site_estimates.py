@@ -29,7 +29,7 @@ from fedtorch.data import ClientData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.estimates import coefficient_names, units
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._rows import shared
+from fedtorch.inference._rows import source
 from fedtorch.inference._sites import rows_at_hand
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.hierarchical import Model
@@ -68,7 +68,7 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         TypeError: a run of something else.
         ValueError: rows that are at sites, or a model whose coefficients are the same for all sites.
     """
-    model, data = shared(run, 1, None, tolerance, 0).model, rows_at_hand(run)
+    model, data = source(run, 1, None, tolerance, 0).model, rows_at_hand(run)
     names, place = _names(run, model), list(model.hierarchy.random)
     back = units(run)
     q = ep.posterior(run, tolerance=tolerance)

@@ -19,7 +19,7 @@ from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
-from fedtorch.inference._rows import Drawn, by_client, shared, source
+from fedtorch.inference._rows import Drawn, by_client, origin, source
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
@@ -71,7 +71,7 @@ def pointwise(run: ft.Run, draws: int) -> Tensor:
         return one.rows.y
 
     data = run.population.data
-    by_client(run, [data], [source(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
+    by_client(run, [data], [origin(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
     return torch.stack(kept)
 
 
@@ -119,7 +119,7 @@ def test_a_row_left_out_is_predicted_as_by_a_fit_without_it(runs: dict[str, ft.R
         keep = torch.arange(len(y)) != i
         parts[k] = (x[keep], y[keep])
         less = ft.data.from_tensors(parts)
-        one = shared(fitted("linear", less), 4000, None, 0.01, 1)
+        one = source(fitted("linear", less), 4000, None, 0.01, 1)
         weights = torch.full((1, 4000), 1 / 4000).double()
         site = one.model.given(one.phi[None], weights, one.model.prepare(less.stack([k])))
         variance = torch.einsum("d,rde,e->r", x[i], site.covariances[0], x[i]) + site.log_noise[0].exp()
