@@ -17,7 +17,7 @@ from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
 
 CACHED = 2**16  # linear predictors at a time
 _FURTHEST = 30.0  # of a linear predictor, before its exponential
-_MOST_SPREAD = 4.0  # variance of a linear predictor, before its exponential
+_MOST_SPREAD = 2.0  # variance of a linear predictor for which an expansion to second order is taken
 _TOGETHER = 512  # rows of whose probabilities the product is taken
 
 
@@ -38,11 +38,13 @@ class Rows(NamedTuple):
         most = int(self.count.amax()) if len(self.count) else 0
         if most >= self.x.shape[1]:
             return self
-        one_each = {name: getattr(self, name)[:, :most] for name in ("x", "mask")}
-        maybe = {
-            name: None if (part := getattr(self, name)) is None else part[:, :most] for name in ("offset", "times")
-        }
-        return self._replace(**one_each, **maybe, columns=self.columns[..., :most].contiguous())
+        return self._replace(
+            x=self.x[:, :most],
+            columns=self.columns[..., :most].contiguous(),
+            mask=self.mask[:, :most],
+            offset=None if self.offset is None else self.offset[:, :most],
+            times=None if self.times is None else self.times[:, :most],
+        )
 
     def predictors(self, theta: Tensor) -> Tensor:
         """Return η `(K, P, N)` at θ `(K, P, d)`."""
@@ -180,6 +182,10 @@ def _shown(y: Tensor, trials: Tensor | None, mask: Tensor, bad: Tensor) -> str:
     return f"{float(values.min())} to {float(values.max())} in y"
 
 
+def _bounded(variance: Tensor) -> Tensor:
+    return variance / (1 + (variance / _MOST_SPREAD).square()).sqrt()
+
+
 BINARY = ExponentialFamily(
     extras=EXTRAS,
     response=_successes,
@@ -187,7 +193,7 @@ BINARY = ExponentialFamily(
     cumulant=_sum_log_cosh,
     slopes=_logistic_slopes,
     bends=_logistic_bends,
-    spread=lambda variance: variance / (1 + variance / 2),  # E σ'(η + v^½ z) falls by less and less
+    spread=_bounded,
 )
 COUNTS = ExponentialFamily(
     extras=("offset", "weight"),
@@ -196,5 +202,5 @@ COUNTS = ExponentialFamily(
     cumulant=_sum_exp,
     slopes=_poisson_slopes,
     bends=_poisson_bends,
-    spread=lambda variance: 2 * (variance.clamp(max=_MOST_SPREAD) / 2).expm1(),  # E exp(v^½ z) = exp(v / 2)
+    spread=_bounded,
 )

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical._families import log_likelihood
-from fedtorch.models.hierarchical._forms import Powers, forms, variances
+from fedtorch.models.hierarchical._forms import Powers, cubic, forms, twice, variances
 from fedtorch.models.hierarchical._modes import Expansion, Problem, White, taken
 from fedtorch.models.quadrature import QuadratureRule
 
@@ -106,10 +106,11 @@ class _Local(NamedTuple):
         columns = self.whole[..., self.half.shape[-1] - last :]
         spread = variances(self.problem.products, columns)
         rest = data.counted(second * spread).mul_(spread).mul_(spread).sum(-1) / 48  # E (v^½ z)⁶ / 6!
+        three, four = (data.counted(each * 1.0) @ power for each, power in zip((third, fourth), powers, strict=True))
+        of_three, of_four = forms(three, four, columns).at(nodes)
         pull = (self.half.mT @ self.at.gradient[..., None])[..., -last:, 0]
         middle = self.log_joint(nodes[:1] * 0) - 0.5 * nodes.square().sum(-1)
-        cubic, quartic = forms(powers, (data.counted(third * 1.0), data.counted(fourth * 1.0)), columns, nodes)
-        log = middle + pull @ nodes.mT - cubic / 6 - quartic / 24
+        log = middle + pull @ nodes.mT - of_three / 6 - of_four / 24
         rough = ~(rest < _REST) | (data.count < _MANY)[:, None]
         clients = rough.any(1).nonzero()[:, 0]
         if len(clients):
@@ -193,6 +194,10 @@ class _Beside(NamedTuple):
         gain = own @ across
         beside = -gain @ covariance
         top = torch.cat([own - beside @ gain.mT, beside], -1)
+        if problem.powers is not None:  # else these are of the same order, but need sums of too many products
+            skew = cubic(problem.data.counted(self.third * 1.0) @ problem.powers[0], local.whole).mT
+            top = top + 0.5 * (skew[..., :fixed, :] * twice(local.whole)) @ skew.mT
+        beside = top[..., fixed:]
         return mean, torch.cat([top, torch.cat([beside.mT, covariance], -1)], -2)
 
 

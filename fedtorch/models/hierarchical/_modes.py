@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical._families import ExponentialFamily, Rows
 from fedtorch.models.hierarchical._forms import Powers, monomials
@@ -71,7 +72,7 @@ class Problem(NamedTuple):
 
     def clients(self, which: Tensor) -> Problem:
         """Return the problem of some clients."""
-        data = Rows(*(None if part is None else part[which] for part in self.data))
+        data = tree.take(self.data, which)
         return Problem.of(self.family, data, self.x.shape[-1])
 
     def about(self, theta: Tensor) -> tuple[Tensor, Tensor]:

@@ -44,7 +44,7 @@ from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 _FREEDOM = 2.0  # degrees of freedom of Student's nodes
-_ENOUGH = 1000  # effective nodes, in many dimensions
+_ENOUGH = 750  # effective nodes, in many dimensions
 _LOW = 5  # dimensions up to which quasi-random nodes gain much more than their number says
 _FEWEST = 100  # effective nodes
 _PART = 512  # nodes at a time
@@ -94,7 +94,7 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: in
     Args:
         run: of `ep` with a hierarchical model, or with `Factors` that have their `log_factor`.
         points: how many nodes at the most, so many numbers are sent by each client; half of them where there are
-            more than five shared parameters and these have a thousand nodes' worth of weight.
+            more than five shared parameters and these have 750 nodes' worth of weight.
         tolerance: see `posterior`, which warns and raises alike.
         node: of a run `ft.without_server`, whose q and sums are used; default: the means of all. The sums are found by
             consensus there, too.
@@ -178,7 +178,7 @@ def _proposed(size: int, points: int) -> Tensor:
     chi_square = -2 * torch.special.log_ndtr(last)  # of two degrees of freedom, the only one with so short an inverse
     every, wider = _mixed(size)
     place = torch.arange(len(normal))[:, None] % every
-    nodes = torch.where(place == every - 1, (_FREEDOM / chi_square).sqrt(), wider) * normal
+    nodes = torch.where(place == 1, (_FREEDOM / chi_square).sqrt(), wider) * normal
     return nodes if size <= _LOW else torch.stack(nodes.chunk(2), 1).flatten(0, 1)
 
 
