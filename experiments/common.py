@@ -41,6 +41,7 @@ class Row:
     published_sd: float | None = None
     repeats: int | None = None  # of which `ours` is the mean
     part: str | None = None  # of a benchmark in parts
+    decimals: int | None = None  # of the published figure as it was printed
 
 
 def of_part(name: str, rows: Sequence[Row]) -> list[Row]:

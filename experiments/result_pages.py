@@ -57,6 +57,8 @@ def tolerance(row: Row) -> float:
     sd = row.get("published_sd", row.get("sd"))
     if sd is not None:
         return 2 * sd
+    if "decimals" in row:
+        return 0.5 * 10.0 ** -row["decimals"] + ROUNDING * abs(row["published"])
     exponent = Decimal(repr(row["published"])).as_tuple().exponent
     return max(0.5 * 10.0 ** int(exponent), ROUNDING * abs(row["published"]))
 
@@ -101,10 +103,17 @@ def _beside(rows: Sequence[Row], how: Reading) -> list[str]:
         if reason is not None:
             reasons += [reason] if reason not in reasons else []
             verdict = f"does not come out ({verdict}): reason {reasons.index(reason) + 1}"
-        published = _number(row["published"]) + (
+        form = f".{row['decimals']}f" if "decimals" in row else ".4g"
+        published = _number(row["published"], form) + (
             "" if "published_sd" not in row else f" (sd {row['published_sd']:.2g})"
         )
-        shown = [_number(row["ours"]), _number(row.get("sd"), ".2g"), str(row.get("repeats", 1)), published, verdict]
+        shown = [
+            _number(row["ours"], form),
+            _number(row.get("sd"), ".2g"),
+            str(row.get("repeats", 1)),
+            published,
+            verdict,
+        ]
         lines.append([row["setting"], row["metric"], *shown])
     count = ", ".join(f"{word} {words.count(word)}" for word in sorted(set(words)))
     text = [*table(["setting", "metric", "ours", "sd", "repetitions", "published", "verdict"], lines), ""]

@@ -1,5 +1,6 @@
 from . import (
     data as data,
+    inference as inference,
     metrics as metrics,
     models as models,
     networks as networks,
@@ -35,6 +36,7 @@ from .federation.algorithms.fedsgd import fedsgd as fedsgd
 from .federation.algorithms.gibbs import gibbs as gibbs
 from .federation.algorithms.gtv import gtv as gtv
 from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
+from .federation.algorithms.maximum_likelihood import maximum_likelihood as maximum_likelihood
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
 from .federation.algorithms.normal_em import normal_em as normal_em
 from .federation.algorithms.personal import personal_layers as personal_layers
@@ -42,6 +44,7 @@ from .federation.algorithms.pooled import pooled as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
 from .federation.algorithms.separate import separate as separate
+from .federation.algorithms.shared_body import shared_body as shared_body
 from .federation.exchanges.exchange import Exchange as Exchange, Mean as Mean, Sum as Sum
 from .federation.exchanges.graph import graph as graph
 from .federation.exchanges.rows import private_rows as private_rows
@@ -63,6 +66,7 @@ from .federation.runs.faults import (
     dropouts as dropouts,
     duplicated as duplicated,
     lost_messages as lost_messages,
+    partial_work as partial_work,
     stragglers as stragglers,
 )
 from .federation.runs.load_module import load_module as load_module

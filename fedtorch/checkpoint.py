@@ -164,6 +164,7 @@ def check_structure(state: Mapping[str, Tensor], mine: Mapping[str, Tensor], of_
         "clients.record",
         "rows.",
         "ended",
+        "design",
     )  # which check their own
     missing, other = mine.keys() - state.keys(), state.keys() - mine.keys()
     if any(not name.startswith(loose) for name in missing | other):

@@ -16,7 +16,7 @@ import json
 import math
 from array import array
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -73,6 +73,7 @@ class Round(NamedTuple):
     repeated: Tensor = _NOBODY  # ids of those whose message came more than once, and was taken once
     refused: Tensor = _NOBODY  # ids of those whose message had NaN or Inf and was left out
     report: Mapping[str, float | Tensor] = _NOTHING  # what the algorithm says of the server's state
+    tensors: Callable[[], Tree] | None = None  # asks for what all clients predict with, (K, ...), as `Run.tensors`
 
 
 class Recorder(Protocol):

@@ -58,7 +58,9 @@ READS = {  # numbers read from what a device would hold in a round, where they a
     "fedmgp": 3,  # whether factors of units were found, and that of the server, which may be elsewhere
     "feddyn": 3,  # which least squares are open or inexact, as an exact local solver must know; the total weight
     "gtv_regressors": 5,  # scikit-learn's arguments: rows x and y, what neighbours say, and their weights
+    "maximum_likelihood": 3,  # client: whether to start; server: whether all answered, to start; messages finite
     "matrix_normal": 4,  # the rank and the steps of a bisection, both sizes; whether the noise is known
+    "shared_body": 10,  # those of its heads, here HM1's, and of their rows that are made anew; finite features
     "without_server": 8,  # the sums at six nodes; whether they are whole numbers, and messages finite
 }
 REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶
@@ -73,6 +75,14 @@ def hierarchical_ep() -> ft.Algorithm:
     """A hierarchical linear model with two shared means, variances and the noise."""
     model = hierarchical.linear(hierarchical.normal(3, random=[0, 2]))
     return ft.ep(model)
+
+
+def shared_body() -> ft.Algorithm:
+    """A body of two features under heads by HM1."""
+    body = torch.nn.Sequential(linear(3, 2), torch.nn.Tanh())
+    head = LinearHead(2, body, given=True, dtype=torch.float64)
+    heads = ft.matrix_normal(ft.least_squares(LinearHead(3, intercept=False, dtype=torch.float64)))
+    return ft.shared_body(sgd(0.1, head, steps=2, buffers="local"), heads)
 
 
 def gaussian_process() -> torch.nn.Module:
@@ -105,9 +115,11 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "gibbs": lambda: ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2),
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
+    "maximum_likelihood": lambda: ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(3))),
     "normal_em": normal_em,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
+    "shared_body": shared_body,
     "without_server": lambda: ft.without_server(
         ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2), ft.Network.ring(K)
     ),

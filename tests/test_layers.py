@@ -27,6 +27,8 @@ LAYERS = (
         "dispatch",
         "exact",
         "_files",
+        "_tables",
+        "result_frame",
         "functional",
         "linalg",
         "_safetensors_header",
@@ -47,7 +49,7 @@ LAYERS = (
     {"models", "networks", "protocol", "kernels"},
     {"federation", "vfl"},
     {"sites"},
-    {"trust"},
+    {"trust", "inference"},
     {"plots", "report", "cli"},
 )
 

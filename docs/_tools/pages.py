@@ -72,6 +72,11 @@ AREAS: dict[str, tuple[str, str, tuple[str, ...]]] = {
         "Privacy, secure sums, robustness, attacks, fairness, records.",
         ("fedtorch.trust", "fedtorch.federation.exchanges.robust"),
     ),
+    "inference": (
+        "Inference",
+        "Effects of sites, predictions, contrasts, tables, comparison of fitted models.",
+        ("fedtorch.inference",),
+    ),
     "data": ("Data", "Federated data, partitioners, real data sets.", ("fedtorch.data",)),
     "plots": (
         "Metrics, plots, reports and the command line",

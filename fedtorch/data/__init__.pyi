@@ -21,6 +21,9 @@ from .datasets.weather import (
     fmi_weather as fmi_weather,
 )
 from .federated import ClientData as ClientData, FederatedData as FederatedData
+from .formulas.design import Design as Design
+from .formulas.encoding import Encoding as Encoding
+from .frames import from_frame as from_frame
 from .items import read as read
 from .loaders import (
     FederatedLoaders as FederatedLoaders,
@@ -36,4 +39,4 @@ from .partition import (
     quantity_skew as quantity_skew,
     split_features as split_features,
 )
-from .sources import from_datasets as from_datasets, from_frame as from_frame, from_tensors as from_tensors
+from .sources import from_datasets as from_datasets, from_tensors as from_tensors

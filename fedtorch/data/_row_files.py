@@ -21,7 +21,7 @@ def write_rows(file: Path | str, rows: tree.Tree, counts: Tensor, about: dict[st
     """Write clients' rows to a safetensors file, which appears whole, and what is known of them.
 
     Raises:
-        ValueError: rows that are no tuple or dict of tensors.
+        ValueError: rows that are no tuple or dict of tensors, of which the last may be a dict of tensors.
     """
     fields = dict(tree.items(rows))
     if fields.keys() != {name for name in _names(rows) if name != _COUNTS}:
@@ -69,10 +69,13 @@ def read_rows(file: Path | str) -> dict[str, Any]:
     order = about.get("fields", sorted(fields))
     if sorted(order) != sorted(fields):
         raise ValueError(f"Expected the fields {order} in {file}, but got {sorted(fields)}; write the file again")
-    rows: tuple[Tensor, ...] | dict[str, Tensor] = {name: fields[name] for name in order}
-    if fields.keys() == {str(i) for i in range(len(fields))}:
-        rows = tuple(fields[str(i)] for i in range(len(fields)))
-    known = {name: tuple(about.get(name, ())) for name in ("names", "features")}
+    rows: tree.Tree = {name: fields[name] for name in order}
+    beside = {name.partition(".")[2]: field for name, field in fields.items() if "." in name}
+    plain = {name: field for name, field in fields.items() if "." not in name}
+    if plain.keys() == {str(i) for i in range(len(plain))}:
+        rows = (*(plain[str(i)] for i in range(len(plain))), *([beside] if beside else []))
+    known: dict[str, Any] = {name: tuple(about.get(name, ())) for name in ("names", "features")}
+    known["design"] = about.get("design")
     return {"rows": rows, "counts": counts, "allow_empty": bool(about.get("allow_empty")), **known}
 
 
@@ -80,4 +83,8 @@ def _names(rows: tree.Tree) -> list[str]:
     """Return the names of the fields of a tuple or dict of tensors; none of other rows."""
     if isinstance(rows, dict):
         return [str(name) for name in rows]
-    return [str(i) for i in range(len(rows))] if type(rows) is tuple else []
+    if type(rows) is not tuple:
+        return []
+    *plain, last = rows
+    beside = [f"{len(plain)}.{name}" for name in last] if isinstance(last, dict) else [str(len(plain))]
+    return [*map(str, range(len(plain))), *beside]

@@ -1,4 +1,4 @@
-"""Rows of one field: some of them, and whether they are numbers."""
+"""Rows of one field: some of them, and whether they are numbers; checks of how many and whose they are."""
 
 from __future__ import annotations
 
@@ -31,3 +31,33 @@ def first_not_finite(leaf: Tensor) -> int | None:
         if not bool(finite.all()):
             return start + int((~finite).nonzero()[0, 0])
     return None
+
+
+def check_counts(counts: Tensor) -> None:
+    """Refuse counts that are no numbers of rows."""
+    if not isinstance(counts, Tensor):
+        raise TypeError(f"Expected counts as a tensor (K,) int64, but got {type(counts).__name__}; use torch.tensor")
+    if counts.ndim != 1 or counts.dtype != torch.int64 or counts.device.type != "cpu":
+        raise TypeError(
+            f"Expected counts (K,) int64 on the CPU, but got shape {tuple(counts.shape)}, {counts.dtype}, "
+            f"{counts.device}; pass the number of rows of each client"
+        )
+    if len(counts) == 0:
+        raise ValueError("Expected at least one client, but got none; pass one entry per client")
+    if bool((counts < 0).any()):
+        raise ValueError(f"Expected counts >= 0, but got {int(counts.min())}; pass the number of rows of each client")
+
+
+def check_names(names: tuple[str, ...], clients: int) -> None:
+    """Refuse names that are not one for each client, all different."""
+    if len(names) != clients:
+        raise ValueError(f"Expected {clients} client names, but got {len(names)}; pass one per client")
+    if set(map(type, names)) == {str} and len(set(names)) == clients:
+        return
+    seen: set[str] = set()
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
+        if name in seen:
+            raise ValueError(f"Expected distinct client names, but got {name!r} twice; rename one of them")
+        seen.add(name)

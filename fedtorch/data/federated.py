@@ -23,15 +23,20 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random, tree
 from fedtorch.data._row_files import read_rows, write_rows
-from fedtorch.data._rows import first_not_finite, gather_rows
+from fedtorch.data._rows import check_counts, check_names, first_not_finite, gather_rows
+from fedtorch.data.formulas.design import Design
+from fedtorch.data.incomplete import Incomplete, missing_shares
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class ClientData(NamedTuple):
@@ -68,6 +73,7 @@ class FederatedData:
         features: the names of the columns of the first field, x `(total, d)`, where they are known.
         on_disk: whether rows are looked at for NaN and Inf when they are stacked only, as those of a file are; see
             `from_file`.
+        design: the formula of which x are the columns, with its encoding; see `from_frame`.
 
     Raises:
         TypeError: something is not a tensor, or the counts are not int64.
@@ -81,12 +87,13 @@ class FederatedData:
     allow_empty: bool = False
     features: tuple[str, ...] = ()
     on_disk: bool = False
+    design: Design | None = None
     starts: Tensor = field(init=False)  # (K,) int64, where each client's rows begin
 
     def __post_init__(self) -> None:
-        _check_counts(self.counts)
+        check_counts(self.counts)
         object.__setattr__(self, "names", tuple(self.names) or tuple(map(str, range(len(self.counts)))))
-        _check_names(self.names, len(self.counts))
+        check_names(self.names, len(self.counts))
         object.__setattr__(self, "starts", self.counts.cumsum(0) - self.counts)
         if not self.allow_empty and bool((self.counts == 0).any()):
             raise ValueError(
@@ -123,10 +130,18 @@ class FederatedData:
                 f"{len(self.features)} names of features; pass one per column"
             )
 
+        coded = self.design is not None and not isinstance(self.rows, Incomplete)  # those have columns before coding
+        if self.design is not None and coded and first.shape[1:] != (len(self.design.columns),):
+            raise ValueError(
+                f"Expected the {len(self.design.columns)} columns of the design in x, but got shape "
+                f"{tuple(first.shape)}; pass design=None for other columns"
+            )
+
     def _not_finite(self, path: str, client: int, row: int) -> ValueError:
         return ValueError(
             f"Expected finite values, but got NaN or Inf in {field_name(path)} of client "
-            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation"
+            f"{self.names[client]!r}, row {row}; remove or impute such rows, see fedtorch.models.gibbs.imputation, or "
+            'keep them by from_frame(..., missing="impute") for ft.inference.imputed'
         )
 
     @property
@@ -249,9 +264,19 @@ class FederatedData:
         """Return the rows of all clients in one, called `"pool"`: what a central fit sees."""
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
+    def missing(self) -> pandas.DataFrame:
+        """Return the share of missing cells of each client, by column, and of rows that lack any (`any`)."""
+        return missing_shares(self)
+
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:
-        """Apply `function` to the tree of all rows, which it must keep in number and order; names of features go."""
-        return replace(self, rows=function(self.rows), features=(), on_disk=False)
+        """Apply `function` to the tree of all rows, which it must keep in number and order.
+
+        Names of features and the design go, unless the first field is the same tensor as before.
+        """
+        rows = function(self.rows)
+        if tree.leaves(rows)[:1] == [] or tree.leaves(rows)[0] is not tree.leaves(self.rows)[0]:
+            return replace(self, rows=rows, features=(), design=None, on_disk=False)
+        return replace(self, rows=rows, on_disk=False)
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> FederatedData:
         """Return the rows on `device`, and the floating point fields in `dtype`."""
@@ -261,6 +286,7 @@ class FederatedData:
         """Write the clients' rows, a tuple or a dict of tensors, to a safetensors file, which appears whole."""
         numbered = self.names == tuple(map(str, range(len(self))))
         about = {"names": () if numbered else self.names, "features": self.features, "allow_empty": self.allow_empty}
+        about["design"] = None if self.design is None else self.design.to_json()
         write_rows(file, self.rows, self.counts, about)
 
     @classmethod
@@ -278,7 +304,9 @@ class FederatedData:
         Raises:
             ValueError: the file is damaged, or has no counts.
         """
-        return cls(**read_rows(file), on_disk=True)
+        parts = read_rows(file)
+        design = parts.pop("design")
+        return cls(**parts, on_disk=True, design=None if design is None else Design.from_json(design))
 
     def _take(self, index: Tensor) -> Tree:
         return tree.map(lambda leaf: gather_rows(leaf, index), self.rows)
@@ -318,31 +346,3 @@ def field_name(path: str) -> str:
 
 def _to(leaf: Tensor, device: torch.device | str | None, dtype: torch.dtype | None) -> Tensor:
     return leaf.to(device=device, dtype=dtype if leaf.is_floating_point() else None)
-
-
-def _check_counts(counts: Tensor) -> None:
-    if not isinstance(counts, Tensor):
-        raise TypeError(f"Expected counts as a tensor (K,) int64, but got {type(counts).__name__}; use torch.tensor")
-    if counts.ndim != 1 or counts.dtype != torch.int64 or counts.device.type != "cpu":
-        raise TypeError(
-            f"Expected counts (K,) int64 on the CPU, but got shape {tuple(counts.shape)}, {counts.dtype}, "
-            f"{counts.device}; pass the number of rows of each client"
-        )
-    if len(counts) == 0:
-        raise ValueError("Expected at least one client, but got none; pass one entry per client")
-    if bool((counts < 0).any()):
-        raise ValueError(f"Expected counts >= 0, but got {int(counts.min())}; pass the number of rows of each client")
-
-
-def _check_names(names: tuple[str, ...], clients: int) -> None:
-    if len(names) != clients:
-        raise ValueError(f"Expected {clients} client names, but got {len(names)}; pass one per client")
-    if set(map(type, names)) == {str} and len(set(names)) == clients:
-        return
-    seen: set[str] = set()
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"Expected client names as strings, but got {name!r}; use str()")
-        if name in seen:
-            raise ValueError(f"Expected distinct client names, but got {name!r} twice; rename one of them")
-        seen.add(name)

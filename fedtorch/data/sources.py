@@ -1,4 +1,4 @@
-"""From what users have to `FederatedData`: lists of tensors, torch data sets and loaders, data frames.
+"""From what users have to `FederatedData`: lists of tensors, torch data sets and loaders; `frames` has data frames.
 
 >>> import torch
 >>> from fedtorch.data import from_tensors
@@ -9,7 +9,7 @@ FederatedData(2 clients, 3 rows, 1–2 per client, fields 0: float32 (3,), 1: fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy
 import torch
@@ -29,9 +29,6 @@ from torch.utils.data import (
 from fedtorch import expected, tree
 from fedtorch.data.federated import FederatedData, field_name
 from fedtorch.tree import Tree
-
-if TYPE_CHECKING:
-    import pandas
 
 
 def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) -> FederatedData:
@@ -90,78 +87,6 @@ def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -
     if len(labels) != len(datasets):
         raise ValueError(f"Expected {len(datasets)} client names, but got {len(labels)}; pass one per client")
     return from_tensors([_read(dataset, label) for dataset, label in zip(datasets, labels)], names)
-
-
-def from_frame(
-    frame: pandas.DataFrame,
-    *,
-    client: str,
-    features: Sequence[str],
-    target: str,
-    dtype: torch.dtype = torch.float32,
-) -> FederatedData:
-    """Read rows (x, y) of a pandas frame, one client per value of a column, in order of first appearance.
-
-    A target of floats stays a number, in `dtype`. Any other target becomes int64 class codes 0, 1, …: a
-    categorical in the order of its categories, also unused ones, so that two frames can share their codes;
-    integers, booleans and strings in sorted order. To regress on an integer column, convert it to float
-    first.
-
-    Args:
-        frame: one row per example.
-        client: the column that says whose row it is; its values, as strings, name the clients.
-        features: numeric or boolean columns, x `(n, len(features))`.
-        target: the column of y `(n,)`.
-        dtype: of x, and of y when the target is a float.
-
-    Raises:
-        ValueError: a column is missing, or a cell is; the message names the client, the column and the row's
-            label.
-        TypeError: a feature is not numeric, or the target mixes types.
-
-    >>> import pandas
-    >>> frame = pandas.DataFrame(
-    ...     {"hospital": ["A", "B", "A"], "age": [50, 60, 70], "sbp": [120, 130, 140], "state": ["ill", "ill", "well"]})
-    >>> data = from_frame(frame, client="hospital", features=["age", "sbp"], target="state")
-    >>> data.names, data[0]
-    (('A', 'B'), (tensor([[ 50., 120.],
-            [ 70., 140.]]), tensor([0, 1])))
-    """
-    import pandas as pd  # here, because few need it and it takes long to import
-
-    columns = [client, *features, target]
-    missing = [column for column in columns if column not in frame.columns]
-    if missing:
-        raise ValueError(
-            f"Expected columns {columns}, but {missing} are not in the frame; it has {list(frame.columns)}"
-        )
-    if len(frame) == 0:
-        raise ValueError("Expected at least one row, but got an empty frame")
-    for column in columns:
-        empty = frame[column].isna().to_numpy()
-        if empty.any():
-            row = int(empty.argmax())
-            raise ValueError(
-                f"Expected no missing cells, but got one in column {column!r} of client "
-                f"{str(frame[client].iloc[row])!r}, row {frame.index[row]} ({int(empty.sum())} in that "
-                "column); drop or impute them first"
-            )
-    for column in features:
-        if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
-            raise TypeError(
-                f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
-                "encode it, for example with pandas.get_dummies"
-            )
-    codes, values = pd.factorize(frame[client])
-    order = torch.from_numpy(codes.astype(numpy.int64)).argsort(stable=True)
-    x = torch.from_numpy(numpy.array(frame[list(features)].to_numpy(dtype=numpy.float64))).to(dtype)
-    y = _target(frame[target], dtype)
-    return FederatedData(
-        (x[order], y[order]),
-        torch.from_numpy(numpy.bincount(codes, minlength=len(values)).astype(numpy.int64)),
-        tuple(str(value) for value in values),
-        features=tuple(features),
-    )
 
 
 def as_tensors(value: Any, where: str = "", path: str = "") -> Tree:
@@ -329,20 +254,3 @@ def _check_loader(loader: DataLoader[Any], client: str) -> None:
             f"{type(sampler).__name__} for client {client!r}; pass torch.utils.data.Subset(dataset, indices) "
             "instead"
         )
-
-
-def _target(column: pandas.Series, dtype: torch.dtype) -> Tensor:
-    import pandas as pd
-
-    if pd.api.types.is_float_dtype(column):
-        return torch.from_numpy(numpy.array(column.to_numpy(dtype=numpy.float64))).to(dtype)
-    if isinstance(column.dtype, pd.CategoricalDtype):
-        return torch.from_numpy(numpy.array(column.cat.codes, dtype=numpy.int64))
-    try:
-        _, codes = numpy.unique(column.to_numpy(), return_inverse=True)
-    except TypeError as error:
-        raise TypeError(
-            f"Expected a target of numbers, booleans, strings or categories, but got mixed types in column "
-            f"{column.name!r}; convert it to one type"
-        ) from error
-    return torch.from_numpy(codes.astype(numpy.int64))

@@ -48,6 +48,7 @@ from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.local_schedule import LocalSchedule
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
+from fedtorch.models.estimates import Estimates
 from fedtorch.tree import Tree
 
 
@@ -210,6 +211,8 @@ class Algorithm:
             model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
         budget: what its rounds spend; a run asks it before every round.
         schedule: that of the clients' local solver; None where they have none.
+        estimates: (run, options) -> the posterior of named quantities, of which `Run.summary` makes a table; the
+            algorithm alone knows what its server's state says, and how surely. None where there are parameters only.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -235,6 +238,7 @@ class Algorithm:
     finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
     schedule: LocalSchedule | None = None
+    estimates: Callable[..., Estimates] | None = None
 
     def __repr__(self) -> str:
         return one_line(partial(method, self.settings))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
+
+from fedtorch import random
 
 
 class Turn:
@@ -15,6 +18,8 @@ class Turn:
         round: rounds done before this one, in which a client may have been away.
         rates: learning rate of each parameter group, in place of the schedule's.
         limit: minibatches of an epoch, at most so many if it is an int, or this share of them.
+        share: how much of the round's work each client does, `(K,)` in (0, 1], rounded up to whole epochs, or steps; or
+            a function of the clients' ids that gives it; None for all of it. See `ft.partial_work`.
 
     Example:
         >>> import fedtorch as ft
@@ -28,8 +33,9 @@ class Turn:
         round: int,
         rates: tuple[float, ...] | None = None,
         limit: float | None = None,
+        share: Tensor | Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._key, self.round, self.rates, self.limit = key, round, rates, limit
+        self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
 
     @property
     def key(self) -> Tensor:
@@ -38,9 +44,26 @@ class Turn:
             self._key = self._key()
         return self._key
 
+    @property
+    def share(self) -> Tensor | None:
+        """Return how much of the round's work each client does, `(K,)`; None for all of it."""
+        if callable(self._share):
+            raise ValueError("Expected the shares of these clients, but the turn is that of all; see `of_clients`")
+        return self._share
+
+    @property
+    def partial(self) -> bool:
+        """Return whether some clients may do a part of the round's work only."""
+        return self._share is not None
+
     def with_key(self, key: Tensor | Callable[[], Tensor]) -> Turn:
         """Return the turn with another key."""
-        return Turn(key, self.round, self.rates, self.limit)
+        return Turn(key, self.round, self.rates, self.limit, self._share)
+
+    def of_clients(self, ids: Callable[[], Tensor], device: torch.device) -> Turn:
+        """Return the part of the clients with these ids, whose keys are folded from the round's, on their device."""
+        share = self._share(ids()) if callable(self._share) else self._share
+        return Turn(lambda: random.fold_in(self.key, ids()).to(device), self.round, self.rates, self.limit, share)
 
     def __repr__(self) -> str:
         return f"Turn(round={self.round})"

@@ -17,13 +17,14 @@ classes in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.dispatch.choice import FLOATS, program
 from fedtorch.dispatch.launch import launch, power_of_two
 
@@ -94,6 +95,85 @@ def glm_steps(
     programs = program("fedtorch.kernels.programs.glm_steps", (x, y, count, total, start, *others), fits=known)
     problem = _Problem(family, x, y, count, total, start, steps, lr, batches, precision, shift)
     return _launched(programs, problem) if programs else _reference(problem)
+
+
+def glm_loop(
+    family: Family,
+    x: Tensor,
+    y: Tensor,
+    start: Tensor,
+    minibatches: Iterable[tuple[Tensor | None, Tensor]],
+    *,
+    lr: float,
+    total: Tensor,
+    precision: Tensor | None = None,
+    shift: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `glm_steps` does, by a loop over steps in which clients that are done take no part: for a CPU.
+
+    Args:
+        family, x, y, start, lr, precision, shift: as of `glm_steps`.
+        minibatches: of each step the rows `(K, B)`, of which those beyond a client's size repeat others, or None for
+            the first ones; and the sizes `(K,)`.
+        total: `(K,)` steps of each client.
+    """
+    rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
+    width, (flat, responses) = x.shape[1], (rows.flatten(0, 1), y.flatten())
+    theta = start.reshape(*start.shape[:2], -1).clone(memory_format=torch.contiguous_format)
+    told = start.new_zeros(len(start), dtype=torch.float64)
+    pull = (
+        None if precision is None or shift is None else (lr * precision[:, None, None], lr * shift.reshape(theta.shape))
+    )
+    done, ends = (torch.empty_like(theta), torch.empty_like(told)), set(total.tolist())
+    client, here = torch.arange(len(start)), (theta, told, pull, width * torch.arange(len(start))[:, None])
+    for step, (place, size) in enumerate(minibatches):
+        if step in ends:
+            left = total[client] > step
+            done[0][client], done[1][client] = here[:2]
+            client, here = client[left], tree.take(here, left.nonzero()[:, 0])
+        if len(client) < len(size):
+            place, size = None if place is None else place[client], size[client]
+        if place is None:
+            design, response = rows[client], y[client]
+        else:
+            at = (place + here[3]).flatten()
+            design = flat.index_select(0, at).view(*place.shape, -1)
+            response = responses.index_select(0, at).view(place.shape)
+        _step(family, here, design, response, size, lr)
+    done[0][client], done[1][client] = here[:2]
+    return done[0].reshape(start.shape), (done[1] / total).to(start.dtype)
+
+
+def _step(family: Family, here: Any, design: Tensor, response: Tensor, size: Tensor, lr: float) -> None:
+    """Take a step of the clients that are `here`, in place."""
+    theta, told, pull, _ = here
+    predictor, labels = design @ theta, family.code == CATEGORICAL.code
+    inside = None
+    if labels and bool((response == _IGNORED).any()):
+        inside = response != _IGNORED
+        response = response.where(inside, 0)
+    if not bool((size == design.shape[1]).all()):
+        first = torch.arange(design.shape[1]) < size[:, None]
+        inside = first if inside is None else first & inside
+    if labels:
+        log = predictor.log_softmax(-1)
+        losses, gap = -log.gather(-1, response[..., None])[..., 0], log.exp_()
+        gap.scatter_add_(-1, response[..., None], gap.new_full((), -1.0).expand(*response.shape, 1))
+    else:
+        response = response.to(predictor.dtype)[..., None]
+        losses = family.loss(predictor, response, reduction="none")[..., 0]
+        gap = family.misfit(predictor, response)
+    if inside is None:
+        rate = lr / design.shape[1]
+        told += losses.mean(1)
+    else:
+        seen = inside.sum(1)
+        gap *= (inside.to(gap.dtype) / seen.clamp(min=1)[:, None])[..., None]
+        rate = lr
+        told += torch.where(inside, losses, 0.0).sum(1) / seen  # 0 / 0 where all are left out, as in torch
+    if pull is not None:
+        theta.mul_(1 - pull[0]).add_(pull[1])
+    theta.baddbmm_(design.mT, gap, alpha=-rate)
 
 
 class _Problem(NamedTuple):

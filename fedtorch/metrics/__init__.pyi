@@ -1,3 +1,4 @@
+from .concordance import concordance_index as concordance_index
 from .stacked import (
     accuracy as accuracy,
     calibration_error as calibration_error,

@@ -105,7 +105,7 @@ def credible_interval(distribution: MixtureSameFamily | Normal, level: float = 0
         raise ValueError(f"Expected a level between 0 and 1, but got {level}")
     tails = (1 - level) / 2, (1 + level) / 2
     if isinstance(distribution, Normal):
-        low, high = (distribution.icdf(torch.tensor(p).to(distribution.mean)) for p in tails)
+        low, high = (distribution.icdf(torch.tensor(p, dtype=torch.float64).to(distribution.mean)) for p in tails)
     else:
         low, high = (quantile(distribution, p) for p in tails)
     return low, high
@@ -175,4 +175,6 @@ def discoveries(null: Tensor, fdr: float = 0.05) -> Tensor:
 
 
 def _mixture(weights: Tensor, mean: Tensor, sd: Tensor) -> MixtureSameFamily:
+    """Return mixtures of normal densities, the narrowest of which stand for points."""
+    sd = sd.clamp(min=torch.finfo(sd.dtype).tiny)
     return MixtureSameFamily(Categorical(weights), Normal(mean, sd, validate_args=False), validate_args=False)

@@ -69,6 +69,7 @@ class LinearHead(nn.Module):
             the body of a network, which then is a part of the module: frozen where the head is found in closed form
             (`ft.least_squares`, `ft.matrix_normal`), trained or frozen in `ft.gradient_descent`.
         intercept: whether there is a constant feature at the end, so that p = d + 1.
+        given: whether θ is a buffer that others fill in while the feature map is trained, as `ft.shared_body` does.
         dtype: of the coefficients.
 
     Shapes: inputs `(..., q)`, outputs `(...)`.
@@ -82,19 +83,26 @@ class LinearHead(nn.Module):
         torch.Size([5])
     """
 
+    coefficients: Tensor  # (p,) θ
+
     def __init__(
         self,
         features: int,
         feature_map: FeatureMap = raw,
         *,
         intercept: bool = True,
+        given: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         if features < 0 or features + intercept < 1:
             raise ValueError(f"Expected at least one feature, but got {features} and intercept={intercept}")
         self.features, self.feature_map, self.intercept = features, feature_map, intercept
-        self.coefficients = nn.Parameter(torch.zeros(features + intercept, dtype=dtype))
+        start = torch.zeros(features + intercept, dtype=dtype)
+        if given:
+            self.register_buffer("coefficients", start)
+        else:
+            self.coefficients = nn.Parameter(start)
 
     def design(self, x: Tensor) -> Tensor:
         """Return the rows of the design matrix, `(..., p)`: the features, and the constant 1 at the end."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from scipy.sparse import csr_matrix
 
 
 def as_edges(edges: Any) -> Tensor:
@@ -147,3 +151,17 @@ def of_points(points: Tensor, k: int) -> Tensor:
     neighbours = NearestNeighbors(n_neighbors=k).fit(points.numpy()).kneighbors(return_distance=False)
     ends = torch.from_numpy(neighbours.astype(np.int64)).flatten()
     return torch.stack((torch.arange(len(points)).repeat_interleave(k), ends), 1)
+
+
+def as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
+    """Return a matrix of SciPy as a sparse tensor."""
+    index = torch.int32 if max(matrix.nnz, matrix.shape[0]) < 2**31 else torch.int64
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
+        return torch.sparse_csr_tensor(
+            torch.as_tensor(matrix.indptr, dtype=index, device=device),
+            torch.as_tensor(matrix.indices, dtype=index, device=device),
+            torch.as_tensor(matrix.data, dtype=dtype, device=device),
+            matrix.shape,
+            check_invariants=False,
+        )

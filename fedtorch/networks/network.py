@@ -18,7 +18,6 @@ tensor([ 2., -1.,  0., -1.], dtype=torch.float64)
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
@@ -130,12 +129,12 @@ class Network:
         made: dict[tuple[torch.dtype, str], Tensor] = self.__dict__["_adjacencies"]
         which = (dtype, str(torch.device(device or "cpu")))
         if which not in made:
-            made[which] = _as_torch(self.scipy_adjacency, dtype, device)
+            made[which] = edge_list.as_torch(self.scipy_adjacency, dtype, device)
         return made[which]
 
     def laplacian(self, dtype: torch.dtype = torch.float64, device: torch.device | str | None = None) -> Tensor:
         """Return the matrix L = diag(d) − A as sparse CSR `(n, n)`."""
-        return _as_torch(self.scipy_laplacian, dtype, device)
+        return edge_list.as_torch(self.scipy_laplacian, dtype, device)
 
     @cached_property
     def scipy_adjacency(self) -> csr_matrix:
@@ -307,6 +306,12 @@ class Network:
         return cls(torch.stack((torch.zeros_like(leaves), leaves), 1), nodes=nodes)
 
     @classmethod
+    def complete(cls, nodes: int) -> Network:
+        """Make the complete graph: an edge between any two nodes."""
+        random_edges.check_count(nodes)
+        return cls(torch.triu_indices(nodes, nodes, 1).mT, nodes=nodes)
+
+    @classmethod
     def ring(cls, nodes: int) -> Network:
         """Make a ring, with edges between each node and the next one, and between the last and the first."""
         random_edges.check_count(nodes)
@@ -335,16 +340,3 @@ class Network:
             ValueError: a size below one, a probability outside [0, 1], or another number of them than of blocks.
         """
         return cls(random_edges.stochastic_blocks(sizes, within, between, key), nodes=int(sum(sizes)))
-
-
-def _as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
-    index = torch.int32 if max(matrix.nnz, matrix.shape[0]) < 2**31 else torch.int64
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Sparse CSR tensor support", UserWarning)
-        return torch.sparse_csr_tensor(
-            torch.as_tensor(matrix.indptr, dtype=index, device=device),
-            torch.as_tensor(matrix.indices, dtype=index, device=device),
-            torch.as_tensor(matrix.data, dtype=dtype, device=device),
-            matrix.shape,
-            check_invariants=False,
-        )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.plots.charts import GREY, Chart
+from fedtorch.plots.forests import Forest, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,14 +55,50 @@ def draw(axes: Axes, chart: Chart) -> None:
             axes.fill_between(x[known], *band, color=colour, alpha=shade, linewidth=0, label=one.label)
         else:
             style: dict[str, Any] = {"color": colour, "linestyle": one.line, "linewidth": 1.0 if one.faint else 1.5}
-            marker = "." if known.sum() <= _DOTTED else None
+            marker = "o" if one.line == "none" else "." if known.sum() <= _DOTTED else None
+            style |= {"markersize": 4} if one.line == "none" else {}
             axes.plot(x[known], one.y[known], marker=marker, label=one.label, **style)
     axes.set_yscale("log" if chart.logarithmic else "linear")
     axes.minorticks_off()
     axes.set_xticks([tick.value for tick in chart.x_ticks], [tick.text for tick in chart.x_ticks])
     axes.set_yticks([tick.value for tick in chart.y_ticks], [tick.text for tick in chart.y_ticks])
     axes.set_ylim(*chart.y_range)
+    for label in chart.labels:
+        beyond = label.x > sum(chart.x_range) / 2  # names go inwards
+        place: dict[str, Any] = {
+            "xytext": (-5 if beyond else 5, 0),
+            "ha": "right" if beyond else "left",
+            "va": "center",
+        }
+        axes.annotate(label.text, (label.x, label.y), textcoords="offset points", fontsize="x-small", **place)
     finish(axes, chart.x_label, chart.y_label)
+
+
+def draw_forest(axes: Axes, forest: Forest) -> None:
+    """Draw a forest, its first line on top."""
+    size = 8 if len(forest.lines) <= 60 else 6.5
+    for whole, colour, label in ((False, "C0", forest.middle), (True, "C1", forest.all)):
+        lines = [(-i, line) for i, line in enumerate(forest.lines) if line.all is whole]
+        if not lines:
+            continue
+        heights, middles = [y for y, _ in lines], [line.middle for _, line in lines]
+        axes.hlines(heights, [line.low for _, line in lines], [line.high for _, line in lines], colors=colour)
+        axes.plot(middles, heights, "D" if whole else "o", color=colour, markersize=4, label=label or None)
+        others = [line.other for _, line in lines]
+        if np.isfinite(others).any():
+            axes.hlines(heights, others, middles, colors="0.6", linewidth=0.8, linestyles="dotted")
+            axes.plot(others, heights, "o", color="0.35", markersize=4, fillstyle="none", label=forest.other)
+    if forest.zero is not None:
+        axes.axvline(forest.zero, color="0.7", linewidth=0.8, zorder=0)
+    axes.set_yticks(
+        [-i for i in range(len(forest.lines))], shortened([line.name for line in forest.lines]), fontsize=size
+    )
+    axes.set_ylim(0.6 - len(forest.lines), 0.6)
+    axes.set_xlim(*forest.x_range)
+    axes.set_xticks([tick.value for tick in forest.x_ticks], [tick.text for tick in forest.x_ticks])
+    axes.set_title(forest.title, fontsize="medium")
+    axes.tick_params(left=False)
+    finish(axes, forest.x_label, "")
 
 
 def finish(axes: Axes, x: str, y: str) -> None:

@@ -27,7 +27,7 @@ class Series(NamedTuple):
     label: str
     y: Numbers  # (n,)
     colour: int = 0  # its number among the colours, or `GREY`
-    line: str = "solid"  # or dashed, dotted
+    line: str = "solid"  # or dashed, dotted, none for points
     low: Numbers | None = None  # (n,) the other edge of a band
     faint: bool = False
     x: Numbers | None = None  # (n,) in place of the chart's
@@ -37,6 +37,14 @@ class Tick(NamedTuple):
     """A value on an axis and its text."""
 
     value: float
+    text: str
+
+
+class Label(NamedTuple):
+    """A name beside a point."""
+
+    x: float
+    y: float
     text: str
 
 
@@ -54,6 +62,7 @@ class Chart(NamedTuple):
     x_ticks: list[Tick]
     y_ticks: list[Tick]
     text_of: Callable[[float], str]  # a number of the vertical axis
+    labels: Sequence[Label] = ()  # of points
 
 
 def chart(

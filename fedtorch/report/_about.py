@@ -30,6 +30,7 @@ def about(
     ended: str = "",
     scores: Mapping[str, Score] | None = None,
     network: Any = None,
+    clients: list[dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return what a report says of a run besides its history.
 
@@ -39,6 +40,7 @@ def about(
         ended: why it ended, if that is worth a word; default: what the run knows of it.
         scores: of the clients' models, as `Run.evaluate` gives them.
         network: a `Network` to draw; default: that of the algorithm, if it has one.
+        clients: their own posteriors, see `posteriors.by_client`.
     """
     settings = run.fingerprint()
     return {
@@ -53,8 +55,9 @@ def about(
         "machine": f"{platform.platform()}, {platform.machine()}",
         "scores": {name: _score(score) for name, score in (scores or {}).items()},
         "network": reduced(network if network is not None else _network(run)),
-        "posteriors": posteriors.found(run),
+        "posteriors": [*posteriors.found(run), *(clients or [])],
         "privacy": _privacy(run),
+        "organisations": {name: list(own) for name, own in getattr(run.population, "organisations", {}).items()},
     }
 
 

@@ -8,19 +8,21 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fedtorch.plots.charts import Chart, Series, chart, number, ticks
+from fedtorch.plots.charts import Chart, Series, chart, number
+from fedtorch.plots.forests import Forest, Line, forest, shortened
 from fedtorch.report._svg import Place, Words
+from fedtorch.report._words import visible, width
 
 _PANELS, _ROWS = 8, 16  # variables whose intervals are drawn, and components of each
 _WORST = 10  # components that the table names
-_LEFT, _RIGHT = 150.0, 445.0
+_MOST_LEFT, _RIGHT = 190.0, 445.0
 _GOOD_RHAT, _GOOD_ESS = 1.01, 400  # what Vehtari et al. (2021) ask for
 
 Row = dict[str, Any]
 
 
 class Interval(NamedTuple):
-    """A component's mean and 95 % interval as they are drawn, and in words."""
+    """A line of a forest as it is drawn, and in words."""
 
     name: str
     text: str
@@ -28,15 +30,21 @@ class Interval(NamedTuple):
     low: float
     mean: float
     high: float
+    other: float | None  # where the other estimate is
+    kind: str  # classes of the style sheet
 
 
 class Panel(NamedTuple):
-    """A variable's intervals."""
+    """A forest as a template draws it."""
 
-    name: str
+    title: str
     intervals: list[Interval]
+    left: float  # where lines may begin
     x_ticks: list[Place]
     zero: float | None  # where it is, if it is there
+    legend: list[tuple[str, str]]  # (what it looks like, what it is)
+    header: list[str]  # of the table behind it, empty for none
+    rows: list[list[str]]
 
 
 class Posterior(NamedTuple):
@@ -53,12 +61,12 @@ class Posterior(NamedTuple):
 
 def posterior(found: dict[str, Any]) -> Posterior:
     """Return what is shown of a source of distributions, as `posteriors.found` describes it."""
-    rows = found["rows"]
+    rows, clients = found["rows"], bool(found.get("clients"))
     measured = any("rhat" in row for row in rows)
     header = ["component", *(["R-hat", "ESS"] * measured), "mean", "sd", "95 % interval"]
     worst = sorted(rows, key=lambda row: -_known(row.get("rhat"), 0.0))[:_WORST]
     verdict, good = _verdict(found, measured)
-    variables = groupby(rows, lambda row: row["name"].partition("[")[0])
+    variables = groupby(rows, lambda row: row.get("panel") or row["name"].partition("[")[0])
     panels = [_panel(name, list(group)) for name, group in variables]
     return Posterior(
         title=found["title"],
@@ -66,30 +74,68 @@ def posterior(found: dict[str, Any]) -> Posterior:
         good=good,
         warnings=found["warnings"],
         panels=[made for made in panels if made is not None][:_PANELS],
-        table=Words("Worst R-hat first" if measured else "Numbers", header, [_cells(row, measured) for row in worst]),
+        table=Words(
+            "Worst R-hat first" if measured else "Numbers",
+            header,
+            [] if clients else [_cells(row, measured) for row in worst],
+        ),
         traces=[made for trace in found["traces"] if (made := _trace(trace)) is not None],
     )
 
 
 def _panel(name: str, rows: list[Row]) -> Panel | None:
     """Return a variable's intervals, None where no number is finite."""
-    shown = [row for row in rows[:_ROWS] if None not in (row["low"], row["mean"], row["high"])]
-    if not shown:
-        return None
-    low, high = min(row["low"] for row in shown), max(row["high"] for row in shown)
-    low, high = (low, high) if high > low else (low - 0.5, low + 0.5)
-    across = lambda value: round(_LEFT + (value - low) / (high - low) * (_RIGHT - _LEFT), 1)
+    known = lambda row, end: _known(row.get(end), math.nan)
+    lines = [
+        Line(
+            visible(row["name"] if "panel" in row else row["name"].removeprefix(name)) or name,
+            known(row, "low"),
+            known(row, "mean"),
+            known(row, "high"),
+            known(row, "other"),
+            bool(row.get("all")),
+        )
+        for row in rows
+    ]
+    others = any(math.isfinite(line.other) for line in lines)
+    few = lines if any(line.all for line in lines) or len(lines) <= _ROWS else lines[:_ROWS]
+    words = {"middle": "with all clients' rows, 95 % interval", "other": "its own rows alone", "all": "their mean"}
+    made = forest(name, "", few, zero=0.0, **(words if others else {"middle": "", "other": "", "all": ""}))
+    return None if made is None else _placed(made)
+
+
+def _placed(made: Forest) -> Panel:
+    """Return a forest as it is drawn: names take what they need, up to less than half of it."""
+    names = [line.name for line in made.lines]
+    letter = max(width(name) / len(name) for name in names)
+    names = shortened(names, max(6, int(_MOST_LEFT / letter)))
+    left = min(_MOST_LEFT, max(width(name) for name in names)) + 16
+    (low, high), span = made.x_range, _RIGHT - left
+    across = lambda value: round(left + (value - low) / (high - low) * span, 1)
     intervals = [
         Interval(
-            row["name"].removeprefix(name) or name,
-            f"{number(row['mean'])}, {number(row['low'])} to {number(row['high'])}",
+            name,
+            made.text_of(line),
             14.0 + 17.0 * i,
-            *(across(row[end]) for end in ("low", "mean", "high")),
+            across(line.low),
+            across(line.middle),
+            across(line.high),
+            across(line.other) if math.isfinite(line.other) else None,
+            "c2" if line.all else "c1",
         )
-        for i, row in enumerate(shown)
+        for i, (name, line) in enumerate(zip(names, made.lines))
     ]
-    zero = across(0.0) if low <= 0 <= high else None
-    return Panel(name, intervals, [Place(across(value), number(value)) for value in ticks(low, high, 4)], zero)
+    zero = across(made.zero) if made.zero is not None else None
+    ticks = [Place(across(tick.value), tick.text) for tick in made.x_ticks]
+    legend = [(kind, text) for kind, text in (("c1", made.middle), ("hollow", made.other), ("c2", made.all)) if text]
+    header, rows = [], []
+    if made.other:
+        header = ["", "estimate", "95 % interval", made.other]
+        rows = [
+            [line.name, number(line.middle), f"{number(line.low)} to {number(line.high)}", number(line.other)]
+            for line in made.lines
+        ]
+    return Panel(made.title, intervals, left, ticks, zero, legend, header, rows)
 
 
 def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
@@ -97,6 +143,9 @@ def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:
     rows = found["rows"]
     part = "" if found["components"] == len(rows) else f", the first of {found['components']:,}"
     count = f"{len(rows):,} component{'s' * (len(rows) != 1)}{part}"
+    if found.get("clients"):
+        panels = len({row["panel"] for row in rows})
+        return f"{len(rows) // panels - 1:,} clients, {panels} coefficient{'s' * (panels > 1)}", True
     if not measured:
         return count, not found["warnings"]
     rhat = [row["rhat"] for row in rows if row["rhat"] is not None]

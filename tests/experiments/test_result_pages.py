@@ -72,6 +72,10 @@ def test_a_page_says_what_is_kept(kept: Path) -> None:
         ({"metric": "error", "ours": 0.8049, "published": 0.803}, "worse"),
         ({"metric": "rank", "ours": 2, "published": 1}, "differs"),
         ({"metric": "rank", "ours": 1, "published": 1}, "agrees"),
+        ({"metric": "sd", "ours": 24.74049, "published": 24.741, "decimals": 3}, "differs"),
+        ({"metric": "mean", "ours": 1527.4999999, "published": 1528.0, "decimals": 0}, "agrees"),
+        ({"metric": "sd", "ours": 25.6004, "published": 25.6, "decimals": 3}, "agrees"),
+        ({"metric": "sd", "ours": 25.6006, "published": 25.6, "decimals": 3}, "differs"),
         ({"metric": "error", "ours": 21.33624589784, "published": 21.336245897848386}, "agrees"),
     ],
 )
@@ -98,6 +102,13 @@ def test_reasons_stand_where_figures_do_not_come_out() -> None:
     ]
     assert "Of 6 published figures: agrees 1, better 2, worse 3." in text
     assert "1. too few rows\n2. not credible" in text
+
+
+def test_figures_have_the_digits_that_were_printed() -> None:
+    row = {"setting": "a", "metric": "sd", "ours": 25.60012, "published": 25.6, "decimals": 3}
+    run = {"command": "python", "machine": "m", "date": "d", "rows": [row]}
+    text = result_pages.page({"title": "T", "runs": [run]}, READING)
+    assert "| a | sd | 25.600 |  | 1 | 25.600 | agrees |" in text
 
 
 def test_settings_of_two_parts_make_a_table() -> None:

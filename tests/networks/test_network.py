@@ -267,3 +267,10 @@ def test_a_million_nodes_take_time_in_proportion_to_the_edges():
     isolated = int((network.neighbour_counts == 0).sum())
     expected = 10**6 * math.exp(-10)  # Poisson with mean 10
     assert abs(isolated - expected) < 4 * math.sqrt(expected)
+
+
+def test_a_complete_network_joins_every_two_nodes() -> None:
+    complete = ft.Network.complete(5)
+    assert torch.equal(complete.adjacency().to_dense(), 1 - torch.eye(5, dtype=torch.float64))
+    assert complete.algebraic_connectivity == pytest.approx(5.0)
+    assert len(ft.Network.complete(1).edges) == 0

@@ -305,9 +305,15 @@ def test_expectation_propagation_tells_its_posterior(tmp_path: Path) -> None:
     (told,) = found(run)
     q = ep.posterior(run)
     assert told["warnings"] == []
-    assert [row["mean"] for row in told["rows"]] == q.mean.tolist()
-    assert told["rows"][0]["high"] == pytest.approx(float(q.mean[0] + 1.96 * q.variance[0].sqrt()), rel=1e-12)
-    assert "q(φ) of expectation propagation." in harmless(ft.report.write(run, tmp_path).read_text()).texts
+    level, spread = told["rows"]
+    assert (level["name"], level["mean"]) == ("0", float(q.mean[0]))
+    assert level["high"] == pytest.approx(float(q.mean[0] + 1.96 * q.variance[0].sqrt()), abs=1e-4)
+    assert spread["name"] == "sd(0)"
+    assert spread["low"] < float((q.mean[1] / 2).exp()) < spread["high"]
+    words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
+    assert "What all clients share, by expectation propagation." in words
+    assert f"Settled after {run.number} rounds" in words
+    assert "Mean change" not in words  # no raw curve
 
 
 def test_privacy_is_shown_with_its_claim(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ def schedule(counts: np.ndarray, task: Task, rounds: int) -> tuple[np.ndarray, n
         keys = ft.random.fold_in(ft.random.fold_in(ft.random.key(0), number), torch.arange(2))  # cohort, clients
         everybody = torch.arange(len(count))
         asked = task.asked(len(count))
-        drawn = None if asked is None else uniform_cohort(asked, len(count))(keys[0])
+        drawn = None if asked is None else uniform_cohort(asked, len(count))(keys[0], 0)
         ids = everybody if drawn is None else drawn
         cohorts.append(ids)
         if task.batch_size is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 import numpy
 import torch
@@ -12,10 +12,38 @@ from fedtorch.data.cache import locate
 from fedtorch.data.datasets._frames import by_client, one_hot, read, scaled
 from fedtorch.data.federated import FederatedData
 
+if TYPE_CHECKING:
+    import pandas
+
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
+MEASURED = (
+    "age",
+    "sex",
+    "cp",
+    "trestbps",
+    "chol",
+    "fbs",
+    "restecg",
+    "thalach",
+    "exang",
+    "oldpeak",
+    "slope",
+    "ca",
+    "thal",
+)
 
 
-def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32) -> FederatedData:
+@overload
+def heart_disease(
+    standardise: bool = ..., dtype: torch.dtype = ..., *, as_frame: Literal[False] = ...
+) -> FederatedData: ...
+@overload
+def heart_disease(
+    standardise: bool = ..., dtype: torch.dtype = ..., *, as_frame: Literal[True]
+) -> pandas.DataFrame: ...
+def heart_disease(
+    standardise: bool = False, dtype: torch.dtype = torch.float32, *, as_frame: bool = False
+) -> FederatedData | pandas.DataFrame:
     """Load heart disease in four hospitals (cleveland, hungarian, switzerland, va): 303, 261, 46 and 130 patients.
 
     Rows (x `(13,)`, y int64, 1 for disease) as FLamby's Fed-Heart-Disease prepares them: the columns slope, ca
@@ -30,7 +58,12 @@ def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32)
         standardise: whether each feature gets mean 0 and variance 1 over the rows of each hospital; a feature
             that is constant in a hospital becomes 0 there.
         dtype: of x.
+        as_frame: whether all 920 patients come as they were published, a pandas frame with the column `hospital` and 14
+            others of numbers, with NaN for what is missing, which a cholesterol and a blood pressure of 0 are, too;
+            `disease` is 0 or 1. Other arguments are not read.
     """
+    if as_frame:
+        return _frame()
     names = [
         "age",
         "sex",
@@ -48,8 +81,7 @@ def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32)
     ]
     hospital, xs, ys = [], [], []
     for name in HOSPITALS:
-        file = locate("heart_disease", f"processed.{name}.data")
-        table = numpy.genfromtxt(file, delimiter=",", missing_values="?", filling_values=numpy.nan)
+        table = _table(name)
         table = numpy.delete(table, [10, 11, 12], axis=1)
         table = table[~numpy.isnan(table).any(axis=1)]
         pain, ecg = table[:, 2:3], table[:, 6:7]
@@ -58,6 +90,25 @@ def heart_disease(standardise: bool = False, dtype: torch.dtype = torch.float32)
         ys.append(table[:, -1] > 0)
         hospital += [name] * len(table)
     return by_client(hospital, (numpy.concatenate(xs), numpy.concatenate(ys)), dtype, names)
+
+
+def _table(hospital: str) -> numpy.ndarray:
+    """Return the numbers of a hospital's patients `(n, 14)`, NaN where they are missing."""
+    file = locate("heart_disease", f"processed.{hospital}.data")
+    return numpy.genfromtxt(file, delimiter=",", missing_values="?", filling_values=numpy.nan)
+
+
+def _frame() -> pandas.DataFrame:
+    """Return all hospitals' patients, with what is missing."""
+    import pandas  # it takes long to import
+
+    tables = [_table(name) for name in HOSPITALS]
+    frame = pandas.DataFrame(numpy.concatenate(tables), columns=[*MEASURED, "disease"])
+    for column in ("trestbps", "chol"):
+        frame[column] = frame[column].where(frame[column] != 0)
+    frame["disease"] = (frame["disease"] > 0).astype(float)
+    frame.insert(0, "hospital", numpy.repeat(HOSPITALS, [len(table) for table in tables]))
+    return frame
 
 
 class VerticalTable(NamedTuple):

@@ -7,13 +7,16 @@ r"""FedOpt: the server takes the mean of the clients' changes as a gradient for 
 Any `torch.optim.Optimizer` will do: `SGD(lr=1)` is FedAvg, with `momentum` it is FedAvgM (Hsu et al. 2019).
 
 Source: Reddi et al. (2021), "Adaptive federated optimization", Algorithm 1; FedAdagrad, FedYogi and FedAdam are its
-Algorithm 2 (τ is `eps`). PyTorch's Adam corrects the bias of its moments, which the paper's does not, and PyTorch's
-Adagrad has no momentum, which is the paper's β₁ = 0.
+Algorithm 2 (τ is `eps`). Libraries differ in two places, which are arguments here: where the second moment v begins
+(`initial`: τ² in the paper, 0 in Flower and FLamby), and whether the bias of Adam's moments is corrected
+(`bias_correction`: not in the paper nor in Flower; PyTorch's Adam, which `fedadam` is by default, does and has v = 0).
+PyTorch's Adagrad has no momentum, which is the paper's β₁ = 0.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -95,24 +98,38 @@ def fedadam(
     lr: float = 0.01,
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-3,
+    bias_correction: bool = True,
+    initial: float | None = None,
     mu: float = 0.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Build FedAdam: `fedopt` with `torch.optim.Adam` (Reddi et al. 2021, Algorithm 2, but bias-corrected).
+    """Build FedAdam: `fedopt` with `torch.optim.Adam`, or without correction of bias (Reddi et al. 2021, Algorithm 2).
 
     Args:
         local: how a client works on its own problem.
         lr: the server's learning rate η.
         betas: decay β₁ and β₂ of the moments.
         eps: degree of adaptivity τ, in units of a change of the parameters.
+        bias_correction: whether the moments are divided by what they lack in the first rounds, as PyTorch does.
+        initial: of the second moment without correction of bias; default τ², as in the paper; 0 in Flower and FLamby.
         mu: weight of a proximal term, as in FedProx.
         weight: data -> `(K,)` positive weights; default: the number of rows.
 
+    Raises:
+        ValueError: an initial moment with correction of bias, which takes it to be 0; or a negative one.
+
     Example:
         >>> import torch, fedtorch as ft
-        >>> algorithm = ft.fedadam(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1)
+        >>> algorithm = ft.fedadam(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1, bias_correction=False)
     """
-    return fedopt(local, lambda p: torch.optim.Adam(p, lr=lr, betas=betas, eps=eps), mu=mu, weight=weight)
+    if bias_correction:
+        if initial is not None:
+            raise ValueError(
+                "Expected no initial second moment with correction of bias, which takes it to be 0, but got "
+                f"{initial}; pass bias_correction=False"
+            )
+        return fedopt(local, lambda p: torch.optim.Adam(p, lr=lr, betas=betas, eps=eps), mu=mu, weight=weight)
+    return fedopt(local, lambda p: Adam(p, lr=lr, betas=betas, eps=eps, initial=initial), mu=mu, weight=weight)
 
 
 def fedyogi(
@@ -121,6 +138,7 @@ def fedyogi(
     lr: float = 0.01,
     betas: tuple[float, float] = (0.9, 0.99),
     eps: float = 1e-3,
+    initial: float | None = None,
     mu: float = 0.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
@@ -130,15 +148,21 @@ def fedyogi(
         >>> import torch, fedtorch as ft
         >>> algorithm = ft.fedyogi(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1)
     """
-    return fedopt(local, lambda p: Yogi(p, lr=lr, betas=betas, eps=eps), mu=mu, weight=weight)
+    return fedopt(local, lambda p: Yogi(p, lr=lr, betas=betas, eps=eps, initial=initial), mu=mu, weight=weight)
 
 
 def fedadagrad(
-    local: LocalSolver, *, lr: float = 0.01, eps: float = 1e-3, mu: float = 0.0, weight: Weight = rows_weight
+    local: LocalSolver,
+    *,
+    lr: float = 0.01,
+    eps: float = 1e-3,
+    initial: float | None = None,
+    mu: float = 0.0,
+    weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Build FedAdagrad: `fedopt` with `torch.optim.Adagrad`, sums starting at τ² (Reddi et al. 2021, Alg. 2, β₁ = 0).
+    """Build FedAdagrad: `fedopt` with `torch.optim.Adagrad` (Reddi et al. 2021, Algorithm 2, β₁ = 0).
 
-    Arguments as those of `fedadam`.
+    Arguments as those of `fedadam`; `initial` is where the sum of squares begins, by default τ² as in the paper.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -146,10 +170,17 @@ def fedadagrad(
     """
     return fedopt(
         local,
-        lambda p: torch.optim.Adagrad(p, lr=lr, eps=eps, initial_accumulator_value=eps**2),
+        lambda p: torch.optim.Adagrad(p, lr=lr, eps=eps, initial_accumulator_value=_begins(initial, eps)),
         mu=mu,
         weight=weight,
     )
+
+
+def _begins(initial: float | None, eps: float) -> float:
+    """Return where second moments begin: as given, or τ²."""
+    if initial is not None and not 0 <= initial < math.inf:
+        raise ValueError(f"Expected an initial second moment of at least 0, but got {initial}")
+    return eps**2 if initial is None else initial
 
 
 class Yogi(Optimizer):
@@ -160,13 +191,15 @@ class Yogi(Optimizer):
         v \leftarrow v - (1 - \beta_2) g^2 \operatorname{sign}(v - g^2), \quad
         \theta \leftarrow \theta - \eta\, m / (\sqrt v + \tau),
 
-    from m = 0 and v = τ². Source: Zaheer et al. (2018), Algorithm 2, as in Reddi et al. (2021), Algorithm 2.
+    from m = 0 and v = τ², or `initial`. Source: Zaheer et al. (2018), Algorithm 2, as in Reddi et al. (2021),
+    Algorithm 2.
 
     Args:
         params: parameters, or parameter groups.
         lr: learning rate η.
         betas: decay β₁ and β₂ of the moments.
         eps: degree of adaptivity τ.
+        initial: where v begins; default: τ².
     """
 
     def __init__(
@@ -175,13 +208,14 @@ class Yogi(Optimizer):
         lr: float = 0.01,
         betas: tuple[float, float] = (0.9, 0.99),
         eps: float = 1e-3,
+        initial: float | None = None,
     ) -> None:
         if not (lr > 0 and eps > 0 and all(0 <= beta < 1 for beta in betas)):
             raise ValueError(
                 f"Expected lr > 0, eps > 0 and betas of at least 0 and below 1, but got lr={lr}, eps={eps}, "
                 f"betas={betas}"
             )
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps})
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "initial": _begins(initial, eps)})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -198,12 +232,24 @@ class Yogi(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.full_like(parameter, group["eps"] ** 2)
-                mean, square, new = state["exp_avg"], state["exp_avg_sq"], parameter.grad.square()
+                    state["exp_avg_sq"] = torch.full_like(parameter, group["initial"])
+                mean, square = state["exp_avg"], state["exp_avg_sq"]
                 mean.lerp_(parameter.grad, 1 - beta1)
-                square.addcmul_((square - new).sign(), new, value=beta2 - 1)
+                self._update(square, parameter.grad.square(), beta2)
                 parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
         return loss
+
+    @staticmethod
+    def _update(square: Tensor, new: Tensor, beta: float) -> None:
+        square.addcmul_((square - new).sign(), new, value=beta - 1)
+
+
+class Adam(Yogi):
+    r"""Step like `Yogi`, with v ← β₂ v + (1 − β₂) g²: Adam without correction of bias (Reddi et al. 2021, Alg. 2)."""
+
+    @staticmethod
+    def _update(square: Tensor, new: Tensor, beta: float) -> None:
+        square.lerp_(new, 1 - beta)
 
 
 def averaged_buffers(local: LocalSolver) -> set[str]:

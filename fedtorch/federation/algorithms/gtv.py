@@ -16,6 +16,9 @@ solver makes a method of it:
 Corrected in print: (5.20) and (5.21) minimise L_i + (α/2) Σ_j A_ij ‖w_i − w_j‖² over w_i. That is block-coordinate
 minimisation of GTVMin with α/2, because the sum over nodes counts every edge twice; the factor here is α.
 
+With `penalty=` it is the norm of the difference, not its square, or another function that ties neighbours exactly:
+nodes then fall into clusters of one model each (section 6.3). The edges are then at a server.
+
 Node i tells its neighbours w_i, and one that has not answered yet counts with the start that all nodes have in common.
 
 Source: Jung, "Federated learning: from theory to practice", chapters 3, 5, 6 (equation 6.5) and 8.
@@ -30,11 +33,13 @@ from torch import Tensor
 
 from fedtorch import expected, functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
+from fedtorch.federation.algorithms._edge_penalty import edge_rounds
 from fedtorch.federation.algorithms.fedopt import averaged_buffers
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
 from fedtorch.networks.network import Network
+from fedtorch.networks.solvers.penalties import Penalty
 from fedtorch.tree import Tree
 
 
@@ -51,7 +56,14 @@ class GTVServer(NamedTuple):
     total: Tree = None  # {name: Σ_j A_ij w_j} of the coupled parameters, float64
 
 
-def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]) -> Algorithm:
+def gtv(
+    local: LocalSolver,
+    network: Network,
+    alpha: float | Mapping[str, float],
+    *,
+    penalty: Penalty | None = None,
+    rho: float = 1.0,
+) -> Algorithm:
     """Build GTV minimisation over a network, by any local solver.
 
     Args:
@@ -60,11 +72,17 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         alpha: strength α of the coupling; or a mapping from shell patterns of parameter names to strengths, as
             `{"body.*": 1.0, "head.bias": 0.1}`, for penalties on parts of the parameters (6.5). Strengths of patterns
             that match one name add up; parameters that match none are personal and never sent.
+        penalty: φ of the difference of two nodes' coupled parameters, in place of its square: `networks.solvers.norm2`
+            makes neighbours equal or not. A server then keeps the nodes' parameters and the edges, and strengths are
+            the same for all that is coupled.
+        rho: ρ, how strictly a round of ADMM makes the two ends of an edge agree, with a penalty; about the curvature
+            of the losses. The solution does not depend on it, the number of rounds does.
 
     Shapes: server state is `GTVServer`, the outbox its total; client state has w_i, `(K, ...)`.
 
     Raises:
-        ValueError: α is negative or not finite; a pattern matches no parameter; buffers are treated as parameters; or,
+        ValueError: α is negative or not finite, ρ not positive, or strengths differ where there is a penalty; a pattern
+            matches no parameter; buffers are treated as parameters; or,
             when a run begins, the network has another number of nodes than there are clients.
 
     Example:
@@ -75,10 +93,17 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         >>> final = ft.run(algorithm, ft.InProcess(data), rounds=50)
         >>> final.tensors()["weight"].flatten().round(decimals=4)  # ±1 / (1 + 2α)
         tensor([ 0.5000, -0.5000])
+        >>> from fedtorch.networks.solvers import norm2
+        >>> tied = ft.gtv(local, ft.Network.from_edges([(0, 1)]), alpha=2.5, penalty=norm2)
+        >>> weight = ft.run(tied, ft.InProcess(data), rounds=50).tensors()["weight"]
+        >>> bool(weight[0] == weight[1]), weight.abs().max().round(decimals=4)
+        (True, tensor(0.))
     """
     check_solver(local)
     expected.kind(network, Network, "a network", "make one with ft.Network.from_edges, k_nearest, ring, …")
     strengths = _strengths(alpha, local)
+    if penalty is not None:
+        return _with_penalty(local, network, strengths, penalty, rho)
 
     def init(parameters: Tree, clients: int) -> tuple[GTVServer, _State]:
         if clients != network.nodes:
@@ -102,6 +127,33 @@ def gtv(local: LocalSolver, network: Network, alpha: float | Mapping[str, float]
         prepare=local.prepare,
         **solved_by(local, algorithm="gtv", alpha=strengths, edges=network.edges, weights=network.weights),
         told=Told(lambda state: {name: state.parameters[name] for name in strengths}, Averages.COORDINATEWISE),
+    )
+
+
+def _with_penalty(
+    local: LocalSolver, network: Network, strengths: Mapping[str, float], penalty: Penalty, rho: float
+) -> Algorithm:
+    """Return GTV minimisation with another penalty than the square."""
+    expected.positive(rho=rho)
+    expected.kind(penalty, Penalty, "a penalty", "take networks.solvers.norm2, norm1 or equal")
+    if len(set(strengths.values())) != 1:
+        raise ValueError(
+            f"Expected one strength of all coupled parameters with a penalty, but got {strengths}; their difference is "
+            "one vector"
+        )
+    (alpha,) = set(strengths.values())
+    return Algorithm(
+        **edge_rounds(local, network, alpha, penalty, rho, list(strengths)),
+        prepare=local.prepare,
+        **solved_by(
+            local,
+            algorithm="gtv",
+            alpha=strengths,
+            edges=network.edges,
+            weights=network.weights,
+            penalty=penalty,
+            rho=rho,
+        ),
     )
 
 

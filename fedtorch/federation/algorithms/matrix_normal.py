@@ -28,7 +28,7 @@ Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on li
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ class _Chosen(NamedTuple):
 
     covariance: CovarianceUpdate
     shrinkage: Shrinkage
-    noise: float | None
+    noise: float | Tensor | None
     start: float | None
     rank: int
 
@@ -157,7 +157,7 @@ def matrix_normal(
     *,
     covariance: CovarianceUpdate | None = None,
     shrinkage: Shrinkage | None = None,
-    noise: float | None = None,
+    noise: float | Tensor | Sequence[float] | None = None,
     start: float | None = None,
     rank: int = 64,
 ) -> Algorithm:
@@ -171,7 +171,7 @@ def matrix_normal(
             (stochastic) gradient steps, whose rate is the user's then.
         covariance: how Ω is learnt; default `inverse_wishart()`, see also `exponential_average`, `zhang_yeung`.
         shrinkage: default `in_every_step()`, see also `proximal`.
-        noise: σ² of every device; estimated unless given.
+        noise: σ², of every device or of each, `(K,)`; estimated unless given.
         start: begin with Ω = start · I, the paper's 1; by default the first steps of a device have no prior.
         rank: of Ω beyond the multiple of the identity, at most.
 
@@ -203,16 +203,19 @@ def matrix_normal(
     trained = [name for name, parameter in head.named_parameters() if parameter.requires_grad]
     if trained != ["coefficients"]:
         raise ValueError(
-            f"Expected a LinearHead of which the coefficients alone are trained, but got {', '.join(trained)}; freeze "
-            "the feature map by feature_map.requires_grad_(False), or train it before by ft.fedavg"
+            f"Expected a LinearHead of which the coefficients alone are trained, but got "
+            f"{', '.join(trained) or 'none'}; freeze the feature map by feature_map.requires_grad_(False), or train it "
+            "too, by ft.shared_body"
         )
     if local.budget is not None and local.statistics is None:
         raise ValueError(
             "Expected a local solver without a budget, or one on noised sums, because devices also tell residual sums "
             "of their rows, which its noise does not protect; use privacy.sufficient_statistics"
         )
+    if isinstance(noise, (Tensor, Sequence)):
+        noise = _of_each(noise)
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
-        if value is not None:
+        if value is not None and not isinstance(value, Tensor):
             expected.positive(**{name: value})
     chosen = _Chosen(covariance or inverse_wishart(), shrinkage or in_every_step(), noise, start, rank)
     return Algorithm(
@@ -229,6 +232,10 @@ def matrix_normal(
 
 def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[MatrixNormalServer, Tree]:
     """Start with all rows alike, and no device heard."""
+    if isinstance(chosen.noise, Tensor) and len(chosen.noise) != clients:
+        raise ValueError(
+            f"Expected the noise variances of {clients} devices, but got {len(chosen.noise)}; one for each"
+        )
     rows = parameters["coefficients"].to(torch.float64).expand(clients, -1).clone()
     nothing = rows.new_zeros(clients)
     omega = low_rank.identity(clients, chosen.rank, float("inf") if chosen.start is None else chosen.start)
@@ -307,8 +314,18 @@ def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen
     return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, units))
 
 
-def noise_variance(summary: Summary, noise: float | None = None) -> Tensor:
+def _of_each(noise: Tensor | Sequence[float]) -> Tensor:
+    """Return the devices' noise variances as float64 `(K,)`, or raise ValueError."""
+    known = torch.as_tensor(noise, dtype=torch.float64)
+    if known.ndim != 1 or not bool(((known > 0) & known.isfinite()).all()):
+        raise ValueError(f"Expected positive noise variances (K,), but got {known.tolist()}; bound them from below")
+    return known
+
+
+def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Tensor:
     """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
+    if isinstance(noise, Tensor):
+        return noise.to(summary.residual)
     if noise is not None:
         return torch.full_like(summary.residual, noise)
     freedom = summary.freedom.sum()

@@ -4,6 +4,9 @@ Rows are taken as draws of one normal distribution, with values missing at rando
 altogether. An iteration needs from each site only Σ E[z] and Σ E[z z'] given what is observed, which are sums.
 `fedtorch.models.gibbs.imputation` fills the gaps with what is found.
 
+With `draws` the same sums give draws of mean and covariance from their posterior, of which proper multiple imputation
+takes one for each completed data set; see `_augmentation`.
+
 Source: Dempster, Laird and Rubin (1977), "Maximum likelihood from incomplete data via the EM algorithm", JRSS B 39,
 section 4.1.3 (normal data).
 """
@@ -16,20 +19,34 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.data import Design
 from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithms._augmentation import augmentation
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.turn import Turn
+from fedtorch.models.estimates import Estimates
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 
-def normal_em() -> Algorithm:
+def normal_em(draws: int | None = None, *, between: bool = True, columns: int | Design | None = None) -> Algorithm:
     """Build EM for the normal distribution of all sites' rows; a round is an iteration.
 
     Run it on data of `imputation.incomplete(...)`. Its parameters are where it starts, a `Normal` such as mean 0 and
     covariance I; the server's state is a `Normal`.
 
     Columns that are exact linear functions of others, constant ones too, have no such distribution and end in a
-    `torch.linalg.LinAlgError`; leave them out.
+    `torch.linalg.LinAlgError`; leave them out. Draws have a weak prior, and no need to.
+
+    Args:
+        draws: None for the estimate. Otherwise so many chains of data augmentation, whose latest draws of mean and
+            covariance are `server.normal`, `(draws, ...)`; where they start is forgotten after some rounds.
+        between: of draws, whether the sites' means differ, by variances that are drawn too.
+        columns: how many there are, or the design that reads them, with which draws need no parameters to start from;
+            so sites build it.
+
+    Raises:
+        ValueError: fewer than one draw.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -42,6 +59,10 @@ def normal_em() -> Algorithm:
         >>> imputation.impute(data, final.server)[0][0][2].round(decimals=3)
         tensor([2.1790], dtype=torch.float64)
     """
+    if draws is not None and draws < 1:
+        raise ValueError(f"Expected at least one draw, but got draws={draws}; leave it away for the estimate")
+    if draws is not None:
+        return Algorithm(**augmentation(draws, between, columns))
     return Algorithm(
         settings={"algorithm": "normal_em"},
         init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
@@ -49,6 +70,7 @@ def normal_em() -> Algorithm:
         client=_client,
         server=_server,
         model=lambda inbox, state: inbox,
+        estimates=_estimates,
     )
 
 
@@ -65,3 +87,21 @@ def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
 def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
     mean, second = aggregate.value
     return Normal(mean, second - mean[:, None] * mean)
+
+
+def _estimates(run: Any) -> Estimates:
+    """Return the maximum likelihood estimates, which have no intervals: means, SDs and correlations of the columns."""
+    mean, covariance = run.server
+    size, rows = len(mean), int(row_counts(run.population).sum())
+    columns = feature_names(run.population)
+    columns = (*columns, "response") if len(columns) == size - 1 else tuple(map(str, range(size)))
+    sd = covariance.diagonal().sqrt()
+    below = torch.tril_indices(size, size, -1)
+    pairs = list(zip(*below.tolist()))
+    names = (
+        *(f"mean({name})" for name in columns),
+        *(f"sd({name})" for name in columns),
+        *(f"cor({columns[j]}, {columns[i]})" for i, j in pairs),
+    )
+    values = torch.cat([mean, sd, (covariance / sd / sd[:, None])[below[0], below[1]]])
+    return Estimates(names, values[None], coefficients=size, n=(rows,) * len(names), about="maximum likelihood")

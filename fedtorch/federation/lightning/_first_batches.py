@@ -12,8 +12,8 @@ import torch
 
 from fedtorch import expected, tree
 from fedtorch.data import BadClients, FederatedLoaders
+from fedtorch.federation.local_schedule import limited
 from fedtorch.federation.runs.evaluation import Evaluable
-from fedtorch.federation.solvers.batches import limited
 
 
 def first_batches(data: Evaluable, batch_size: int | None, limit: float) -> Evaluable:

@@ -61,7 +61,7 @@ class Federation(L.LightningModule):
         population: who computes, and where.
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round (uniformly without replacement), which, by their ids, or a
-            function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
+            function of the round's key and number, see `ft.Run`; None asks everybody.
         validation: rows of the same clients, scored after every round.
         test: rows of the same clients, for `Trainer.test` and `Trainer.predict`, which take others as well, as
             `Trainer.validate` does: `trainer.test(federation, data)`. Predictions are a list for each client, of an

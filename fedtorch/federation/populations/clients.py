@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.client_loaders import ClientLoaders, NoRows
 from fedtorch.federation.algorithm import Algorithm, Reply
@@ -145,7 +145,7 @@ class LocalClients:
         """Run the clients of one block; the message is all that they send."""
         ids, data = block
         inbox, state = self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids)
-        client_turn = turn.with_key(lambda: random.fold_in(turn.key, indices(ids)).to(self.device))
+        client_turn = turn.of_clients(lambda: indices(ids), self.device)
         reply, told = self.algorithm.client(inbox, state, data, client_turn), self.algorithm.told
         if told is None:
             return reply

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.turn import Turn
@@ -150,6 +151,22 @@ class Population(Protocol):
     def bind(self, algorithm: Algorithm, state: Tree) -> Clients:
         """Return the clients for one run of `algorithm`, all in the initial `state` (of one client)."""
         ...
+
+
+def row_counts(population: Population) -> Tensor:
+    """Return how many rows each client has, `(K,)`; of clients at sites, how many the sites say."""
+    told = getattr(population, "counts", None)
+    return population.data.counts if told is None else told
+
+
+def feature_names(population: Population) -> tuple[str, ...]:
+    """Return the names of the columns of x, nothing where they are not known here."""
+    return () if hasattr(population, "counts") else tuple(getattr(population.data, "features", ()))
+
+
+def design_of(population: Population) -> Design | None:
+    """Return the formula of which the columns of x are, with its encoding, where the rows are here and of one."""
+    return None if hasattr(population, "counts") else getattr(population.data, "design", None)
 
 
 def check_population(population: Population) -> None:

@@ -1,19 +1,20 @@
-"""Cohorts, the clients that are asked in a round, as functions of the round's key.
+"""Cohorts, the clients that are asked in a round, as functions of the round's key and of the rounds before it.
 
-A cohort is computed from integers and exact comparisons, so that every rank draws the same one, and its ids are
-distinct and ascending. One that is empty is a round in which nothing happens.
+They are called once a round, when it begins. A cohort is computed from integers and exact comparisons, so that every
+rank draws the same one, and its ids are distinct and ascending. One that is empty is a round in which nothing happens.
 
 >>> from fedtorch import random
 >>> from fedtorch.federation.runs import cohorts as sampling
 >>> key = random.key(0)
->>> [len(cohort(key)) for cohort in (sampling.uniform_cohort(3, 10), sampling.weighted_cohort([1.0, 2.0, 9.0], 2))]
+>>> [len(cohort(key, 0)) for cohort in (sampling.uniform_cohort(3, 10), sampling.weighted_cohort([1.0, 2.0, 9.0], 2))]
 [3, 2]
->>> sampling.fixed_cohort([4, 1])(key)
+>>> sampling.fixed_cohort([4, 1])(key, 0)
 tensor([1, 4])
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -24,8 +25,8 @@ from fedtorch import expected, random
 
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
-Cohort = Callable[[Tensor], Tensor | None]  # round key -> ascending ids of the clients asked, None for all
-Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a function of the round's key; None for all
+Cohort = Callable[[Tensor, int], Tensor | None]  # (key, rounds before) -> ascending ids of those asked, None for all
+Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a function; None for all
 
 
 def uniform_cohort(size: int, clients: int) -> Cohort:
@@ -36,13 +37,13 @@ def uniform_cohort(size: int, clients: int) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> len(uniform_cohort(3, clients=10)(ft.random.key(0)))
+        >>> len(uniform_cohort(3, clients=10)(ft.random.key(0), 0))
         3
     """
     expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
     if not 1 <= size <= clients:
         raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
-    return lambda key: random.choice(key, clients, size)
+    return lambda key, round: random.choice(key, clients, size)
 
 
 def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
@@ -54,9 +55,14 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> fixed_cohort([4, 1])(ft.random.key(0))
+        >>> fixed_cohort([4, 1])(ft.random.key(0), 0)
         tensor([1, 4])
     """
+    clients = _ascending(ids)
+    return lambda key, round: clients
+
+
+def _ascending(ids: Tensor | Sequence[int]) -> Tensor:
     given = torch.as_tensor(ids, device="cpu")
     if given.numel() and (given.is_floating_point() or given.is_complex() or given.dtype == torch.bool):
         raise TypeError(
@@ -66,7 +72,7 @@ def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
     if not clients.numel():
         raise ValueError("Expected at least one client in a cohort, but got none; pass cohort=None to ask everybody")
     check_ids(clients, torch.iinfo(torch.int64).max)
-    return lambda key: clients
+    return clients
 
 
 def poisson_cohort(rate: float, clients: int) -> Cohort:
@@ -81,14 +87,14 @@ def poisson_cohort(rate: float, clients: int) -> Cohort:
     Example:
         >>> import fedtorch as ft
         >>> draw = ft.poisson_cohort(0.5, clients=10)
-        >>> [len(draw(key)) for key in (ft.random.key(0), ft.random.key(1))]
+        >>> [len(draw(key, 0)) for key in (ft.random.key(0), ft.random.key(1))]
         [5, 2]
     """
     if not 0 < rate <= 1:
         raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
     if clients < 1:
         raise ValueError(f"Expected at least one client, but got {clients}")
-    return lambda key: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
+    return lambda key, round: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
 
 
 def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
@@ -110,7 +116,7 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
 
     Example:
         >>> import fedtorch as ft
-        >>> ft.weighted_cohort([1e-9, 1.0, 2.0], size=2)(ft.random.key(0))
+        >>> ft.weighted_cohort([1e-9, 1.0, 2.0], size=2)(ft.random.key(0), 0)
         tensor([1, 2])
     """
     known = torch.as_tensor(weights, dtype=torch.float64, device="cpu")
@@ -121,7 +127,7 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
     if not 1 <= size <= len(known):
         raise ValueError(f"Expected a cohort between 1 and the {len(known)} clients with weights, but got {size}")
 
-    def draw(key: Tensor) -> Tensor:
+    def draw(key: Tensor, round: int) -> Tensor:
         arrival = random.exponential(key, (len(known),), torch.float64) / known
         return arrival.argsort(dim=-1, stable=True)[..., :size].sort(dim=-1).values
 
@@ -133,27 +139,32 @@ def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
 
     Example:
         >>> import fedtorch as ft
-        >>> cohort_function(3, clients=10)(ft.random.key(0)).equal(uniform_cohort(3, 10)(ft.random.key(0)))
+        >>> cohort_function(3, clients=10)(ft.random.key(0), 0).equal(uniform_cohort(3, 10)(ft.random.key(0), 0))
         True
     """
-    if cohort is None or callable(cohort):
+    if cohort is None:
+        return None
+    if callable(cohort):
+        _check_arguments(cohort)
         return cohort
     if isinstance(cohort, Sequence) and not isinstance(cohort, str):
+        check_ids(_ascending(cohort), clients)
         return fixed_cohort(cohort)
     if not isinstance(cohort, int) or isinstance(cohort, bool):
         raise TypeError(
             "Expected cohort= as a whole number of clients, a list of their ids such as [0, 1], a function of the "
-            f"round's key, or None, but got {cohort!r}; for a share of the clients pass "
+            f"round's key and number, or None, but got {cohort!r}; for a share of the clients pass "
             f"ft.poisson_cohort(0.4, {clients})"
         )
     return uniform_cohort(cohort, clients)
 
 
 def checked_draws(cohort: Asked, clients: int) -> Cohort | None:
-    """Return `cohort` as a function whose every draw is checked, None for everybody.
+    """Return `cohort` as a function whose every draw is checked when it is made, None for everybody.
 
     Raises:
-        ValueError: it asks for clients that are not there, as far as one draw tells.
+        ValueError: ids of clients that are not there; a function's are refused in the round that it asks for them.
+        TypeError: a function that does not take the round's key and the number of rounds before it.
 
     Example:
         >>> import fedtorch as ft
@@ -165,14 +176,25 @@ def checked_draws(cohort: Asked, clients: int) -> Cohort | None:
     if draw is None:
         return None
 
-    def checked(key: Tensor) -> Tensor | None:
-        ids = draw(key)
+    def checked(key: Tensor, round: int) -> Tensor | None:
+        ids = draw(key, round)
         if ids is not None:
             check_ids(ids, clients)
         return ids
 
-    checked(random.key(0))
     return checked
+
+
+def _check_arguments(cohort: Cohort) -> None:
+    try:
+        inspect.signature(cohort).bind(None, 0)
+    except ValueError:  # of a function in C, which does not tell
+        return
+    except TypeError as error:
+        raise TypeError(
+            "Expected a cohort as a function of two arguments, the round's key and the number of rounds before it, but "
+            f"got one for which {error}; write for example lambda key, round: ft.random.choice(key, 100, 10)"
+        ) from error
 
 
 def check_ids(ids: Tensor, clients: int) -> None:

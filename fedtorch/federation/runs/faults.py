@@ -1,4 +1,4 @@
-"""Faults between server and clients, as values: drop-outs, stragglers, lost and duplicated messages.
+"""Faults between server and clients, as values: drop-outs, stragglers, partial work, lost and duplicated messages.
 
 A fault says, from a key and the clients' ids, whom it hits; the clients' draws are independent of the cohort, the
 population and the order of blocks. A silent client is rolled back: its state is what it was before the round. Faults
@@ -25,20 +25,23 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.federation.algorithm import Algorithm
 
 Hit = Callable[[Tensor, Tensor], Tensor]  # (key, ids (M,)) -> (M,) bool
+Share = Callable[[Tensor, Tensor], Tensor]  # (key, ids (M,)) -> (M,) in (0, 1]
 Noise = Callable[[Tensor], Tensor]  # keys (M,) -> (M,) positive factors of mean one
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The clients that faults hit in a round; every function takes (key, ids `(M,)`) and returns `(M,)` bool.
+    """The clients that faults hit in a round; functions take (key, ids `(M,)`) and return `(M,)` bool, `work` numbers.
 
     Attributes:
         before: the client does not hear the server, and does nothing.
         after: the client's message is lost after its work, which is rolled back.
         late: the client's message comes after the deadline, and its work is rolled back.
         twice: the client's message is delivered a second time; messages then arrive in any order.
+        work: the share of the round's work that the client does before it answers, in (0, 1].
 
     Example:
         >>> import torch, fedtorch as ft
@@ -52,12 +55,15 @@ class Faults:
     after: Hit | None = None
     late: Hit | None = None
     twice: Hit | None = None
+    work: Share | None = None
 
     def __or__(self, other: Faults) -> Faults:
-        """Return both, independently of each other."""
-        return Faults(*(_either(getattr(self, name), getattr(other, name)) for name in self.__dataclass_fields__))
+        """Return both, independently of each other; of two shares of work the smaller counts."""
+        hits = {name: _joined(getattr(self, name), getattr(other, name), torch.logical_or) for name in _HITS}
+        return Faults(**hits, work=_joined(self.work, other.work, torch.minimum))
 
 
+_HITS = ("before", "after", "late", "twice")
 _NOBODY = torch.zeros(0, dtype=torch.int64)
 
 
@@ -180,6 +186,79 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
     return Faults(late=lambda key, ids: mean[ids] * noise(random.fold_in(key, ids)) > deadline)
 
 
+def partial_work(probability: float, *, shares: Tensor | None = None) -> Faults:
+    """Let clients answer with a part of the round's work, as devices do whose time is up (FedProx).
+
+    Each client, with this probability, does a share of the round's epochs drawn uniformly from (0, 1] and rounded up to
+    whole ones: of 20 epochs 1 to 20, alike probable. A local solver with `steps=` counts in steps. What the client has
+    done by then is its answer, in any algorithm whose local solver takes steps.
+
+    Args:
+        probability: of doing a part only, for each client in every round.
+        shares: `(K,)` in (0, 1], the share of each client, in place of drawn ones.
+
+    Source: Li et al. (2020), "Federated optimization in heterogeneous networks", section 5.2.
+
+    Raises:
+        ValueError: a probability outside [0, 1], or shares outside (0, 1].
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=3, seed=0)
+        >>> local = ft.gradient_descent(
+        ...     ft.LinearHead(10), epochs=20, loss=torch.nn.functional.mse_loss,
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        >>> slow = ft.partial_work(0.5)
+        >>> run = ft.run(ft.fedprox(local, mu=1.0), ft.InProcess(data), rounds=3, faults=slow)
+        >>> (20 * slow.work(ft.random.key(0), torch.arange(6))).ceil()  # epochs of six clients in a round
+        tensor([ 7., 20., 20., 15., 17.,  9.], dtype=torch.float64)
+    """
+    _check_probability(probability)
+    known = None if shares is None else torch.as_tensor(shares, dtype=torch.float64, device="cpu")
+    if known is not None and (known.ndim != 1 or not bool(((known > 0) & (known <= 1)).all())):
+        raise ValueError(f"Expected shares (K,) above 0 and at most 1, but got {known.tolist()}")
+
+    def work(key: Tensor, ids: Tensor) -> Tensor:
+        keys = random.fold_in(key, ids)
+        some = random.bernoulli(random.fold_in(keys, 0), probability)
+        part = 1 - random.uniform(random.fold_in(keys, 1), (), torch.float64) if known is None else known[ids]
+        return torch.where(some, part, 1.0)
+
+    return Faults(work=work)
+
+
+def check_work(faults: Faults, algorithm: Algorithm) -> None:
+    """Raise ValueError if clients do a share of their work in an algorithm whose work has no parts."""
+    if faults.work is not None and (algorithm.schedule is None or not algorithm.schedule.takes_share):
+        names = [algorithm.settings[each] for each in ("algorithm", "local.solver") if each in algorithm.settings]
+        raise ValueError(
+            "Expected a local solver that takes steps, as ft.gradient_descent does, for clients that do a part of "
+            f"their work, but got {' of '.join(names) or 'another algorithm'}; leave ft.partial_work out"
+        )
+
+
+def shares_of_work(
+    faults: Faults | None, key: Tensor, hear: Tensor | None, clients: int
+) -> Callable[[Tensor], Tensor] | None:
+    """Return ids -> the share of the round's work of these clients, of faults that have any.
+
+    Args:
+        faults: of the run.
+        key: of the round's faults.
+        hear: the clients that work in the round, ascending, None for all; they are drawn together.
+        clients: of the population.
+    """
+    if faults is None or faults.work is None:
+        return None
+    ids = torch.arange(clients) if hear is None else hear
+    share = faults.work(random.fold_in(key, 3), ids).to(torch.float64)
+    if share.shape != ids.shape or not bool(((share > 0) & (share <= 1)).all()):
+        raise ValueError(
+            f"Expected a share of work above 0 and at most 1 of {len(ids)} clients, but got {share.tolist()}"
+        )
+    return lambda asked: share[torch.searchsorted(ids, asked)]
+
+
 def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fates:
     """Draw the faults of a round for the clients that are `asked`, None for all."""
     ids = torch.arange(clients) if asked is None else asked
@@ -210,7 +289,7 @@ def _coin(probability: float) -> Hit | None:
     return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)
 
 
-def _either(first: Hit | None, second: Hit | None) -> Hit | None:
+def _joined(first: Hit | None, second: Hit | None, join: Callable[[Tensor, Tensor], Tensor]) -> Hit | None:
     if first is None or second is None:
         return first or second
-    return lambda key, ids: first(random.fold_in(key, 0), ids) | second(random.fold_in(key, 1), ids)
+    return lambda key, ids: join(first(random.fold_in(key, 0), ids), second(random.fold_in(key, 1), ids))

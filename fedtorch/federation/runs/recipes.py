@@ -32,7 +32,8 @@ from fedtorch import random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver
 from fedtorch.federation.algorithms.gtv import gtv
-from fedtorch.federation.algorithms.regressors import Regressor, gtv_regressors
+from fedtorch.federation.algorithms.regressors.algorithm import gtv_regressors
+from fedtorch.federation.algorithms.regressors.nodes import Regressor
 from fedtorch.federation.turn import Turn
 from fedtorch.models.linear import SufficientStatistics
 from fedtorch.networks.network import Network
@@ -166,9 +167,9 @@ def vertical(
 
     Parameters of models with different features cannot be compared, what they predict for the shared examples can; so
     the variation of two nodes is their mean squared difference there. Other nodes' features are zeros for a node, which
-    regression trees never split at and least squares gives no weight. Run it with `ft.run(algorithm,
-    ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(make, data, server, alpha, inputs)`. Where
-    one party only has the labels, or predictions must not be compared, see `fedtorch.vfl`.
+    regression trees never split at and least squares gives no weight. Run it with `run = ft.run(algorithm,
+    ft.InProcess(data), {})`, and make the regressors by `regressors.fitted(run)`. Where one party only has the labels,
+    or predictions must not be compared, see `fedtorch.vfl`.
 
     Args:
         make: a new regressor, such as a scikit-learn tree.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal, Self
 
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from fedtorch import checkpoint, tree
 from fedtorch.checkpoint import below, describe
+from fedtorch.data import Design
 from fedtorch.data.digests import different
 from fedtorch.federation import joining
 from fedtorch.federation.algorithm import Algorithm
@@ -55,6 +57,14 @@ class Resumable:
         """Return what the server sends out now."""
         raise NotImplementedError
 
+    @property
+    def design(self) -> Design | None:
+        """Return the design that the run's model is of, or else its data; None without a formula."""
+        design = getattr(self.algorithm.settings.get("model"), "design", None)
+        with suppress(ValueError):  # rows that are at sites
+            design = design or getattr(getattr(self.population, "data", None), "design", None)
+        return design
+
     def state_dict(self) -> dict[str, Tensor]:
         """Return all a resumed run needs, flat: server and clients' states, round, bytes, history, recorders.
 
@@ -70,6 +80,7 @@ class Resumable:
         flat.update({f"rows.{name}": leaf for name, leaf in self.population.noted().items()})
         flat["rows.clients"] = torch.tensor(len(self.population.names))
         texts = {"fingerprint": json.dumps(self.fingerprint()), "ended": self.ended}
+        texts |= {} if self.design is None else {"design": self.design.to_json()}
         return flat | {name: torch.tensor(list(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
 
     def load_state_dict(

@@ -24,7 +24,7 @@ from fedtorch.federation.populations.population import Clients, Population, chec
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers
-from fedtorch.federation.runs.faults import Fates, Faults, fates
+from fedtorch.federation.runs.faults import Fates, Faults, check_work, fates, shares_of_work
 from fedtorch.federation.runs.resuming import Resumable
 from fedtorch.federation.runs.scored import Scored
 from fedtorch.federation.runs.server_module import Modules
@@ -35,6 +35,8 @@ from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from fedtorch.result_frame import ResultFrame
 
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 
@@ -49,7 +51,8 @@ class Run(Scored, Resumable):
         population: who computes, and where.
         parameters: where training starts; default: the algorithm's own start.
         cohort: how many clients are asked each round, drawn uniformly without replacement; which, by their
-            ids; or a function of the round's key, such as `ft.poisson_cohort`; None asks everybody.
+            ids; or a function of the round's key and of the number of rounds before it, called once a round, such as
+            `ft.poisson_cohort`; None asks everybody.
         faults: what goes wrong; see `ft.dropouts`, `ft.stragglers`, `ft.lost_messages`, `ft.duplicated`.
         seed: of all randomness.
         record: who follows the run, such as an `ft.Sampler`; their states are part of the run's.
@@ -95,6 +98,7 @@ class Run(Scored, Resumable):
         parameters = start_of(algorithm, parameters)
         if faults is not None:
             expected.kind(faults, Faults, "faults= as made by ft.dropouts(0.3)", "join several by |")
+            check_work(faults, algorithm)
         clients = len(population.names)
         self.algorithm, self.population, self.seed = algorithm, population, seed
         self.cohort, self.faults, self.on_bad_message = cohort, faults, on_bad_message
@@ -126,11 +130,12 @@ class Run(Scored, Resumable):
         keys, done = self._keys(self.number), self.number
         if algorithm.schedule is not None and algorithm.schedule.rounds is not None:
             check_round(algorithm.schedule, done + 1)
-        asked = None if self._draw is None else self._draw(keys.cohort)
+        asked = None if self._draw is None else self._draw(keys.cohort, done)
         if algorithm.budget is not None:
             algorithm.budget.spend(self.number, asked, keys.client)
         fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        pending = self._step(algorithm.outbox(self.server), fate.hear, Turn(keys.client, done, **ask), fate.silent)
+        turn = Turn(keys.client, done, **ask, share=shares_of_work(self.faults, keys.faults, fate.hear, len(everybody)))
+        pending = self._step(algorithm.outbox(self.server), fate.hear, turn, fate.silent)
         if pending.refused or pending.failed:
             pending.check(self.population.names, self.number + 1, self.on_bad_message)
         if pending.aggregate is not None:
@@ -159,6 +164,7 @@ class Run(Scored, Resumable):
             pending.repeated,
             torch.tensor(sorted({*pending.refused, *pending.failed}), dtype=torch.int64),
             report,
+            self.tensors,
         )
         self.log.record(self.last, time.perf_counter() - began)
         for recorder in self.recorders:
@@ -212,6 +218,44 @@ class Run(Scored, Resumable):
     def client_losses(self) -> pd.DataFrame:
         """Return the clients' training losses in the rounds that they answered: `round`, `client`, `train_loss`."""
         return self.log.losses(self.population.names)
+
+    def summary(self, level: float = 0.95, **options: Any) -> ResultFrame:
+        """Return what the run has found of its coefficients: `estimate`, `sd`, interval (`low`, `high`), `n`.
+
+        Rows are named by coefficient. `sd(age)` is the sd of a coefficient over clients, `cor(age, sex)` a correlation
+        there, `sigma` the sd of the noise; `n` counts the rows that a number is estimated from, and clients, of what
+        differs between them. Of draws there are `r_hat` and `ess`, ArviZ's. The frame writes itself as a table:
+        `to_markdown()`, `to_html()`, `to_latex()`.
+
+        Args:
+            level: of the intervals.
+            options: of the algorithm; of `ft.ep` `given=corrected(run)` and `tolerance=`.
+
+        Raises:
+            TypeError: an algorithm without a posterior.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> from fedtorch.models import hierarchical
+            >>> x = torch.ones(20, 1, dtype=torch.float64)
+            >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
+            >>> model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
+            >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30)
+            >>> print(run.summary(level=0.9).to_markdown())
+            | coefficient | estimate | sd | 90 % interval | n |
+            | :-- | --: | --: | --: | --: |
+            | level | 1.57 | 0.47 | 0.79 to 2.35 | 80 |
+            | sd(level) | 1.05 | 0.37 | 0.56 to 1.73 | 4 |
+        """
+        if self.algorithm.estimates is None:
+            instead = "scores in run.evaluate(data, metrics), what the server knows in run.server"
+            if self.algorithm.module is not None:
+                instead = "its models in run.client_module(client) and run.global_module(), " + instead
+            raise TypeError(
+                "Expected a run of an algorithm with a posterior, such as ft.ep, ft.gibbs or ft.normal_em, but got "
+                f"{self.algorithm.settings.get('algorithm', 'another')}, whose estimates have no intervals: {instead}"
+            )
+        return self.algorithm.estimates(self, **options).table(level)
 
     @property
     def outbox(self) -> Tree:

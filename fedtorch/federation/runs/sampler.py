@@ -8,11 +8,13 @@ safetensors files in a folder. A sampler is part of its run's checkpoints, so th
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Draws = dict[str, Tensor]
+
+SITES = "sites."  # before the names of what clients have drawn
+_OF_SITES = ("theta", "intercept", "noise")
+_FEWEST = 8  # draws of a chain that diagnostics need
 
 
 class RunningMoments(NamedTuple):
@@ -55,6 +61,18 @@ def global_variables(round: Round) -> Draws:
     return tree.flatten(variables.quantities() if hasattr(variables, "quantities") else variables)
 
 
+def site_variables(round: Round) -> Draws:
+    """Return the clients' coefficients by name, `(C, K, ...)` each: `sites.theta`, intercepts and noise precisions.
+
+    Raises:
+        ValueError: clients whose variables are at their sites.
+    """
+    assert round.tensors is not None
+    variables = round.tensors()
+    watched = {name: getattr(variables, name) for name in _OF_SITES if hasattr(variables, name)}
+    return {f"{SITES}{name}": leaf.transpose(0, 1) for name, leaf in watched.items()}
+
+
 class Sampler:
     """A recorder of the draws of a sampling algorithm: `ft.run(..., record=sampler)`.
 
@@ -66,6 +84,8 @@ class Sampler:
         keep: whether draws are kept, not only their moments.
         folder: where draws are kept as files of `block` draws each, instead of in memory.
         block: draws per file.
+        sites: whether the coefficients of every client are watched too, as `sites.theta`, for `ft.inference.ranef` and
+            `predict`; in populations that have their clients' variables.
 
     Raises:
         ValueError: a count out of range.
@@ -93,13 +113,14 @@ class Sampler:
         keep: bool = True,
         folder: Path | str | None = None,
         block: int = 1000,
+        sites: bool = False,
     ) -> None:
         for name, count, least in (("burn_in", burn_in, 0), ("thin", thin, 1), ("block", block, 1)):
             if count < least:
                 raise ValueError(f"Expected {name} of at least {least}, but got {count}")
         self.burn_in, self.thin = burn_in, thin
         self.moments: dict[str, RunningMoments] = {}
-        self._watch, self._keep, self._block = watch, keep, block
+        self._watch, self._keep, self._block, self._sites = watch, keep, block, sites
         self._folder = None if folder is None else Path(folder)
         self._recent: list[Draws] = []  # those that are not in a file
         self._files = 0
@@ -109,7 +130,7 @@ class Sampler:
         after = round.number - self.burn_in
         if after <= 0 or after % self.thin:
             return
-        watched = self._watch(round)
+        watched = {**self._watch(round), **(site_variables(round) if self._sites else {})}
         draws = {name: leaf.detach().to("cpu", torch.float64, copy=True) for name, leaf in watched.items()}
         self.moments = {
             name: _add_draw(self.moments.get(name, _no_moments(leaf)), leaf) for name, leaf in draws.items()
@@ -225,7 +246,7 @@ class Sampler:
 
     def _settings(self) -> dict[str, int | bool]:
         about = {"burn_in": self.burn_in, "thin": self.thin, "block": self._block, "keep": self._keep}
-        return {**about, "folder": self._folder is not None}
+        return {**about, "folder": self._folder is not None, **({"sites": True} if self._sites else {})}
 
 
 def _no_moments(leaf: Tensor) -> RunningMoments:
@@ -248,6 +269,19 @@ def load_arviz() -> Any:
         import arviz
 
     return arviz
+
+
+def diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
+    """Return R-hat and bulk effective size of each component of `(C, T, components)`, NaN with too few draws."""
+    if stack.shape[1] < _FEWEST:
+        nothing = [math.nan] * stack.shape[2]
+        return nothing, nothing
+    az = load_arviz()
+    with warnings.catch_warnings(), np.errstate(all="ignore"):
+        warnings.simplefilter("ignore")  # what never moves has no R-hat, nor has one chain
+        ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
+        rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
+    return rhat, ess
 
 
 def _is_new(az: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Gradient steps of linear heads by a program that takes all of a round in one launch, where all they do is known."""
+"""Gradient steps of linear heads, where all they do is known: one program for a round, or a loop of few products."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ class LinearSteps(NamedTuple):
     def knows(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> bool:
         """Return whether a program takes the steps of clients with such parameters and rows."""
         first = next(iter(start.values()))
-        if not choice.possible(first.device) or not choice.installed():
-            return False
         if quadratic is not None and isinstance(quadratic.precision, dict):
             return False
         (x, y), dtype = rows, first.dtype
@@ -42,9 +40,13 @@ class LinearSteps(NamedTuple):
             return False
         wanted = torch.int64 if self.family is CATEGORICAL else dtype
         features = sum(leaf[0].numel() for leaf in start.values()) // self.form.outputs
-        known = glm_steps.fits(self.family, features, self.form.outputs, dtype)
+        known = not self._launches(first) or glm_steps.fits(self.family, features, self.form.outputs, dtype)
         one = y.ndim == self.dims and y.shape == (*x.shape[:2], 1)[: self.dims]
         return known and one and (x.ndim, x.dtype, y.dtype) == (3, dtype, wanted)
+
+    def _launches(self, like: Tensor) -> bool:
+        """Return whether a program takes all steps, and not a loop over them."""
+        return choice.possible(like.device) and choice.installed()
 
     def solve(self, start: Tree, state: LocalState, data: Any, batches: Batches, quadratic: Quadratic | None) -> Local:
         """Take the steps; the result is that of stacked steps, up to rounding."""
@@ -56,10 +58,14 @@ class LinearSteps(NamedTuple):
             strength = own.new_zeros(len(own)) if quadratic is None else quadratic.precision_of("")
             precision = strength + self.weight_decay
             shift = torch.zeros_like(own) if quadratic is None else join(quadratic.shift)
-        theta, loss = glm_steps.glm_steps(
-            self.family, x, y.reshape(x.shape[:2]), data.count, own, steps=int(batches.total.max()), lr=self.lr,
-            total=total, batches=batches.chosen(), precision=precision, shift=shift,
-        )  # fmt: skip
+        more: dict[str, Any]
+        y, more = y.reshape(x.shape[:2]), {"lr": self.lr, "total": total, "precision": precision, "shift": shift}
+        if self._launches(own):
+            more["batches"] = batches.chosen()
+            steps = int(batches.total.max())
+            theta, loss = glm_steps.glm_steps(self.family, x, y, data.count, own, steps=steps, **more)
+        else:
+            theta, loss = glm_steps.glm_loop(self.family, x, y, own, batches.minibatches(), **more)
         kept = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
         return Local(self.form.split(theta.reshape(*own.shape[:2], -1)), kept, self.lr * total.double(), {"loss": loss})
 

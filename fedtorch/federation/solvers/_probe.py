@@ -70,7 +70,7 @@ def check_rows(
             refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
         if error is None or (device != data.count.device and not isinstance(error, IndexError)):
             continue
-        if "checkpoint" in str(error) or isinstance(error, Warning):
+        if "checkpoint" in str(error) or (isinstance(error, Warning) and "requires_grad" in str(error)):
             raise RuntimeError(_CHECKPOINTED) from error
         alone = ((int(k), _rows_at(data, k.expand(2), r.expand(2), device)) for k, r in zip(client, row))
         bad = next((k for k, rows in alone if _failure(stacked, own, rows) is not None), int(client[0]))

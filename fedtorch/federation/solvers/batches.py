@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import BadClients
+from fedtorch.federation.local_schedule import batches_of, limited, part_of
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -72,10 +73,12 @@ class Batches:
         key: `(K,)` the clients' keys.
         drop_last: whether a smaller last batch of an epoch is left out.
         limit: batches of an epoch that are taken; see `Turn`.
+        share: `(K,)` of the epochs, or steps, that each client does; see `Turn`.
 
     Attributes:
         total, per_epoch: `(K,)` batches of each client, and of an epoch of its.
-        planned: `(K,)` the same as `total`, which is known before the first step.
+        planned: `(K,)` the same, had each client all of its epochs.
+        round: the most batches that a client has in a round with all of its epochs.
         known: whether the steps are known before the first.
         alike: whether all clients have as many rows, so that all batches of a step are alike.
         longest: the most batches that a client has.
@@ -93,17 +96,22 @@ class Batches:
         key: Tensor,
         drop_last: bool = False,
         limit: float | None = None,
+        share: Tensor | None = None,
     ) -> None:
         self._rows, self._count = rows, count
         least, most = (int(each) for each in count.aminmax()) if len(count) else (0, 0)
-        self._most, self.alike = most, least == most
+        self._most, self._even = most, least == most
+        self.alike = self._even and share is None
         self._size = most if batch_size is None else batch_size
         self.per_epoch = limited(batches_of(count, batch_size, drop_last), limit)
         self._steps = int(self.per_epoch.max()) if len(count) else 0  # of an epoch of who has most rows
-        self.longest = (steps or 0) if epochs is None else epochs * self._steps
-        self.total = torch.full_like(count, self.longest) if self.alike or epochs is None else self.per_epoch * epochs
+        self.round = self.longest = (steps or 0) if epochs is None else epochs * self._steps
+        self.total = torch.full_like(count, self.longest) if self._even or epochs is None else self.per_epoch * epochs
         self.planned = self.total
-        self._full, self._whole = batch_size is None, self.alike or drop_last
+        if share is not None:
+            self.total = part_of(share, steps) if epochs is None else self.per_epoch * part_of(share, epochs)
+            self.longest = int(self.total.max()) if len(count) else 0
+        self._full, self._whole = batch_size is None, self._even or drop_last
         self._ends: set[int] | None = None  # after so many steps some clients have taken all of theirs
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
@@ -128,7 +136,7 @@ class Batches:
     def __getitem__(self, step: int) -> Batch:
         """Return the batches of step `step`; a client that is done repeats rows of its own."""
         if self._full:
-            return self._all_rows()
+            return self._all_rows(step)
         chosen, size, active = self._chosen(step)
         at, shape = (chosen + self._client * self._width).flatten(), chosen.shape
         rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
@@ -137,6 +145,11 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over all steps."""
         return (self[step] for step in range(self.longest))
+
+    def minibatches(self) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Iterate over the steps: rows `(K, B)` of the clients' batches, None for the first ones, and their sizes."""
+        for step in range(self.longest):
+            yield (None, self._count) if self._full else self._chosen(step)[:2]
 
     def ended(self, step: int) -> Tensor | None:
         """Return which clients have taken their last step just before this one, None if nobody has."""
@@ -194,16 +207,18 @@ class Batches:
         before = (epoch - int(self._first[0])) * self._width
         return self._order[:, before + start : before + stop], self._count.clamp(max=stop - start), self._all
 
-    def _all_rows(self) -> Batch:
+    def _all_rows(self, step: int) -> Batch:
         if self._everything is None:
             width, rows = self._size, self._rows
-            if not self.alike:
+            if not self._even:
                 columns = torch.arange(width).minimum(self._count[:, None] - 1).to(self._device)
                 rows = tree.map(lambda leaf: leaf[self._client, columns], rows)
             else:
                 rows = tree.map(lambda leaf: leaf[:, :width], rows)
-            self._everything = Batch(rows, self._count, self._all, self.alike)
-        return self._everything
+            self._everything = Batch(rows, self._count, self._all, self._even)
+        if self.alike or step < int(self.total.min()):
+            return self._everything
+        return Batch(self._everything.rows, self._count, step < self.total, self._even)
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:
         """Draw the next epochs' permutations for the clients that have come to the end of theirs."""
@@ -216,43 +231,6 @@ class Batches:
         keys = random.fold_in(self._permutations[at, None], epochs)
         counts = self._count[some, None].to(at.device).expand(-1, self._ahead)
         self._order[at] = random.permutation(keys, self._width, counts).flatten(1)
-
-
-def batches_of(count: Tensor, batch_size: int | None, drop_last: bool = False) -> Tensor:
-    """Return how many minibatches an epoch of clients with so many rows `(K,)` has; None for all rows at once.
-
-    Example:
-        >>> count = torch.tensor([4, 9, 12])
-        >>> batches_of(count, 4), batches_of(count, 4, drop_last=True)
-        (tensor([1, 3, 3]), tensor([1, 2, 3]))
-    """
-    if batch_size is None:
-        return torch.ones_like(count)
-    return count // batch_size if drop_last else (count + batch_size - 1) // batch_size
-
-
-def limited(batches: Tensor, limit: float | None) -> Tensor:
-    """Return how many of the minibatches of an epoch `(K,)` are taken: at most so many, or a share if it is a float.
-
-    Raises:
-        BadClients: a share leaves none of the minibatches of some clients.
-
-    Example:
-        >>> import torch
-        >>> limited(torch.tensor([2, 5]), 3), limited(torch.tensor([2, 5]), 0.5)  # as limit_train_batches of a Trainer
-        (tensor([2, 3]), tensor([1, 2]))
-    """
-    if limit is None:
-        return batches
-    taken = batches.clamp(max=limit) if isinstance(limit, int) else (batches.double() * limit).to(batches.dtype)
-    none = ((taken < 1) & (batches > 0)).nonzero()[:, 0].cpu()
-    if len(none):
-        raise BadClients(
-            none,
-            f"Expected at least one minibatch of an epoch, but a limit of {limit} leaves none of "
-            f"{int(batches[none[0]])}; take a larger limit, or a smaller batch_size",
-        )
-    return taken
 
 
 def check_drop_last(drop_last: bool, batch_size: int | None) -> None:

@@ -17,19 +17,13 @@ from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic
+from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, probe, probe_batch
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined, keep_rows
-from fedtorch.federation.solvers.batches import (
-    MODULE,
-    Batches,
-    batches_of,
-    check_last_batches,
-    is_ragged,
-    limited,
-)
+from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
@@ -163,7 +157,7 @@ class Descent:
         key = turn.key
         if len(count := data.count.to("cpu")) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
-        limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit)
+        limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit, turn.share)
         if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
             return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
         whole = self.loss.batched and not self.loss.separable and not self.drop_last
@@ -175,7 +169,8 @@ class Descent:
         for rows in groups:
             some = (start, state, data.batch, quadratic, key)
             first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
-            batches = Batches(batch, count[rows], *limits, keys, *last)
+            share = None if turn.share is None else turn.share[rows]
+            batches = Batches(batch, count[rows], *limits, keys, *last[:2], share)
             done.append(_Stack(self, first, old, batches, pull, turn.with_key(keys)).run())
         return joined(groups, done)
 
@@ -185,6 +180,8 @@ class Descent:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
         if (count := len(data.count)) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
+        if turn.partial:
+            raise ValueError("Expected clients with rows for ft.partial_work, but got loaders; leave one of them out")
         per_epoch, each = torch.tensor([data.steps(k) for k in range(count)]), list(torch.arange(count)[:, None])
         train, block = lambda *group: _Stack(self, *group).run(), (start, state, data, quadratic, turn)
         through = lambda by: joined(by, descend(train, self._look, by, (self.epochs, self.steps), *block))
@@ -248,7 +245,7 @@ class _Stack:
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(batches.planned[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
-        self.position = turn.round * self.batches.longest  # where those stand who have been away, too
+        self.position = turn.round * self.batches.round  # where those stand who have been away, too
         self.rates = turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)

@@ -26,7 +26,7 @@ from fedtorch._untrained import refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
-from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule
+from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, batches_of, limited
 from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
@@ -35,10 +35,8 @@ from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch, look
 from fedtorch.federation.solvers.batches import (
     MODULE,
     PERMUTATIONS,
-    batches_of,
     check_drop_last,
     check_last_batches,
-    limited,
 )
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings

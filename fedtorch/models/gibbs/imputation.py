@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
+from fedtorch.data.incomplete import Incomplete, incomplete_cells
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
@@ -32,22 +33,6 @@ class Normal(NamedTuple):
     covariance: Tensor  # (p + 1, p + 1)
 
 
-class Incomplete(NamedTuple):
-    """Rows with gaps.
-
-    >>> import torch
-    >>> data = incomplete([(torch.tensor([[1.0], [torch.nan]]), torch.tensor([5.0, 6.0]))])
-    >>> rows = incomplete_rows(data[0])  # one covariate and the response
-    >>> rows.observed
-    tensor([[ True,  True], [False,  True]])
-    >>> rows.values
-    tensor([[1., 5.], [0., 6.]], dtype=torch.float64)
-    """
-
-    values: Tensor  # (..., p + 1) covariates and response, zero where missing
-    observed: Tensor  # (..., p + 1) bool
-
-
 def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = ()) -> FederatedData:
     """Return federated data of sites' rows (x `(n, p)`, y `(n,)`) with NaN for what is missing.
 
@@ -58,11 +43,10 @@ def incomplete(clients: Sequence[tuple[Tensor, Tensor]], names: Sequence[str] = 
     if not shapes or any(len(x) != 2 or y != x[:1] for x, y in shapes):
         raise ValueError(f"Expected x (n, p) and y (n,) of every site, but got shapes {shapes}")
     joined = [torch.cat([x, y[:, None]], 1).to(torch.float64) for x, y in clients]
-    values, counts = torch.cat(joined), torch.tensor([len(z) for z in joined])
-    observed = ~values.isnan()
-    if not bool(observed.any(1).all()):
+    rows, counts = incomplete_cells(torch.cat(joined)), torch.tensor([len(z) for z in joined])
+    if not bool(rows.observed.any(1).all()):
         raise ValueError("Expected something observed in every row, but got a row of NaN; leave it out")
-    return FederatedData(Incomplete(torch.where(observed, values, 0.0), observed), counts, tuple(names))
+    return FederatedData(rows, counts, tuple(names))
 
 
 def impute(data: FederatedData, normal: Normal, key: Tensor | None = None) -> FederatedData:
@@ -147,7 +131,7 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
-    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report)
+    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report, regression.family)
 
 
 def _check_regression(regression: LocalKernel, covariates: int) -> None:

@@ -39,6 +39,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fedtorch.models.hierarchical.families import Family
 from fedtorch.tree import Tree
 
 Sums = dict[str, tuple[Tensor, ...]]
@@ -55,12 +56,15 @@ class LocalKernel:
             variables after so many sweeps.
         report: variables -> what enters the sums over the clients, by name: float64 numbers `(K, C, ...)` below
             2¹⁴⁸; several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
+        family: of a response given its predictor, intercept + x'theta of the variables, for predictions; None where
+            the variables do not say it.
     """
 
     init: Callable[[Tensor], Tree]
     prepare: Callable[[Any], Any]
     sweep: Callable[[Tree, Tree, Any, Tensor, int], Tree]
     report: Callable[[Tree], Sums]
+    family: Family | None = None
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from fedtorch.models.gibbs import _interweaving as interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.kernels import LocalKernel, check_start
 from fedtorch.models.gibbs.polya_gamma import polya_gamma
+from fedtorch.models.hierarchical.families import LOGISTIC
 from fedtorch.models.rows import refuse, regression_rows
 from fedtorch.tree import Tree
 
@@ -82,7 +83,7 @@ def logistic_regression(
             states.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
         return tree.stack(states)
 
-    return LocalKernel(init, _prepare, sweep, sparse.report)
+    return LocalKernel(init, _prepare, sweep, sparse.report, LOGISTIC)
 
 
 def _sweep_one(

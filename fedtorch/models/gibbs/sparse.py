@@ -41,6 +41,7 @@ from fedtorch.models.gibbs._gaussian_conditional import (
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.global_priors import GlobalPrior, spike_and_slab
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums, check_start
+from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.linear import (
     SufficientStatistics,
     least_norm as summed_least_norm,
@@ -162,7 +163,7 @@ def regression(
     def prepare(data: Any) -> Design:
         return design(data, intercept) if statistics is None else _designed(statistics(data))
 
-    return LocalKernel(init, prepare, sweep, report)
+    return LocalKernel(init, prepare, sweep, report, None if intercept else GAUSSIAN)
 
 
 def _by_program(

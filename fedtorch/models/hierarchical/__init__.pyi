@@ -2,3 +2,4 @@ from . import generalised as generalised, hyperpriors as hyperpriors, pyro_facto
 from .factor import Model as Model, of as of
 from .hierarchy import Hierarchy as Hierarchy, normal as normal
 from .linear_devices import linear as linear
+from .regressions import regression as regression

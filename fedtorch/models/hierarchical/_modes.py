@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.models import gaussian
-from fedtorch.models.hierarchical._families import ExponentialFamily, Rows
+from fedtorch.models.hierarchical._exponential import ExponentialFamily, Rows
 from fedtorch.models.hierarchical._forms import Powers, monomials
 
 _STEPS = 40

@@ -40,10 +40,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, tree
+from fedtorch.data import Design
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
@@ -70,6 +72,7 @@ class DeviceLikelihood(NamedTuple):
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
     rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
     size: Callable[[Any], int]  # numbers a node of one client needs
+    family: Family | None = None  # the distribution of one response, where it depends on x'θ_k
     dear: bool = False  # whether nodes cost so much that a rule of few of them finds the place of the others first
 
 
@@ -88,6 +91,7 @@ class Model(NamedTuple):
     """
 
     names: tuple[str, ...]  # of the coordinates of φ
+    hierarchy: Hierarchy  # of θ_k, whose part of φ comes first; log σ² is the last coordinate where it is learnt
     prior: Prior
     project: Projection
     start: Start
@@ -96,6 +100,10 @@ class Model(NamedTuple):
     log_factor: LogFactor  # (φ (K, R, p), prepared data) -> log f_k (K, R)
     # (φ (K, R, p), their weights (K, R), prepared data) -> θ_k given the rows, mixed over these φ
     given: Callable[[Tensor, Tensor, Any], DevicePosterior]
+    # (what the others know of φ, prepared data) -> log ∫ f_k(φ) of the rows under it, (K,)
+    log_evidence: Callable[[Moments, Any], Tensor] | None = None
+    family: Family | None = None  # of one response
+    design: Design | None = None  # the formula that it is of, see `hierarchical.regression`
 
 
 def of(
@@ -120,6 +128,7 @@ def of(
     parts = _Parts(hierarchy, likelihood, noise is not None, default_rule(scales) if rule is None else rule)
     return Model(
         names=names,
+        hierarchy=hierarchy,
         prior=prior,
         project=partial(_project, parts),
         start=Start(partial(_summary, parts), partial(_estimate, parts)),
@@ -127,6 +136,8 @@ def of(
         devices=partial(_devices, parts),
         log_factor=partial(_log_factor, parts),
         given=partial(_mixture_at, parts),
+        log_evidence=partial(_log_normaliser, parts),
+        family=likelihood.family,
     )
 
 
@@ -167,6 +178,11 @@ def _mixture_at(parts: _Parts, phi: Tensor, weights: Tensor, data: Any) -> Devic
     return _in_chunks(mixture, (phi, weights, data), parts.numbers(data, phi.shape[1]))
 
 
+def _log_normaliser(parts: _Parts, cavity: Moments, data: Any) -> Tensor:
+    numbers = parts.numbers(data, len(parts.rule.weights))
+    return _in_chunks(partial(_tilted_normaliser, parts), (cavity, data), numbers)
+
+
 def _tilted_moments(parts: _Parts, given: tuple[Moments, Any]) -> Moments:
     return _moments(*_tilted(parts, *given))
 
@@ -174,6 +190,10 @@ def _tilted_moments(parts: _Parts, given: tuple[Moments, Any]) -> Moments:
 def _tilted_mixture(parts: _Parts, given: tuple[Moments, Any]) -> DevicePosterior:
     nodes, _ = _tilted(parts, *given)
     return _mixed(parts, nodes.weights, nodes.values, nodes.nodes)
+
+
+def _tilted_normaliser(parts: _Parts, given: tuple[Moments, Any]) -> Tensor:
+    return _tilted(parts, *given)[0].log_normaliser
 
 
 def _log_evidence(parts: _Parts, given: tuple[Tensor, Any]) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fedtorch import linalg
 from fedtorch.models import gaussian, quadrature
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical._families import BINARY, COUNTS, ExponentialFamily, Rows, prepared
+from fedtorch.models.hierarchical._exponential import BINARY, COUNTS, ExponentialFamily, Rows, prepared
 from fedtorch.models.hierarchical._integrals import integral
 from fedtorch.models.hierarchical._modes import Problem, White
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
@@ -91,7 +91,9 @@ def generalised(
     """
     parts = _Parts.of(hierarchy, family, inner)
 
-    likelihood = DeviceLikelihood(parts.prepare, parts.local, None, lambda data: data.count, lambda data: 1, dear=True)
+    likelihood = DeviceLikelihood(
+        parts.prepare, parts.local, None, lambda data: data.count, lambda data: 1, dear=True, family=family.outcome
+    )
     scales = len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
     return of(hierarchy, likelihood, rule=default_rule(scales) if rule is None else rule)
 

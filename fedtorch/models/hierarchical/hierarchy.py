@@ -36,6 +36,8 @@ class Hierarchy(NamedTuple):
     covariance: Callable[[Tensor], Tensor]  # ζ (..., s) -> S (..., d, d)
     scales: Callable[[Tensor, Tensor], Tensor]  # (E θθ' about μ (d, d), log σ² ()) -> ζ (s,) that would give it
     prior: Prior  # of φ
+    coefficients: tuple[str, ...] = ()  # names of θ_k
+    random: tuple[int, ...] = ()  # numbers of those that differ between devices
 
 
 def normal(
@@ -110,7 +112,8 @@ def normal(
     )
     titles = [f"mean {name}" for name in labels] + [f"log variance {labels[j]}" for j in chosen]
     titles += [f"dependence {labels[chosen[i]]} on {labels[chosen[j]]}" for i, j in zip(row, column)]
-    return Hierarchy(tuple(titles), torch.eye(features, dtype=torch.float64), covariance, scales, prior)
+    design = torch.eye(features, dtype=torch.float64)
+    return Hierarchy(tuple(titles), design, covariance, scales, prior, labels, tuple(chosen))
 
 
 def _number(which: int | str, names: Sequence[str]) -> int:

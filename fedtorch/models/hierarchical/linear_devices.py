@@ -34,6 +34,7 @@ from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
+from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
@@ -86,6 +87,7 @@ def linear(
         lambda data, mean, covariance: _residual(data.rows, mean, covariance),
         lambda data: data.rows.count,
         lambda data: 1,
+        GAUSSIAN,
     )
     return of(hierarchy, likelihood, noise=noise if isinstance(noise, Hyperprior) else None, rule=rule)
 

@@ -25,9 +25,9 @@ from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.rounds.sites import Ask, Question
 
 _LOG = logging.getLogger(__name__)
-_ASKS = ("run", "round", "sequence", "clients", "lost", "metrics")  # of a request's metadata
+_ASKS = ("run", "round", "sequence", "clients", "lost", "metrics", "question")  # of a request's metadata
 _BEGINS = ("run", "algorithm", "settings", "fingerprint", "clients", "first")
-_RELEASES = {"round", "evaluate"}  # what is on the disk before the answer leaves
+_RELEASES = {"round", "evaluate", "agree"}  # what is on the disk before the answer leaves
 _GROUP, _REASON = 20, 150  # sites in an entry, and characters of each one's reason
 Do = Callable[[Frame], bytes | None]
 READABLE = "the server reads what every site sends"
@@ -145,14 +145,8 @@ class ServerRecording:
         digests: dict[str, str] = {}
         if question.requests:
             self._write_asked(record, question.run, {site: send.message for site, send in question.requests.items()})
-            read = partial(_read_with_digest, question.wanted.like, digests)
-            question.wanted = question.wanted._replace(like=read)
-        answers, number = ask(question), next((send.sequence for send in question.requests.values()), 0)
-        for group in _groups(digests):
-            record.note("answered", run=question.run, sequence=number, digests=group)
-        for group in _groups(answers.missing):
-            record.note("missing", run=question.run, sequence=number, reasons=_short(group))
-        return answers
+            _keep_digests(question, digests)
+        return _ask(record, ask, question, digests)
 
     def left_out(self, run: str, reasons: Mapping[str, str]) -> None:
         """Write which answers are not in a sum."""
@@ -204,6 +198,43 @@ class ServerRecording:
         record.note("run", run=run, **asked, **known, **privacy, sites=len(plan.sites.names))
         for group in _groups(dict(zip(plan.sites.names, plan.counts))):
             record.note("sites", run=run, clients=group)
+
+
+def agreeing(record: AuditRecord | None, ask: Ask) -> Ask:
+    """Return what is done in the place of `ask` where sites agree on a design: it writes what it asks, and who answers.
+
+    Args:
+        record: None for none.
+        ask: asks sites.
+    """
+    return ask if record is None else partial(_agreed, record, ask)
+
+
+def _agreed(record: AuditRecord, ask: Ask, question: Question) -> Heard:
+    digests: dict[str, str] = {}
+    payloads = {site: send.message for site, send in question.requests.items()}
+    said = frames.read(next(iter(payloads.values())), "the server").about
+    for group in _groups(payloads):
+        about = {name: said[name] for name in ("kind", "sequence", "question")}
+        record.note("asked", run=question.run, digests=_digests(group), **about)
+    _keep_digests(question, digests)
+    return _ask(record, ask, question, digests)
+
+
+def _keep_digests(question: Question, digests: dict[str, str]) -> None:
+    """Have a question's answers leave their digests, by site."""
+    read = partial(_read_with_digest, question.wanted.like, digests)
+    question.wanted = question.wanted._replace(like=read)
+
+
+def _ask(record: AuditRecord, ask: Ask, question: Question, digests: Mapping[str, str]) -> Heard:
+    """Ask sites, and write who answers, and why others do not."""
+    answers, number = ask(question), next((send.sequence for send in question.requests.values()), 0)
+    for group in _groups(digests):
+        record.note("answered", run=question.run, sequence=number, digests=group)
+    for group in _groups(answers.missing):
+        record.note("missing", run=question.run, sequence=number, reasons=_short(group))
+    return answers
 
 
 def _read_with_digest(read: Callable[[str, Frame], Any], digests: dict[str, str], site: str, frame: Frame) -> Any:

@@ -58,12 +58,12 @@ class RemoteClients:
 
         Raises:
             RuntimeError: fewer sites than the quorum answered; the message says why, and the round can be repeated.
-            ValueError: the turn holds learning rates or a limit, which are the sites' own.
+            ValueError: the turn holds learning rates, a limit or shares, which are the sites' own.
         """
-        if turn.rates is not None or turn.limit is not None:
+        if turn.rates is not None or turn.limit is not None or turn.partial:
             raise ValueError(
-                "Expected a round in which sites train as their configuration says, but got learning rates or a limit "
-                "of minibatches for them; say them to the local solver, which the sites run too"
+                "Expected a round in which sites train as their configuration says, but got learning rates, a limit of "
+                "minibatches or partial work for them; say them to the local solver, which the sites run too"
             )
         self.over = False
         pending, moved = self._drive(self.session.round(outbox, cohort, turn, lost))

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,8 +38,12 @@ def brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Bring
     if set(bring) != set(sites):
         return None
     return {
-        name: Brings(tuple(bring[name]["clients"]), tuple(bring[name]["rows"]), bring[name]["schema"]) for name in sites
+        name: Brings(tuple(bring[name]["clients"]), tuple(bring[name]["rows"]), *_how(bring[name])) for name in sites
     }
+
+
+def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None]:
+    return bring["schema"], bring.get("design")
 
 
 def tell_all(sites: Sites, tell: Callable[[Mapping[int, str]], Iterable[int]], seconds: float) -> None:

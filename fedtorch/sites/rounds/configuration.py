@@ -17,6 +17,16 @@ Settings are the server's: let a function take few, and check those that cost ti
 
 A server names an algorithm and gives settings as JSON; the site calls what it has under that name. Nothing else of what
 comes over the wire decides what is run.
+
+Where a server asks with a formula, the file has a frame in place of rows, and the algorithms are functions of a design:
+
+    frame, client = "patients.csv", "ward"  # or a frame, or a function that returns one; the column of clients
+
+    def regression(design, family="logistic"):
+        return ft.ep(hierarchical.regression(design, family))
+
+    algorithms = {"regression": regression}
+    policy = Policy(minimum=10, columns=("death", "age", "sex"))
 """
 
 from __future__ import annotations
@@ -25,11 +35,12 @@ import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedtorch import expected
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.sites.formulas.tables import read_frame, without_rows
 from fedtorch.sites.rounds.policy import Policy
 
 
@@ -45,6 +56,11 @@ class SiteConfiguration:
         validation: rows of the same clients that `metrics` are computed on.
         metrics: by name, as `Run.evaluate` takes them.
         chunk: at most so many clients at once.
+        frame: of which rows are made by a design, see `of_frame`; `data` then has no columns before sites have agreed.
+        client: the frame's column of clients.
+        missing: whether missing cells of the frame are refused ("refuse"), or kept for the site to complete
+            ("impute"): its algorithms are then `ft.normal_em(M, columns=design)`, and others with
+            `| ft.inference.completed(...)`.
 
     Raises:
         TypeError: something is of another kind.
@@ -58,6 +74,25 @@ class SiteConfiguration:
     validation: FederatedData | None = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
     chunk: int | None = None
+    frame: Any = None
+    client: str = ""
+    missing: Literal["refuse", "impute"] = "refuse"
+
+    @classmethod
+    def of_frame(
+        cls, frame: Any, client: str, algorithms: Mapping[str, Callable[..., Algorithm]], **more: Any
+    ) -> SiteConfiguration:
+        """Configure a site that has a frame, of which it makes rows by a design that sites agree on.
+
+        Args:
+            frame: of pandas, or one that offers `__dataframe__`; the path of a CSV or parquet file; or a function that
+                returns a frame.
+            client: the column of clients.
+            algorithms: by name, functions of a design, and of settings by name.
+            more: other attributes.
+        """
+        table = read_frame(frame)
+        return cls(without_rows(table, client), algorithms, frame=table, client=client, **more)
 
     def __post_init__(self) -> None:
         advice = "make it with ft.data.from_tensors([(x, y)]), or of loaders' data sets with ft.data.from_datasets"
@@ -69,6 +104,8 @@ class SiteConfiguration:
             expected.function(make, f"algorithm {name!r} as a function of its settings", "wrap it in one")
         expected.kind(self.policy, Policy, "policy as Policy", "such as policy = Policy(rounds=100)")
         self.policy.check()
+        if self.missing not in ("refuse", "impute"):
+            raise ValueError(f"Expected missing= as 'refuse' or 'impute', but got {self.missing!r}")
         if isinstance(self.policy.carry, Mapping) and set(self.policy.carry) != set(self.algorithms):
             raise ValueError(
                 f"Expected policy whose carry= names all algorithms {sorted(self.algorithms)} and no others, but got "
@@ -83,15 +120,22 @@ def read_configuration(path: Path | str) -> SiteConfiguration:
 
     Raises:
         FileNotFoundError: there is no such file.
-        ValueError: it lacks data or algorithms.
+        ValueError: it lacks data or algorithms; a frame without client, the column of clients.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file with the site's data and algorithms, but {path} is not there")
     defined = runpy.run_path(str(path))
+    if "frame" in defined and "data" not in defined:
+        names = [name for name in SiteConfiguration.__dataclass_fields__ if name in defined]
+        if {"client", "algorithms"} <= set(names):
+            return SiteConfiguration.of_frame(**{name: defined[name] for name in names})
     missing = [name for name in ("data", "algorithms") if name not in defined]
     if missing:
-        raise ValueError(f"Expected {path} to define {' and '.join(missing)}; see fedtorch.sites.rounds.configuration")
+        raise ValueError(
+            f"Expected {path} to define {' and '.join(missing)}, or frame, client and algorithms; see "
+            "fedtorch.sites.rounds.configuration"
+        )
     return SiteConfiguration(
         **{name: defined[name] for name in SiteConfiguration.__dataclass_fields__ if name in defined}
     )

@@ -36,6 +36,9 @@ class Policy(NamedTuple):
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
     remember_sums: bool = True  # under masks, in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
+    minimum: int = 10  # rows behind any number or name that is told of a frame, for a formula
+    columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
+    designs: int = 100  # by which rows of a frame are made, in all
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""
@@ -49,6 +52,11 @@ class Policy(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError unless they are in range."""
+        if self.minimum < 1 or self.designs < 0 or isinstance(self.columns, str):
+            raise ValueError(
+                f"Expected a minimum of at least 1 row, columns as a tuple, and no negative number of designs, but got "
+                f"{self}"
+            )
         if self.smallest_cohort < 1 or self.honest < 1 or (self.rounds or 0) < 0:
             raise ValueError(
                 "Expected a smallest cohort of at least 1, as many honest clients, and no negative number of rounds, "

@@ -121,6 +121,11 @@ class Remote:
             asked.bring = bring
         self._checkpoint, self._last_word = checkpoint, 0.0 if checkpoint is None else min(timeout, LAST_WORD)
         brings = [asked.bring[name] for name in asked.names]
+        if brings[0].design == "":  # nor have the others
+            raise ValueError(
+                f"Expected sites that have agreed on a design, but {list(sites)} have frames and none; begin with "
+                "sites.agree(host, sites, formula, client=…)"
+            )
         self.names = tuple(client for each in brings for client in each.clients)
         if len(set(self.names)) != len(self.names):
             twice = sorted({name for name in self.names if self.names.count(name) > 1})
@@ -155,6 +160,18 @@ class Remote:
     def data(self) -> FederatedData:
         """Return not here: raises ValueError."""
         raise ValueError("Expected rows in this process, but they are at the sites; ask for what can be computed there")
+
+    @property
+    def counts(self) -> Tensor:
+        """Return how many rows the sites say that each client has, `(K,)`."""
+        asked = self.plan.sites
+        return torch.tensor([rows for name in asked.names for rows in asked.bring[name].rows])
+
+    @property
+    def organisations(self) -> dict[str, tuple[str, ...]]:
+        """Return the names of each site's clients, by site."""
+        asked = self.plan.sites
+        return {name: tuple(asked.bring[name].clients) for name in asked.names}
 
     @property
     def troubles(self) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -312,13 +313,24 @@ class SiteSession:
         return inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device)), came["more"], blobs
 
 
+def _by_design(configuration: SiteConfiguration) -> dict[str, Any]:
+    """Return the argument of algorithms where the site has a frame: the design that sites have agreed on."""
+    if configuration.frame is None:
+        return {}
+    if configuration.data.design is None:
+        raise Refusal("the site has a frame, and sites have not agreed on a design yet; begin with sites.agree(...)")
+    return {"design": configuration.data.design}
+
+
 def _built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Carry]:
     """Return the algorithm that is asked for and how it is carried, if the site would run what the server does."""
     name, settings = begin.text("algorithm"), begin.names("settings")
     if name not in configuration.algorithms:
         raise Refusal(f"the site offers the algorithms {sorted(configuration.algorithms)}, but not {name!r}")
     try:
-        algorithm = configuration.algorithms[name](**settings)
+        algorithm = configuration.algorithms[name](**_by_design(configuration), **settings)
+    except Refusal:
+        raise
     except Exception as error:
         raise Refusal(f"the site does not run {name!r} with settings {settings}: {type(error).__name__}") from error
     carry = configuration.policy.carry_of(name)

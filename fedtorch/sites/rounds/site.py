@@ -17,6 +17,7 @@ from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.audit.recording import SiteRecording
+from fedtorch.sites.formulas.site_frame import SiteFrame, by_design
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._began import check_name
@@ -172,7 +173,9 @@ class Site:
         identity: Identity | None = None,
         record: AuditRecord | None = None,
     ) -> None:
-        self.configuration, self.folder, self._identity = configuration, folder, identity
+        self.folder, self._identity = folder, identity
+        self._frame = SiteFrame(configuration, folder)
+        self.configuration = self._frame.configuration
         self._watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
         self._recorded = self.recording.around(self._do, self._budget)
@@ -187,8 +190,8 @@ class Site:
     def hello(self) -> bytes:
         """Return the first frame on every stream, which says who is here."""
         data = self.configuration.data
-        schema = frames.described(data.rows)
-        about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema}
+        schema, design = frames.described(data.rows), by_design(self.configuration)
+        about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema, **design}
         return frames.encode("hello", protocol=PROTOCOL, **about)
 
     def half(self, server: Name = 0) -> Half:
@@ -256,6 +259,10 @@ class Site:
                 self.recording.begin(frame, server, self._why)
 
     def _do(self, frame: Frame) -> bytes | None:
+        if frame.kind == "agree":
+            answer = self._frame.answer(frame)
+            self.configuration = self._frame.configuration
+            return answer
         if self._session is None and self._why is None:
             return None  # the server has not heard this process's hello yet, and will ask again
         if self._session is None or self._session.run != run_of(frame):

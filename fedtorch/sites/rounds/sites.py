@@ -29,12 +29,16 @@ LATE = "it is late"
 _LOOK = 0.25  # seconds after which it is seen that a site has gone
 
 
+Begin = Callable[[str], bytes]
+
+
 class Brings(NamedTuple):
     """Holds what a site has said that it brings."""
 
     clients: tuple[str, ...]
     rows: tuple[int, ...]
     schema: Any  # of its rows, as JSON
+    design: str | None = None  # a digest of that by which its frame's rows are made, empty before; None for no frame
 
 
 class Question:
@@ -42,7 +46,7 @@ class Question:
 
     Args:
         run: the identity of the run.
-        begin: site -> the frame that begins the run there.
+        begin: site -> the frame that begins the run there; None where there is none.
         requests: by site, all of one number.
         wanted: how the answers are read, how many are waited for, and how long.
 
@@ -53,7 +57,7 @@ class Question:
         bytes_up: of the answers that were taken.
     """
 
-    def __init__(self, run: str, begin: Callable[[str], bytes], requests: Mapping[str, Send], wanted: Receive) -> None:
+    def __init__(self, run: str, begin: Begin | None, requests: Mapping[str, Send], wanted: Receive) -> None:
         self.run, self.begin, self.requests, self.wanted = run, begin, requests, wanted
         self.asked: set[str] = set()
         self.waiting = dict.fromkeys(requests)
@@ -92,6 +96,7 @@ class Sites:
         host: over which they come.
         names: of the sites, as their certificates call them.
         agreed: how many rows a site may have at most, by name, where that was agreed.
+        alike: whether all have to bring rows of one kind, as they do not before they agree on a design.
 
     Attributes:
         bring: what each brings, once it has been here.
@@ -99,8 +104,10 @@ class Sites:
         on_drop: told of every site that is disconnected, and why.
     """
 
-    def __init__(self, host: Hub, names: Sequence[str], agreed: Mapping[str, int | None] | None = None) -> None:
-        self.host, self.names, self._agreed = host, tuple(names), dict(agreed or {})
+    def __init__(
+        self, host: Hub, names: Sequence[str], agreed: Mapping[str, int | None] | None = None, alike: bool = True
+    ) -> None:
+        self.host, self.names, self._agreed, self._alike = host, tuple(names), dict(agreed or {}), alike
         self.bring: dict[str, Brings] = {}
         self.troubles: dict[str, str] = {}
         self.on_drop: Callable[[str, str], None] = lambda name, reason: None
@@ -135,13 +142,13 @@ class Sites:
         self._sequence += 1
         return self._sequence
 
-    def drive(self, half: Half, run: str, begin: Callable[[str], bytes], ask: Ask | None = None) -> tuple[Any, Traffic]:
+    def drive(self, half: Half, run: str, begin: Begin | None, ask: Ask | None = None) -> tuple[Any, Traffic]:
         """Run a half of the server, whose messages are requests; return its result, and the bytes that it moved.
 
         Args:
             half: of the server; it waits for all whom it has sent something together.
             run: the identity of the run.
-            begin: site -> the frame that begins the run there.
+            begin: site -> the frame that begins the run there; None where there is none.
             ask: in the place of the method, such as one that keeps a record too.
         """
         requests, moved = dict[str, Send](), Traffic(0, 0)
@@ -208,9 +215,9 @@ class Sites:
         """Send a frame that wants no answer, if the site is here."""
         return name in self._here and self._send(name, run, begin, frame, answers=0)
 
-    def _send(self, name: str, run: str, begin: Callable[[str], bytes], request: bytes, answers: int = 1) -> bool:
+    def _send(self, name: str, run: str, begin: Begin | None, request: bytes, answers: int = 1) -> bool:
         try:
-            if self._begun.get(name) != run:
+            if begin is not None and self._begun.get(name) != run:
                 self.host.send(name, begin(name), answers=0)
                 self._begun[name] = run
             self.host.send(name, request, answers)
@@ -262,8 +269,13 @@ class Sites:
         if not clients or len(rows) != len(clients):
             raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
         frames.no_rows(schema)
-        brings = Brings(clients, rows, schema)
-        for other, known in islice(self.bring.items(), 1):  # the others are like the first
+        brings = Brings(clients, rows, schema, frame.text("design") if "design" in frame.about else None)
+        for other, known in islice(self.bring.items(), self._alike):  # the others are like the first
+            if known.design != brings.design:
+                raise ValueError(
+                    f"Expected rows by the design of {other!r}, but {name!r} has them by another or none; let all "
+                    "sites agree with sites.agree(...)"
+                )
             if known.schema != schema:
                 raise ValueError(
                     f"Expected rows like those of {other!r}, {known.schema}, but {name!r} has {schema}; bring the same "

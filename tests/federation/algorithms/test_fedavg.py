@@ -172,7 +172,7 @@ def test_those_who_answer_are_the_federation(local: ft.LocalSolver, how: str) ->
     data, silent = linear_clients(SIZES), torch.tensor([1, 4])
     others = torch.tensor([0, 2, 3, 5])
     settings: dict[str, Any] = {
-        "cohort": {"cohort": lambda key: others},
+        "cohort": {"cohort": lambda key, round: others},
         "before": {"faults": ft.Faults(before=lambda key, ids: torch.isin(ids, silent))},
         "after": {"faults": ft.Faults(after=lambda key, ids: torch.isin(ids, silent))},
     }[how]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -72,6 +73,37 @@ def test_algorithm_2_of_the_paper(name: str) -> None:
         corrected = (m / (1 - 0.9**t), v / (1 - 0.99**t)) if name == "Adam" else (m, v)
         x = x + rate * corrected[0] / (corrected[1].sqrt() + tau)
         assert distance(joined(round.server.parameters), x) < 100 * ROUNDING
+
+
+@pytest.mark.parametrize("name", ["Adam", "Yogi", "Adagrad"])
+@pytest.mark.parametrize("initial", [None, 0.0, 0.04])
+def test_second_moments_begin_where_papers_and_libraries_say(name: str, initial: float | None) -> None:
+    """τ² in Reddi et al., 0 in Flower and FLamby, without correction of bias."""
+    data, tau, rate = linear_clients(SIZES), 1e-3, 0.1
+    make: Any = {"Adam": partial(ft.fedadam, bias_correction=False), "Yogi": ft.fedyogi, "Adagrad": ft.fedadagrad}[name]
+    local = ft.least_squares(linear())
+    x = joined(local.parameters)
+    m, v = torch.zeros_like(x), torch.full_like(x, tau**2 if initial is None else initial)
+    for round in ft.Run(make(local, lr=rate, eps=tau, initial=initial), ft.InProcess(data)).rounds(4):
+        best = [torch.linalg.pinv(a, hermitian=True) @ (b - a @ x) + x for a, b in (moments(*rows) for rows in data)]
+        delta = sum(n / COUNTS.sum() * (end - x) for n, end in zip(COUNTS, best))
+        beta = 0.0 if name == "Adagrad" else 0.9
+        m = beta * m + (1 - beta) * delta
+        if name == "Adagrad":
+            v = v + delta**2
+        elif name == "Yogi":
+            v = v - 0.01 * delta**2 * torch.sign(v - delta**2)
+        else:
+            v = 0.99 * v + 0.01 * delta**2
+        x = x + rate * m / (v.sqrt() + tau)
+        assert distance(joined(round.server.parameters), x) < 100 * ROUNDING
+
+
+def test_an_initial_moment_is_checked() -> None:
+    with pytest.raises(ValueError, match="pass bias_correction=False"):
+        ft.fedadam(sgd(0.1), initial=0.0)
+    with pytest.raises(ValueError, match="Expected an initial second moment of at least 0"):
+        ft.fedyogi(sgd(0.1), initial=-1.0)
 
 
 def test_gradient_descent_of_step_one_is_fedavg() -> None:

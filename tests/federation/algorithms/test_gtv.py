@@ -204,7 +204,7 @@ def test_traffic_is_counted_over_edges() -> None:
     message = ft.wire.size(Sent(None, ft.Sum({"weight": torch.zeros(1, 3, dtype=torch.float64)})))
     done = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES))).step()
     assert (done.bytes_up, done.bytes_down) == (2 * len(NETWORK.edges) * message, 0)
-    done = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)), cohort=lambda key: torch.tensor([1, 4])).step()
+    done = ft.Run(algorithm, ft.InProcess(linear_clients(SIZES)), cohort=lambda key, round: torch.tensor([1, 4])).step()
     assert done.bytes_up == int(NETWORK.neighbour_counts[[1, 4]].sum()) * message
 
 
@@ -311,4 +311,4 @@ def test_a_key_draws_the_active_sets() -> None:
     active = ft.poisson_cohort(0.3, N)
     found = ft.run(algorithm, ft.InProcess(BARE), cohort=active, seed=3, rounds=150).last
     assert distance(models(found, algorithm), dense_solution(BARE, NETWORK, ALPHA)) < NEAR
-    assert int(active(random.key(0)).numel()) <= N
+    assert int(active(random.key(0), 0).numel()) <= N

@@ -286,6 +286,25 @@ def test_noise_is_that_of_least_squares_drawn_to_all() -> None:
     assert distance(noise_variance(server.summary), expected) < 10 * ROUNDING
 
 
+def test_noise_of_each_device_weighs_its_rows() -> None:
+    """Rows over σ_k with noise 1 are rows with noise σ_k²."""
+    data, variances = related(SIZES), torch.linspace(0.2, 3.0, K, dtype=torch.float64)
+    scaled = ft.data.from_tensors([(x / v.sqrt(), y / v.sqrt()) for (x, y), v in zip(data, variances)])
+    known, unit = (
+        ft.run(matrix_normal(ft.least_squares(head()), noise=noise), ft.InProcess(rows), rounds=8).server
+        for noise, rows in ((variances, data), (1.0, scaled))
+    )
+    assert distance(known.parameters, unit.parameters) < 1e3 * ROUNDING
+    assert distance(known.covariance.dense(), unit.covariance.dense()) < 1e3 * ROUNDING
+
+
+def test_noise_of_each_device_is_checked() -> None:
+    with pytest.raises(ValueError, match=r"Expected positive noise variances \(K,\)"):
+        matrix_normal(ft.least_squares(head()), noise=[1.0, 0.0])
+    with pytest.raises(ValueError, match=f"Expected the noise variances of {K} devices, but got 2"):
+        ft.Run(matrix_normal(ft.least_squares(head()), noise=[1.0, 2.0]), ft.InProcess(related(SIZES)))
+
+
 def test_the_order_of_the_devices_does_not_matter() -> None:
     data, order = related(SIZES), torch.tensor([3, 5, 0, 1, 4, 2])
     algorithm = matrix_normal(ft.least_squares(head(), steps=5))

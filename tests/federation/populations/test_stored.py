@@ -79,6 +79,6 @@ def test_other_files_and_rows_are_refused(tmp_path: Path) -> None:
     (tmp_path / "torn").write_bytes(b"\x08\0\0\0")
     with pytest.raises(ValueError, match=r"Expected a safetensors file in .*torn"):
         FederatedData.from_file(tmp_path / "torn")
-    for rows in (torch.ones(2, 1), {"counts": torch.ones(2)}, (torch.ones(2), {"y": torch.ones(2)})):
+    for rows in (torch.ones(2, 1), {"counts": torch.ones(2)}, ({"y": torch.ones(2)}, torch.ones(2))):
         with pytest.raises(ValueError, match="Expected rows as a tuple or dict of tensors"):
             FederatedData(rows, torch.tensor([2])).to_file(tmp_path / "rows")

@@ -26,7 +26,7 @@ every_cohort = pytest.mark.parametrize("name", COHORTS)
 
 
 def draws(cohort: Cohort, count: int) -> list[Tensor]:
-    return [cohort(key) for key in random.fold_in(random.key(11), torch.arange(count))]
+    return [cohort(key, 0) for key in random.fold_in(random.key(11), torch.arange(count))]
 
 
 def inclusions(cohorts: list[Tensor], clients: int) -> Tensor:
@@ -145,13 +145,36 @@ def test_refusals() -> None:
         fixed_cohort([1, 3]),
         ft.poisson_cohort(1.0, 5),
         ft.weighted_cohort([1.0] * 5, 5),
-        lambda key: torch.tensor([1, 0]),
+        lambda key, round: torch.tensor([1, 0]),
     ],
     ids=["fixed", "poisson", "weighted", "not ascending"],
 )
-def test_cohorts_of_other_populations_are_refused(cohort: Cohort) -> None:
+def test_cohorts_of_other_populations_are_refused_when_they_are_drawn(cohort: Cohort) -> None:
+    run = ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6])), cohort=cohort)
+    before = run.server
+    with pytest.raises(ValueError, match="distinct ascending ids of the population's 3 clients"):
+        run.step()
+    assert (run.number, run.server) == (0, before)
+
+
+def test_ids_of_other_populations_are_refused_at_once() -> None:
     algorithm, population = ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6]))
     with pytest.raises(ValueError, match="distinct ascending ids of the population's 3 clients"):
-        ft.Federation(algorithm, population, cohort=cohort)
-    with pytest.raises(ValueError, match="distinct ascending ids of the population's 3 clients"):
-        ft.Run(algorithm, population, cohort=cohort).step()
+        ft.Federation(algorithm, population, cohort=[1, 3])
+
+
+def test_a_function_is_given_the_round_and_called_once_for_each() -> None:
+    seen: list[int] = []
+
+    def in_turn(key: Tensor, round: int) -> Tensor:
+        seen.append(round)
+        return torch.tensor([round % 3])
+
+    run = ft.run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5, 6])), rounds=4, cohort=in_turn)
+    assert seen == [0, 1, 2, 3]
+    assert [round.asked.tolist() for round in [run.last] if round is not None] == [[0]]
+
+
+def test_a_function_of_the_key_alone_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match="two arguments, the round's key and the number of rounds before it"):
+        ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(linear_clients([4, 5])), cohort=lambda key: None)  # type: ignore[arg-type, misc]

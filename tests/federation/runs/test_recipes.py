@@ -158,9 +158,9 @@ def test_vertical_nodes_agree_on_predictions() -> None:
     """The dense minimiser of Σ |y − X_i w_i|²/m + α Σ A_ij |X_i w_i − X_j w_j|²/m over the nodes' own columns."""
     x, y, columns, network = vertical_case()
     lines = lambda: LinearRegression(fit_intercept=False)
-    data, algorithm, inputs = recipes.vertical(lines, x, y, columns, network, 0.7)
-    final = ft.run(algorithm, ft.InProcess(data, 2), {}, cohort=2, seed=1, rounds=80).last
-    models = regressors.fitted(lines, data, final.server, 0.7, inputs)
+    data, algorithm, _ = recipes.vertical(lines, x, y, columns, network, 0.7)
+    final = ft.run(algorithm, ft.InProcess(data, 2), {}, cohort=2, seed=1, rounds=80)
+    models = regressors.fitted(final)
     parts = [x[:, own] for own in columns]
     strength = torch.eye(3).double() + 0.7 * network.laplacian().to_dense()
     system = torch.cat(
@@ -176,9 +176,9 @@ def test_vertical_nodes_agree_on_predictions() -> None:
 def test_vertical_trees_do_not_see_the_features_of_others() -> None:
     x, y, columns, network = vertical_case()
     make = lambda: DecisionTreeRegressor(max_depth=3, random_state=0)
-    data, algorithm, inputs = recipes.vertical(make, x, y, columns, network, 0.7)
-    final = ft.run(algorithm, ft.InProcess(data), {}, rounds=5).last
-    for model, own in zip(regressors.fitted(make, data, final.server, 0.7, inputs), columns):
+    data, algorithm, _ = recipes.vertical(make, x, y, columns, network, 0.7)
+    final = ft.run(algorithm, ft.InProcess(data), {}, rounds=5)
+    for model, own in zip(regressors.fitted(final), columns):
         features = torch.as_tensor(model.tree_.feature)
         assert bool(own[features[features >= 0]].all())
 

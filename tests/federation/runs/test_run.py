@@ -132,14 +132,14 @@ def test_if_nobody_answers_the_server_is_not_called(when: str) -> None:
 
 def test_cohorts_are_uniform_and_distinct() -> None:
     draws = 7000
-    cohorts = uniform_cohort(3, K)(random.fold_in(random.key(0), torch.arange(draws)))
+    cohorts = uniform_cohort(3, K)(random.fold_in(random.key(0), torch.arange(draws)), 0)
     assert bool((cohorts[:, 1:] > cohorts[:, :-1]).all())
     _, counts = cohorts.unique(dim=0, return_counts=True)
     assert len(counts) == 35  # all subsets of 3 of 7
     expected = draws / 35
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert abs(statistic - 34) < 4 * (2 * 34) ** 0.5  # χ² with 34 degrees of freedom, four standard deviations
-    assert uniform_cohort(K, K)(random.key(1)).tolist() == list(range(K))
+    assert uniform_cohort(K, K)(random.key(1), 0).tolist() == list(range(K))
 
 
 def test_a_new_cohort_every_round() -> None:
@@ -160,7 +160,7 @@ def test_impossible_cohorts_are_refused(size: int) -> None:
 
 def test_cohorts_of_ones_own() -> None:
     population = ft.InProcess(linear_clients(SIZES))
-    rounds = ft.Run(running_sum(), population, START, cohort=lambda key: torch.tensor([1, 4])).rounds(3)
+    rounds = ft.Run(running_sum(), population, START, cohort=lambda key, round: torch.tensor([1, 4])).rounds(3)
     assert [round.ids.sort().values.tolist() for round in rounds] == [[1, 4]] * 3
 
 

@@ -122,7 +122,7 @@ def test_empty_cohorts_and_those_that_are_no_tensors() -> None:
     with pytest.raises(ValueError, match="Expected at least one client in a cohort, but got none"):
         ft.Run(ft.fedavg(stacked()), HERE, cohort=[])
     with pytest.raises(TypeError, match=r"Expected a cohort of int64 ids .*, but got list; return a tensor"):
-        ft.Run(ft.fedavg(stacked()), HERE, cohort=lambda key: [0, 1])  # type: ignore[arg-type, return-value]
+        ft.Run(ft.fedavg(stacked()), HERE, cohort=lambda key, round: [0, 1]).step()  # type: ignore[arg-type, return-value]
 
 
 @pytest.mark.parametrize(

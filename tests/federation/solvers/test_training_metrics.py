@@ -102,7 +102,7 @@ def test_a_value_is_averaged_over_steps(module):
 def test_company_changes_nothing(module):
     solver = ft.gradient_descent(module, epochs=1, batch_size=4)
     together = logged(solver, clients(), rounds=1)
-    run = ft.Run(ft.fedavg(solver), ft.InProcess(clients()), cohort=lambda key: torch.tensor([1]))
+    run = ft.Run(ft.fedavg(solver), ft.InProcess(clients()), cohort=lambda key, round: torch.tensor([1]))
     for name, values in run.step().info.items():
         torch.testing.assert_close(values[0], together[name][1], msg=name)
 

@@ -289,7 +289,7 @@ def test_the_same_messages_are_not_added_up_with_and_without_a_site() -> None:
     one, other = made.run(), made.run()
     one.step()
     other.clients.session.run = one.clients.run
-    other._draw = lambda key: torch.arange(5)
+    other._draw = lambda key, number: torch.arange(5)
     with pytest.raises(RuntimeError, match="takes part in others with the same sites only"):
         other.step()
     other._draw = None

@@ -106,7 +106,7 @@ def test_two_rounds_over_one_start_are_of_the_same_sites(tmp_path: Path) -> None
     before = tree.to(run.server, copy=True)
     run.step(), run.step()
     run.server = before
-    run._draw = lambda key: torch.arange(3)
+    run._draw = lambda key, number: torch.arange(3)
     with pytest.raises(RuntimeError, match=SAME):
         run.step()
     run.server = tree.map(lambda leaf: torch.where(leaf == 0, -leaf, leaf), before)  # zeros of another sign
@@ -139,7 +139,7 @@ def test_other_clients_of_a_site_over_one_start_are_refused(tmp_path: Path) -> N
     before = tree.to(run.server, copy=True)
     run.step()
     run.server = before
-    run._draw = lambda key: torch.arange(5)
+    run._draw = lambda key, number: torch.arange(5)
     with pytest.raises(RuntimeError, match=r"'c': .* takes part in others with the same of its own clients only"):
         run.step()
 

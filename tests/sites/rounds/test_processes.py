@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.enrolled import NAMES, Place
 from support.oracles.closed_forms import ROUNDING, distance
 from support.processes import TESTS, Process
 from support.scripts.my_data import DATA, scaffold
@@ -19,57 +20,10 @@ from support.scripts.my_secrets import carry, envelopes, masked
 import fedtorch as ft
 from experiments.benchmarks import remote as benchmark
 from fedtorch import checkpoint, cli, tree
-from fedtorch.sites import AuditRecord, Hub, Remote, Roster, serve
-from fedtorch.sites.enrolment import EnrolmentServer
+from fedtorch.sites import AuditRecord, Remote
 from fedtorch.sites.identity import identity, key_directory
 
 pytest.importorskip("grpc")
-NAMES = ["a", "b", "c"]
-
-
-class Place:
-    """A folder with a server and three sites, enrolled by the commands for it."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        self.folder, self.sites = folder, dict[str, Process]()
-        authority = str(folder / "authority")
-        assert cli.main(["authority", authority, "--server", str(folder / "server")]) == 0
-        self.roster = Roster(folder / "server" / "roster.json")
-        enrolling = EnrolmentServer(authority, "127.0.0.1:0", self.roster)
-        for name in NAMES:
-            capsys.readouterr()
-            assert cli.main(["invite", name, "--authority", authority, "--at", f"127.0.0.1:{enrolling.port}"]) == 0
-            token = capsys.readouterr().out.strip()
-            assert cli.main(["enrol", token, "--identity", str(folder / name)]) == 0
-        enrolling.close()
-
-    def serve(self) -> Hub:
-        """In this process."""
-        return serve("127.0.0.1:0", identity.read(self.folder / "server"), self.roster)
-
-    def join(self, name: str, port: int, brings: str = "my_data.py") -> None:
-        """A site's process begins."""
-        folder = self.folder / name
-        own = TESTS / "support" / "scripts" / brings
-        command = ["-m", "fedtorch.cli", "join", f"127.0.0.1:{port}", "--data", str(own)]
-        command += ["--identity", str(folder), "--save", str(folder / "models.safetensors"), "--timeout", "120"]
-        self.sites[name] = Process(command, SITE=name)
-
-    def kill(self, name: str) -> None:
-        """A site's process ends at once."""
-        self.sites[name].kill()
-        self.sites[name].communicate()
-
-    def models(self) -> tree.Tree:
-        """What sites have saved, once their processes have ended, `(6, ...)`."""
-        rows = []
-        for i, name in enumerate(NAMES):
-            said = self.sites[name].communicate(timeout=60)
-            assert self.sites[name].returncode == 0, said[-3000:]
-            flat = checkpoint.read(self.folder / name / "models.safetensors")
-            for k in (2 * i, 2 * i + 1):
-                rows.append({part: flat[f"client {k}.{part}"] for part in ("weight", "bias")})
-        return tree.stack(rows)
 
 
 @pytest.fixture

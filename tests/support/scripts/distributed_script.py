@@ -94,7 +94,7 @@ def worst(first: list[Any], second: list[Any]) -> float:
 
 
 def only(*clients: int) -> Callable[[Tensor], Tensor]:
-    return lambda key: torch.tensor(clients)
+    return lambda key, round: torch.tensor(clients)
 
 
 def cases() -> dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, Any]]]:

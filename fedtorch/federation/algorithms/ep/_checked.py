@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fedtorch.federation.algorithms.consensus import at_node
-from fedtorch.federation.algorithms.ep.algorithm import EPServer
+from fedtorch.federation.algorithms.ep._server import EPServer
 from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian

@@ -11,8 +11,9 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.ep import _damping as pacing
-from fedtorch.federation.algorithms.ep._damping import Moved, Pace
+from fedtorch.federation.algorithms.ep._server import EPServer as EPServer
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
+from fedtorch.federation.algorithms.ep.estimates import estimates
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
@@ -39,34 +40,6 @@ class _State(NamedTuple):
     before: Natural  # its site before its last step
     good: Natural  # its site in the last round known to be good
     stepped: Tensor  # version of q that its last step started from, −1 before the first
-
-
-class EPServer(NamedTuple):
-    """Hold what the server keeps.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> from fedtorch.models import hierarchical
-        >>> x = torch.ones(20, 1, dtype=torch.float64)
-        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0)])
-        >>> run = ft.run(ft.ep(hierarchical.linear(hierarchical.normal(1), noise=0.1)), ft.InProcess(data), rounds=3)
-        >>> server = run.server
-        >>> torch.allclose(server.posterior.shift, server.prior.shift + server.total.site.shift)  # prior and sites
-        True
-        >>> int(server.version), float(server.moved.improper), float(server.total.waiting)  # all have made a step
-        (3, 0.0, 0.0)
-    """
-
-    prior: Natural  # the normal part of p(φ)
-    prior_sites: Natural  # of the other part, (F,) each
-    share: Natural  # of the first estimate, of each client that waits
-    posterior: Natural  # q(φ)
-    trusted: Natural  # the last q that clients need not go back from
-    version: Tensor  # rounds that have been aggregated
-    pace: Pace  # of the next round
-    moved: Moved  # by the last round
-    population: Tensor  # number of clients
-    total: Tree = None  # `site`, `summary` and `waiting` of all clients, added up, float64
 
 
 class _Outbox(NamedTuple):
@@ -128,6 +101,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         told=Told(lambda state: state.told),
         report=lambda server: server.moved._asdict(),
         settings={"algorithm": "ep", "model": model, "damping": damping},
+        estimates=estimates,
         start=whole.prior.normal._asdict(),
     )
 

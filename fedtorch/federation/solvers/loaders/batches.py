@@ -13,7 +13,8 @@ from torch import Tensor
 from fedtorch import random, tree
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.data.padding import alike
-from fedtorch.federation.solvers.batches import MODULE, Batch, limited
+from fedtorch.federation.local_schedule import limited
+from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.tree import Tree
 
 
@@ -67,7 +68,7 @@ class LoadedBatches:
     Attributes:
         total: `(K,)` batches of each client so far.
         per_epoch: `(K,)` batches of a pass, as far as that is known.
-        longest: the most batches that a client is known to have.
+        longest, round: the most batches that a client is known to have.
         device: of the batches.
         planned: `(K,)` batches of each client in all, as far as that is known.
         alike, known, together: as of `Batches`; clients may end at any step.
@@ -84,7 +85,7 @@ class LoadedBatches:
         self.per_epoch = limited(torch.tensor([data.steps(k) for k in range(count)]), limit)
         self._most = None if limit is None else self.per_epoch.tolist()
         self.planned = torch.full_like(self.total, steps or 0) if epochs is None else epochs * self.per_epoch
-        self.longest = int(self.planned.max())
+        self.longest = self.round = int(self.planned.max())
         self._ended: Tensor | None = None  # (K,) bool, who has ended before this step
         self._ahead: LoadedBatch | None = None
         self._open = ExitStack()

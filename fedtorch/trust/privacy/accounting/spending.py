@@ -173,7 +173,7 @@ class Spending:
 def secret_cohort(spending: Spending, sampling_rate: float, clients: int) -> Cohort:
     """Draw each client independently with this probability from the entropy of `spending`, whatever the seed."""
 
-    def draw(key: Tensor) -> Tensor:
+    def draw(key: Tensor, round: int) -> Tensor:
         purpose = spending.purpose(int(key), "cohort", b"")
         return (spending.entropy.uniforms(purpose, clients) < sampling_rate).nonzero()[:, 0]
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
 
 CACHED = 2**16  # linear predictors at a time
@@ -64,16 +65,13 @@ class ExponentialFamily(NamedTuple):
     """A log-concave family: log p(y | η) = t η − n b(η), up to a constant, for η = x'θ + offset and n trials."""
 
     extras: tuple[str, ...]  # what it knows beside x and y
-    response: Callable[
-        [Observations, Tensor], Tensor
-    ]  # rows, mask -> t; raises `BadClients` for responses that don't fit
+    response: Callable[[Observations, Tensor], Tensor]  # rows, mask -> t; raises `BadClients` where they do not fit
     constant: Callable[[Observations], Tensor]  # -> the rest of log p
     cumulant: Callable[[Tensor, Rows], Tensor]  # η (K, P, N), which it may overwrite, of rows -> Σ times b (K, P)
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
     bends: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # η, which it may overwrite -> b'', b''', b''''
-    spread: Callable[
-        [Tensor], Tensor
-    ]  # v -> how far ½ E b''''·v is right, as a variance to take for v in E b''(η + v^½ z)
+    spread: Callable[[Tensor], Tensor]  # v -> w, so that E b''(η + v^½ z) is about b'' + ½ w b''''
+    outcome: Family | None = None  # of one response
 
 
 def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor) -> Rows:
@@ -194,6 +192,7 @@ BINARY = ExponentialFamily(
     slopes=_logistic_slopes,
     bends=_logistic_bends,
     spread=_bounded,
+    outcome=LOGISTIC,
 )
 COUNTS = ExponentialFamily(
     extras=("offset", "weight"),
@@ -203,4 +202,5 @@ COUNTS = ExponentialFamily(
     slopes=_poisson_slopes,
     bends=_poisson_bends,
     spread=_bounded,
+    outcome=POISSON,
 )

@@ -1,0 +1,67 @@
+"""Compositions beside the best of their parts: what no part alone can do.
+
+A shared body under Bayesian heads; a network whose nodes have models of four kinds. Of every way the error on what was
+held out; of each composition also its ratio to the best of its parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from experiments import common
+from experiments.compositions import heads, network
+from experiments.result_pages import Reading
+
+READING = Reading(smaller="error")
+
+
+class Composition(NamedTuple):
+    """A composition, and what it is compared with."""
+
+    errors: Callable[[int, int], dict[str, float]]  # (seed, rounds) -> of every way
+    composed: str  # its own name there
+    parts: tuple[str, ...]  # those of the ways that are its parts; the others are other compositions
+    rounds: int
+    few: int  # rounds of --smoke
+
+
+COMPOSITIONS = {
+    "shared body": Composition(heads.errors, heads.COMPOSED, heads.PARTS, 400, 2),
+    "network of kinds": Composition(network.errors, network.COMPOSED, network.PARTS, 40, 2),
+}
+
+
+def draw(rows: Mapping[str, Mapping[str, float]]) -> Figure:
+    """A panel for each composition: a bar for every way, the composition's own dark."""
+    figure, panels = common.subplots(len(rows), 1, figsize=(9, 2.6 * len(rows)))
+    for axes, (name, errors) in zip(panels, rows.items()):
+        ways = sorted(errors, key=lambda way: -errors[way])
+        colours = ["C0" if way == COMPOSITIONS[name].composed else "0.75" for way in ways]
+        axes.barh(ways, [errors[way] for way in ways], color=colours)
+        axes.set_xscale("log")
+        axes.set_title(name, loc="left", fontsize=10)
+    panels[-1].set_xlabel("error")
+    return figure
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run all ways, print the table, and draw it."""
+    options = common.arguments(__doc__).parse_args(argv)
+    rows, shown = [], {}
+    for name, (errors, composed, parts, rounds, few) in COMPOSITIONS.items():
+        runs = [errors(seed, few if options.smoke else rounds) for seed in range(options.seeds)]
+        means = common.by_metric(runs)
+        shown[name] = {way: sum(values) / len(values) for way, values in means.items()}
+        rows += [common.row(f"{name}: {way}", "error", values) for way, values in means.items()]
+        best = [min(run[way] for way in parts) for run in runs]
+        ratios = [run[composed] / least for run, least in zip(runs, best)]
+        rows.append(common.row(f"{name}: {composed}", "error, of the best of its parts", ratios))
+    common.show_rows(f"Compositions ({common.machine()})", rows, ".4f")
+    common.finish("compositions.table", rows, options, lambda: {"compositions": draw(shown)})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Examples that the documentation of mixed-model software prints, ours beside theirs."""

@@ -1,0 +1,117 @@
+"""What a site tells of its columns: limits that are its own, and what it has told before.
+
+What a site has said of a column it says again, to the bit, and with one minimum for good: two answers that differ, by
+rows that came meanwhile, by another minimum or other bins, would together tell what neither does. So it keeps them.
+
+>>> log = AnswerLog(None)
+>>> log.once("mean of age", 10, lambda: [200, 61.5]), log.once("mean of age", 10, lambda: [201, 61.6])
+([200, 61.5], [200, 61.5])
+>>> log.once("mean of age", 20, lambda: [201, 61.6])
+Traceback (most recent call last):
+fedtorch.data.agreement.disclosure.Refused: the site has told its mean of age with a minimum of 10 rows, and ...
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from filelock import FileLock
+
+from fedtorch import _files as files
+
+_LOG = logging.getLogger(__name__)
+_FILE = "answers.json"
+_SECONDS = 30.0  # for another process of the site
+
+
+class Refused(ValueError):
+    """Raised for what a site does not answer; its message goes to the server, and so has nothing of single rows."""
+
+
+class Disclosure(NamedTuple):
+    """Limits what a site tells for a formula."""
+
+    minimum: int = 10  # rows, at least, that are behind any number or name that it tells
+    columns: tuple[str, ...] | None = None  # that a formula may read; None for all
+    designs: int = 100  # by which it makes rows, in all, each an occasion to ask whether a level is there
+
+    def check(self, minimum: int, columns: tuple[str, ...]) -> None:
+        """Raise `Refused` for a formula that reads other columns, and for a smaller minimum."""
+        if minimum < self.minimum:
+            raise Refused(f"the site tells nothing of fewer than {self.minimum} rows, but was asked for {minimum}")
+        if self.columns is not None and (more := [column for column in columns if column not in self.columns]):
+            raise Refused(f"the site's policy lets formulas read columns {list(self.columns)}, but not {more}")
+
+
+class AnswerLog:
+    """What a site has told.
+
+    Args:
+        folder: of the site's states, where it is kept; None keeps it as long as this object.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / _FILE
+        self._held: dict[str, Any] = {"answers": {}, "designs": []}
+
+    def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
+        """Return what was told before, or tell it for the first time.
+
+        Raises:
+            Refused: it was told with another minimum.
+        """
+        answer = _as_read(tell())
+        with self._lock():
+            before = self._read()["answers"].get(what)
+            if before is None or before["answer"] is None:  # nothing was told
+                before = self._held["answers"][what] = {"minimum": minimum, "answer": answer}
+                self._write()
+        if before["minimum"] != minimum:
+            raise Refused(
+                f"the site has told its {what} with a minimum of {before['minimum']} rows, and tells it with no other; "
+                "ask with that"
+            )
+        if before["answer"] != answer:
+            _LOG.warning(
+                "the site tells its %s as it told it before, of other rows than it has now; delete %s to begin anew",
+                *(what, self._path or "what it remembers, by starting again,"),
+            )
+        return before["answer"]
+
+    def count(self, design: str, most: int) -> None:
+        """Count a design that rows are made by; raise `Refused` for one too many."""
+        name = hashlib.sha256(design.encode()).hexdigest()
+        with self._lock():
+            before = self._read()["designs"]
+            if name in before:
+                return
+            if len(before) >= most:
+                raise Refused(f"the site has made rows by {most} designs, and does not by more")
+            before.append(name)
+            self._write()
+
+    def _lock(self) -> AbstractContextManager[Any]:
+        if self._path is None:
+            return nullcontext()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        return FileLock(f"{self._path}.lock", timeout=_SECONDS)
+
+    def _read(self) -> dict[str, Any]:
+        if self._path is not None and self._path.exists():
+            self._held = json.loads(self._path.read_bytes())
+        return self._held
+
+    def _write(self) -> None:
+        if self._path is not None:
+            files.replace(self._path, json.dumps(self._held).encode())
+
+
+def _as_read(value: Any) -> Any:
+    """Return a value as it is read from a file."""
+    return json.loads(json.dumps(value))

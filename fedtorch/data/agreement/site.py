@@ -1,0 +1,192 @@
+"""A site's side: answer what a server asks about the columns of a formula, and make rows by what was agreed on.
+
+>>> import pandas
+>>> sexes = ["f", "m"] * 9 + ["x", "f"]
+>>> frame = pandas.DataFrame({"age": [50.0 + i for i in range(20)], "sex": sexes, "y": [0.0] * 20})
+>>> site = Answers(frame, Disclosure(minimum=5))
+>>> question = {"step": "describe", "minimum": 5, "declared": [], "also": []}
+>>> said = site.answer({**question, "formula": "y ~ scale(age) + sex"})
+>>> said["levels"], said["moments"]["age"]
+({'sex': ['f', 'm']}, [20, 59.5, 665.0])
+>>> site.answer({**question, "formula": "y ~ I(age)"})["refused"]
+"Expected column names, ..., but got the function I(…) at character 4 of the formula, near 'y ~ I(age)'"
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
+from fedtorch.data.agreement.histogram import histogram
+from fedtorch.data.agreement.moments import moments
+from fedtorch.data.formulas.cells import Cells
+from fedtorch.data.formulas.design import Design
+from fedtorch.data.formulas.grammar import Formula, Quantity
+from fedtorch.data.formulas.parsing import parse
+from fedtorch.data.formulas.requirements import Requirements, requirements
+
+_LOG = logging.getLogger(__name__)
+
+
+class Answers:
+    """Answer what a server asks about a site's frame.
+
+    Args:
+        frame: of the site; it does not leave this process.
+        disclosure: what the site tells at most.
+        folder: of states, where it keeps what it has told; None keeps it as long as this object.
+        name: of the site, for its own messages.
+
+    Attributes:
+        agreed: the design that it was given last, None before.
+    """
+
+    def __init__(
+        self, frame: Any, disclosure: Disclosure | None = None, folder: Path | None = None, name: str = ""
+    ) -> None:
+        self.disclosure, self._log = disclosure or Disclosure(), AnswerLog(folder)
+        self._cells = Cells(frame, site=name, missing=True)
+        self.agreed: Design | None = None
+
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the answer to a question; what is not answered is `refused`, for a reason without single rows."""
+        try:
+            if not isinstance(question, dict) or question.get("step") not in _STEPS:
+                raise Refused(f"expected one of the steps {sorted(_STEPS)}")
+            return _STEPS[question["step"]](self, question)
+        except Refused as error:
+            _LOG.warning("refused: %s", error)
+            return {"refused": str(error)}
+        except Exception as error:  # whatever happens here, the server hears no more of it than its kind
+            _LOG.exception("this site could not answer")
+            return {"refused": f"the site failed with {type(error).__name__}; see what it says itself"}
+
+    def describe(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the site tells of the columns of a formula."""
+        formula = self._formula(_checked(question, "formula", str))
+        minimum = _checked(question, "minimum", int)
+        declared, also = (_texts(question, name) for name in ("declared", "also"))
+        self.disclosure.check(minimum, formula.columns)
+        text = [column for column in formula.columns if not self._cells.numeric(column)]
+        needs = _needs(formula, {*text, *declared})
+        means, spreads = described(formula, needs, also), spread(needs)
+        {quantity: self._values(quantity) for quantity in dict.fromkeys([*means, *spreads])}
+        undeclared = [column for column in needs.levels if column not in declared]
+        columns = dict.fromkeys(Quantity(quantity.column) for quantity in spreads)
+        return {
+            "text": [column for column in text if column not in declared],
+            "moments": {each.name: self._once("mean of", each, minimum, moments) for each in means},
+            "histograms": {each.name: self._once("histogram of", each, minimum, histogram) for each in columns},
+            "levels": {column: self._levels(column, minimum) for column in undeclared},
+        }
+
+    def make(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        """Take a design to make rows by, and say how many they are."""
+        text = _checked(question, "design", str)
+        try:
+            design = Design.from_json(text)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        formula = self._formula(design.formula)
+        self.disclosure.check(self.disclosure.minimum, design.reads)
+        self._log.count(text, self.disclosure.designs)
+        for column, levels in design.encoding.levels.items():
+            if column in formula.columns and levels.other is None:
+                self._refuse_others(column, levels.names)
+        self.agreed = design
+        return {"rows": len(self._cells)}
+
+    def _formula(self, text: str) -> Formula:
+        try:
+            formula = parse(text)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+        names = list(self._cells.frame.columns)
+        if absent := [column for column in formula.columns if names.count(column) != 1]:
+            raise Refused(
+                f"the site has no column {absent[0]!r} that the formula reads; correct it, or leave the site out"
+            )
+        return formula
+
+    def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
+        whose = f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
+        return self._log.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity), minimum))
+
+    def _values(self, quantity: Quantity) -> numpy.ndarray:
+        """Return the numbers of a quantity that are there."""
+        if not self._cells.numeric(quantity.column):
+            raise Refused(f"the site's column {quantity.column!r} has no numbers; write it as a factor, on its own")
+        values = self._cells.numbers(quantity.column)
+        values = values[~numpy.isnan(values)]
+        if not quantity.log:
+            return values
+        if bool((values <= 0).any()):
+            raise Refused(f"the site's column {quantity.column!r} has numbers that have no logarithm; leave log out")
+        return numpy.log(values)
+
+    def _levels(self, column: str, minimum: int) -> list[str]:
+        return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
+
+    def _common(self, column: str, minimum: int) -> list[str]:
+        """Return the levels that enough rows have."""
+        counts = Counter(self._names(column))
+        if rare := sorted(level for level, count in counts.items() if count < minimum):
+            where = self._cells.where()
+            _LOG.info("column %r%s: levels %s have fewer than %d rows and are not told", column, where, rare, minimum)
+        return sorted(level for level, count in counts.items() if count >= minimum)
+
+    def _refuse_others(self, column: str, names: Sequence[str]) -> None:
+        if rare := sorted(set(self._names(column)) - set(names)):
+            where = self._cells.where()
+            _LOG.warning("column %r%s: levels %s are not among those agreed on, %s", column, where, rare, list(names))
+            raise Refused(
+                f"the site's column {column!r} has levels that are not among those agreed on; declare one as which "
+                f"such rows count, other={{{column!r}: 'other'}}, or all levels, levels={{{column!r}: [...]}}"
+            )
+
+    def _names(self, column: str) -> list[str]:
+        """Return the values of a factor that are there."""
+        whole = Cells(self._cells.frame[[column]].dropna())
+        return whole.levels(column).tolist()
+
+
+_STEPS = {"describe": Answers.describe, "make": Answers.make}
+
+
+def described(formula: Formula, needs: Requirements, also: Sequence[str]) -> tuple[Quantity, ...]:
+    """Return the quantities whose mean and sd are wanted: those that are scaled, and others by their names."""
+    every = dict.fromkeys([formula.response, *(variable.quantity for variable in formula.variables)])
+    wanted = {*needs.quantities, *(each for each in every if each.name in also and each.column in needs.numbers)}
+    return tuple(each for each in every if each in wanted)
+
+
+def spread(needs: Requirements) -> tuple[Quantity, ...]:
+    """Return the quantities whose histogram is wanted."""
+    return tuple(dict.fromkeys(variable.quantity for variable in (*needs.splines, *needs.polynomials)))
+
+
+def _needs(formula: Formula, factors: set[str]) -> Requirements:
+    try:
+        return requirements(formula, factors)
+    except ValueError as error:  # a factor in a function of numbers
+        raise Refused(str(error)) from None
+
+
+def _checked(question: Mapping[str, Any], name: str, kind: type) -> Any:
+    value = question.get(name)
+    if type(value) is not kind:
+        raise Refused(f"expected {name} as {kind.__name__}, but got {type(value).__name__}")
+    return value
+
+
+def _texts(question: Mapping[str, Any], name: str) -> list[str]:
+    values = _checked(question, name, list)
+    if not all(isinstance(value, str) for value in values):
+        raise Refused(f"expected {name} as texts")
+    return values

@@ -1,0 +1,281 @@
+"""A formula with its encoding: rows from frames, names of coefficients, and back to the units of the columns.
+
+>>> import pandas
+>>> frame = pandas.DataFrame({"y": [1.0, 2, 4], "age": [40, 50, 60], "sex": ["f", "m", "f"], "clinic": ["A", "A", "B"]})
+>>> encoding = Encoding(levels={"sex": Levels(("f", "m"))})
+>>> design = Design("y ~ age + sex + (1 | clinic)", encoding, group="clinic")
+>>> design.columns, design.random, design.response
+(('Intercept', 'age', 'sex[T.m]'), (0,), 'y')
+>>> design.rows(frame)[0]
+tensor([[ 1., 40.,  0.],
+        [ 1., 50.,  1.],
+        [ 1., 60.,  0.]], dtype=torch.float64)
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor
+
+from fedtorch import checkpoint
+from fedtorch.data.formulas.cells import Cells
+from fedtorch.data.formulas.coding import Column, columns, is_factor
+from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
+from fedtorch.data.formulas.evaluation import design_matrix, outside
+from fedtorch.data.formulas.grammar import INTERCEPT, Formula
+from fedtorch.data.formulas.parsing import parse
+from fedtorch.data.formulas.random_terms import random_columns
+
+_FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
+_SERIAL = ("formula", "group", "offset", "weights", "trials")
+
+
+@dataclass(frozen=True)
+class Design:
+    """What rows of a formula are: the formula, and all that clients' rows agree on.
+
+    Args:
+        formula: such as `"death ~ age + C(sex) + (1 + age | hospital)"`.
+        encoding: levels, knots, means and scales.
+        group: the column that says whose row it is.
+        offset: a column that is added to the linear predictor.
+        weights: a column by which a row's log-likelihood counts.
+        trials: a column of the numbers of trials of binomial responses.
+
+    Raises:
+        ValueError: what `parse` refuses; random terms by another column than `group`, or that no covariance expresses;
+            an encoding that lacks something the formula needs.
+    """
+
+    formula: str
+    encoding: Encoding
+    group: str = ""
+    offset: str | None = None
+    weights: str | None = None
+    trials: str | None = None
+    columns: tuple[str, ...] = field(init=False)  # names of the coefficients, which are the columns of x
+    random: tuple[int, ...] = field(init=False)  # numbers of the coefficients that differ between clients
+    correlated: bool = field(init=False)  # whether these are
+    response: str = field(init=False)
+    parsed: Formula = field(init=False, repr=False, compare=False)
+    _columns: tuple[Column, ...] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parsed = parse(self.formula)
+        _check_encoding(parsed, self.encoding)
+        made = columns(parsed.terms, self.encoding)
+        if not made:
+            raise ValueError(f"Expected at least one coefficient, but got none in {self.formula!r}; add a term or 1")
+        names = tuple(column.name for column in made)
+        unknown = [name for name, scale in self.encoding.standard.items() if name not in names or _stuck(scale, names)]
+        if unknown:
+            raise ValueError(f"Expected scales of the coefficients {list(names)}, but got some of {unknown}")
+        if self.trials is not None and parsed.trials is not None:
+            raise ValueError(f"Expected trials once, but got trials({parsed.trials}) and trials={self.trials!r}")
+        random, correlated = random_columns(parsed, names, self.encoding, self.group)
+        values = {
+            "columns": names, "random": random, "correlated": correlated, "response": parsed.response.name,
+            "parsed": parsed, "_columns": tuple(made),
+        }  # fmt: skip
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return hash(self.to_json())
+
+    def rows(self, frame: Any, response: bool = True, *, site: str = "", missing: bool = False) -> Any:
+        """Return the rows of a frame: `(x, y)`, and `{"offset": …, "weight": …, "trials": …}` where it has any.
+
+        Args:
+            frame: of pandas, or one that offers `__dataframe__`.
+            response: whether y is read, too. If not, `(x, extra)` comes back, with a dict that may be empty and has no
+                weights; values beyond the knots of a spline, which count as its bound, are warned of.
+            site: whose frame it is, for messages, where no column says it.
+            missing: whether numbers may be missing; they become NaN.
+
+        Raises:
+            TypeError: a column of another kind than was agreed on.
+            ValueError: a column or a cell is missing, or a level was not agreed on; the message names it.
+        """
+        cells = Cells(frame, self.group, site, missing=missing)
+        x = self.matrix(cells)
+        for j, name in enumerate(self.columns):
+            if (scale := self.encoding.standard.get(name)) is not None:
+                x[:, j] -= scale.mean
+                x[:, j] /= scale.sd
+        extra, columns = self._extra(cells, response), torch.from_numpy(x).contiguous()
+        if response:
+            y = torch.from_numpy(self._response(cells))
+            return (columns, y, extra) if extra else (columns, y)
+        if lines := outside(self.parsed.variables, self.encoding, cells):
+            warnings.warn(f"Some values count as the bound of their spline: {'; '.join(lines)}", stacklevel=2)
+        return columns, extra
+
+    def matrix(self, cells: Cells) -> numpy.ndarray:
+        """Return x `(n, d)` in the units of the columns."""
+        return design_matrix(self._columns, self.encoding, cells)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Return the columns of a frame that the design reads, that of clients left out: the response first."""
+        more = [column for column in (self.offset, self.weights, self.trials) if column is not None]
+        return tuple(dict.fromkeys([*self.parsed.columns, *more]))
+
+    def original(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+        """Return mean `(..., d)` and covariance `(..., d, d)` of coefficients in the units of the columns.
+
+        The covariance between clients' coefficients goes the same way: `design.original(zeros, between)[1]`.
+
+        Args:
+            mean: of coefficients of the standardised columns.
+            covariance: of them.
+        """
+        back = self.back().to(mean)
+        return mean @ back.mT, back @ covariance @ back.mT
+
+    def back(self) -> Tensor:
+        """Return the matrix `(d, d)` that takes coefficients to the units of the columns."""
+        matrix = torch.eye(len(self.columns), dtype=torch.float64)
+        for j, name in enumerate(self.columns):
+            if (scale := self.encoding.standard.get(name)) is not None:
+                matrix[j, j] = 1 / scale.sd
+                if scale.mean:
+                    matrix[self.columns.index(INTERCEPT), j] = -scale.mean / scale.sd
+        return matrix
+
+    def standardised(self, mean: Any, sd: Any) -> Design:
+        """Return the design whose rows have columns of x with these means and sds taken out, as far as it is the same.
+
+        All columns but the intercept are divided by their sd. A mean is taken out where the intercept can take it up:
+        of a fixed effect if there is an intercept, and of a random one if the intercept is random and correlated with
+        it; otherwise the model would be another one.
+
+        Args:
+            mean: of the columns of x as they are, `(d,)`.
+            sd: of them; a column that does not vary keeps its scale.
+        """
+        standard: dict[str, Scale] = {}
+        centres: dict[str, float] = {}
+        intercept = self.columns.index(INTERCEPT) if INTERCEPT in self.columns else None
+        together = intercept in self.random and self.correlated
+        for j, (name, centre, scale) in enumerate(zip(self.columns, map(float, mean), map(float, sd))):
+            if j == intercept or not scale > 1e-12 * abs(centre):
+                continue
+            movable = intercept is not None and (j not in self.random or together)
+            standard[name] = Scale(centre if movable else 0.0, scale)
+            if not movable:
+                centres[name] = centre / scale
+        far = [name for name, centre in centres.items() if intercept in self.random and abs(centre) > _FAR]
+        if far:
+            warnings.warn(
+                f"Expected columns near 0, but got means of {far} more than {_FAR:.0f} sds away, which cannot be taken "
+                f"out of slopes that differ by {self.group} but not correlated with the intercept; write center(…), or "
+                f"(… | {self.group}) in place of ||",
+                stacklevel=2,
+            )
+        return replace(self, encoding=replace(self.encoding, standard=standard, centres=centres))
+
+    def to_json(self) -> str:
+        """Return the design as JSON, to be saved or sent."""
+        parts: dict[str, Any] = {name: getattr(self, name) for name in _SERIAL}
+        return json.dumps({**parts, "encoding": json.loads(self.encoding.to_json())}, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Design:
+        """Read a design, all of which is checked.
+
+        Raises:
+            ValueError: something else than a design.
+        """
+        try:
+            parts = json.loads(text)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(f"Expected a design as JSON, but got something else: {error}") from None
+        good = isinstance(parts, dict) and set(parts) == {*_SERIAL, "encoding"}
+        good = good and all(isinstance(parts[name], str) for name in _SERIAL[:2])
+        if not good or not all(parts[name] is None or isinstance(parts[name], str) for name in _SERIAL):
+            raise ValueError(f"Expected a design with {[*_SERIAL, 'encoding']}, but got {text[:200]!r}")
+        encoding = Encoding.from_json(json.dumps(parts.pop("encoding")))
+        return cls(encoding=encoding, **parts)
+
+    @classmethod
+    def of_run(cls, path: Path | str) -> Design:
+        """Return the design that `run.save` wrote with a run.
+
+        Raises:
+            ValueError: no checkpoint of a run, or one without a design.
+        """
+        flat = checkpoint.read_run(path)
+        if "design" not in flat:
+            raise ValueError(f"Expected a checkpoint with a design, but {path} has none; its run was of no formula")
+        return cls.from_json(bytes(flat["design"].tolist()).decode())
+
+    def _response(self, cells: Cells) -> numpy.ndarray:
+        column, log = self.parsed.response
+        if column not in self.encoding.levels:
+            return cells.numbers(column, log=log)
+        values, (_, second) = cells.levels(column), self.encoding.levels[column].names
+        bad = numpy.array([value not in self.encoding.levels[column].names for value in values], dtype=bool)
+        cells.refuse(bad, column, f"responses {self.encoding.levels[column].names}", values, "correct them")
+        return (values == second).astype(numpy.float64)
+
+    def _extra(self, cells: Cells, response: bool) -> dict[str, Tensor]:
+        extra: dict[str, numpy.ndarray] = {}
+        offsets = [cells.numbers(*quantity) for quantity in self.parsed.offset]
+        offsets += [cells.numbers(self.offset)] if self.offset else []
+        if offsets:
+            extra["offset"] = numpy.sum(offsets, axis=0)
+        if self.weights and response:
+            extra["weight"] = cells.numbers(self.weights)
+            cells.refuse(
+                ~(extra["weight"] >= 0), self.weights, "weights of at least 0", extra["weight"], "correct them"
+            )
+        trials = self.trials or self.parsed.trials
+        if isinstance(trials, int):
+            extra["trials"] = numpy.full(len(cells), float(trials))
+        elif trials and (response or trials in cells.frame.columns):
+            values = cells.numbers(trials)
+            bad = ~((values >= 0) & (values == numpy.round(values)))
+            cells.refuse(bad, trials, "numbers of trials", values, "correct them")
+            extra["trials"] = values
+        return {name: torch.from_numpy(values) for name, values in extra.items()}
+
+
+def _stuck(scale: Scale, names: tuple[str, ...]) -> bool:
+    """Return whether a mean is taken out that no intercept takes up."""
+    return bool(scale.mean) and INTERCEPT not in names
+
+
+def _check_encoding(formula: Formula, encoding: Encoding) -> None:
+    """Refuse an encoding that lacks what a formula needs, and a response that is among the terms."""
+    parts = {"bs": encoding.splines, "poly": encoding.polynomials, "center": encoding.scales, "scale": encoding.scales}
+    for variable in formula.variables:
+        column = variable.quantity.column
+        if column == formula.response.column:
+            raise ValueError(f"Expected terms without the response {column!r}, but got {variable.name}; leave it out")
+        lacking = variable.function == "C" and column not in encoding.levels
+        lacking = lacking or (variable.function in parts and variable.name not in parts[variable.function])
+        if lacking or (column in encoding.levels and not is_factor(variable, encoding)):
+            what = f"levels of {column!r}" if variable.function == "C" else f"numbers for {variable.name}"
+            raise ValueError(f"Expected an encoding with {what}, but got none; agree on it for this formula")
+        if variable.number:
+            _check_size(variable.name, variable.number, variable.function, encoding)
+    levels = encoding.levels.get(formula.response.column, Levels(("0", "1")))
+    if len(levels.names) != 2 or levels.other is not None or (formula.response.log and levels.names != ("0", "1")):
+        raise ValueError(
+            f"Expected a response of numbers or of two levels, but got {len(levels.names)} levels of "
+            f"{formula.response.name!r}; choose one of them, as a column of True and False"
+        )
+
+
+def _check_size(name: str, number: int, function: str, encoding: Encoding) -> None:
+    size = len(encoding.splines[name].knots) + 3 if function == "bs" else len(encoding.polynomials[name].coefficients)
+    if size != number:
+        raise ValueError(f"Expected an encoding of {number} columns for {name}, but got {size}; agree on it again")

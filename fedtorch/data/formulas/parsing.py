@@ -1,0 +1,266 @@
+"""Read formulas against a fixed list: a formula is data, and nothing in it is ever evaluated.
+
+    formula   := response '~' sum
+    response  := quantity ['|' 'trials' '(' (column | number) ')']
+    sum       := ['-' | '+'] piece (('+' | '-') piece)*
+    piece     := '0' | '1' | 'offset' '(' quantity ')' | '(' sum ('|' | '||') column ')' | product
+    product   := interaction ('*' interaction)*          a * b is a + b + a:b
+    interaction := atom (':' atom)*
+    atom      := quantity | 'C(' column ')' | 'bs(' quantity ', df)' | 'poly(' quantity ', degree)'
+               | 'center(' quantity ')' | 'scale(' quantity ')' | '(' product ('+' product)* ')'
+    quantity  := column | 'log' '(' column ')'
+
+A column is a name, or anything in backquotes. The intercept is there unless 0 or - 1 takes it out.
+
+>>> formula = parse("death ~ age * C(sex) + bs(log(sbp), 4) + (1 + age | hospital)")
+>>> [term_name(term) for term in formula.terms]
+['Intercept', 'age', 'C(sex)', 'bs(log(sbp), 4)', 'age:C(sex)']
+>>> formula.random[0].name, formula.columns
+('(1 + age | hospital)', ('death', 'age', 'sex', 'sbp'))
+>>> parse("y ~ I(__import__('os').getpid())")
+Traceback (most recent call last):
+ValueError: Expected column names, ..., but got the function I(…) at character 4 of the formula, near ...
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from fedtorch.data.formulas.grammar import Formula, Quantity, Random, Term, Variable, term_name
+from fedtorch.data.formulas.tokens import Token, refuse, tokens, unquoted
+
+MOST_TERMS = 500
+MOST_VARIABLES = 6  # in one term
+DEEPEST = 20  # parentheses
+_FUNCTIONS = {"C": "", "center": "", "scale": "", "bs": "df", "poly": "degree"}
+_BOUNDS = {"bs": (3, 50), "poly": (1, 10)}  # bs of third degree
+
+
+class _Piece(NamedTuple):
+    """One summand: added or taken out."""
+
+    token: Token
+    added: bool
+    terms: list[Term]
+    random: Random | None = None
+    offset: Quantity | None = None
+
+    @property
+    def intercept(self) -> bool:
+        return self.terms == [()]
+
+
+def parse(text: str) -> Formula:
+    """Read a formula.
+
+    Raises:
+        TypeError: no string.
+        ValueError: something that is not on the list above, which the message names; too long, too deep or with too
+            many terms.
+    """
+    parser = _Parser(text)
+    response, trials = parser.response()
+    parser.sign("~")
+    pieces = parser.sum(0)
+    if parser.next.kind != "end":
+        parser.refuse()
+    random = [piece.random for piece in pieces if piece.random]
+    offset = [piece.offset for piece in pieces if piece.offset]
+    terms = parser.collected([piece for piece in pieces if not piece.random and not piece.offset])
+    return Formula(text.strip(), response, trials, tuple(terms), tuple(random), tuple(offset))
+
+
+class _Parser:
+    """A reader of words, one at a time."""
+
+    def __init__(self, text: str) -> None:
+        self.text, self.words, self.place = text, tokens(text), 0
+
+    @property
+    def next(self) -> Token:
+        return self.words[self.place]
+
+    def take(self) -> Token:
+        self.place += 1
+        return self.words[self.place - 1]
+
+    def taken(self, *signs: str) -> bool:
+        """Take the next word if it is one of these signs."""
+        matches = self.next.kind == "sign" and self.next.text in signs
+        self.place += matches
+        return matches
+
+    def refuse(self, token: Token | None = None, remedy: str = "") -> None:
+        token = token or self.next
+        remedy = remedy or (unquoted(token.text) if token.kind == "other" else "")
+        refuse(self.text, token.at, "the end" if token.kind == "end" else repr(token.text), remedy)
+
+    def sign(self, sign: str) -> None:
+        if not self.taken(sign):
+            self.refuse(remedy=f"expected {sign!r} there")
+
+    def column(self) -> str:
+        if self.next.kind not in ("name", "quoted"):
+            self.refuse(remedy="expected the name of a column there")
+        return self.take().text
+
+    def calls(self) -> bool:
+        """Return whether a function is called next."""
+        after = self.words[min(self.place + 1, len(self.words) - 1)]
+        return self.next.kind == "name" and after.kind == "sign" and after.text == "("
+
+    def number(self) -> int:
+        if self.next.kind != "number" or len(self.next.text) > 9:
+            self.refuse(remedy="expected a whole number there")
+        return int(self.take().text)
+
+    def quantity(self) -> Quantity:
+        if not self.calls():
+            return Quantity(self.column())
+        if self.next.text != "log":
+            self.refuse(remedy="only log(column) or a column can be there")
+        self.place += 2
+        column = self.column()
+        self.sign(")")
+        return Quantity(column, log=True)
+
+    def response(self) -> tuple[Quantity, str | int | None]:
+        quantity = self.quantity()
+        if not self.taken("|"):
+            return quantity, None
+        if not self.calls() or self.next.text != "trials":
+            self.refuse(remedy="after the response only trials(column) or trials(number) can be")
+        self.place += 2
+        trials = self.number() if self.next.kind == "number" else self.column()
+        if trials == 0:
+            self.refuse(self.words[self.place - 1], "expected at least 1 trial")
+        self.sign(")")
+        return quantity, trials
+
+    def sum(self, depth: int) -> list[_Piece]:
+        if depth > DEEPEST:
+            self.refuse(remedy=f"expected at most {DEEPEST} parentheses within each other")
+        added = not self.taken("-") if not self.taken("+") else True
+        pieces = [self.piece(added, depth)]
+        while self.next.kind == "sign" and self.next.text in "+-":
+            pieces.append(self.piece(self.take().text == "+", depth))
+        return pieces
+
+    def piece(self, added: bool, depth: int) -> _Piece:
+        token = self.next
+        if token.kind == "number":
+            if token.text not in ("0", "1"):
+                self.refuse()
+            self.take()
+            return _Piece(token, added == (token.text == "1"), [()])
+        if self.calls() and token.text == "offset":
+            return self.whole(_Piece(token, added, [], offset=self.offset()), depth)
+        if self.bar_ahead():
+            self.take()
+            pieces = self.sum(depth + 1)
+            correlated = self.take().text == "|"
+            random = Random(tuple(self.collected(pieces)), self.column(), correlated)
+            self.sign(")")
+            return self.whole(_Piece(token, added, [], random=random), depth)
+        return _Piece(token, added, self.product(depth))
+
+    def bar_ahead(self) -> bool:
+        """Return whether a parenthesis begins that has a bar in it, outside of inner parentheses."""
+        open_now = 0
+        for token in self.words[self.place :]:
+            sign = token.text if token.kind == "sign" else ""
+            open_now += (sign == "(") - (sign == ")")
+            if open_now == 0 or (open_now == 1 and sign in ("|", "||")):
+                return open_now == 1
+        return False
+
+    def whole(self, piece: _Piece, depth: int) -> _Piece:
+        """Refuse an offset or a random term that is taken out, multiplied, or within parentheses."""
+        if not piece.added or depth or (self.next.kind == "sign" and self.next.text in "*:"):
+            self.refuse(piece.token, "an offset or a random term is a summand of its own, after +")
+        return piece
+
+    def offset(self) -> Quantity:
+        self.place += 2
+        quantity = self.quantity()
+        self.sign(")")
+        return quantity
+
+    def product(self, depth: int) -> list[Term]:
+        terms = self.interaction(depth)
+        while self.taken("*"):
+            right = self.interaction(depth)
+            terms = self.distinct([*terms, *right, *self.crossed(terms, right)])
+        return terms
+
+    def interaction(self, depth: int) -> list[Term]:
+        terms = self.atom(depth)
+        while self.taken(":"):
+            terms = self.crossed(terms, self.atom(depth))
+        return terms
+
+    def atom(self, depth: int) -> list[Term]:
+        if self.taken("("):
+            pieces = self.sum(depth + 1)
+            for piece in pieces:
+                if piece.intercept or not piece.added:
+                    self.refuse(piece.token, "0, 1 and - stand outside of inner parentheses")
+            self.sign(")")
+            return self.distinct([term for piece in pieces for term in piece.terms])
+        if not self.calls() or self.next.text == "log":
+            return [(Variable(self.quantity()),)]
+        token = self.next
+        if token.text not in _FUNCTIONS:
+            refuse(self.text, token.at, f"the function {token.text}(…)")
+        self.place += 2
+        quantity = Quantity(self.column()) if token.text == "C" else self.quantity()
+        number = self.argument(token.text) if _FUNCTIONS[token.text] else 0
+        self.sign(")")
+        return [(Variable(quantity, token.text, number),)]
+
+    def argument(self, function: str) -> int:
+        self.sign(",")
+        if self.next.kind == "name":
+            if self.next.text != _FUNCTIONS[function]:
+                self.refuse(remedy=f"expected {_FUNCTIONS[function]} there")
+            self.take()
+            self.sign("=")
+        token, (low, high) = self.next, _BOUNDS[function]
+        number = self.number()
+        if not low <= number <= high:
+            self.refuse(token, f"expected {_FUNCTIONS[function]} from {low} to {high}")
+        return number
+
+    def collected(self, pieces: list[_Piece]) -> list[Term]:
+        """Return the terms of a sum: an intercept unless it is taken out, then by their numbers of variables."""
+        terms: list[Term] = [()]
+        for piece in pieces:
+            if piece.added:
+                terms = self.distinct([*terms, *piece.terms])
+                continue
+            gone = {frozenset(term) for term in piece.terms}
+            there = {frozenset(term) for term in [(), *terms]}
+            for term in piece.terms:
+                if frozenset(term) not in there:
+                    self.refuse(piece.token, f"- takes out a term that is there, which {term_name(term)} is not")
+            terms = [term for term in terms if frozenset(term) not in gone]
+        return sorted(terms, key=len)
+
+    def crossed(self, left: list[Term], right: list[Term]) -> list[Term]:
+        if len(left) * len(right) > MOST_TERMS:
+            raise ValueError(f"Expected at most {MOST_TERMS} terms, but got more by {len(left)} times {len(right)}")
+        terms = self.distinct([tuple(dict.fromkeys((*a, *b))) for a in left for b in right])
+        if terms and max(map(len, terms)) > MOST_VARIABLES:
+            raise ValueError(
+                f"Expected at most {MOST_VARIABLES} variables in one term, but got more in the product that ends at "
+                f"character {self.next.at} of the formula; write + between some of them"
+            )
+        return terms
+
+    def distinct(self, terms: list[Term]) -> list[Term]:
+        different: dict[frozenset[Variable], Term] = {}
+        for term in terms:
+            different.setdefault(frozenset(term), term)
+        if len(different) > MOST_TERMS:
+            raise ValueError(f"Expected at most {MOST_TERMS} terms, but got {len(different)}")
+        return list(different.values())

@@ -1,0 +1,154 @@
+"""Which numbers rows must agree on, and how they follow from counts, quantiles and sums.
+
+`requirements` says what an encoding for a formula needs. From the rows of one place `pooled_design`
+computes all of it. Without pooled rows the same functions take what was summed over clients: `scale_of_sums` a mean and
+an sd, `polynomial_of_sums` the coefficients of orthogonal polynomials, `spline_of_quantiles` knots.
+
+>>> from fedtorch.data.formulas.parsing import parse
+>>> needs = requirements(parse("death ~ age * sex + bs(sbp, 4) + scale(bmi)"), factors={"sex"})
+>>> needs.levels, [variable.name for variable in needs.splines], needs.numbers
+(('sex',), ['bs(sbp, 4)'], ('death', 'age', 'sbp', 'bmi'))
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+
+from fedtorch.data.formulas.cells import level_name
+from fedtorch.data.formulas.encoding import Levels, Polynomial, Scale, Spline
+from fedtorch.data.formulas.evaluation import DEGREE
+from fedtorch.data.formulas.grammar import Formula, Quantity, Variable
+
+
+class Requirements(NamedTuple):
+    """What an encoding of a formula needs."""
+
+    levels: tuple[str, ...]  # columns that are factors
+    splines: tuple[Variable, ...]  # bs(quantity, number): `number - 3` knots at quantiles, and bounds
+    polynomials: tuple[Variable, ...]  # poly(quantity, number): sums of powers up to 2 · number
+    scales: tuple[Variable, ...]  # center and scale of quantities: mean and sd
+    numbers: tuple[str, ...]  # columns that must hold numbers
+
+    @property
+    def quantities(self) -> tuple[Quantity, ...]:
+        """Return the quantities of which mean and sd are needed, each once."""
+        return tuple(dict.fromkeys(variable.quantity for variable in (*self.polynomials, *self.scales)))
+
+
+def requirements(formula: Formula, factors: Collection[str]) -> Requirements:
+    """Return what an encoding needs.
+
+    Args:
+        formula: as `parse` read it.
+        factors: the columns of text, categories or declared levels; what is written C(column) is one, too.
+
+    Raises:
+        ValueError: a factor in a function of numbers, or as the logarithm of something.
+    """
+    written = {variable.quantity.column for variable in formula.variables if variable.function == "C"}
+    columns = [column for column in formula.columns if column in written or column in factors]
+    for variable in formula.variables:
+        if variable.quantity.column in columns and (variable.function not in ("", "C") or variable.quantity.log):
+            raise ValueError(
+                f"Expected a column of numbers in {variable.name}, but got {variable.quantity.column!r}, which is a "
+                "factor; write it on its own"
+            )
+    by_function = {
+        function: tuple(variable for variable in formula.variables if variable.function in function.split())
+        for function in ("bs", "poly", "center scale")
+    }
+    numbers = tuple(column for column in formula.columns if column not in columns)
+    return Requirements(tuple(columns), by_function["bs"], by_function["poly"], by_function["center scale"], numbers)
+
+
+def declared_levels(column: str, names: Any) -> Levels:
+    """Return levels as a caller declares them: a sequence of values, the reference first, or `Levels`.
+
+    >>> declared_levels("stage", [1, 2, 3])
+    Levels(names=('1', '2', '3'), other=None)
+    """
+    if isinstance(names, Levels):
+        return Levels(tuple(map(level_name, names.names)), names.other)
+    if isinstance(names, (str, bytes)) or not isinstance(names, Sequence):
+        raise TypeError(f"Expected levels of {column!r} as a list, the reference first, but got {names!r}")
+    return Levels(tuple(map(level_name, names)))
+
+
+def knot_probabilities(df: int) -> list[float]:
+    """Return of which probabilities the quantiles are that are knots of a spline.
+
+    >>> knot_probabilities(6)
+    [0.25, 0.5, 0.75]
+    """
+    inner = df - DEGREE
+    return [(i + 1) / (inner + 1) for i in range(inner)]
+
+
+def spline_of_quantiles(variable: Variable, inner: Sequence[float], lower: float, upper: float) -> Spline:
+    """Return a spline with these knots.
+
+    Raises:
+        ValueError: knots that are not all different and within the bounds.
+    """
+    every = [lower, *inner, upper]
+    if not all(a < b for a, b in itertools.pairwise(every)):
+        raise ValueError(
+            f"Expected {len(every)} different knots for {variable.name}, but got {every}: too many rows have the same "
+            "value; take a smaller df, or the column as it is"
+        )
+    return Spline(tuple(inner), lower, upper)
+
+
+def scale_of_sums(name: str, count: float, mean: float, squares: float) -> Scale:
+    """Return a mean and an sd.
+
+    Args:
+        name: of the column, for messages.
+        count: of the rows.
+        mean: of them.
+        squares: the sum of squares about the mean; the sd divides by the count less 1.
+
+    Raises:
+        ValueError: the column does not vary.
+    """
+    sd = math.sqrt(max(squares, 0.0) / max(count - 1, 1))
+    if not sd > 1e-12 * abs(mean):
+        raise ValueError(
+            f"Expected a column that varies, but got {name!r} with the same value {mean:.6g} in all rows; leave it out "
+            "of the formula"
+        )
+    return Scale(mean, sd)
+
+
+def power_sums(values: numpy.ndarray, scale: Scale, degree: int) -> numpy.ndarray:
+    """Return Σ z^p for p = 0 … 2 · degree, z = (value − mean) / sd."""
+    z = (values - scale.mean) / scale.sd
+    return numpy.vander(z, 2 * degree + 1, increasing=True).sum(0)
+
+
+def polynomial_of_sums(variable: Variable, scale: Scale, sums: numpy.ndarray) -> Polynomial:
+    """Return polynomials that are orthogonal over the rows, each of sum of squares 1, from sums of powers.
+
+    Args:
+        variable: poly(quantity, degree).
+        scale: mean and sd by which z is standardised.
+        sums: Σ z^p over the rows for p = 0 … 2 · degree.
+
+    Raises:
+        ValueError: the quantity has too few different values.
+    """
+    size = variable.number + 1
+    gram = numpy.asarray(sums, dtype=numpy.float64)[numpy.add.outer(numpy.arange(size), numpy.arange(size))]
+    try:
+        inverse = numpy.linalg.inv(numpy.linalg.cholesky(gram))
+    except numpy.linalg.LinAlgError:
+        raise ValueError(
+            f"Expected more than {variable.number} different values for {variable.name}, but got fewer; take a smaller "
+            "degree"
+        ) from None
+    return Polynomial(scale.mean, scale.sd, tuple(tuple(row) for row in inverse[1:].tolist()))

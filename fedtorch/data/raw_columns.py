@@ -1,0 +1,149 @@
+"""The columns of a formula before the formula is applied, as numbers of which some may be missing, and back.
+
+Missing cells are drawn as the columns are, and what a formula makes of a column, its splines, products and powers,
+follows from the completed column ("impute, then transform"). A column that the formula takes the logarithm of is drawn
+as a logarithm. A factor stands as indicators of its levels but the first, all observed.
+
+Source: van Buuren (2018), "Flexible Imputation of Missing Data", section 6.4.
+
+>>> import pandas
+>>> from fedtorch.data.formulas.encoding import Encoding, Levels
+>>> design = Design("y ~ log(dose) + sex", Encoding(levels={"sex": Levels(("f", "m"))}))
+>>> raw = RawColumns(design)
+>>> frame = pandas.DataFrame({"y": [1.0, None], "dose": [None, 1.0], "sex": ["m", "f"]})
+>>> rows = raw.rows(frame)
+>>> raw.names, rows.values[1], rows.observed[1]
+(('log(dose)', 'sex[T.m]', 'y'), tensor([0., 0., 0.], dtype=torch.float64), tensor([ True,  True, False]))
+>>> raw.frame(torch.tensor([[0.0, 1.0, 2.0]]))
+   dose sex    y
+0   1.0   m  2.0
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy
+import torch
+from torch import Tensor
+
+from fedtorch.data.formulas.cells import Cells, as_frame
+from fedtorch.data.formulas.design import Design
+from fedtorch.data.incomplete import Incomplete, incomplete_cells
+
+if TYPE_CHECKING:
+    import pandas
+
+
+class _Column(NamedTuple):
+    name: str
+    log: bool
+    levels: tuple[str, ...]  # of a factor
+    other: str | None  # the level that every other value counts as
+    whole: bool  # no cell of it may be missing
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the numbers that stand for it."""
+        if self.levels:
+            return tuple(f"{self.name}[T.{level}]" for level in self.levels[1:])
+        return (f"log({self.name})" if self.log else self.name,)
+
+
+class RawColumns:
+    """The columns that a design reads, the response last.
+
+    Attributes:
+        names: of the numbers that stand for them, q.
+    """
+
+    def __init__(self, design: Design) -> None:
+        self.design = design
+        response, *others = design.reads
+        self._columns = [_column(name, design) for name in (*others, response)]
+        self.names = tuple(name for column in self._columns for name in column.names)
+
+    def rows(self, frame: Any) -> Incomplete:
+        """Return the rows of a frame, `(n, q)`.
+
+        Raises:
+            TypeError: a column of another kind than was agreed on.
+            ValueError: a column is missing; a cell of a factor, of weights or of trials is; a level that is not known.
+        """
+        cells = Cells(frame, self.design.group, missing=True)
+        parts = [_numbers(cells, column, response=column is self._columns[-1]) for column in self._columns]
+        return incomplete_cells(torch.from_numpy(numpy.concatenate(parts, 1)))
+
+    def frame(self, values: Tensor) -> pandas.DataFrame:
+        """Return completed rows `(n, q)` as a frame that the design reads."""
+        import pandas as pd  # at first use, because it takes long to import
+
+        numbers, start, made = values.detach().cpu().numpy(), 0, {}
+        for column in self._columns:
+            part = numbers[:, start : start + len(column.names)]
+            start += len(column.names)
+            if column.levels:
+                code = (part.round() * numpy.arange(1, len(column.levels))).sum(1).astype(numpy.int64)
+                made[column.name] = numpy.array(column.levels, dtype=object)[code]
+            else:
+                made[column.name] = numpy.exp(part[:, 0]) if column.log else part[:, 0]
+        return pd.DataFrame(made)
+
+
+def observed_values(frame: Any, columns: tuple[str, ...]) -> pandas.DataFrame:
+    """Return a frame whose missing cells have the observed values of their column, in turn: for its encoding alone.
+
+    Means, sds and quantiles of a column are then those of what is observed of it, as near as makes no difference.
+
+    >>> import pandas
+    >>> observed_values(pandas.DataFrame({"a": [None, 2.0, 3.0, None]}), ("a",))["a"].tolist()
+    [2.0, 2.0, 3.0, 3.0]
+    """
+    table = as_frame(frame).copy()
+    for name in columns:
+        column = Cells(table).column(name)
+        empty = column.isna().to_numpy()
+        if empty.all():
+            raise ValueError(f"Expected values in column {name!r}, but all of its cells are missing; leave it out")
+        if empty.any():
+            known = column[~empty].to_numpy()
+            table.loc[empty, name] = known[numpy.arange(int(empty.sum())) % len(known)]
+    return table
+
+
+def _column(name: str, design: Design) -> _Column:
+    parsed = design.parsed
+    quantities = [parsed.response, *parsed.offset, *(variable.quantity for variable in parsed.variables)]
+    levels = design.encoding.levels.get(name)
+    return _Column(
+        name,
+        any(quantity.log for quantity in quantities if quantity.column == name),
+        () if levels is None else levels.names,
+        None if levels is None else levels.other,
+        name in (design.weights, design.trials, parsed.trials),
+    )
+
+
+def _numbers(cells: Cells, column: _Column, response: bool) -> numpy.ndarray:
+    """Return the numbers that stand for a column, `(n, …)`, NaN where they are missing."""
+    if not column.levels:
+        cells = Cells(cells.frame, cells.group) if column.whole else cells
+        return cells.numbers(column.name, log=column.log)[:, None]
+    empty = cells.column(column.name).isna().to_numpy()
+    if empty.any() and not response:
+        row = int(empty.argmax())
+        raise ValueError(
+            f"Expected no missing cells in the factor {column.name!r}, but got {int(empty.sum())}, at first"
+            f"{cells.where(row)}, row {cells.frame.index[row]}; cells of factors are not imputed: give missing ones a "
+            f"level of their own, frame[{column.name!r}].fillna('missing'), enter a column of 0 and 1 as a number, or "
+            'leave such rows out by missing="drop"'
+        )
+    indicators = numpy.full((len(cells), len(column.levels) - 1), numpy.nan)
+    known = Cells(cells.frame[~empty], cells.group)
+    values = known.levels(column.name)
+    if column.other is not None:
+        values = numpy.array([value if value in column.levels else column.other for value in values], dtype=object)
+    bad = numpy.array([value not in column.levels for value in values], dtype=bool)
+    known.refuse(bad, column.name, f"levels {list(column.levels)}", values, "declare all levels")
+    indicators[~empty] = values[:, None] == numpy.array(column.levels[1:], dtype=object)
+    return indicators

@@ -1,0 +1,162 @@
+r"""GTV minimisation of any module with a penalty that ties nodes exactly, by ADMM over the edges.
+
+With s the difference that an edge from i to j settles on and u its dual, both at the server, a round is
+
+.. math::
+    w_i \approx \arg\min_w L_i(w) + \frac\rho2 \sum_j \Big\|w - \frac{w_i + w_j}2 \mp \Big(\frac s2 - u\Big)\Big\|^2,
+    \qquad \delta = w_i - w_j + 2u, \quad s = \mathrm{prox}_{(2\alpha A_{ij}/\rho)\phi}(\delta), \quad
+    u \leftarrow (\delta - s)/2 .
+
+To node i that is one `Quadratic`, so that any local solver does; with an exact one it is the method of
+`fedtorch.networks.solvers.admm`. An edge whose ends have not both answered waits. Nodes that edges with s = 0
+join predict with their mean, so that they are equal to the bit.
+
+Source: Hallac, Leskovec and Boyd (2015), "Network lasso: clustering and optimization in large graphs".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.algorithm import LocalSolver, Quadratic, Reply
+from fedtorch.federation.exchanges.exchange import RowsOf, Sum
+from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.turn import Turn
+from fedtorch.networks.network import Network
+from fedtorch.networks.solvers.penalties import Penalty
+from fedtorch.tree import Tree
+
+
+class EdgeServer(NamedTuple):
+    """Hold the nodes' parameters, and what every edge knows of its two ends."""
+
+    parameters: Tensor  # (n, p) the coupled w_i, float64
+    dual: Tensor  # (E, p) u
+    difference: Tensor  # (E, p) s
+    labels: Tensor  # (n,) of the nodes that are tied
+    heard: Tensor  # (n,) bool
+
+
+class _Outbox(NamedTuple):
+    """Hold a row for each node."""
+
+    precision: Tensor  # (n,) λ
+    shift: Tensor  # (n, p) h
+    tied: Tensor  # (n, p) the mean of those that are tied
+
+
+class _State(NamedTuple):
+    """Hold a node's own state; leaves `(K, ...)`."""
+
+    parameters: dict[str, Tensor]
+    solver: Tree
+
+
+class _Parts(NamedTuple):
+    """Hold what a round is made of."""
+
+    local: LocalSolver
+    network: Network
+    alpha: float
+    penalty: Penalty
+    rho: float
+    names: Sequence[str]  # of the coupled parameters
+
+    def joined(self, parameters: Tree) -> Tensor:
+        """Return the coupled parameters of stacked nodes as vectors, `(K, p)` in float64."""
+        return torch.cat([parameters[name].flatten(1).to(torch.float64) for name in self.names], 1)
+
+    def divided(self, vectors: Tensor, like: Tree) -> dict[str, Tensor]:
+        """Return the inverse of `joined`, in the shapes and dtypes of `like`."""
+        pieces = vectors.split([like[name][0].numel() for name in self.names], 1)
+        return {n: piece.reshape(like[n].shape).to(like[n].dtype) for n, piece in zip(self.names, pieces)}
+
+
+def edge_rounds(
+    local: LocalSolver, network: Network, alpha: float, penalty: Penalty, rho: float, names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the functions and the exchange of an `Algorithm` with this penalty on edges."""
+    parts = _Parts(local, network, alpha, penalty, rho, names)
+    return {
+        "init": partial(_init, parts=parts),
+        "outbox": partial(_outbox, parts=parts),
+        "client": partial(_client, parts=parts),
+        "server": partial(_server, parts=parts),
+        "model": partial(_model, parts=parts),
+        "exchange": private_rows(),
+        "report": _report,
+    }
+
+
+def _init(parameters: Tree, clients: int, *, parts: _Parts) -> tuple[EdgeServer, _State]:
+    if clients != parts.network.nodes:
+        raise ValueError(
+            f"Expected a network of as many nodes as there are clients, {clients}, but got {parts.network.nodes} nodes"
+        )
+    rows = parts.joined(tree.expand(parameters, clients))
+    edges = rows.new_zeros(len(parts.network.edges), rows.shape[1])
+    nodes = torch.arange(clients)
+    server = EdgeServer(rows, edges, edges, nodes, torch.zeros(clients, dtype=torch.bool))
+    return server, _State(parameters, parts.local.init(parameters))
+
+
+def _outbox(server: EdgeServer, *, parts: _Parts) -> _Outbox:
+    """Send every node its quadratic; none until it has been heard, so that it first finds its own solution."""
+    first, second = parts.network.edges.to(server.parameters.device).T
+    w = server.parameters
+    middle, push = (w[first] + w[second]) / 2, server.difference / 2 - server.dual
+    shift = torch.zeros_like(w).index_add(0, first, middle + push).index_add(0, second, middle - push)
+    degree = parts.network.neighbour_counts.to(w)
+    rho = torch.where(server.heard, parts.rho, 0.0)
+    return _Outbox(rho * degree, rho[:, None] * shift, _tied(w, server.labels))
+
+
+def _tied(w: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean of those of one label, `(n, p)`; who is alone keeps every bit."""
+    count = torch.zeros_like(w[:, 0]).index_add(0, labels, torch.ones_like(w[:, 0]))
+    mean = (torch.zeros_like(w).index_add(0, labels, w) / count.clamp(min=1)[:, None])[labels]
+    return torch.where((count[labels] > 1)[:, None], mean, w)
+
+
+def _client(inbox: _Outbox, state: _State, data: Any, turn: Turn, *, parts: _Parts) -> Reply:
+    shift = {**tree.zeros_like(state.parameters), **parts.divided(inbox.shift, state.parameters)}
+    none = torch.zeros_like(inbox.precision)
+    precision = {name: inbox.precision if name in parts.names else none for name in state.parameters}
+    alike = len(parts.names) == len(state.parameters)
+    quadratic = Quadratic(inbox.precision if alike else precision, {name: shift[name] for name in state.parameters})
+    solved = parts.local.solve(state.parameters, state.solver, data, quadratic, turn)
+    return Reply(Sum(parts.joined(solved.parameters)), _State(solved.parameters, solved.state), solved.info)
+
+
+def _server(state: EdgeServer, aggregate: RowsOf, key: Tensor, *, parts: _Parts) -> EdgeServer:
+    """Renew the edges both of whose ends have answered."""
+    ids = aggregate.ids.to(state.parameters.device)
+    w = state.parameters.index_copy(0, ids, aggregate.message.value.to(torch.float64))
+    answered = torch.zeros_like(state.heard).index_fill(0, ids, True)
+    first, second = parts.network.edges.to(w.device).T
+    strength = 2 * parts.alpha * parts.network.weights.to(w.device) / parts.rho
+    gap = w[first] - w[second] + 2 * state.dual
+    settled = parts.penalty.prox(gap, strength)
+    both = (answered[first] & answered[second])[:, None]
+    difference = torch.where(both, settled, state.difference)
+    dual = torch.where(both, (gap - settled) / 2, state.dual)
+    heard = state.heard | answered
+    joined = (difference == 0).all(1) & heard[first] & heard[second]
+    labels = Network(parts.network.edges[joined.cpu()], nodes=parts.network.nodes).components.labels.to(w.device)
+    return EdgeServer(w, dual, difference, labels, heard)
+
+
+def _model(inbox: _Outbox, state: _State, *, parts: _Parts) -> Tree:
+    tied = parts.divided(inbox.tied, state.parameters)
+    return parts.local.tensors({name: tied.get(name, leaf) for name, leaf in state.parameters.items()}, state.solver)
+
+
+def _report(server: EdgeServer) -> dict[str, Tensor]:
+    """Return into how many clusters of equal nodes the network falls."""
+    return {"clusters": server.labels.max() + 1}

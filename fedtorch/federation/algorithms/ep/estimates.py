@@ -1,0 +1,111 @@
+r"""What expectation propagation has found, in the units of a paper: SDs and correlations in place of log variances.
+
+φ has logarithms of variances and the entries of a triangular factor. Their posterior is taken to SDs and correlations
+at quasi-random nodes of q(φ), or at those that `corrected` has weighed. Coefficients are linear in φ, so that their
+intervals are those of the normal density itself.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.federation.algorithms.ep._checked import checked
+from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.populations.population import design_of, feature_names, row_counts
+from fedtorch.federation.runs.run import Run
+from fedtorch.models import gaussian
+from fedtorch.models.estimates import Estimates
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical import Hierarchy, Model
+from fedtorch.models.quadrature import quasi_random
+
+_NODES = 2**14
+_PART = 2**20  # numbers of covariances at a time
+
+
+class _Shown(NamedTuple):
+    """Hold quantities at the nodes of φ."""
+
+    names: list[str]
+    values: list[Tensor]  # (R,) each
+    n: list[int | None]
+
+
+def estimates(
+    run: Run, *, given: Corrected | None = None, tolerance: float = 0.01, node: int | None = None
+) -> Estimates:
+    """Return the posterior of coefficients, SDs and correlations over clients, and of the noise.
+
+    Args:
+        run: of `ep`.
+        given: the posterior of φ as `corrected` has found it; default: q(φ).
+        tolerance, node: as those of `posterior`, which warns and raises alike.
+    """
+    model, server, _ = checked(run, tolerance, node)
+    q = gaussian.moments(server.posterior)
+    nodes, weights = spread_nodes(q) if given is None else (part[given.weights > 0] for part in given[1:3])
+    rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
+    if not isinstance(model, Model) or not model.hierarchy.coefficients:
+        names = tuple(model.names) if isinstance(model, Model) else tuple(f"φ[{i}]" for i in range(len(q.mean)))
+        return Estimates(names, nodes, weights, len(names), q if given is None else None, (rows,) * len(names))
+    back = units(run)
+    design = back @ model.hierarchy.mean.to(nodes)
+    m = design.shape[1]
+    names = coefficient_names(run)
+    shown = _Shown(list(names), list((nodes[:, :m] @ design.mT).unbind(1)), [rows] * len(names))
+    _scales(model.hierarchy, back, names, nodes[:, m:], shown, clients)
+    if len(model.names) > len(model.hierarchy.names):
+        shown.names.append("sigma")
+        shown.values.append((nodes[:, -1] / 2).exp())
+        shown.n.append(rows)
+    normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
+    values = torch.stack(shown.values, 1)
+    return Estimates(tuple(shown.names), values, weights, len(names), normal, tuple(shown.n))
+
+
+def spread_nodes(q: Moments, points: int = _NODES) -> tuple[Tensor, Tensor]:
+    """Return nodes of N(q), whose mean and covariance are those of q, and their weights."""
+    size = len(q.mean)
+    rule = quasi_random(size, max(points, 4 * size))
+    nodes = q.mean + rule.nodes.to(q.mean) @ torch.linalg.cholesky(q.covariance).mT
+    return nodes, rule.weights.to(q.mean)
+
+
+def coefficient_names(run: Run) -> tuple[str, ...]:
+    """Return names of a run's coefficients: the model's, or those of the rows' columns where it has numbers only."""
+    names: tuple[str, ...] = run.algorithm.settings["model"].hierarchy.coefficients
+    columns = feature_names(run.population)
+    numbered = names == tuple(map(str, range(len(names))))
+    return columns if numbered and len(columns) == len(names) else names
+
+
+def units(run: Run) -> Tensor:
+    """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
+    size = len(run.algorithm.settings["model"].hierarchy.mean)
+    design = design_of(run.population)
+    known = design is not None and len(design.columns) == size
+    return design.back() if design is not None and known else torch.eye(size, dtype=torch.float64)
+
+
+def _scales(
+    hierarchy: Hierarchy, back: Tensor, names: tuple[str, ...], zeta: Tensor, shown: _Shown, clients: int
+) -> None:
+    """Add the SDs of the coefficients that differ between clients, and their correlations where there are any."""
+    zeta = zeta[:, : len(hierarchy.names) - hierarchy.mean.shape[1]]
+    place = torch.tensor(hierarchy.random, dtype=torch.int64)
+    parts = zeta.split(max(1, _PART // len(names) ** 2))
+    inner = torch.cat([(back @ hierarchy.covariance(part) @ back.mT)[:, place[:, None], place] for part in parts])
+    sd = inner.diagonal(dim1=-2, dim2=-1).sqrt()
+    for i, j in enumerate(hierarchy.random):
+        shown.names.append(f"sd({names[j]})")
+        shown.values.append(sd[:, i])
+        shown.n.append(clients)
+    for i in range(len(place)):
+        for j in range(i):
+            if bool(inner[:, i, j].any()):
+                shown.names.append(f"cor({names[place[j]]}, {names[place[i]]})")
+                shown.values.append(inner[:, i, j] / (sd[:, i] * sd[:, j]))
+                shown.n.append(clients)

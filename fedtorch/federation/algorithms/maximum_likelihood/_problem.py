@@ -1,0 +1,88 @@
+"""What is maximised, what the server keeps of it, and when it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from torch import Tensor
+
+from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
+from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion, Point
+from fedtorch.federation.runs.run import Run
+from fedtorch.models.gaussian import Natural
+from fedtorch.models.hierarchical import Model
+
+
+class MaximumServer(NamedTuple):
+    """Hold what the server keeps.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import hierarchical
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([y, y + 1.0])) for y in (0.0, 4.0, 5.0)])
+        >>> model = hierarchical.linear(hierarchical.normal(1))
+        >>> run = ft.run(ft.maximum_likelihood(model), ft.InProcess(data), rounds=12)
+        >>> run.server.best.at[0].round(decimals=6)  # the mean of three means
+        tensor(3.5000, dtype=torch.float64)
+    """
+
+    prior: Natural  # of the first estimate
+    at: Tensor  # (p,) the point that the next round is asked about
+    steps: Tensor  # (p,) between its nodes
+    best: Point  # the most likely one so far
+    reached: Tensor  # () what is maximised, there
+    gain: Tensor  # () log likelihood that an undamped step from there would add
+    damping: Tensor  # ()
+    version: Tensor  # rounds that have been aggregated
+    population: Tensor  # number of clients
+
+
+class Problem(NamedTuple):
+    """Hold what is maximised."""
+
+    model: Model
+    means: int
+    restricted: bool
+
+    @staticmethod
+    def of(model: Model, restricted: bool) -> Problem:
+        """Return the problem of a model."""
+        return Problem(model, model.hierarchy.mean.shape[1], restricted)
+
+    @property
+    def nodes(self) -> Tensor:
+        """Return the nodes of a round in steps, `(R, p)`."""
+        return newton.nodes(self.means, len(self.model.names) - self.means, self.restricted)
+
+    def around(self, point: Point) -> Expansion:
+        """Return the likelihood that is maximised, around a point."""
+        return newton.expansion(point, self.means, self.restricted)
+
+
+def maximised(tolerance: float = 1e-10) -> Callable[[Any], bool]:
+    """Return a function of a run's history, for `until=`: whether nothing more is to be gained.
+
+    Args:
+        tolerance: on the log likelihood that another step would add; 1e-10 leaves estimates 1e-5 standard errors from
+            the maximum at most, where the likelihood is near quadratic.
+
+    Example:
+        >>> maximised()({"gain": [3.0, 1e-4]}), maximised()({"gain": [1e-4, 1e-12]})
+        (False, True)
+    """
+    return lambda history: bool(np.asarray(history["gain"])[-1] <= tolerance)
+
+
+def found(run: Run) -> tuple[Model, MaximumServer, Expansion]:
+    """Return the model of a run, the server's state, and what was maximised around its most likely point.
+
+    Raises:
+        TypeError: a run of another algorithm.
+    """
+    settings = run.algorithm.settings
+    if settings.get("algorithm") != "maximum_likelihood":
+        raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {settings.get('algorithm')}")
+    problem = Problem.of(settings["model"], settings["restricted"])
+    return problem.model, run.server, problem.around(run.server.best)

@@ -1,0 +1,184 @@
+"""What a run of maximum marginal likelihood has found."""
+
+from __future__ import annotations
+
+import warnings
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.data import ClientData
+from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
+from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, found, maximised
+from fedtorch.federation.populations.population import feature_names, row_counts
+from fedtorch.federation.runs.run import Run
+from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.estimates import Estimates
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical import Model
+
+_FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
+
+
+class Maximum(NamedTuple):
+    """Hold estimates of what is shared.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.maximum_likelihood import estimates, maximised
+        >>> from fedtorch.models import hierarchical
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([y, y + 1.0])) for y in (0.0, 4.0, 5.0)])
+        >>> algorithm = ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(1)), restricted=True)
+        >>> found = estimates(ft.run(algorithm, ft.InProcess(data), rounds=30, until=maximised()))
+        >>> found.names, round(found.log_likelihood, 3)
+        (('mean 0', 'log variance 0', 'log noise'), -9.59)
+        >>> found.sds.round(decimals=3), found.noise  # of the coefficients over clients, and of rows
+        (tensor([2.5980], dtype=torch.float64), 0.7071...)
+    """
+
+    names: tuple[str, ...]  # of the coordinates of φ
+    mean: Tensor  # (p,) φ where the (restricted) likelihood is largest
+    covariance: Tensor  # (p, p) inverse of minus its second derivatives; of means and others apart if restricted
+    log_likelihood: float
+    spread: Tensor  # (d, d) covariance of the coefficients over clients
+    noise: float | None  # residual sd, where it is learnt
+
+    @property
+    def errors(self) -> Tensor:
+        """Return standard errors of all coordinates, `(p,)`."""
+        return self.covariance.diagonal().sqrt()
+
+    @property
+    def sds(self) -> Tensor:
+        """Return the coefficients' standard deviations over clients, `(d,)`, 0 for fixed ones."""
+        return self.spread.diagonal().sqrt()
+
+    @property
+    def correlation(self) -> Tensor:
+        """Return the coefficients' correlations over clients, `(d, d)`, NaN for fixed ones."""
+        return self.spread / torch.outer(self.sds, self.sds)
+
+
+def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
+    """Return the estimates that a run has found, with standard errors.
+
+    A `RuntimeWarning` says so where there is more to gain, and where the likelihood has no curvature in a direction,
+    as at a variance of zero, where standard errors are NaN.
+
+    Args:
+        run: of `maximum_likelihood`.
+        tolerance: as that of `maximised`; `math.inf` does not ask for convergence.
+
+    Raises:
+        TypeError: a run of another algorithm.
+        RuntimeError: no round has told the likelihood yet.
+    """
+    model, _, best = _checked(run, tolerance)
+    means = model.hierarchy.mean.shape[1]
+    scales = len(model.hierarchy.names) - means
+    learnt = len(model.names) > len(model.hierarchy.names)
+    zeta = best.at[means:]
+    return Maximum(
+        model.names,
+        best.at,
+        _inverse(best.curvature, means),
+        float(best.value),
+        model.hierarchy.covariance(zeta[:scales]),
+        float((zeta[-1] / 2).exp()) if learnt else None,
+    )
+
+
+def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
+    """Return the estimates by name: coefficients, normal with their standard errors; SDs, correlations and the noise.
+
+    Args:
+        run, tolerance: as those of `estimates`, which warns and raises alike.
+    """
+    found, hierarchy = estimates(run, tolerance=tolerance), run.algorithm.settings["model"].hierarchy
+    design = hierarchy.mean.to(found.mean)
+    m, rows, clients = design.shape[1], int(row_counts(run.population).sum()), len(run.population.names)
+    names = feature_names(run.population)
+    if len(names) != len(design) or hierarchy.coefficients != tuple(map(str, range(len(names)))):
+        names = hierarchy.coefficients or tuple(map(str, range(len(design))))
+    values = dict(zip(names, (design @ found.mean[:m]).tolist()))
+    for i in hierarchy.random:
+        values[f"sd({names[i]})"] = float(found.sds[i])
+        values |= {f"cor({names[j]}, {names[i]})": float(found.correlation[i, j]) for j in hierarchy.random if j < i}
+    if found.noise is not None:
+        values["sigma"] = found.noise
+    normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
+    n = tuple(clients if name.startswith(("sd(", "cor(")) else rows for name in values)
+    return Estimates(tuple(values), torch.tensor([list(values.values())]).to(found.mean), None, len(names), normal, n)
+
+
+def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
+    """Compute each client's coefficients given its rows and the estimates, where its rows are.
+
+    Their means are best linear unbiased predictions in the linear model; what is estimated is taken as known, so that
+    intervals are shorter than those of `ft.ep`.
+
+    Args:
+        run: of `maximum_likelihood`, on data at hand.
+        tolerance: see `estimates`, which raises alike.
+
+    Raises:
+        TypeError: a run of another algorithm, or of a population that has not its data.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.maximum_likelihood import devices, maximised
+        >>> from fedtorch.models import hierarchical
+        >>> data = ft.data.from_tensors([(torch.ones(2, 1), torch.tensor([y, y + 1.0])) for y in (0.0, 4.0, 5.0)])
+        >>> algorithm = ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(1)))
+        >>> run = ft.run(algorithm, ft.InProcess(data), rounds=30, until=maximised())
+        >>> devices(run).marginals().mean.flatten().round(decimals=2)  # of means 0.5, 4.5 and 5.5
+        tensor([0.6600, 4.4500, 5.3900], dtype=torch.float64)
+    """
+    model, server, best = _checked(run, tolerance)
+    data = getattr(run.population, "data", None)
+    if data is None:
+        raise TypeError(f"Expected a run on data at hand, but got one on {run.population!r}")
+
+    def own(outbox: dict[str, Tensor], block: ClientData) -> DevicePosterior:
+        phi = outbox["phi"][:, None]
+        return model.given(phi, torch.ones_like(phi[..., 0]), model.prepare(block))
+
+    return run.clients.evaluate(run.algorithm.outbox(server._replace(at=best.at)), data, own)
+
+
+def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansion]:
+    """Return model, server and what was maximised around its most likely point, of a run that has found one."""
+    model, server, best = found(run)
+    if not bool(server.best.value.isfinite()):
+        raise RuntimeError(
+            f"Expected the likelihood at the first estimate, but got none after {run.number} rounds; let all clients "
+            "answer in two rounds at least, or begin with another prior if it is nowhere finite"
+        )
+    if not maximised(tolerance)({"gain": [float(server.gain)]}):
+        warnings.warn(
+            f"Not converged after {run.number} rounds: another step would add {float(server.gain):.2g} to the log "
+            "likelihood; allow more rounds",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return model, server, best
+
+
+def _inverse(curvature: Tensor, means: int) -> Tensor:
+    """Return the inverse, with NaN for log variances and the like that the likelihood does not know."""
+    known = torch.cat([curvature.new_ones(means, dtype=torch.bool), curvature.diagonal()[means:] > _FLAT])
+    place = known.nonzero()[:, 0]
+    factor, failed = torch.linalg.cholesky_ex(curvature[place[:, None], place])
+    inverse = torch.full_like(curvature, torch.nan)
+    if not bool(failed):
+        inverse[place[:, None], place] = torch.cholesky_inverse(factor)
+    if bool(inverse.isnan().any()):
+        warnings.warn(
+            "Expected a likelihood that is curved in all directions, but got one that is flat or not at a maximum in "
+            "some, as where a variance is estimated as zero (a singular fit); their standard errors are NaN: leave out "
+            "such a random coefficient, or give it a prior and use ft.ep",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return inverse

@@ -1,0 +1,268 @@
+"""The rounds of GTV minimisation by predictions. See the package for the method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import expected, tree
+from fedtorch.data import BadClients, ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
+from fedtorch.federation.algorithms.regressors.nodes import Fit, Node, NodeRows, Regressor, node
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
+from fedtorch.federation.runs.run import Run
+from fedtorch.federation.told import Told
+from fedtorch.federation.turn import Turn
+from fedtorch.networks.network import Network
+from fedtorch.tree import Tree
+
+Make = Callable[[], Regressor] | LocalSolver  # a node's model
+
+
+class _Told(NamedTuple):
+    """Hold what a node tells, or the sum of what its neighbours have told."""
+
+    predictions: Tensor  # (K, m') on the shared inputs, or (K, m', C) probabilities
+    weight: Tensor  # (K,) one from its first fit on; summed, Σ_j A_ij of the neighbours that have been heard
+
+
+class _State(NamedTuple):
+    """Hold a node's own state; leaves `(K, ...)`."""
+
+    told: _Told
+    kept: Tensor  # (K, P) numbers that its model goes on from, filled up with zeros
+
+
+class RegressorsServer(NamedTuple):
+    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
+
+    total: Tree = None  # `predictions` (n, m') and `weight` (n,): Σ_j A_ij of the neighbours' own, and of those heard
+
+
+class _Outbox(NamedTuple):
+    """Hold what a node works with; row i is in node i's memory, and only the heard part of it has travelled."""
+
+    heard: _Told
+    inputs: Tensor  # (n, m', d) x' as each node sees it
+    number: Tensor  # (n,) of the node
+
+
+class _Nodes:
+    """The nodes' models.
+
+    Args:
+        makes: of each node, or one for all.
+        classes: as of `gtv_regressors`, like the next.
+        repeats: of local solvers.
+    """
+
+    def __init__(self, makes: tuple[Make, ...], classes: int | None, repeats: int) -> None:
+        self.each = [node(make, classes, repeats) for make in makes]
+        self.size = max(each.size for each in self.each)
+
+    def __call__(self, number: int) -> Node:
+        """Return the model of a node."""
+        return self.each[number if len(self.each) > 1 else 0]
+
+
+def gtv_regressors(
+    make: Make | Sequence[Make],
+    network: Network,
+    alpha: float,
+    inputs: Tensor,
+    *,
+    classes: int | None = None,
+    repeats: int = 1,
+) -> Algorithm:
+    """Build GTV minimisation for models of any kind, which are coupled by their predictions on shared inputs.
+
+    In the first round a node fits its own rows, and neighbours that have not been heard do not count. The tensors that
+    a client predicts with are its predictions on the shared inputs; `fitted` makes the models themselves.
+
+    Args:
+        make: a function that makes a new regressor with `fit(X, y, sample_weight)` and `predict(X)`; a local solver of
+            a module, such as `ft.gradient_descent(module, steps=20, loss=...)`; or a list of these, one for each node.
+            Fits must not depend on global random state, so pass a `random_state`.
+        network: whose nodes are the clients, in their order; rows are (x `(d,)`, y `()`).
+        alpha: strength α of the coupling.
+        inputs: `(m', d)` the shared inputs x', which need no labels; or `(n, m', d)`, as every node sees the same
+            examples.
+        classes: C for classifiers of labels 0 … C − 1, by `predict_proba` or by a module's C logits.
+        repeats: how often a local solver is called in a round, the coupling seen anew each time. Solvers of one step
+            with `reset="never"` then take that many steps on the whole objective, as deep networks want.
+
+    Shapes: server state is `RegressorsServer`; client state has the predictions, `(K, m')` or `(K, m', C)`.
+
+    Raises:
+        ValueError: α is negative or not finite, inputs of another form, another number of models than nodes; when a run
+            begins, rows of another form or a network of another size; in a round, predictions of a node that are not
+            finite or have another shape.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.regressors import fitted
+        >>> from sklearn.tree import DecisionTreeRegressor
+        >>> data = ft.data.from_tensors([(torch.zeros(4, 1), torch.ones(4)), (torch.zeros(4, 1), -torch.ones(4))])
+        >>> line = ft.gradient_descent(  # a tree at one node, a line at the other
+        ...     torch.nn.Linear(1, 1), steps=20, loss=lambda output, y: (output[:, 0] - y).square().mean(),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.2))
+        >>> nodes, inputs = [lambda: DecisionTreeRegressor(random_state=0), line], torch.zeros(3, 1)
+        >>> algorithm = ft.gtv_regressors(nodes, ft.Network.from_edges([(0, 1)]), 0.5, inputs)
+        >>> run = ft.run(algorithm, ft.InProcess(data), {}, rounds=40)
+        >>> tree, module = fitted(run)
+        >>> round(float(tree.predict([[0.0]])[0]), 3), round(module(torch.zeros(1)).item(), 3)  # ±1 / (1 + 2α)
+        (0.5, -0.5)
+    """
+    shared = _checked_inputs(alpha, inputs, network.nodes)
+    makes = tuple(make) if isinstance(make, Sequence) else (make,)
+    if isinstance(make, Sequence) and len(makes) != network.nodes:
+        raise ValueError(
+            f"Expected a model for each of {network.nodes} nodes, but got {len(makes)}; pass one for all of them, or a "
+            "list of as many"
+        )
+    if repeats < 1:
+        raise ValueError(f"Expected repeats of at least 1, but got {repeats}")
+    shape = (shared.shape[1],) if classes is None else (shared.shape[1], classes)
+    nodes = _Nodes(makes, classes, repeats)
+
+    def init(parameters: Tree, clients: int) -> tuple[RegressorsServer, _State]:
+        if clients != network.nodes:
+            raise ValueError(
+                f"Expected a network of as many nodes as there are clients, {clients}, but got {network.nodes} nodes"
+            )
+        nothing = torch.zeros(shape, dtype=torch.float64)
+        kept = nothing.new_zeros(nodes.size)
+        return RegressorsServer(), _State(_Told(nothing, nothing.new_zeros(())), kept)
+
+    def client(inbox: Neighbourhood, state: _State, data: ClientData, turn: Turn) -> Reply:
+        rows = _rows(inbox.heard, data, alpha)
+        kept = state.kept.clone()
+        begun = state.told.weight.tolist() if nodes.size else [0.0] * len(rows)
+        predictions, losses = torch.zeros_like(state.told.predictions), torch.zeros_like(state.told.weight)
+        for k, number in enumerate(inbox.heard.number.tolist()):
+            model = nodes(number)
+            before = kept[k, : model.size].cpu() if begun[k] else None
+            fit = _checked_fit(model.fit(before, rows[k], _alone(turn, k, model)), shape, k)
+            kept[k, : model.size], predictions[k], losses[k] = fit.kept, fit.predictions, fit.loss
+        told = _Told(predictions, torch.ones_like(state.told.weight))
+        return Reply(None, _State(told, kept), {"loss": losses})
+
+    return Algorithm(
+        init=init,
+        outbox=lambda server: _Outbox(server.total, shared, torch.arange(network.nodes)),
+        client=client,
+        server=lambda server, aggregate, key: server,
+        model=lambda inbox, state: {"predictions": state.told.predictions, "kept": state.kept},
+        exchange=graph(network),
+        prepare=lambda data: _checked(data, inputs.shape[-1], classes),
+        told=Told(lambda state: state.told, counts=("weight",)),
+        settings={
+            "algorithm": "gtv_regressors",
+            **_settings(makes),
+            "nodes": nodes,
+            "alpha": alpha,
+            "inputs": inputs,
+            "classes": classes,
+            "repeats": repeats,
+            "edges": network.edges,
+        },
+    )
+
+
+def fitted(run: Run) -> list[Any]:
+    """Fit each node's model to its rows and its neighbours' predictions, as its next round would, where its rows are.
+
+    Args:
+        run: of `gtv_regressors` on data at hand.
+
+    Returns:
+        regressors, and copies of the modules of local solvers as they are.
+
+    Raises:
+        TypeError: a run of another algorithm, or of a population that has not its data.
+    """
+    settings = run.algorithm.settings
+    data = getattr(run.population, "data", None)
+    if settings.get("algorithm") != "gtv_regressors" or not isinstance(data, FederatedData):
+        raise TypeError(
+            f"Expected a run of ft.gtv_regressors on data at hand, but got one of {settings.get('algorithm')} on "
+            f"{run.population!r}"
+        )
+    kept = run.tensors()["kept"]
+    inbox = run.algorithm.exchange.scatter(run.outbox, slice(0, len(data))).heard
+    rows = _rows(inbox, data.stack(range(len(data))), settings["alpha"])
+    nodes: list[Node] = [settings["nodes"](k) for k in range(len(data))]
+    return [each.model(kept[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
+
+
+def _rows(inbox: _Outbox, data: ClientData, alpha: float) -> list[NodeRows]:
+    """Return what each node of a block fits, on the CPU."""
+    x, y, inputs, predictions = [
+        torch.from_numpy(leaf.cpu().numpy().copy()) for leaf in (*data.batch, inbox.inputs, inbox.heard.predictions)
+    ]
+    rows = zip(x, y, inputs, predictions, inbox.heard.weight.tolist(), data.count.tolist())
+    return [
+        NodeRows(x[:n], y[:n], shared, heard / (weight if weight > 0 else 1.0), alpha * weight)
+        for x, y, shared, heard, weight, n in rows
+    ]
+
+
+def _alone(turn: Turn, k: int, model: Node) -> Turn | None:
+    """Return the turn of one client; regressors draw nothing."""
+    return turn.with_key(turn.key[k : k + 1]) if model.size else None
+
+
+def _checked_fit(fit: Fit, shape: tuple[int, ...], k: int) -> Fit:
+    """Raise BadClients unless predictions are finite and have the shape of all nodes'."""
+    if tuple(fit.predictions.shape) != shape:
+        raise BadClients(
+            torch.tensor([k]),
+            f"expected predictions of shape {shape} on the shared inputs, but got {tuple(fit.predictions.shape)}; give "
+            "all nodes models of the same outputs, for C classes with classes=C",
+        )
+    if not bool(fit.predictions.isfinite().all()):
+        raise BadClients(
+            torch.tensor([k]),
+            "expected finite predictions on the shared inputs, but got NaN or Inf; train with smaller steps",
+        )
+    return fit
+
+
+def _settings(makes: tuple[Make, ...]) -> dict[str, Any]:
+    """Return what makes the models, and of local solvers what they were built with."""
+    if len(makes) == 1 and not isinstance(makes[0], LocalSolver):
+        return {"make": makes[0]}
+    settings: dict[str, Any] = {}
+    for i, each in enumerate(makes):
+        about = each.settings if isinstance(each, LocalSolver) else {"make": each}
+        settings.update({f"node {i}.{name}": value for name, value in about.items()})
+    return settings
+
+
+def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
+    """Return the inputs as each node sees them, `(n, m', d)`."""
+    expected.not_negative(alpha=alpha)
+    shape = tuple(inputs.shape)
+    if len(shape) not in (2, 3) or shape[-2] == 0 or (len(shape) == 3 and shape[0] != nodes):
+        raise ValueError(
+            f"Expected shared inputs (m', d) with at least one row, or ({nodes}, m', d), but got shape {shape}"
+        )
+    return inputs.detach().cpu().expand(nodes, *shape[-2:])
+
+
+def _checked(data: ClientData, features: int, classes: int | None) -> ClientData:
+    shapes = [tuple(leaf.shape[2:]) for leaf in tree.leaves(data.batch)]
+    if shapes != [(features,), ()]:
+        raise ValueError(f"Expected rows (x, y) of shapes ({features},) and (), but got {shapes}")
+    empty = (data.count == 0).cpu().nonzero()[:, 0]
+    if len(empty):
+        raise BadClients(empty, "expected rows to fit, but got none; leave the node out")
+    y = data.batch[1]
+    if classes is not None:
+        wrong = ((y < 0) | (y >= classes) | (y != y.floor())).any(1).cpu().nonzero()[:, 0]
+        if len(wrong):
+            raise BadClients(wrong, f"expected labels 0 to {classes - 1}, but got others; count them from 0")
+    return data

@@ -1,0 +1,106 @@
+r"""From mixtures of linear predictors to responses: means with their intervals, and intervals of new responses.
+
+The mean response is a monotone function g of the predictor η, so that its quantiles are g of those of η; E g(η) and
+E g(η)² are sums of Gauss–Hermite rules over the components. A new normal response is a mixture of normal densities
+itself. Others are drawn at quasi-random numbers (component, η, y), the same for every row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Categorical, MixtureSameFamily, Normal
+
+from fedtorch.inference._sites import Coefficients
+from fedtorch.inference._table_rows import Rows
+from fedtorch.models.device_posterior import DevicePosterior, credible_interval
+from fedtorch.models.estimates import weighted_quantile
+from fedtorch.models.quadrature import gauss_hermite
+
+_RULE = 21  # points of E g(η)
+_DRAWS = 2048  # of new responses, a row
+_NUMBERS = 2**22  # of one array
+
+
+class Predicted(NamedTuple):
+    """Hold what is predicted of rows, `(N,)` each: the mean response, and the interval of a new one."""
+
+    estimate: Tensor
+    sd: Tensor
+    low: Tensor
+    high: Tensor
+    new_low: Tensor
+    new_high: Tensor
+
+
+def predicted(sites: Coefficients, place: int, rows: Rows, level: float) -> Predicted:
+    """Return predictions for the rows of the site at `place`."""
+    one = DevicePosterior(*(part[place : place + 1] for part in sites.posterior))
+    x = rows.x.to(one.means)
+    if sites.intercept:
+        x = torch.cat([torch.ones_like(x[:, :1]), x], 1)
+    if sites.family is None:
+        raise TypeError(
+            "Expected a model that says how responses come of x'θ, but got one without: a likelihood of your own tells "
+            "it by family=, a sampler that integrates intercepts out cannot; give x a column of ones instead"
+        )
+    rows = Rows(x, rows.offset, rows.trials)
+    every = [_of_some(sites, one, rows.take(part), level) for part in _parts(one, len(x))]
+    return Predicted(*map(torch.cat, zip(*every)))
+
+
+def _parts(one: DevicePosterior, rows: int) -> Iterator[slice]:
+    """Yield some rows at a time, one part at least."""
+    size = max(1, _NUMBERS // max(_DRAWS, _RULE * one.weights.shape[1]))
+    yield from (slice(i, i + size) for i in range(0, max(rows, 1), size))
+
+
+def _of_some(sites: Coefficients, one: DevicePosterior, rows: Rows, level: float) -> Predicted:
+    assert sites.family is not None
+    family, distribution = sites.family, one.predictive(rows.x[None], noise=0.0)
+    offset = torch.zeros_like(rows.x[:, 0]) if rows.offset is None else rows.offset.to(rows.x)
+    parts = distribution.component_distribution
+    mean, sd = parts.mean[0] + offset[:, None], parts.stddev[0]  # (N, R)
+    low, high = (edge[0] + offset for edge in credible_interval(distribution, level))
+    estimate, spread = _moments(family.mean, one.weights[0], mean, sd)
+    if family.precise:
+        variance = sd.square() + one.log_noise[0].exp()
+        new = _normal_edges(one.weights[0], mean, variance.sqrt(), level)
+    else:
+        new = _drawn_edges(sites, one.weights[0], mean, sd, rows.trials, level)
+    return Predicted(estimate, spread, family.mean(low), family.mean(high), *new)
+
+
+def _moments(g: Callable[[Tensor], Tensor], weights: Tensor, mean: Tensor, sd: Tensor) -> tuple[Tensor, Tensor]:
+    """Return E g(η) and its sd, for mixtures of normal η `(N, R)`."""
+    rule = gauss_hermite(1, _RULE)
+    values = g(mean[..., None] + sd[..., None] * rule.nodes[:, 0].to(mean))
+    first = (values @ rule.weights.to(mean)) @ weights
+    second = ((values - first[:, None, None]).square() @ rule.weights.to(mean)) @ weights
+    return first, second.sqrt()
+
+
+def _normal_edges(weights: Tensor, mean: Tensor, sd: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    """Return the interval of mixtures of normal responses; NaN where the noise is not known."""
+    if bool(sd.isnan().any()):
+        return torch.full_like(mean[:, 0], torch.nan), torch.full_like(mean[:, 0], torch.nan)
+    parts = Normal(mean, sd, validate_args=False)
+    return credible_interval(MixtureSameFamily(Categorical(weights.expand_as(mean)), parts, validate_args=False), level)
+
+
+def _drawn_edges(
+    sites: Coefficients, weights: Tensor, mean: Tensor, sd: Tensor, trials: Tensor | None, level: float
+) -> tuple[Tensor, Tensor]:
+    """Return the interval of new responses, of which the smallest and the largest belong to it."""
+    assert sites.family is not None
+    uniform = torch.quasirandom.SobolEngine(3).draw(_DRAWS + 1, dtype=torch.float64)[1:].to(mean)
+    below = weights.cumsum(0)
+    component = torch.searchsorted(below / below[-1], uniform[:, 0].contiguous()).clamp(max=len(weights) - 1)
+    eta = mean[:, component] + sd[:, component] * torch.special.ndtri(uniform[:, 1])
+    scale = torch.ones_like(eta) if trials is None else trials.to(eta)[:, None].expand_as(eta)
+    y = sites.family.draw(uniform[:, 2].expand_as(eta), eta, scale).mT
+    tail = (1 - level) / 2
+    return weighted_quantile(y, tail).round(), weighted_quantile(y, 1 - tail).round()

@@ -1,0 +1,119 @@
+"""Rows to predict for, from frames, federated data or tensors: what the model takes, and whose each row is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+import torch
+from torch import Tensor
+
+from fedtorch.data import FederatedData
+from fedtorch.data.formulas.cells import as_frame
+from fedtorch.data.formulas.design import Design
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names
+from fedtorch.federation.populations.population import design_of
+from fedtorch.federation.runs.run import Run
+from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names
+from fedtorch.models.hierarchical import Model
+
+NEW = "new"  # the site of rows that nobody names one of
+
+
+class Rows(NamedTuple):
+    """Hold rows as a model takes them."""
+
+    x: Tensor  # (N, d)
+    offset: Tensor | None = None  # (N,)
+    trials: Tensor | None = None  # (N,)
+
+    def take(self, part: Any) -> Rows:
+        """Return some of them."""
+        offset, trials = (None if each is None else each[part] for each in (self.offset, self.trials))
+        return Rows(self.x[part], offset, trials)
+
+
+class TableRows(NamedTuple):
+    """Hold rows with their labels."""
+
+    rows: Rows
+    sites: tuple[str, ...]  # (N,) whose they are
+    index: Any  # the frame's, of pandas
+
+    def take(self, places: np.ndarray) -> Rows:
+        """Return the rows at these places."""
+        return self.rows.take(torch.from_numpy(places))
+
+
+class _Columns(NamedTuple):
+    """Hold what the columns of x are."""
+
+    names: tuple[str, ...]
+    design: Design | None
+    alone: str  # the site of rows without a name
+
+
+def table_rows(run: Run | Coefficients, rows: Any, site: str | None) -> TableRows:
+    """Return rows to predict for; see `predict`."""
+    columns = _columns(run)
+    if isinstance(rows, FederatedData):
+        made = _given(rows.rows, columns)
+        owners = torch.arange(len(rows)).repeat_interleave(rows.counts).tolist()
+        return TableRows(made, tuple(rows.names[owner] for owner in owners), pd.RangeIndex(len(owners)))
+    if isinstance(rows, (Tensor, tuple)):
+        made = _given(rows, columns)
+        return TableRows(made, (site or columns.alone,) * len(made.x), pd.RangeIndex(len(made.x)))
+    frame = as_frame(rows)
+    group = columns.design.group if site is None and columns.design is not None else site
+    if group in frame.columns:
+        return TableRows(_from_frame(frame, columns), tuple(map(str, frame[group])), frame.index)
+    return TableRows(_from_frame(frame, columns), (site or columns.alone,) * len(frame), frame.index)
+
+
+def _columns(run: Run | Coefficients) -> _Columns:
+    if isinstance(run, Coefficients):
+        names = run.names[1:] if run.intercept else run.names
+        return _Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
+    if isinstance(run.algorithm.settings.get("model"), Model):
+        names, design = coefficient_names(run), design_of(run.population)
+        return _Columns(names, design if design is not None and len(design.columns) == len(names) else None, NEW)
+    if run.algorithm.settings.get("algorithm") != "gibbs":
+        raise TypeError(
+            "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, but got "
+            f"{run.algorithm.settings.get('algorithm', 'another')}; run.predict(data) has what its models predict"
+        )
+    size = drawn_coefficients(run)[0].shape[-1]
+    return _Columns(tuple(name for name in drawn_names(run, size) if name != "Intercept"), None, NEW)
+
+
+def _given(rows: Any, columns: _Columns) -> Rows:
+    """Return rows that are tensors: x alone, or with what is beside it, of which the response is left out."""
+    x = rows[0] if isinstance(rows, tuple) else rows
+    last = rows[-1] if isinstance(rows, tuple) else None
+    extra: Mapping[str, Tensor] = last if isinstance(last, Mapping) else {}
+    x = torch.as_tensor(x, dtype=torch.float64)
+    if x.ndim != 2 or x.shape[1] != len(columns.names):
+        raise ValueError(
+            f"Expected rows x with {len(columns.names)} columns {_few(columns.names)}, but got shape {tuple(x.shape)}"
+        )
+    return Rows(x, extra.get("offset"), extra.get("trials"))
+
+
+def _from_frame(frame: pd.DataFrame, columns: _Columns) -> Rows:
+    """Return the rows of a frame, by the formula or by the names of its columns."""
+    if columns.design is not None:
+        x, extra = columns.design.rows(frame, response=False)
+        return Rows(x, extra.get("offset"), extra.get("trials"))
+    missing = [name for name in columns.names if name not in frame.columns]
+    if missing:
+        raise ValueError(
+            f"Expected a column for each of the coefficients {_few(columns.names)}, but got none for {_few(missing)}; "
+            "the run was made without a formula, so that columns have to be called as they are"
+        )
+    return Rows(torch.from_numpy(frame[list(columns.names)].to_numpy(np.float64, copy=True)))
+
+
+def _few(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names[:8])) + ", …" * (len(names) > 8)

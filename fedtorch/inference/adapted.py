@@ -1,0 +1,71 @@
+"""A new site: the posterior of its coefficients from what the others share and its own rows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.data import FederatedData
+from fedtorch.federation.algorithms import ep
+from fedtorch.federation.populations.population import design_of
+from fedtorch.federation.runs.run import Run
+from fedtorch.inference._sites import Coefficients, newcomers, other_sites
+from fedtorch.models.hierarchical import linear_devices
+
+
+def adapted(run: Run, rows: Any, *, site: str = "new", tolerance: float = 0.01) -> Coefficients:
+    """Return the coefficients of sites that took no part, from their own rows and what the run's sites share.
+
+    No other site is asked. `ranef(adapted(run, rows), total=True)` is their table, `predict(adapted(run, rows), more)`
+    predicts with them.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model, linear or generalised.
+        rows: of a site: a frame with the columns of the run's formula, or `(x, y)`; or `FederatedData` of several.
+        site: the name of the site, where `rows` do not tell it.
+        tolerance: as that of `ep.posterior`, which warns and raises alike.
+
+    Raises:
+        TypeError: an algorithm without a hierarchical model.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import hierarchical
+        >>> x = torch.ones(20, 1, dtype=torch.float64)
+        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
+        >>> model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30)
+        >>> ward = ft.inference.adapted(run, (x[:1], torch.tensor([4.0])), site="ward 7")  # a single row of it
+        >>> print(ft.inference.ranef(ward, total=True).to_markdown())
+        | site | coefficient | estimate | sd | 95 % interval |
+        | :-- | :-- | --: | --: | --: |
+        | ward 7 | level | 3.83 | 0.31 | 3.22 to 4.45 |
+    """
+    newcomers(run, tolerance=tolerance)  # refuses what has none
+    data = rows if isinstance(rows, FederatedData) else _one_site(run, rows, site)
+    block = data.stack(torch.arange(len(data)))
+    model = run.algorithm.settings["model"]
+    posterior = linear_devices.adapted(model, ep.posterior(run, tolerance=torch.inf), block)
+    known = getattr(model.family, "scale", None)
+    if known is not None and bool(posterior.log_noise.isnan().all()):
+        noise = known(model.prepare(block)).log()[:, None].expand_as(posterior.log_noise)
+        posterior = posterior._replace(log_noise=noise)
+    return other_sites(run, tuple(data.names), posterior)
+
+
+def _one_site(run: Run, rows: Any, site: str) -> FederatedData:
+    """Return rows of one site as data: `(x, y)` as they are, a frame by the run's formula."""
+    if not isinstance(rows, tuple):
+        design = design_of(run.population)
+        if design is None:
+            raise TypeError(
+                f"Expected rows (x, y) of a run that was made without a formula, but got {type(rows).__name__}; pass "
+                "tensors, or make the data by ft.data.from_frame(frame, client=…, formula=…)"
+            )
+        rows = design.rows(rows, site=site)
+    made = tuple(part if isinstance(part, (Tensor, Mapping)) else torch.as_tensor(part) for part in rows)
+    counts = torch.tensor([len(made[0])])
+    return FederatedData(made, counts, (site,), allow_empty=True)

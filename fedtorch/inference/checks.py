@@ -1,0 +1,181 @@
+"""What a fitted model predicts beside what was observed, from sums over the rows of all sites.
+
+- `calibration`: of yes/no responses, how often predictions came true. A row's probability is that without the row
+  itself, by smoothed importance sampling. Clients count their rows by predicted probability in fine cells; the server
+  makes of the cells' sums bins of about equally many rows, and the isotonic curve.
+- `histograms`: responses that the model draws anew, counted in the same bins as the observed ones. Bins are set from
+  means and variances, so that no site tells its extremes.
+- `site_means`: each site's mean response beside those of replicated responses.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.federation.algorithms.ep import settled
+>>> from fedtorch.models import hierarchical
+>>> uniform = ft.random.uniform(ft.random.key(0), (5, 40), torch.float64)
+>>> data = ft.data.from_tensors([(torch.ones(40, 1).double(), (uniform[k] < 0.3 + 0.1 * k).double()) for k in range(5)])
+>>> model = hierarchical.generalised.logistic(hierarchical.normal(1))
+>>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+>>> made = calibration(run, bins=2)
+>>> made.rows.sum(), bool((made.low <= made.observed).all() and (made.observed <= made.high).all())
+(tensor(200., dtype=torch.float64), True)
+>>> low, high = site_means(run).replicated.quantile(torch.tensor([0.025, 0.975]).double(), 1)
+>>> bool((low < 0.7).all() and (high > 0.3).all())
+True
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.federation.runs.run import Run
+from fedtorch.inference._pareto import smoothed
+from fedtorch.inference._rows import Drawn, by_client, masked_sum, rows_of, source, summed
+from fedtorch.models.hierarchical.families import LOGISTIC
+
+_CELLS = 200  # of predicted probabilities
+_REACH = 4.0  # sds that the bins reach from the mean
+_FAR, _MOST_COUNTS = 8.0, 60  # sds that places of counts reach, and how many there are at most
+
+
+class Calibration(NamedTuple):
+    """Hold predicted and observed shares in bins of rows, ascending, and in cells the isotonic curve."""
+
+    predicted: Tensor  # (B,)
+    observed: Tensor  # (B,)
+    low: Tensor  # (B,) of the observed share, had the bin's rows this probability in common (Wilson's interval)
+    high: Tensor
+    rows: Tensor  # (B,) yes/no responses
+    curve: Tensor  # (M, 2) predicted probability and isotonic share
+
+
+class Histograms(NamedTuple):
+    """Hold counts of observed and replicated responses in common bins."""
+
+    places: Tensor  # (B,) middle of each; of counts the count
+    width: float
+    observed: Tensor  # (B,) rows
+    replicated: Tensor  # (S, B)
+    counts: bool  # whether responses are counts; then the last bin has all larger ones
+
+
+class SiteMeans(NamedTuple):
+    """Hold each site's mean response, of yes/no responses its share of yes."""
+
+    sites: tuple[str, ...]
+    observed: Tensor  # (K,)
+    replicated: Tensor  # (K, S)
+
+
+def calibration(run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.9, seed: int = 0) -> Calibration:
+    """Return how often yes/no responses came true by their predicted probability.
+
+    Raises:
+        TypeError: responses that are not yes or no.
+    """
+    one, data = source(run, draws, None, 0.01, seed), rows_of(run)
+    if one.family is not LOGISTIC:
+        raise TypeError(
+            f"Expected yes/no responses, but got a {one.family.name} model; see ft.plots.predictive_check(run)"
+        )
+    sums = summed(run, [data], [one], lambda drawn: _cells(drawn[0]))
+    known = sums["rows"] > 0
+    rows, predicted, yes = (sums[name][known] for name in ("rows", "predicted", "yes"))
+    before = rows.cumsum(0) - rows / 2
+    bin = (before / rows.sum() * bins).long().clamp(max=bins - 1)
+    total = lambda column: column.new_zeros(bins).index_add(0, bin, column)
+    count = total(rows)
+    filled = count > 0
+    count, share = count[filled], (total(yes) / count)[filled]
+    low, high = _wilson(share, count, level)
+    curve = torch.stack([predicted / rows, _isotonic(yes / rows, rows)], 1)
+    return Calibration((total(predicted)[filled] / count), share, low, high, count, curve)
+
+
+def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> Histograms:
+    """Return histograms of the observed responses and of responses drawn anew.
+
+    Raises:
+        TypeError: yes/no responses, whose histogram says nothing.
+    """
+    one, data = source(run, draws, None, 0.01, seed), rows_of(run)
+    if one.family is LOGISTIC:
+        raise TypeError('Expected responses that are not yes or no; ask for predictive_check(run, of="sites")')
+    power = summed(run, [data], [one], lambda drawn: _powers(drawn[0]))
+    mean = power[1] / power[0]
+    sd = (power[2] / power[0] - mean.square()).clamp(min=1e-24).sqrt()
+    counts = one.family.name == "poisson"
+    if counts:
+        last = min(float((mean + _FAR * sd).ceil()), _MOST_COUNTS)
+        places = torch.arange(int(last) + 1).to(mean)
+    else:
+        edges = torch.linspace(-_REACH, _REACH, bins + 1).to(mean) * sd + mean
+        places = (edges[1:] + edges[:-1]) / 2
+    width = float(places[1] - places[0])
+    inner = (places[1:] + places[:-1]) / 2
+    found = summed(run, [data], [one], lambda drawn: _counted(drawn[0], inner))
+    return Histograms(places, width, found[:, 0], found[:, 1:].T, counts)
+
+
+def site_means(run: Run, *, draws: int = 200, seed: int = 0) -> SiteMeans:
+    """Return each site's mean response, and those of responses drawn anew."""
+    one, data = source(run, draws, None, 0.01, seed), rows_of(run)
+    found = by_client(run, [data], [one], lambda drawn: _totals(drawn[0]))
+    return SiteMeans(
+        tuple(data.names), found["observed"] / found["count"], found["replicated"] / found["count"][:, None]
+    )
+
+
+def _cells(drawn: Drawn) -> dict[str, Tensor]:
+    """Return rows, predicted and observed yes responses by cells of the predicted probability, `(K, cells)`."""
+    parts = []
+    for part in drawn.parts():
+        weights = smoothed(-drawn.log_density(part)).log_weights.exp()
+        p = (weights * drawn.family.mean(drawn.predictor(part))).sum(-1)
+        trials = torch.where(drawn.mask[:, part], drawn.scales(part).expand(*p.shape, 1)[..., 0], 0.0)
+        cell = (p * _CELLS).long().clamp(max=_CELLS - 1)
+        empty = p.new_zeros(len(p), _CELLS)
+        columns = {"rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}
+        parts.append(tree.map(lambda column, cell=cell, empty=empty: empty.scatter_add(1, cell, column), columns))
+    return tree.map(lambda *leaves: torch.stack(leaves).sum(0), *parts)
+
+
+def _powers(drawn: Drawn) -> Tensor:
+    y = drawn.rows.y
+    return masked_sum(torch.stack([torch.ones_like(y), y, y.square()], -1), drawn.mask)
+
+
+def _counted(drawn: Drawn, edges: Tensor) -> Tensor:
+    """Return counts of rows between the edges, observed and replicated, `(K, bins, 1 + S)`."""
+    total = drawn.theta.new_zeros(len(drawn.theta), len(edges) + 1, 1 + drawn.theta.shape[1])
+    for part in drawn.parts():
+        every = torch.cat([drawn.rows.y[:, part, None], drawn.replicated(part)], -1)
+        inside = drawn.mask[:, part, None].expand_as(every).to(every)
+        total.scatter_add_(1, torch.bucketize(every.contiguous(), edges.to(every)), inside)
+    return total
+
+
+def _totals(drawn: Drawn) -> dict[str, Tensor]:
+    parts = []
+    for part in drawn.parts():
+        mask, y = drawn.mask[:, part], drawn.rows.y[:, part]
+        each = drawn.scales(part).expand(*y.shape, -1)[..., 0] if drawn.family is LOGISTIC else torch.ones_like(y)
+        columns = {"observed": y, "replicated": drawn.replicated(part), "count": each}
+        parts.append(tree.map(lambda column, mask=mask: masked_sum(column, mask), columns))
+    return tree.map(lambda *leaves: torch.stack(leaves).sum(0), *parts)
+
+
+def _wilson(share: Tensor, count: Tensor, level: float) -> tuple[Tensor, Tensor]:
+    z = torch.special.ndtri(torch.tensor((1 + level) / 2, dtype=share.dtype))
+    middle = (share + z.square() / (2 * count)) / (1 + z.square() / count)
+    half = z / (1 + z.square() / count) * (share * (1 - share) / count + z.square() / (4 * count.square())).sqrt()
+    return (middle - half).clamp(min=0), (middle + half).clamp(max=1)
+
+
+def _isotonic(share: Tensor, weight: Tensor) -> Tensor:
+    """Return the ascending shares that fit best."""
+    from sklearn.isotonic import isotonic_regression
+
+    return torch.from_numpy(isotonic_regression(share.cpu().numpy(), sample_weight=weight.cpu().numpy()))

@@ -1,0 +1,272 @@
+r"""Predictive accuracy of fitted models for rows or sites that were left out, and their comparison.
+
+A row left out is still predicted with the other rows of its site: what `loo` and `waic` estimate of rows is conditional
+on the site, log p(y_ki | all other rows). A site left out is predicted as a new one, log p(y_k | other sites): of a run
+of expectation propagation that is log ∫ f_k(φ) cavity_k(φ) dφ, which needs no draws, because a cavity is what the other
+sites say.
+
+Of rows, the server hears sums only: of log densities, of their squares and of the squares of their differences between
+models, and how many rows had a Pareto k above 0.5 and 0.7.
+
+Source: Vehtari, Gelman and Gabry (2017), "Practical Bayesian model evaluation using leave-one-out cross-validation and
+WAIC", Statistics and Computing 27.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import ClientData
+from fedtorch.federation.algorithms import ep
+from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.runs.run import Run
+from fedtorch.inference._pareto import left_out, widely_applicable
+from fedtorch.inference._rows import Drawn, masked_sum, rows_of, source, summed
+from fedtorch.models import gaussian
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["compare", "loo", "waic"]
+
+_METHODS = {"loo": left_out, "waic": widely_applicable}
+_DOUBTS = {"loo": (0.5, 0.7), "waic": (0.4, 0.4)}
+
+
+class Accuracy(NamedTuple):
+    """Hold the expected log predictive density of what was left out."""
+
+    elpd: float
+    se: float  # its standard error, over what was left out
+    parameters: float  # the effective number of parameters; NaN of sites
+    left_out: int  # how many rows, or sites
+    unit: str  # "row" or "site"
+    method: str  # "loo", "waic", or "cavity"
+    doubtful: int  # rows of a Pareto k above 0.5; of WAIC, of a variance above 0.4
+    bad: int  # rows of a Pareto k above 0.7, which their densities cannot be trusted with
+
+    def __str__(self) -> str:
+        text = f"elpd of {self.left_out:,} {self.unit}s left out ({self.method}): {self.elpd:.1f} (se {self.se:.1f})"
+        if self.unit == "site":
+            return text
+        text += f", effective parameters {self.parameters:.1f}; "
+        if self.method == "waic":
+            return text + f"{self.doubtful:,} rows of a variance above 0.4, which call for loo"
+        return text + f"Pareto k above 0.5 of {self.doubtful:,} rows, above 0.7 of {self.bad:,}"
+
+
+def loo(
+    run: Run,
+    *,
+    out: str = "row",
+    draws: int = 1000,
+    given: Corrected | None = None,
+    tolerance: float = 0.01,
+    seed: int = 0,
+) -> Accuracy:
+    """Compute the accuracy for rows left out by smoothed importance sampling, or for sites left out by their cavities.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        out: "row", which is predicted with the other rows of its site, or "site", which is predicted as a new one.
+        draws: of the posterior, at every client; for rows.
+        given: what `corrected` has found, in place of q(φ); for rows.
+        tolerance: see `ep.posterior`, which warns and raises alike.
+        seed: of the draws.
+
+    Raises:
+        TypeError: a run of something else, or rows that are at sites.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.ep import settled
+        >>> from fedtorch.models import hierarchical
+        >>> x, z = torch.ones(8, 1).double(), ft.random.normal(ft.random.key(0), (5, 8), torch.float64)
+        >>> data = ft.data.from_tensors([(x, k + z[k]) for k in range(5)])
+        >>> model = hierarchical.linear(hierarchical.normal(1, sd=5.0), noise=1.0)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+        >>> print(loo(run))
+        elpd of 40 rows left out (loo): -5... (se ...), effective parameters ...; Pareto k above 0.5 of 0 rows, ...
+        >>> print(loo(run, out="site"))
+        elpd of 5 sites left out (cavity): -6... (se ...)
+    """
+    _check(out=out)
+    if out == "site":
+        return _of_sites(_site_densities(run, tolerance))
+    return _of_rows(_sums({"": run}, "loo", draws, {"": given}, tolerance, seed), 0, "loo")
+
+
+def waic(
+    run: Run, *, draws: int = 1000, given: Corrected | None = None, tolerance: float = 0.01, seed: int = 0
+) -> Accuracy:
+    """Compute the widely applicable information criterion, in the units of `loo` (not times −2).
+
+    It costs less than `loo` and is worse where rows are influential, and cannot say so as well. Arguments are those of
+    `loo`.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.ep import settled
+        >>> from fedtorch.models import hierarchical
+        >>> x, z = torch.ones(8, 1).double(), ft.random.normal(ft.random.key(0), (5, 8), torch.float64)
+        >>> data = ft.data.from_tensors([(x, k + z[k]) for k in range(5)])
+        >>> model = hierarchical.linear(hierarchical.normal(1, sd=5.0), noise=1.0)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+        >>> abs(waic(run).elpd - ft.inference.loo(run).elpd) < 0.5
+        True
+    """
+    return _of_rows(_sums({"": run}, "waic", draws, {"": given}, tolerance, seed), 0, "waic")
+
+
+def compare(
+    runs: Mapping[str, Run],
+    *,
+    out: str = "row",
+    draws: int = 1000,
+    given: Mapping[str, Corrected] | None = None,
+    tolerance: float = 0.01,
+    seed: int = 0,
+) -> pd.DataFrame:
+    """Return a table of models, the best first, with each one's difference from it and the difference's error.
+
+    All models are evaluated together, row by row where the rows are, so that their differences are of pairs. A
+    difference below 4, or of less than two standard errors, is none to rely on.
+
+    Args:
+        runs: fitted to the same responses, by name; their covariates may differ.
+        out: see `loo`, like the rest.
+        given: what `corrected` has found, by name.
+
+    Raises:
+        ValueError: runs of other clients, rows or responses.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.ep import settled
+        >>> from fedtorch.models import hierarchical
+        >>> x, z = torch.ones(8, 1).double(), ft.random.normal(ft.random.key(0), (5, 8), torch.float64)
+        >>> data = ft.data.from_tensors([(x, k + z[k]) for k in range(5)])
+        >>> def fitted(random):
+        ...     model = hierarchical.linear(hierarchical.normal(1, random=random, sd=5.0), noise=1.0)
+        ...     return ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+        >>> table = compare({"one level": fitted([]), "a level for each site": fitted([0])})
+        >>> table.index.tolist(), table["difference"].round().tolist()
+        (['a level for each site', 'one level'], [0.0, -32.0])
+    """
+    import pandas as pd
+
+    _check(out=out)
+    names = list(runs)
+    if out == "site":
+        values = torch.stack([_site_densities(run, tolerance) for run in runs.values()])
+        _same_clients(runs)
+        each = [_of_sites(row) for row in values]
+        squares = (values[:, None] - values[None]).square().sum(-1)
+    else:
+        sums = _sums(runs, "loo", draws, given or {}, tolerance, seed)
+        each = [_of_rows(sums, i, "loo") for i in range(len(names))]
+        squares = sums["squares"][1:, 1:]
+    best = max(range(len(names)), key=lambda i: each[i].elpd)
+    rows = []
+    for i, one in enumerate(each):
+        difference = one.elpd - each[best].elpd
+        error = _error(difference, float(squares[i, best]), one.left_out)
+        rows.append([one.elpd, one.se, difference, error, one.parameters, one.bad])
+    columns = ["elpd", "se", "difference", "se of difference", "effective parameters", "Pareto k above 0.7"]
+    return pd.DataFrame(rows, names, columns).sort_values("elpd", ascending=False)
+
+
+def _check(*, out: str) -> None:
+    if out not in ("row", "site"):
+        raise ValueError(f"Expected out= 'row' or 'site', but got {out!r}")
+
+
+def _sums(
+    runs: Mapping[str, Run],
+    method: str,
+    draws: int,
+    given: Mapping[str, Corrected | None],
+    tolerance: float,
+    seed: int,
+) -> dict[str, Tensor]:
+    """Return sums over all rows of what the runs' draws say of each."""
+    every = [rows_of(run) for run in runs.values()]
+    _same_clients(runs)
+    sources = [source(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
+    sums = summed(next(iter(runs.values())), every, sources, lambda drawn: _pointwise(drawn, method))
+    if int(sums["different"]):
+        raise ValueError(
+            f"Expected runs of the same responses, but got {int(sums['different']):,} rows whose responses differ; "
+            "densities of other responses, such as log y, cannot be compared"
+        )
+    return sums
+
+
+def _pointwise(every: list[Drawn], method: str) -> dict[str, Tensor]:
+    """Return sums over each client's rows, `(K, ...)`."""
+    first, totals = every[0], []
+    low, high = _DOUBTS[method]
+    for part in first.parts():
+        rows, mask = [_METHODS[method](one.log_density(part)) for one in every], first.mask[:, part]
+        elpd = torch.stack([torch.zeros_like(rows[0].elpd), *(row.elpd for row in rows)], -1)
+        doubt = torch.stack([row.doubt for row in rows], -1)
+        different = torch.stack([one.rows.y[:, part] != first.rows.y[:, part] for one in every]).any(0)
+        found = {
+            "elpd": elpd[..., 1:],
+            "squares": (elpd[..., :, None] - elpd[..., None, :]).square(),
+            "lppd": torch.stack([row.lppd for row in rows], -1),
+            "doubtful": (doubt > low).double(),
+            "bad": (doubt > high).double(),
+            "different": different.double(),
+            "rows": mask.double(),
+        }
+        totals.append(tree.map(lambda leaf, mask=mask: masked_sum(leaf, mask), found))
+    return tree.map(lambda *leaves: torch.stack(leaves).sum(0), *totals)
+
+
+def _of_rows(sums: Mapping[str, Tensor], i: int, method: str) -> Accuracy:
+    elpd, rows = float(sums["elpd"][i]), int(sums["rows"])
+    error = _error(elpd, float(sums["squares"][0, i + 1]), rows)
+    doubtful, bad = int(sums["doubtful"][i]), int(sums["bad"][i])
+    return Accuracy(elpd, error, float(sums["lppd"][i]) - elpd, rows, "row", method, doubtful, bad)
+
+
+def _of_sites(values: Tensor) -> Accuracy:
+    elpd, sites = float(values.sum()), len(values)
+    error = _error(elpd, float(values.square().sum()), sites)
+    return Accuracy(elpd, error, math.nan, sites, "site", "cavity", 0, 0)
+
+
+def _error(total: float, squares: float, count: int) -> float:
+    """Return the standard error of a sum of independent terms, from the sum of their squares."""
+    return max(squares - total * total / count, 0.0) ** 0.5
+
+
+def _site_densities(run: Run, tolerance: float) -> Tensor:
+    """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
+    ep.posterior(run, tolerance=tolerance)
+    model, data = source(run, 1, None, math.inf, 0).model, rows_of(run)
+    if model.log_evidence is None:
+        raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
+    evidence = model.log_evidence
+
+    def own(cavity: dict[str, Tensor], block: ClientData) -> Tensor:
+        return evidence(gaussian.moments(gaussian.Natural(**cavity)), model.prepare(block))
+
+    return run.clients.evaluate(run.outbox, data, own)
+
+
+def _same_clients(runs: Mapping[str, Run]) -> None:
+    (first, one), *others = [(name, rows_of(run)) for name, run in runs.items()]
+    for name, data in others:
+        if data.names != one.names or not data.counts.equal(one.counts):
+            raise ValueError(
+                f"Expected runs of the same clients with the same rows, but got {one!r} of {first!r} and {data!r} of "
+                f"{name!r}; fit both to the rows that have all columns"
+            )

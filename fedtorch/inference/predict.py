@@ -1,0 +1,88 @@
+"""Predictions of rows with intervals: of the mean response and of a new one, at known sites and at others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.runs.run import Run
+from fedtorch.inference._responses import Predicted, predicted
+from fedtorch.inference._sites import Coefficients, newcomers, site_coefficients
+from fedtorch.inference._table_rows import table_rows
+from fedtorch.result_frame import ResultFrame
+
+
+def predict(
+    run: Run | Coefficients,
+    rows: Any,
+    interval: float = 0.9,
+    *,
+    site: str | None = None,
+    given: Corrected | None = None,
+    tolerance: float = 0.01,
+) -> ResultFrame:
+    """Return a prediction for each row, with intervals of the mean response and of a new response.
+
+    A row of a site of the run is predicted with that site's coefficients. Any other is one of a new site, whose
+    coefficients spread as those of all sites do; `known` says which it is. Columns are `site`, `known`, `estimate` and
+    `sd` of the mean response (a probability, of binary responses), the interval `low`, `high` of it, and the interval
+    `new_low`, `new_high` that holds a new response, a number of successes where rows have trials.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model, or of `ft.gibbs` with a regression and a sampler that recorded sites;
+            or sites, as by `adapted`.
+        rows: a frame with the columns of the run's formula, or with columns that are called as the coefficients;
+            `FederatedData` whose clients are called as the sites; or x `(n, d)`.
+        interval: probability of the intervals.
+        site: of a frame, the column that says whose row it is, by default that of the formula; or else the name of the
+            site that all rows are of. Without either rows are those of a new site.
+        given, tolerance: as those of `ranef`.
+
+    Raises:
+        TypeError: an algorithm that has no such posterior, or a likelihood of your own without a family.
+        ValueError: rows of other columns.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import hierarchical
+        >>> x = torch.ones(20, 1, dtype=torch.float64)
+        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)], names=list("ABCD"))
+        >>> model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30)
+        >>> print(ft.inference.predict(run, x[:1], site="C").to_markdown())
+        |  | site | known | estimate | sd | 90 % interval | 90 % interval of a new response |
+        | :-- | --: | --: | --: | --: | --: | --: |
+        | 0 | C | True | 2.992 | 0.071 | 2.876 to 3.108 | 2.459 to 3.525 |
+        >>> print(ft.inference.predict(run, x[:1]).to_markdown())  # of a site that is not known
+        |  | site | known | estimate | sd | 90 % interval | 90 % interval of a new response |
+        | :-- | --: | --: | --: | --: | --: | --: |
+        | 0 | new | False | 1.6 | 1.2 | -0.5 to 3.4 | -0.5 to 3.5 |
+    """
+    if not 0 < interval < 1:
+        raise ValueError(f"Expected an interval of a probability between 0 and 1, but got {interval}")
+    names = run.sites if isinstance(run, Coefficients) else tuple(run.population.names)
+    read = table_rows(run, rows, site)
+    unknown = [label for label in dict.fromkeys(read.sites) if label not in names]
+    groups = dict.fromkeys(read.sites)
+    if isinstance(run, Coefficients):
+        if unknown:
+            raise ValueError(f"Expected rows of the sites {list(names)}, but got {unknown}; name one of them by site=")
+        sources = dict.fromkeys(groups, run)
+    else:
+        known = site_coefficients(run, given, tolerance) if len(unknown) < len(groups) else None
+        other = newcomers(run, given, tolerance) if unknown else None
+        sources = {label: other if label in unknown else known for label in groups}  # type: ignore[misc]
+    found: list[Predicted] = []
+    places: list[np.ndarray] = []
+    for label, source in sources.items():
+        mine = np.flatnonzero(np.array(read.sites, dtype=object) == label)
+        places.append(mine)
+        found.append(predicted(source, 0 if label in unknown else names.index(label), read.take(mine), interval))
+    order = np.argsort(np.concatenate(places)) if places else np.zeros(0, dtype=np.int64)
+    columns: dict[str, Any] = {"site": list(read.sites), "known": [label not in unknown for label in read.sites]}
+    for i, field in enumerate(Predicted._fields):
+        columns[field] = torch.cat([each[i] for each in found])[torch.from_numpy(order)].tolist() if found else []
+    return ResultFrame.of(columns, read.index, level=interval)

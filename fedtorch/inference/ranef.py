@@ -1,0 +1,92 @@
+"""Effects of sites: by how much each one's coefficients deviate, or what they are."""
+
+from __future__ import annotations
+
+import pandas as pd
+import torch
+
+from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names
+from fedtorch.federation.runs.run import Run
+from fedtorch.federation.runs.sampler import diagnostics
+from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names, site_coefficients, site_deviations
+from fedtorch.models.device_posterior import DevicePosterior, credible_interval
+from fedtorch.models.estimates import Diagnostics, Estimates
+from fedtorch.result_frame import ResultFrame
+
+
+def ranef(
+    run: Run | Coefficients,
+    level: float = 0.95,
+    *,
+    total: bool = False,
+    given: Corrected | None = None,
+    tolerance: float = 0.01,
+) -> ResultFrame:
+    """Return the coefficients of each site: `estimate`, `sd`, interval (`low`, `high`), by site and coefficient.
+
+    Of draws there are `r_hat` and `ess` too; of `ft.gibbs`, the run's `ft.Sampler` has to record sites.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model or of `ft.gibbs`, with its rows at hand; or sites, as by `adapted`.
+        level: of the intervals.
+        total: whether coefficients themselves are shown, those that all sites share among them; default: the deviations
+            from what is shared, of the coefficients that differ.
+        given: the corrected posterior of what is shared, see `fedtorch.federation.algorithms.ep.correction`.
+        tolerance: as that of `ep.posterior`, which warns and raises alike.
+
+    Raises:
+        TypeError: an algorithm that has no such posterior, or a sampler without sites.
+        ValueError: rows that stay at their sites.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models import hierarchical
+        >>> x = torch.ones(20, 1, dtype=torch.float64)
+        >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)], names=list("ABCD"))
+        >>> model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30)
+        >>> print(ft.inference.ranef(run, total=True).loc["A":"C"].to_markdown())
+        | site | coefficient | estimate | sd | 95 % interval |
+        | :-- | :-- | --: | --: | --: |
+        | A | level | 1.004 | 0.071 | 0.866 to 1.143 |
+        | B | level | 1.998 | 0.071 | 1.860 to 2.136 |
+        | C | level | 2.992 | 0.071 | 2.853 to 3.130 |
+    """
+    if isinstance(run, Run) and run.algorithm.settings.get("algorithm") == "gibbs":
+        return _of_draws(run, level, total)
+    if total:
+        sites = run if isinstance(run, Coefficients) else site_coefficients(run, given, tolerance)
+        return mixture_table(sites.totals(), sites.sites, sites.names, level)
+    if isinstance(run, Coefficients):
+        raise ValueError("Expected a run, but got other sites, whose totals alone are known; pass total=True")
+    deviations, names = site_deviations(run, given, tolerance), coefficient_names(run)
+    random = tuple(names[j] for j in run.algorithm.settings["model"].hierarchy.random)
+    return mixture_table(deviations, tuple(run.population.names), random, level)
+
+
+def mixture_table(
+    posterior: DevicePosterior, sites: tuple[str, ...], names: tuple[str, ...], level: float
+) -> ResultFrame:
+    """Return the table of the marginals of sites' coefficients."""
+    marginals = posterior.marginals()
+    low, high = credible_interval(marginals, level)
+    parts = {"estimate": marginals.mean, "sd": marginals.variance.clamp(min=0).sqrt(), "low": low, "high": high}
+    columns = {name: part.flatten().tolist() for name, part in parts.items()}
+    return ResultFrame.of(columns, _index(sites, names), level=level)
+
+
+def _of_draws(run: Run, level: float, total: bool) -> ResultFrame:
+    draws, shared = drawn_coefficients(run)
+    values = draws if total else draws - shared
+    names = drawn_names(run, values.shape[-1])
+    stack = values.flatten(2)
+    made = Diagnostics(*(torch.tensor(each, dtype=torch.float64) for each in diagnostics(stack.numpy())))
+    flat = stack.flatten(0, 1)
+    table = Estimates(tuple(map(str, range(flat.shape[1]))), flat, diagnostics=made).table(level)
+    table.index = _index(tuple(run.population.names), names)
+    return table
+
+
+def _index(sites: tuple[str, ...], names: tuple[str, ...]) -> pd.MultiIndex:
+    return pd.MultiIndex.from_product([sites, names], names=["site", "coefficient"])

@@ -1,0 +1,119 @@
+"""What a fit has found of named quantities: nodes or draws of their posterior, and the table that is made of them.
+
+>>> import torch
+>>> from fedtorch.models.estimates import Estimates
+>>> draws = torch.tensor([[1.0, 0.0], [2.0, 0.0], [3.0, 3.0]]).double()
+>>> found = Estimates(("age", "sex"), draws, coefficients=2, n=(40, 40))
+>>> print(found.table(0.9)[["estimate", "sd", "n"]].to_markdown())
+| coefficient | estimate | sd | n |
+| :-- | --: | --: | --: |
+| age | 2.0 | 1.0 | 40 |
+| sex | 1.0 | 1.7 | 40 |
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributions import Normal
+
+from fedtorch.models.device_posterior import credible_interval
+from fedtorch.models.gaussian import Moments
+
+if TYPE_CHECKING:
+    from fedtorch.result_frame import ResultFrame
+
+
+class Diagnostics(NamedTuple):
+    """Hold what ArviZ says of draws, `(q,)` each."""
+
+    r_hat: Tensor
+    ess: Tensor
+
+
+class Estimates(NamedTuple):
+    """Hold the posterior of `q` named quantities, at nodes or as draws; a point estimate is a single node."""
+
+    names: tuple[str, ...]
+    nodes: Tensor  # (R, q)
+    weights: Tensor | None = None  # (R,) of sum 1; None: draws, all alike
+    coefficients: int = 0  # the first so many are coefficients, of which there are linear combinations
+    normal: Moments | None = None  # of the coefficients, where their posterior is normal and intervals exact
+    n: tuple[int | None, ...] = ()  # rows that a quantity is estimated from; clients, of what differs between them
+    diagnostics: Diagnostics | None = None
+    chains: int = 1  # of draws, one after the other
+    about: str = ""  # what the numbers are, for the caption of a table
+
+    def table(self, level: float) -> ResultFrame:
+        """Return estimates, sds and equal-tailed intervals, by name."""
+        if not 0 < level < 1:
+            raise ValueError(f"Expected a level between 0 and 1, but got {level}")
+        from fedtorch.result_frame import ResultFrame  # needs pandas, which takes its time
+
+        mean, sd = weighted_moments(self.nodes, self.weights)
+        low, high = (weighted_quantile(self.nodes, p, self.weights) for p in ((1 - level) / 2, (1 + level) / 2))
+        if self.normal is not None:
+            c = self.coefficients
+            exact_sd = self.normal.covariance.diagonal().sqrt()
+            edges = credible_interval(Normal(self.normal.mean, exact_sd, validate_args=False), level)
+            mean, sd = torch.cat([self.normal.mean, mean[c:]]), torch.cat([exact_sd, sd[c:]])
+            low, high = (torch.cat([edge, other[c:]]) for edge, other in zip(edges, (low, high)))
+        columns = {"estimate": mean, "sd": sd, "low": low, "high": high}
+        data: dict[str, list[float | int | None]] = {name: values.tolist() for name, values in columns.items()}
+        if any(number is not None for number in self.n):
+            data["n"] = list(self.n)
+        if self.diagnostics is not None:
+            data |= {name: values.tolist() for name, values in self.diagnostics._asdict().items()}
+        return ResultFrame.of(data, self.names, "coefficient", level=level, about=self.about)
+
+    def combined(self, weights: Tensor, names: tuple[str, ...]) -> Estimates:
+        """Return linear combinations of the quantities, a row of `weights` `(c, q)` each."""
+        weights = weights.to(self.nodes)
+        inside, n = weights[:, : self.coefficients], None
+        linear = self.normal is not None and not bool(weights[:, self.coefficients :].any())
+        if linear and self.normal is not None:
+            n = Moments(inside @ self.normal.mean, inside @ self.normal.covariance @ inside.mT)
+        return self._replace(
+            names=names,
+            nodes=self.nodes @ weights.mT,
+            coefficients=len(names),
+            normal=n,
+            n=(),
+            diagnostics=None,
+        )
+
+
+def weighted_moments(nodes: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return means and sds over the nodes `(R, ...)`; sds are NaN of a single one.
+
+    >>> import torch
+    >>> weighted_moments(torch.tensor([[1.0], [3.0]]), torch.tensor([0.75, 0.25]))
+    (tensor([1.5000]), tensor([0.8660]))
+    """
+    if len(nodes) == 1:
+        return nodes[0], torch.full_like(nodes[0], torch.nan)
+    if weights is None:
+        return nodes.mean(0), nodes.std(0)
+    mean = torch.tensordot(weights, nodes, 1)
+    return mean, torch.tensordot(weights, (nodes - mean).square(), 1).sqrt()
+
+
+def weighted_quantile(nodes: Tensor, probability: float, weights: Tensor | None = None) -> Tensor:
+    """Return quantiles over the nodes `(R, ...)`, by lines between the middles of their weights; NaN of a single one.
+
+    >>> import torch
+    >>> weighted_quantile(torch.tensor([[4.0], [1.0], [2.0], [3.0]]), 0.5)
+    tensor([2.5000])
+    """
+    if len(nodes) == 1:
+        return torch.full_like(nodes[0], torch.nan)
+    flat = nodes.flatten(1)
+    ordered, order = flat.sort(0)
+    each = torch.full_like(flat, 1 / len(flat)) if weights is None else weights[order]
+    below = each.cumsum(0) - each / 2
+    after = (below < probability).sum(0).clamp(1, len(flat) - 1)[None]
+    x, p = ((part.gather(0, after - 1)[0], part.gather(0, after)[0]) for part in (ordered, below))
+    share = ((probability - p[0]) / (p[1] - p[0]).clamp(min=torch.finfo(flat.dtype).tiny)).clamp(0, 1)
+    return (x[0] + share * (x[1] - x[0])).reshape(nodes.shape[1:])

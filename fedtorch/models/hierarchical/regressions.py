@@ -1,0 +1,141 @@
+r"""Regressions by a formula: the hierarchy, its names and its default priors follow from a design.
+
+Coefficients are those of the columns as the fit sees them, standardised unless the design says otherwise. By default
+
+.. math::
+    \mu_j \sim N(0, (2.5\,s)^2), \qquad \mu_0 \sim N(m, (5\,s)^2), \qquad
+    \log \tau_j \sim N(2\log s - 2, 2^2), \qquad \log \sigma^2 \sim N(2 \log s, 3^2),
+
+with mean m and sd s of a Gaussian response, as far as the encoding has them, and m = 0, s = 1 otherwise: a coefficient
+of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is already much, and clients
+differ by 0.37 s, give or take a factor of e. An intercept that is far from the rows, because
+means of columns stay in, has an sd for that; without an intercept, s of the means is the response's root mean square.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch.data import BadClients, Design
+from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.hierarchical.factor import Model
+from fedtorch.models.hierarchical.generalised import logistic, poisson
+from fedtorch.models.hierarchical.hierarchy import normal
+from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.hierarchical.linear_devices import linear
+from fedtorch.models.quadrature import QuadratureRule
+
+_FAMILIES: dict[str, Callable[..., Model]] = {
+    "gaussian": linear,
+    "logistic": logistic,
+    "binomial": logistic,
+    "poisson": poisson,
+}
+_SLOPE, _INTERCEPT = 2.5, 5.0  # sds of priors of means
+_LOG_VARIANCE, _LOG_NOISE = 2.0, 3.0  # sds
+
+
+def regression(
+    design: Design,
+    family: str = "gaussian",
+    *,
+    mean: float | Sequence[float] | Mapping[str, float] | None = None,
+    sd: float | Sequence[float] | Mapping[str, float] | None = None,
+    variance: Hyperprior | Sequence[Hyperprior] | None = None,
+    noise: Hyperprior | float | None = None,
+    rule: QuadratureRule | None = None,
+    inner: QuadratureRule | str | None = "default",
+) -> Model:
+    """Return the model of a formula, ready for `ft.ep(model)`: which coefficients there are, and which of them differ.
+
+    Args:
+        design: of `ft.data.from_frame(frame, client=…, formula=…).design`.
+        family: of the response: "gaussian", "logistic" (0 or 1), "binomial" (successes of trials) or "poisson".
+        mean, sd: of the normal prior of the coefficients' means: one number, one for each, or some of them by name. A
+            large sd, such as 100, leaves nearly all to the rows, as lme4 does. Default: see the module.
+        variance: hyperprior of the logarithms of the variances between clients, one or one for each.
+        noise: hyperprior of log σ², or σ² itself; of the Gaussian family only.
+        rule: nodes over the variances; see `hierarchical.linear`.
+        inner: nodes over coefficients; see `hierarchical.generalised`. Not of the Gaussian family.
+
+    Raises:
+        ValueError: another family; a binomial response without trials, or trials of another; names of coefficients that
+            the design does not have. When a population is bound, responses that do not fit: the message names the
+            client and the column.
+
+    >>> import pandas, fedtorch as ft
+    >>> from fedtorch.models import hierarchical
+    >>> frame = pandas.DataFrame(
+    ...     {"clinic": ["A"] * 3 + ["B"] * 3, "dose": [1.0, 2, 3, 2, 3, 4], "well": [0, 1, 1, 0, 0, 1]})
+    >>> data = ft.data.from_frame(frame, client="clinic", formula="well ~ dose + (1 | clinic)")
+    >>> model = hierarchical.regression(data.design, "logistic")
+    >>> model.names
+    ('mean Intercept', 'mean dose', 'log variance Intercept')
+    >>> model.design.columns
+    ('Intercept', 'dose')
+    """
+    if family not in _FAMILIES:
+        raise ValueError(f"Expected a family, one of {list(_FAMILIES)}, but got {family!r}")
+    _check_trials(design, family)
+    centre, scale = (0.0, 1.0) if family != "gaussian" or design.encoding.response is None else design.encoding.response
+    first = [name == "Intercept" for name in design.columns]
+    reach = scale if any(first) else math.hypot(centre, scale)  # of coefficients that make up the mean between them
+    level = math.hypot(_INTERCEPT, *(_SLOPE * far for far in design.encoding.centres.values()))
+    hierarchy = normal(
+        len(design.columns),
+        random=design.random,
+        correlated=design.correlated,
+        mean=_each("mean", mean, design, [centre * intercept for intercept in first]),
+        sd=_each("sd", sd, design, [reach * (level if intercept else _SLOPE) for intercept in first]),
+        variance=variance or hyperpriors.log_normal(2 * math.log(scale) - 2, _LOG_VARIANCE),
+        names=design.columns,
+    )
+    settings: dict[str, Any] = {"rule": rule}
+    if family == "gaussian":
+        settings["noise"] = hyperpriors.log_normal(2 * math.log(scale), _LOG_NOISE) if noise is None else noise
+    elif noise is not None:
+        raise ValueError(f"Expected noise= with the Gaussian family only, but got it with {family!r}; leave it out")
+    else:
+        settings["inner"] = inner
+    model = _FAMILIES[family](hierarchy, **settings)
+    return model._replace(prepare=partial(_prepare, model.prepare, design), design=design)
+
+
+def _check_trials(design: Design, family: str) -> None:
+    trials = design.trials or design.parsed.trials
+    if (family == "binomial") != (trials is not None):
+        got = f"trials by {trials!r}" if trials else "none"
+        raise ValueError(
+            f"Expected trials with the binomial family and no other, but got {got} with {family!r}; write "
+            f"'{design.response} | trials(n) ~ …' or trials='n' for successes of n trials, and take the family "
+            "'logistic' for 0 and 1"
+        )
+
+
+def _each(argument: str, given: Any, design: Design, default: Sequence[float]) -> Tensor:
+    """Return a number for each coefficient."""
+    values = list(default)
+    if isinstance(given, Mapping):
+        unknown = [name for name in given if name not in design.columns]
+        if unknown:
+            raise ValueError(f"Expected {argument}= of coefficients {list(design.columns)}, but got {unknown}")
+        values = [float(given.get(name, value)) for name, value in zip(design.columns, values)]
+    elif given is not None:
+        values = torch.as_tensor(given, dtype=torch.float64).expand(len(values)).tolist()
+    if argument == "sd" and not all(value > 0 for value in values):
+        raise ValueError(f"Expected positive sds, but got {values}")
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def _prepare(prepare: Callable[[Any], Any], design: Design, data: Any) -> Any:
+    """Prepare a block of rows; errors say which column of the frame y is."""
+    try:
+        return prepare(data)
+    except BadClients as error:
+        raise BadClients(torch.tensor(error.rows), f"{error}; y is the column {design.response!r}") from None

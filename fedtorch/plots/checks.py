@@ -1,0 +1,142 @@
+"""What a fitted model predicts beside what was observed: calibration, and responses drawn anew.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.federation.algorithms.ep import settled
+>>> from fedtorch.models import hierarchical
+>>> uniform = ft.random.uniform(ft.random.key(0), (5, 40), torch.float64)
+>>> data = ft.data.from_tensors([(torch.ones(40, 1).double(), (uniform[k] < 0.3 + 0.1 * k).double()) for k in range(5)])
+>>> model = hierarchical.generalised.logistic(hierarchical.normal(1))
+>>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+>>> calibration(run).axes[0].get_xlabel(), predictive_check(run).axes[0].get_title()
+('predicted probability, without the row itself', 'share of yes by site')
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedtorch.inference import checks
+from fedtorch.inference.checks import Calibration, Histograms, SiteMeans
+from fedtorch.plots._style import draw, draw_forest, new_figure
+from fedtorch.plots.charts import GREY, Chart, Series, chart
+from fedtorch.plots.forests import Forest, Line, forest
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedtorch.federation.runs.run import Run
+
+__all__ = ["calibration", "predictive_check"]
+
+
+def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
+    """Draw how often yes/no responses came true by their predicted probability, with intervals and the isotonic curve.
+
+    Args:
+        run: of `ft.ep` with a hierarchical logistic model, on rows at hand.
+        bins: of about equally many rows.
+        level: probability of the intervals.
+
+    Raises:
+        TypeError: a run of something else, or rows that are at sites.
+    """
+    figure = new_figure(5.2, 4.8)
+    axes = figure.subplots()
+    made = calibration_chart(checks.calibration(run, bins=bins, level=level), level)
+    if made is not None:
+        draw(axes, made)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
+    """Draw observed responses beside those that the model draws anew.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        of: "rows", the density of numbers or the square roots of how often each count is there (a rootogram); or
+            "sites", each site's mean, of yes/no responses its share of yes. Default: rows, and sites of yes/no
+            responses.
+        level: probability of the bands.
+
+    Raises:
+        TypeError: a run of something else, rows that are at sites, or `of="rows"` of yes/no responses.
+    """
+    if of not in ("", "rows", "sites"):
+        raise ValueError(f"Expected of= 'rows' or 'sites', but got {of!r}")
+    family = getattr(getattr(run.algorithm.settings.get("model"), "family", None), "name", "")
+    if of == "sites" or (not of and family == "logistic"):
+        made = site_check(checks.site_means(run), level, family)
+        figure = new_figure(6.8, 1.5 + 0.19 * (0 if made is None else len(made.lines)))
+        axes = figure.subplots()
+        if made is not None:
+            draw_forest(axes, made)
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", frameon=False, fontsize="small")
+        return figure
+    figure = new_figure(6.4, 4.0)
+    axes = figure.subplots()
+    if (described := histogram_chart(checks.histograms(run), level)) is not None:
+        draw(axes, described)
+    axes.legend(frameon=False, fontsize="small")
+    return figure
+
+
+def calibration_chart(found: Calibration, level: float) -> Chart | None:
+    """Return the chart of a calibration.
+
+    >>> half = torch.tensor([0.5])
+    >>> found = Calibration(half, half, half - 0.1, half + 0.1, half * 20, half.expand(1, 2))
+    >>> calibration_chart(found, level=0.9).y_label
+    'observed share'
+    """
+    x, diagonal = found.predicted.numpy(), np.array([0.0, 1.0])
+    series = [
+        Series(f"{100 * level:g} % interval of the bins", found.high.numpy(), low=found.low.numpy()),
+        Series("perfect", diagonal, GREY, "dashed", x=diagonal),
+        Series("isotonic", found.curve[:, 1].numpy(), 1, x=found.curve[:, 0].numpy()),
+        Series("bins of rows", found.observed.numpy(), 0, "none"),
+    ]
+    label = "predicted probability, without the row itself"
+    return chart("Calibration", label, x, series, y_label="observed share", logarithmic=False)
+
+
+def histogram_chart(found: Histograms, level: float) -> Chart | None:
+    """Return observed counts over the band of replicated ones: a density, or a rootogram of counts.
+
+    >>> bins = torch.arange(3.0).double()
+    >>> made = histogram_chart(Histograms(bins, 1.0, bins, bins.expand(5, 3), counts=True), level=0.9)
+    >>> made.y_label, made.series[-1].y.round(1).tolist()
+    ('√ rows', [0.0, 1.0, 1.4])
+    """
+    tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=found.replicated.dtype)
+    scaled = (lambda rows: rows.sqrt()) if found.counts else (lambda rows: rows / (found.observed.sum() * found.width))
+    low, middle, high = scaled(found.replicated.quantile(tails, 0)).numpy()
+    series = [
+        Series(f"{100 * level:g} % of replicated responses", high, low=low),
+        Series("their median", middle, 0, "dashed"),
+        Series("observed", scaled(found.observed).numpy(), 1),
+    ]
+    label = "response" + (f", {found.places[-1]:.0f} or more in the last place" if found.counts else "")
+    y_label = "√ rows" if found.counts else "density"
+    title = "Counts, observed and replicated" if found.counts else "Responses, observed and replicated"
+    return chart(title, label, found.places.numpy(), series, y_label=y_label, logarithmic=False)
+
+
+def site_check(found: SiteMeans, level: float, family: str) -> Forest | None:
+    """Return each site's replicated means with the observed one.
+
+    >>> made = site_check(SiteMeans(("a",), torch.ones(1), torch.rand(1, 9)), level=0.9, family="poisson")
+    >>> made.lines[0].name, made.lines[0].other
+    ('a', 1.0)
+    """
+    tails = torch.tensor([(1 - level) / 2, 0.5, (1 + level) / 2], dtype=found.replicated.dtype)
+    low, middle, high = found.replicated.quantile(tails, 1).tolist()
+    order = found.observed.argsort(stable=True).tolist()
+    lines = [Line(found.sites[k], low[k], middle[k], high[k], float(found.observed[k])) for k in order]
+    words = "share of yes by site" if family == "logistic" else "mean response by site"
+    return forest(
+        words, words.removesuffix(" by site"), lines, middle=f"replicated, {100 * level:g} %", other="observed"
+    )

@@ -1,0 +1,116 @@
+"""Forests as data: a line per name with its interval, for effects of sites and coefficients.
+
+`fedtorch.plots` draws them with matplotlib, `fedtorch.report` as SVG.
+
+>>> made = forest("Age", "effect", [Line("north", -0.1, 0.2, 0.5), Line("south", 0.1, 0.3, 0.5)], zero=0.0)
+>>> made.x_ticks[0], made.text_of(made.lines[0])
+(Tick(value=0.0, text='0'), '0.2, -0.1 to 0.5')
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from fedtorch.plots.charts import Tick, number, ticks
+
+LONGEST = 36  # characters of a name beside its line
+
+
+class Line(NamedTuple):
+    """An interval and the estimate in it, and perhaps another estimate of the same."""
+
+    name: str
+    low: float
+    middle: float
+    high: float
+    other: float = math.nan
+    all: bool = False  # whether it is of all sites together
+
+
+class Forest(NamedTuple):
+    """A chart with a line per name."""
+
+    title: str
+    x_label: str
+    lines: Sequence[Line]
+    x_range: tuple[float, float]
+    x_ticks: list[Tick]
+    zero: float | None  # where a reference stands, if it is there
+    middle: str = ""  # what the estimate is
+    other: str = ""  # what the other estimate is
+    all: str = ""  # what lines of all are
+
+    def text_of(self, line: Line) -> str:
+        """Return a line in words."""
+        text = f"{number(line.middle)}, {number(line.low)} to {number(line.high)}"
+        return text if math.isnan(line.other) else f"{text}; {self.other} {number(line.other)}"
+
+
+def forest(
+    title: str,
+    x_label: str,
+    lines: Sequence[Line],
+    *,
+    zero: float | None = None,
+    middle: str = "",
+    other: str = "",
+    all: str = "",
+) -> Forest | None:
+    """Return a forest, or None where no line has finite numbers.
+
+    Args:
+        title: above it.
+        x_label: of the horizontal axis.
+        lines: from the upper one down; those without finite intervals are left out.
+        zero: where a reference stands; left out where it is far from all lines.
+        middle, other, all: what the estimates and the lines of all are, for the legend.
+    """
+    shown = [line for line in lines if all_finite(line.low, line.middle, line.high)]
+    if not shown:
+        return None
+    known = [value for line in shown for value in (line.low, line.high, line.other) if math.isfinite(value)]
+    low, high = min(known), max(known)
+    low, high = (low, high) if high > low else (low - 0.5, low + 0.5)
+    if zero is not None and not low - 0.25 * (high - low) <= zero <= high + 0.25 * (high - low):
+        zero = None
+    if zero is not None:
+        low, high = min(low, zero), max(high, zero)
+    space = 0.03 * (high - low)
+    low, high = low - space, high + space
+    places = [Tick(value, number(value)) for value in ticks(low, high, 4)]
+    return Forest(title, x_label, shown, (low, high), places, zero, middle, other, all)
+
+
+def all_finite(*values: float) -> bool:
+    """Return whether all numbers are finite.
+
+    >>> all_finite(1.0, 2.0), all_finite(1.0, float("nan"))
+    (True, False)
+    """
+    return all(map(math.isfinite, values))
+
+
+def shortened(names: Sequence[str], longest: int = LONGEST) -> list[str]:
+    """Return names that fit beside their lines and can still be told apart, if the given ones can.
+
+    >>> shortened(["Clinic of cardiology, north", "Clinic of cardiology, south"], longest=12)
+    ['…logy, north', '…logy, south']
+    >>> shortened(["Ward 1 of the old clinic", "Ward 2 of the old clinic"], longest=12)
+    ['Ward 1 of t…', 'Ward 2 of t…']
+    """
+    kept, known = longest - 1, len(set(names))
+    long = [name for name in names if len(name) > longest]
+    start = next((i for i, letters in enumerate(zip(*long)) if len(set(letters)) > 1), 0)  # where they begin to differ
+    ways = (
+        lambda name: f"{name[:kept]}…",
+        lambda name: f"…{name[-kept:]}",
+        lambda name: f"{name[: kept // 2]}…{name[-(kept - kept // 2) :]}",
+        lambda name: f"{name[: kept // 3]}…{name[start : start + kept - kept // 3]}",
+    )
+    for way in ways:
+        made = [name if len(name) <= longest else way(name) for name in names]
+        if len(set(made)) == known:
+            return made
+    return made

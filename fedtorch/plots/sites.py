@@ -1,0 +1,161 @@
+"""Effects of sites: their intervals, how far they are drawn to the mean, and which are far from it for their size.
+
+>>> import torch, fedtorch as ft
+>>> from fedtorch.federation.algorithms.ep import settled
+>>> from fedtorch.models import hierarchical
+>>> x, z = torch.ones(8, 1).double(), ft.random.normal(ft.random.key(0), (5, 8), torch.float64)
+>>> data = ft.data.from_tensors([(x, k + z[k]) for k in range(5)], names=["A", "B", "C", "D", "E"])
+>>> model = hierarchical.linear(hierarchical.normal(1, sd=5.0, names=["level"]), noise=1.0)
+>>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled())
+>>> [text.get_text() for text in forest(run).axes[0].get_yticklabels()]
+['A', 'B', 'C', 'D', 'E', 'all sites']
+>>> shrinkage(run).axes[0].get_title(), funnel(run).axes[0].get_xlabel()
+('level', "precision of the site's own estimate, 1 / se")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedtorch.inference.site_estimates import SiteEstimates, site_estimates
+from fedtorch.plots._style import draw, draw_forest, new_figure
+from fedtorch.plots.charts import GREY, Chart, Label, Series, chart
+from fedtorch.plots.forests import LONGEST, Forest, Line, forest as forest_of, shortened
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from fedtorch.federation.runs.run import Run
+
+_PANELS = 3  # coefficients beside each other
+_NAMED = 6  # sites outside the limits of a funnel that are named
+_LIMITS = ((1.959964, "95 %"), (3.090232, "99.8 %"))
+
+
+def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
+    """Draw each site's coefficients with their intervals, ordered, and what sites have in common below.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        coefficient: one or several names; default: the first three that differ by site.
+        level: probability of the intervals.
+
+    Raises:
+        TypeError: a run of something else, or rows that are at sites.
+        ValueError: no such coefficient.
+    """
+    return _forests([site_forest(*each, level=level) for each in _chosen(run, coefficient, level)])
+
+
+def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
+    """Draw each site's own estimate and where partial pooling has drawn it; arguments are those of `forest`.
+
+    A site whose rows say nothing of a coefficient has no estimate of its own.
+    """
+    return _forests([site_forest(*each, level=level, own=True) for each in _chosen(run, coefficient, level)])
+
+
+def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
+    """Draw each site's own estimate against its precision, with the limits within which chance would leave it.
+
+    Inner limits hold 95 % and outer ones 99.8 % of sites that differ from the mean by chance and by the spread that the
+    model has found between sites; the first of those outside are named. Arguments are those of `forest`.
+    """
+    made = [site_funnel(*each) for each in _chosen(run, coefficient, 0.9)]
+    figure = new_figure(6.4 * len(made), 4.4)
+    for axes, one in zip(figure.subplots(1, len(made), squeeze=False)[0], made):
+        if one is not None:
+            draw(axes, one)
+            axes.set_title(one.title, fontsize="medium")
+    _share_legend(figure)
+    return figure
+
+
+def site_forest(found: SiteEstimates, j: int, *, level: float, own: bool = False) -> Forest | None:
+    """Return the forest of a coefficient; with the sites' own estimates, too, where asked."""
+    name = found.coefficients[j]
+    order = found.mean[:, j].argsort(stable=True).tolist()
+    columns = (part[:, j].tolist() for part in (found.low, found.mean, found.high, found.own))
+    every = list(zip(found.sites, *columns))
+    lines = [Line(*(every[k] if own else every[k][:4])) for k in order]
+    low, middle, high = (float(part[j]) for part in (found.centre_low, found.centre, found.centre_high))
+    lines.append(Line("all sites", low, middle, high, all=True))
+    words = f"partial pooling, {100 * level:g} % interval"
+    zero = float(found.centre[j]) if own else 0.0
+    return forest_of(name, found.scale, lines, zero=zero, middle=words, other="own estimate", all="mean of all sites")
+
+
+def site_funnel(found: SiteEstimates, j: int) -> Chart | None:
+    """Return the funnel of a coefficient, None where no site has an estimate of its own."""
+    own, sd = found.own[:, j].numpy(), found.own_sd[:, j].numpy()
+    known = np.isfinite(own) & np.isfinite(sd) & (sd > 0)
+    if not known.any():
+        return None
+    centre, spread = float(found.centre[j]), float(found.spread[j])
+    precision, effect = 1 / sd[known], own[known]
+    x = np.linspace(0.9 * precision.min(), 1.02 * precision.max(), 100)
+    width = np.sqrt(1 / x**2 + spread**2)
+    series = [
+        Series(f"{words} limits", centre + factor * width, GREY, low=centre - factor * width, faint=factor > 2)
+        for factor, words in _LIMITS
+    ]
+    series.append(Series("mean of all sites", np.full_like(x, centre), GREY, "dashed"))
+    series.append(Series("site's own estimate", effect, 0, "none", x=precision))
+    away = np.abs(effect - centre) / np.sqrt(1 / precision**2 + spread**2)
+    names = np.array(found.sites, dtype=object)[known]
+    worst = [i for i in np.argsort(-away, kind="stable") if away[i] > _LIMITS[0][0]][:_NAMED]
+    called = dict(zip(found.sites, shortened(found.sites, 26)))
+    labels = _apart([Label(float(precision[i]), float(effect[i]), called[str(names[i])]) for i in worst])
+    name = found.coefficients[j]
+    label = "precision of the site's own estimate, 1 / se"
+    made = chart(name, label, x, series, y_label=name, logarithmic=False)
+    return None if made is None else made._replace(labels=labels)
+
+
+def _apart(labels: Sequence[Label]) -> list[Label]:
+    """Return the labels that do not lie over earlier ones."""
+    reach = [max((getattr(one, side) for one in labels), default=0.0) for side in ("x", "y")]
+    reach = [end - min((getattr(one, side) for one in labels), default=0.0) for end, side in zip(reach, ("x", "y"))]
+    kept: list[Label] = []
+    for one in labels:
+        if all(abs(one.x - k.x) > 0.5 * reach[0] or abs(one.y - k.y) > 0.06 * reach[1] for k in kept):
+            kept.append(one)
+    return kept
+
+
+def _chosen(run: Run, coefficient: str | Sequence[str] | None, level: float) -> list[tuple[SiteEstimates, int]]:
+    """Return estimates and the numbers of the coefficients that are drawn."""
+    found = site_estimates(run, level)
+    if coefficient is None:
+        return [(found, j) for j in range(min(_PANELS, len(found.coefficients)))]
+    names = [coefficient] if isinstance(coefficient, str) else list(coefficient)
+    for name in names:
+        if name not in found.coefficients:
+            raise ValueError(f"Expected one of {list(found.coefficients)}, which differ by site, but got {name!r}")
+    return [(found, found.coefficients.index(name)) for name in names]
+
+
+def _forests(made: Sequence[Forest | None]) -> Figure:
+    every = [one for one in made if one is not None]
+    most = max(len(one.lines) for one in every)
+    widest = min(LONGEST, max(len(line.name) for one in every for line in one.lines))
+    figure = new_figure((3.2 + 0.075 * widest) * len(every), 1.5 + 0.19 * most)
+    for axes, one in zip(figure.subplots(1, len(every), squeeze=False)[0], every):
+        draw_forest(axes, one)
+    _share_legend(figure)
+    return figure
+
+
+def _share_legend(figure: Figure) -> None:
+    """Name what all panels show once, below them."""
+    parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}
+    columns = max(1, min(len(parts), int(figure.get_figwidth() / 2.6)))
+    figure.legend(
+        parts.values(), parts.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize="small"
+    )
+
+
+__all__ = ["forest", "funnel", "shrinkage"]

@@ -1,0 +1,50 @@
+"""Names and lists as they can be shown."""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+_LONGEST = 60  # characters of a name that are shown
+_JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji, the only invisible characters that are kept
+_WIDE, _CAPITAL, _OTHER = 12.5, 9.2, 7.0  # pixels of letters of 12 pixels, rather too much than too little
+
+
+def visible(text: Any, longest: int = _LONGEST) -> str:
+    """Return a name as it can be shown: not too long; what is invisible or turns the direction of text as its code."""
+    text = str(text)
+    short = text if len(text) <= longest else text[: longest - 1] + "…"
+    return "".join(c if c.isprintable() or c in _JOINERS else f"\\u{ord(c):04x}" for c in short)
+
+
+def width(text: str) -> float:
+    """Return about how many pixels a text takes in a chart."""
+    wide = sum(unicodedata.east_asian_width(c) in "WF" or c in "mwMW@%—" for c in text)
+    capital = sum(c.isupper() and c not in "MW" for c in text)
+    return _WIDE * wide + _CAPITAL * capital + _OTHER * (len(text) - wide - capital)
+
+
+def rounds(numbers: Sequence[int]) -> str:
+    """Return the numbers of rounds in words.
+
+    >>> rounds([3]), rounds([2, 3, 4, 7]), rounds([1, 2])
+    ('round 3', 'rounds 2 to 4 and 7', 'rounds 1 and 2')
+    """
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    parts = [
+        part
+        for first, last in spans
+        for part in (
+            [f"{first}"] if first == last else [f"{first} to {last}"] if last > first + 1 else [f"{first}", f"{last}"]
+        )
+    ]
+    if len(parts) > 8:
+        parts = [*parts[:7], f"{len(parts) - 7} more spells"]
+    text = parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+    return f"round{'s' * (len(numbers) > 1)} {text}"

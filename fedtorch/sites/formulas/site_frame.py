@@ -1,0 +1,94 @@
+"""A site's frame in its conversation with a server: what it answers, and the rows that it makes once sites agree."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedtorch import _files as files
+from fedtorch.data import Design, from_frame
+from fedtorch.data.agreement.disclosure import Disclosure, Refused
+from fedtorch.data.agreement.site import Answers
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.frames import Frame
+from fedtorch.sites.rounds.policy import Refusal
+
+if TYPE_CHECKING:
+    from fedtorch.sites.rounds.configuration import SiteConfiguration
+
+_LOG = logging.getLogger(__name__)
+_FILE = "design.json"
+
+
+class SiteFrame:
+    """The frame of a site, if it has one.
+
+    Args:
+        configuration: of the site.
+        folder: of its states, where the design is kept that sites have agreed on; None for nowhere.
+
+    Attributes:
+        configuration: with rows by that design, once there is one.
+    """
+
+    def __init__(self, configuration: SiteConfiguration, folder: Path | None) -> None:
+        self.configuration, policy = configuration, configuration.policy
+        self._path = None if folder is None else folder / _FILE
+        self._answers: Answers | None = None
+        if configuration.frame is not None:
+            limits = Disclosure(policy.minimum, policy.columns, policy.designs)
+            self._answers = Answers(configuration.frame, limits, folder)
+            if self._path is not None and self._path.exists():
+                self._make(Design.from_json(self._path.read_text()))
+
+    def answer(self, frame: Frame) -> bytes:
+        """Answer a question about the frame; once a design has come, make rows by it.
+
+        Raises:
+            Refusal: the site has no frame.
+        """
+        if self._answers is None:
+            raise Refusal("the site brings rows, and no frame of which a formula could make some")
+        question = frame.names("question")
+        answer = self._answers.answer(question)
+        if question.get("step") == "make" and "refused" not in answer:
+            answer = self._take(self._answers.agreed, answer)
+        return frames.encode("agree", sequence=frame.integer("sequence", 1), answer=answer)
+
+    def _take(self, design: Design | None, answer: dict[str, Any]) -> dict[str, Any]:
+        """Make rows by a design and keep it, or return why not."""
+        try:
+            assert design is not None
+            self._make(design)
+        except Refused as error:
+            return {"refused": str(error)}
+        except Exception as error:  # which names rows
+            _LOG.exception("this site could not make rows")
+            return {"refused": f"the site could not make rows, {type(error).__name__}; see what it says itself"}
+        _LOG.info("rows have %d columns, of %r as sites have agreed on it", len(design.columns), design.formula)
+        if self._path is not None:
+            files.replace(self._path, design.to_json().encode())
+        return answer
+
+    def _make(self, design: Design) -> None:
+        table, client, missing = self.configuration.frame, self.configuration.client, self.configuration.missing
+        empty = [column for column in design.reads if bool(table[column].isna().any())]
+        if empty and missing == "refuse":
+            remedy = "impute them, missing='impute' of its configuration, or leave such rows out"
+            raise Refused(f"the site's column {empty[0]!r} has missing cells; {remedy}")
+        if design.group != client:
+            raise Refused(f"the site's column of clients is {client!r}, not {design.group!r}")
+        self.configuration = replace(
+            self.configuration, data=from_frame(table, client=client, design=design, missing=missing)
+        )
+
+
+def by_design(configuration: SiteConfiguration) -> dict[str, str]:
+    """Return what a site with a frame says of the design by which it makes rows: a digest, empty before it has one."""
+    design = configuration.data.design
+    if configuration.frame is None:
+        return {}
+    return {"design": "" if design is None else hashlib.sha256(design.to_json().encode()).hexdigest()}

@@ -1,0 +1,238 @@
+"""Maximum marginal likelihood against statsmodels, closed forms and itself in other blocks."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch import random
+from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton, devices, estimates, maximised
+from fedtorch.models import hierarchical
+from fedtorch.models.hierarchical import generalised, hyperpriors
+from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
+
+SIZES = (4, 9, 5, 12, 7, 3, 8, 6)
+NAMES = ["constant", "slope"]
+
+
+def clients(family: str = "gaussian", first: float = 30.0) -> ft.data.FederatedData:
+    """Devices with intercepts around `first` and slopes around 2, in units of their own."""
+    rows = []
+    for k, n in enumerate(SIZES):
+        keys = random.fold_in(random.key(k), torch.arange(3))
+        x = torch.stack([torch.ones(n).double(), 10 * random.uniform(keys[0], (n,), torch.float64)], 1)
+        own = random.normal(keys[1], (2,), torch.float64) * torch.tensor([8.0, 1.5])
+        if family == "gaussian":
+            y = x @ (own + torch.tensor([first, 2.0])) + 3 * random.normal(keys[2], (n,), torch.float64)
+        else:
+            y = (random.uniform(keys[2], (n,), torch.float64) < torch.sigmoid(own[0] / 8 + 0.1 * x[:, 1])).double()
+        rows.append((x, y))
+    return ft.data.from_tensors(rows)
+
+
+def fit(model: hierarchical.Model, data: ft.data.FederatedData, chunk: int | None = None, **options: bool) -> ft.Run:
+    algorithm = ft.maximum_likelihood(model, **options)
+    return ft.run(algorithm, ft.InProcess(data, chunk), rounds=60, until=maximised(1e-12))
+
+
+@pytest.fixture(scope="module")
+def gaussian() -> ft.data.FederatedData:
+    return clients()
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_linear_model_is_that_of_statsmodels(gaussian: ft.data.FederatedData, restricted: bool) -> None:
+    mixed = pytest.importorskip("statsmodels.regression.mixed_linear_model")
+    x, y = (torch.cat([row[i] for row in gaussian]).numpy() for i in (0, 1))
+    groups = np.repeat(np.arange(len(SIZES)), SIZES)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = mixed.MixedLM(y, x, groups, exog_re=x).fit(reml=restricted, method=["bfgs"], gtol=1e-10)
+    ours = estimates(fit(hierarchical.linear(hierarchical.normal(2, correlated=True)), gaussian, restricted=restricted))
+    # Their optimiser stops where the likelihood has eight digits, so estimates have four or five.
+    torch.testing.assert_close(ours.mean[:2], torch.tensor(theirs.fe_params), rtol=1e-5, atol=0)
+    torch.testing.assert_close(ours.spread, torch.tensor(theirs.cov_re), rtol=2e-4, atol=0)
+    assert ours.noise == pytest.approx(theirs.scale**0.5, rel=1e-5)
+    assert ours.log_likelihood == pytest.approx(theirs.llf, abs=1e-7)
+    assert ours.log_likelihood >= theirs.llf - 1e-9
+
+
+def dense(phi: Tensor, data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
+    """The log likelihood of uncorrelated intercepts and slopes, and X'V⁻¹X, with V written out."""
+    log, information = phi.new_zeros(()), phi.new_zeros(2, 2)
+    for x, y in data:
+        v = x @ torch.diag(phi[2:4].exp()) @ x.T + phi[4].exp() * torch.eye(len(y)).double()
+        log = log + torch.distributions.MultivariateNormal(x @ phi[:2], v).log_prob(y)
+        information = information + x.T @ torch.linalg.solve(v, x)
+    return log, information
+
+
+def test_standard_errors_are_those_of_second_derivatives(gaussian: ft.data.FederatedData) -> None:
+    model = hierarchical.linear(hierarchical.normal(2))
+    found = estimates(fit(model, gaussian))
+    second = torch.autograd.functional.hessian(lambda phi: dense(phi, gaussian)[0], found.mean)
+    units = torch.outer(found.errors, found.errors)
+    torch.testing.assert_close(found.covariance / units, torch.linalg.inv(-second) / units, rtol=0, atol=1e-5)  # 0.1⁴
+    assert found.log_likelihood == pytest.approx(float(dense(found.mean, gaussian)[0]), abs=1e-9)
+    restricted = estimates(fit(model, gaussian, restricted=True))
+
+    def criterion(zeta: Tensor) -> Tensor:
+        log, information = dense(torch.cat([restricted.mean[:2], zeta]), gaussian)
+        return log - 0.5 * torch.logdet(information) + math.log(2 * math.pi)
+
+    zeta = restricted.mean[2:]
+    assert restricted.log_likelihood == pytest.approx(float(criterion(zeta)), abs=1e-8)
+    torch.testing.assert_close(
+        restricted.covariance[:2, :2], torch.linalg.inv(dense(restricted.mean, gaussian)[1]), rtol=1e-6, atol=0
+    )
+    # The criterion has no slope at its maximum, but for 0.1⁴ / 30 of its fifth derivatives, in units of the errors.
+    slope = torch.autograd.functional.jacobian(criterion, zeta) * restricted.errors[2:]
+    torch.testing.assert_close(slope, torch.zeros(3).double(), atol=1e-5, rtol=0)
+
+
+def test_balanced_groups_have_closed_forms() -> None:
+    """K groups of n rows: REML equates the mean squares between and within groups with their expectations."""
+    y = torch.tensor([[1.0, 2.0, 3.0], [7.0, 9.0, 8.5], [4.0, 5.5, 4.5], [2.0, 0.0, 1.0]]).double()
+    data = ft.data.from_tensors([(torch.ones(3, 1), row) for row in y])
+    k, n = y.shape
+    within = float(y.var(1).mean())
+    between = n * float(y.mean(1).var())
+    for restricted, share in ((True, 1.0), (False, (k - 1) / k)):
+        found = estimates(fit(hierarchical.linear(hierarchical.normal(1)), data, restricted=restricted))
+        assert float(found.mean[0]) == pytest.approx(float(y.mean()), abs=1e-8)
+        assert found.noise == pytest.approx(within**0.5, rel=1e-6)
+        assert float(found.spread) == pytest.approx((share * between - within) / n, rel=1e-5)
+        assert float(found.errors[0]) == pytest.approx((share * between / (n * k)) ** 0.5, rel=1e-5)
+
+
+def test_logistic_regression_has_the_likelihood_of_a_fine_grid() -> None:
+    data = clients("logistic")
+    x = [row[0] for row in data]
+    y = [row[1] for row in data]
+    grid = torch.linspace(-8, 8, 801, dtype=torch.float64)
+    weight = torch.softmax(-0.5 * grid.square(), 0)
+
+    def loss(phi: np.ndarray) -> float:
+        total = 0.0
+        for a, b in zip(x, y):
+            eta = (a @ torch.tensor(phi[:2]))[:, None] + math.exp(phi[2] / 2) * grid
+            log = (b[:, None] * eta - torch.nn.functional.softplus(eta)).sum(0)
+            total -= float((log + weight.log()).logsumexp(0))
+        return total
+
+    best = minimize(loss, np.zeros(3), method="BFGS", options={"gtol": 1e-8})
+    rule = gauss_hermite(1, 25)
+    along = QuadratureRule(torch.cat([rule.nodes, torch.zeros_like(rule.nodes)], 1), rule.weights)
+    model = generalised.logistic(hierarchical.normal(2, random=[0], names=NAMES), inner=along)
+    found = estimates(fit(model, data))
+    assert found.log_likelihood == pytest.approx(-best.fun, abs=1e-6)
+    torch.testing.assert_close(found.mean, torch.tensor(best.x), rtol=1e-3, atol=1e-4)
+    assert found.names == ("mean constant", "mean slope", "log variance constant")
+    assert (found.noise, float(found.sds[1])) == (None, 0)
+
+
+@pytest.mark.parametrize("restricted", [False, True])
+def test_the_same_in_blocks_and_with_lost_messages(gaussian: ft.data.FederatedData, restricted: bool) -> None:
+    model = hierarchical.linear(hierarchical.normal(2))
+    whole, blocks = (fit(model, gaussian, chunk, restricted=restricted) for chunk in (None, 3))
+    # Sums of eight values in another order differ in the last digits, which differences of nodes divide by 0.1².
+    torch.testing.assert_close(blocks.server.best.at, whole.server.best.at, rtol=1e-8, atol=1e-8)
+    algorithm = ft.maximum_likelihood(model, restricted=restricted)
+    lossy = ft.run(algorithm, ft.InProcess(gaussian), rounds=200, faults=ft.lost_messages(0.1), until=maximised(1e-12))
+    assert lossy.number > whole.number
+    assert torch.equal(lossy.server.best.at, whole.server.best.at)
+
+
+def test_neither_the_start_nor_the_prior_matters(gaussian: ft.data.FederatedData) -> None:
+    plain = estimates(fit(hierarchical.linear(hierarchical.normal(2)), gaussian))
+    variance = hyperpriors.half_cauchy(5.0)
+    far = hierarchical.normal(2, mean=-500.0, sd=torch.tensor([300.0, 0.1]), variance=variance)
+    other = estimates(fit(hierarchical.linear(far), gaussian))
+    torch.testing.assert_close(other.mean, plain.mean, rtol=1e-6, atol=1e-6)
+    shifted = estimates(fit(hierarchical.linear(hierarchical.normal(2)), clients(first=1030.0)))
+    torch.testing.assert_close(shifted.mean[0] - 1000, plain.mean[0], rtol=0, atol=1e-4)
+    torch.testing.assert_close(shifted.errors, plain.errors, rtol=1e-4, atol=0)
+
+
+def test_devices_are_shrunk_towards_the_mean() -> None:
+    """θ_k given its rows has precision n / σ² + 1 / τ."""
+    y = torch.tensor([[1.0, 2.0, 3.0], [7.0, 9.0, 8.5], [4.0, 5.5, 4.5]]).double()
+    run = fit(hierarchical.linear(hierarchical.normal(1)), ft.data.from_tensors([(torch.ones(3, 1), row) for row in y]))
+    found, own = estimates(run), devices(run).marginals()
+    assert found.noise is not None
+    weight = float(found.spread) / (float(found.spread) + found.noise**2 / 3)
+    expected = found.mean[0] + weight * (y.mean(1) - found.mean[0])
+    torch.testing.assert_close(own.mean[:, 0], expected)
+    torch.testing.assert_close(own.variance[:, 0], torch.full((3,), weight * found.noise**2 / 3).double())
+
+
+def test_the_summary_names_what_was_found(gaussian: ft.data.FederatedData) -> None:
+    run = fit(hierarchical.linear(hierarchical.normal(2, correlated=True, names=NAMES)), gaussian)
+    found, table = estimates(run), run.summary()
+    assert list(table.index) == [*NAMES, "sd(constant)", "sd(slope)", "cor(constant, slope)", "sigma"]
+    values = [*found.mean[:2], *found.sds, found.correlation[0, 1], found.noise]
+    assert table["estimate"].tolist() == pytest.approx([float(value) for value in values])
+    assert table["sd"][:2].tolist() == pytest.approx(found.errors[:2].tolist())
+    assert table["n"].tolist() == [sum(SIZES)] * 2 + [len(SIZES)] * 3 + [sum(SIZES)]
+
+
+def test_a_variance_of_zero_is_said() -> None:
+    rows = torch.tensor([-1.0, 0.0, 1.0])
+    data = ft.data.from_tensors([(torch.ones(3, 1), rows + 0.01 * k) for k in range(4)])
+    run = fit(hierarchical.linear(hierarchical.normal(1)), data, restricted=True)
+    with pytest.warns(RuntimeWarning, match="singular fit"):
+        found = estimates(run)
+    assert float(found.sds) < 1e-3
+    assert found.errors.isnan().tolist() == [False, True, False]
+    pooled = torch.cat([y for _, y in data])
+    assert found.noise == pytest.approx(float(pooled.std()), rel=1e-4)
+
+
+def test_what_cannot_be_done_is_refused(gaussian: ft.data.FederatedData) -> None:
+    with pytest.raises(TypeError, match="Expected a hierarchical model"):
+        ft.maximum_likelihood(ft.fedavg)  # type: ignore[arg-type]
+    model = hierarchical.linear(hierarchical.normal(2))
+    early = ft.run(ft.maximum_likelihood(model), ft.InProcess(gaussian), rounds=1)
+    with pytest.raises(RuntimeError, match="none after 1 rounds"):
+        estimates(early)
+    with pytest.raises(TypeError, match=r"Expected a run of ft\.maximum_likelihood, but got one of ep"):
+        estimates(ft.run(ft.ep(model), ft.InProcess(gaussian), rounds=1))
+    rough = ft.run(ft.maximum_likelihood(model), ft.InProcess(gaussian), rounds=60, until=maximised(0.01))
+    with pytest.warns(RuntimeWarning, match=f"Not converged after {rough.number} rounds"):
+        estimates(rough)
+    without = hierarchical.linear(hierarchical.normal(2))._replace(
+        hierarchy=hierarchical.normal(2)._replace(mean=torch.zeros(2, 0).double())
+    )
+    with pytest.raises(ValueError, match="Expected means to integrate over"):
+        ft.maximum_likelihood(without, restricted=True)
+
+
+def test_differences_are_those_of_a_quartic() -> None:
+    def f(z: Tensor) -> Tensor:
+        x, y, w = z.T
+        return 2 + x - 3 * y * w + x**2 * 5 + w**4 + y**3 - x * w + x**2 * y**2 - x**3 * w
+
+    value, gradient, second = newton.differences(f(newton.stencil(3)), 3)
+    exact = torch.autograd.functional.hessian(lambda z: f(z[None])[0], torch.zeros(3).double())
+    assert float(value) == 2
+    torch.testing.assert_close(gradient, torch.tensor([1.0, 0.0, 0.0]).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(second, exact, atol=1e-12, rtol=0)
+
+
+def test_a_resumed_run_is_the_uninterrupted_one(gaussian: ft.data.FederatedData, tmp_path: object) -> None:
+    model = hierarchical.linear(hierarchical.normal(2))
+    algorithm = ft.maximum_likelihood(model)
+    first = ft.run(algorithm, ft.InProcess(gaussian), rounds=3)
+    first.save(f"{tmp_path}/run.safetensors")
+    again = ft.Run(algorithm, ft.InProcess(gaussian))
+    again.load(f"{tmp_path}/run.safetensors")
+    for _ in again.rounds(6):
+        pass
+    assert torch.equal(again.server.at, ft.run(algorithm, ft.InProcess(gaussian), rounds=6).server.at)
