@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import Design, FederatedData
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data.incomplete import Incomplete, absent
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.populations.in_process import InProcess
@@ -54,6 +54,9 @@ class Imputed(Sequence[FederatedData]):
 
     def __init__(self, data: FederatedData, run: Run, r_hat: float, seed: int) -> None:
         self.data, self.run, self.r_hat, self._seed = data, run, r_hat, seed
+
+    def __repr__(self) -> str:
+        return f"Imputed({len(self)} times {self.data}, R-hat {self.r_hat:.2f})"
 
     def __len__(self) -> int:
         return len(self.run.server.normal.mean)
@@ -101,7 +104,7 @@ def imputed(
         >>> data = ft.models.gibbs.imputation.incomplete([(x[k], y[k]) for k in range(2)])
         >>> model = ft.models.hierarchical.linear(ft.models.hierarchical.normal(2, random=[], names=["a", "b"]))
         >>> fits = [ft.run(ft.ep(model), ft.InProcess(d), rounds=8) for d in ft.inference.imputed(data, 3)]
-        >>> ft.inference.pooled(fits).table()["estimate"].round(1)[:2].tolist()
+        >>> ft.inference.pooled(fits).summary()["estimate"].round(1)[:2].tolist()
         [1.0, 1.0]
     """
     if not isinstance(data.rows, Incomplete):
@@ -136,14 +139,14 @@ def completed(
     covariance: Sequence[Sequence[float]],
     between: Sequence[float],
     key: int,
-    design: str | None = None,
+    design: Design | str | None = None,
 ) -> Wrapper:
     """Let clients complete their rows before they fit them, `algorithm | completed(...)`: for sites, by settings.
 
     Args:
         mean, covariance, between: one draw of `ft.normal_em(draws=M)`, `run.server.normal`, as lists of numbers.
         key: of this data set, a whole number.
-        design: of the formula, `design.to_json()`; None for rows (x, y) of the columns as they are.
+        design: of the formula, or its `to_json()`; None for rows (x, y) of the columns as they are.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -156,7 +159,7 @@ def completed(
         1.0
     """
     numbers = (torch.tensor(part, dtype=torch.float64) for part in (mean, covariance, between))
-    normal, formula = SiteNormal(*numbers), None if design is None else Design.from_json(design)
+    normal, formula = SiteNormal(*numbers), Design.from_json(design) if isinstance(design, str) else design
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         def prepare(data: Any) -> Any:
@@ -164,7 +167,8 @@ def completed(
 
         return dataclasses.replace(algorithm, prepare=prepare)
 
-    settings = {"mean": mean, "covariance": covariance, "between": between, "key": key, "design": design}
+    settings = {"mean": mean, "covariance": covariance, "between": between, "key": key}
+    settings["design"] = None if formula is None else formula.to_json()
     return Wrapper(Stage.LOCAL, "inference.completed", wrap, settings)
 
 
@@ -178,7 +182,8 @@ def _completed_data(data: FederatedData, normal: SiteNormal, key: Tensor) -> Fed
     rows = [tree.map(lambda leaf: leaf[0], block.batch) for block in blocks]
     counts = torch.cat([block.count for block in blocks]).cpu()
     features = data.features[:-1] if data.design is None else data.design.columns
-    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features)
+    was = data.absent or absent(data)
+    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features, absent=was)
 
 
 def _check_columns(data: FederatedData) -> None:

@@ -13,17 +13,24 @@ Source: Rubin (1987), "Multiple Imputation for Nonresponse in Surveys", section 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch.federation.algorithms.ep.posterior import posterior
 from fedtorch.federation.runs.run import Run
+from fedtorch.models.estimates import Estimates
 
 if TYPE_CHECKING:
-    import pandas
+    from fedtorch.result_frame import ResultFrame
+
+Scale = Callable[[Tensor], Tensor]
+_SCALES: dict[str, tuple[Scale, Scale]] = {  # (to the scale of pooling, back), of estimates whose names begin so
+    "sd(": (torch.log, torch.exp),
+    "sigma": (torch.log, torch.exp),
+    "cor(": (torch.atanh, torch.tanh),
+}
 
 
 class Pooled(NamedTuple):
@@ -32,9 +39,10 @@ class Pooled(NamedTuple):
     Example:
         >>> import torch, fedtorch as ft
         >>> fits = [(torch.tensor([slope]), torch.tensor([[0.04]])) for slope in (0.9, 1.0, 1.2)]
-        >>> ft.inference.pooled(fits, names=["slope"]).table().round(3)[["estimate", "sd", "missing information"]]
-               estimate     sd  missing information
-        slope     1.033  0.267                0.521
+        >>> print(ft.inference.pooled(fits, names=["slope"]).summary()[["estimate", "sd", "low", "high"]].to_markdown())
+        | coefficient | estimate | sd | 95 % interval |
+        | :-- | --: | --: | --: |
+        | slope | 1.03 | 0.27 | 0.44 to 1.62 |
     """
 
     names: tuple[str, ...]
@@ -43,34 +51,49 @@ class Pooled(NamedTuple):
     within: Tensor  # (q, q) Ū
     between: Tensor  # (q, q) B
     freedom: Tensor  # (q,) degrees of freedom
-    missing: Tensor  # (q,) fraction of information that is missing
+    missing: Tensor  # (q,) fraction of missing information, `fmi`
     fits: int  # M
+    scales: tuple[str, ...] = ()  # keys of the scales on which quantities of runs were pooled, "" for their own
 
-    def table(self, level: float = 0.95) -> pandas.DataFrame:
-        """Return estimates, standard deviations and intervals by name, and how much of each is missing."""
-        import pandas
+    def summary(self, level: float = 0.95) -> ResultFrame:
+        """Return estimates, sds and intervals by name, degrees of freedom (`df`), missing information (`fmi`).
+
+        Standard deviations and correlations of runs are pooled as logarithms and as Fisher's z, and taken back here:
+        their sds are those of the linearised way back.
+        """
         from scipy.stats import t
+
+        from fedtorch.result_frame import ResultFrame  # needs pandas, which takes its time
 
         if not 0 < level < 1:
             raise ValueError(f"Expected a level between 0 and 1, but got {level}")
-        mean, sd = self.mean.numpy(), self.covariance.diagonal().sqrt().numpy()
-        half = t.ppf((1 + level) / 2, self.freedom.numpy()) * sd
-        columns = {"estimate": mean, "sd": sd, "low": mean - half, "high": mean + half}
-        columns |= {"df": self.freedom.numpy(), "missing information": self.missing.numpy()}
-        return pandas.DataFrame(columns, index=list(self.names))
+        sd = self.covariance.diagonal().sqrt()
+        half = torch.as_tensor(t.ppf((1 + level) / 2, self.freedom.numpy())) * sd
+        columns = torch.stack([self.mean, sd, self.mean - half, self.mean + half], 1)
+        for row, scale in enumerate(self.scales):
+            if scale:
+                back = _SCALES[scale][1]
+                slope = torch.func.grad(back)(self.mean[row])
+                columns[row] = torch.stack([back(self.mean[row]), slope * sd[row], *back(columns[row, 2:])])
+        data = dict(zip(("estimate", "sd", "low", "high"), columns.T.tolist()))
+        data |= {"df": self.freedom.tolist(), "fmi": self.missing.tolist()}
+        about = f"pooled over {self.fits} imputations by Rubin's rules"
+        return ResultFrame.of(data, self.names, "coefficient", level=level, about=about)
 
 
 def pooled(fits: Iterable[Any], *, names: Sequence[str] | None = None, freedom: float = math.inf) -> Pooled:
     """Pool fits of completed data sets by Rubin's rules.
 
     Args:
-        fits: runs of `ft.ep`, or pairs (estimate `(q,)`, covariance `(q, q)`) of any analysis.
-        names: of the estimates; default: those of the runs' model, or "0", "1", ….
+        fits: runs that have a `run.summary()`, such as those of `ft.ep`, or pairs (estimate `(q,)`, covariance
+            `(q, q)`) of any analysis.
+        names: of the estimates; default: those of the runs' summaries, or "0", "1", ….
         freedom: degrees of freedom that the analysis would have without missing cells, such as n − q of a linear
             regression; intervals are shorter than they should be where few rows are taken for infinitely many.
 
     Raises:
         ValueError: fewer than two fits, or of different quantities.
+        TypeError: a run of an algorithm without a posterior.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -90,27 +113,19 @@ def pooled(fits: Iterable[Any], *, names: Sequence[str] | None = None, freedom: 
     estimates = [_estimate(fit) for fit in fits]
     if len(estimates) < 2:
         raise ValueError(f"Expected at least two fits to pool, but got {len(estimates)}; impute more data sets")
-    shapes = sorted({tuple(mean.shape) for _, mean, _ in estimates})
-    if len(shapes) > 1 or any(covariance.shape != (*mean.shape, *mean.shape) for _, mean, covariance in estimates):
-        raise ValueError(
-            f"Expected fits of the same q quantities, (q,) and (q, q), but got estimates of shapes {shapes} and "
-            f"covariances of {sorted({tuple(covariance.shape) for *_, covariance in estimates})}"
-        )
-    each = torch.stack([mean for _, mean, _ in estimates])
-    within = torch.stack([covariance for *_, covariance in estimates]).mean(0)
-    count = len(each)
+    _check_alike(estimates, names)
+    each = torch.stack([estimate.mean for estimate in estimates])
+    within = torch.stack([estimate.covariance for estimate in estimates]).mean(0)
+    count, size = each.shape
     away = each - each.mean(0)
     between = away.mT @ away / (count - 1)
     total = within + (1 + 1 / count) * between
     share = ((1 + 1 / count) * between.diagonal() / total.diagonal()).clamp(max=1)
     degrees = _degrees(share, count, freedom)
     ratio = share / (1 - share)
-    known = tuple(names) if names is not None else estimates[0][0]
-    if known and len(known) != each.shape[1]:
-        raise ValueError(f"Expected a name for each of {each.shape[1]} quantities, but got {len(known)}")
-    labels = known or tuple(map(str, range(each.shape[1])))
     information = torch.where(share < 1, (ratio + 2 / (degrees + 3)) / (1 + ratio), 1.0)
-    return Pooled(labels, each.mean(0), total, within, between, degrees, information, count)
+    labels = tuple(names or estimates[0].names or map(str, range(size)))
+    return Pooled(labels, each.mean(0), total, within, between, degrees, information, count, estimates[0].scales)
 
 
 def _degrees(share: Tensor, count: int, freedom: float) -> Tensor:
@@ -122,11 +137,52 @@ def _degrees(share: Tensor, count: int, freedom: float) -> Tensor:
     return 1 / (1 / of_draws + 1 / observed)
 
 
-def _estimate(fit: Any) -> tuple[tuple[str, ...], Tensor, Tensor]:
-    """Return (names, estimate, covariance) of a fit, float64 and on the CPU."""
-    names: tuple[str, ...] = ()
+class _Fit(NamedTuple):
+    names: tuple[str, ...]
+    mean: Tensor  # (q,)
+    covariance: Tensor  # (q, q)
+    scales: tuple[str, ...]
+
+
+def _estimate(fit: Any) -> _Fit:
+    """Return a fit's estimate and covariance, float64 and on the CPU."""
     if isinstance(fit, Run):
-        names, normal = tuple(getattr(fit.algorithm.settings.get("model"), "names", ())), posterior(fit)
-        fit = normal.mean, normal.covariance_matrix
+        return _of_run(fit)
     mean, covariance = (torch.as_tensor(part).detach().to("cpu", torch.float64) for part in fit)
-    return names, mean, covariance
+    return _Fit((), mean, covariance, ())
+
+
+def _of_run(run: Run) -> _Fit:
+    """Return the moments of what a run's summary shows, on the scales of pooling."""
+    if run.algorithm.estimates is None:
+        raise TypeError(
+            "Expected runs with a posterior, such as those of ft.ep, but got one of "
+            f"{run.algorithm.settings.get('algorithm', 'another')}; pass pairs (estimate, covariance)"
+        )
+    shown: Estimates = run.algorithm.estimates(run)
+    keys = [next((key for key in _SCALES if name.startswith(key)), "") for name in shown.names]
+    scales = tuple("" if j < shown.coefficients else key for j, key in enumerate(keys))
+    columns = [_SCALES[key][0](leaf) if key else leaf for key, leaf in zip(scales, shown.nodes.unbind(1))]
+    nodes = torch.stack(columns, 1).detach().to("cpu", torch.float64)
+    if len(nodes) < 2:
+        raise TypeError("Expected runs with a posterior, but got a point estimate; pass pairs (estimate, covariance)")
+    if shown.weights is None:
+        return _Fit(shown.names, nodes.mean(0), nodes.mT.cov().reshape(len(columns), -1), scales)
+    weights = shown.weights.to(nodes)
+    mean = weights @ nodes
+    return _Fit(shown.names, mean, (weights[:, None] * (nodes - mean)).mT @ (nodes - mean), scales)
+
+
+def _check_alike(fits: Sequence[_Fit], names: Sequence[str] | None) -> None:
+    """Refuse fits of different quantities, and names that do not fit."""
+    shapes = sorted({tuple(fit.mean.shape) for fit in fits})
+    if len(shapes) > 1 or any(fit.covariance.shape != (*fit.mean.shape, *fit.mean.shape) for fit in fits):
+        raise ValueError(
+            f"Expected fits of the same q quantities, (q,) and (q, q), but got estimates of shapes {shapes} and "
+            f"covariances of {sorted({tuple(fit.covariance.shape) for fit in fits})}"
+        )
+    different = next((fit for fit in fits if fit.names != fits[0].names), None)
+    if different is not None:
+        raise ValueError(f"Expected fits of {list(fits[0].names)} all, but got one of {list(different.names)}")
+    if names is not None and len(names) != shapes[0][0]:
+        raise ValueError(f"Expected a name for each of {shapes[0][0]} quantities, but got {len(names)}")

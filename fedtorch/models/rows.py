@@ -28,6 +28,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import BadClients
+from fedtorch.data.incomplete import Incomplete
 from fedtorch.tree import Tree
 
 EXTRAS = ("offset", "weight", "trials")
@@ -136,6 +137,12 @@ def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor,
     (torch.Size([2, 5, 3]), torch.Size([2, 5]))
     """
     batch, _ = _parted(batch, ())
+    if isinstance(batch, Incomplete):
+        raise ValueError(
+            "Expected complete rows (x, y), but got rows with missing cells; fit what ft.inference.imputed(data) "
+            "completes and pool the fits, or let a Gibbs sampler of linear regressions draw the cells by "
+            "imputation.imputing"
+        )
     leaves = tree.leaves(batch)
     shapes = [tuple(leaf.shape[2:]) for leaf in leaves]
     wanted = [len(shape) == 1 for shape in shapes[:1]] if features is None else [shapes[:1] == [(features,)]]

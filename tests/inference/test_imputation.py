@@ -119,7 +119,7 @@ def test_runs_are_pooled_by_name() -> None:
     model = hierarchical.linear(hierarchical.normal(2, random=[], names=["a", "b"]))
     fits = [ft.run(ft.ep(model), ft.InProcess(each), rounds=6) for each in imputed(data, 2, rounds=60, between=False)]
     found = pooled(fits)
-    assert found.names[:2] == ("mean a", "mean b")
+    assert found.names[:2] == ("a", "b")
     by_hand = torch.stack([ft.inference.pooled([fit, fit]).mean for fit in fits]).mean(0)
     assert torch.allclose(found.mean, by_hand)
 
@@ -177,7 +177,7 @@ def test_intervals_cover_where_those_of_complete_rows_do_not() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
             fits = [least_squares(each) for each in imputed(imputation.incomplete(rows), 20, rounds=150, between=False)]
-        row = pooled(fits, names=["one", "a", "b"], freedom=117).table().loc["a"]
+        row = pooled(fits, names=["one", "a", "b"], freedom=117).summary().loc["a"]
         covered += int(row["low"] <= 1 <= row["high"])
         error += (row["estimate"] - 1) / count
         kept = [(x[~x.isnan().any(1)], y[~x.isnan().any(1)]) for x, y in rows]

@@ -9,7 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import fedtorch as ft
+from fedtorch.federation.algorithms.ep import posterior
 from fedtorch.inference import pooled
+from fedtorch.models import hierarchical
 
 GAPS = [(torch.tensor([0.9, 2.0]), torch.diag(torch.tensor([0.04, 0.09])))] * 2
 GAPS += [(torch.tensor([1.2, 2.0]), torch.diag(torch.tensor([0.10, 0.09])))]
@@ -41,7 +44,7 @@ def test_degrees_of_freedom_of_barnard_and_rubin() -> None:
 def test_the_table_has_intervals_of_students_t() -> None:
     from scipy.stats import t
 
-    table = pooled(GAPS, names=["age", "sex"]).table(0.9)
+    table = pooled(GAPS, names=["age", "sex"]).summary(0.9)
     row = table.loc["age"]
     assert row["high"] - row["estimate"] == pytest.approx(t.ppf(0.95, row["df"]) * row["sd"])
     assert row["estimate"] - row["low"] == pytest.approx(row["high"] - row["estimate"])
@@ -94,4 +97,52 @@ def test_names_that_do_not_fit() -> None:
 
 def test_levels_are_between_zero_and_one() -> None:
     with pytest.raises(ValueError, match="level between 0 and 1, but got 95"):
-        pooled(GAPS).table(95)
+        pooled(GAPS).summary(95)
+
+
+def runs() -> list[ft.Run]:
+    """Three fits of what three imputations might be."""
+    found = []
+    for level in (1.0, 1.3, 1.5):
+        x = torch.ones(20, 1, dtype=torch.float64)
+        data = ft.data.from_tensors([(x, x[:, 0] * own) for own in (1.0, 2.0, 3.0, level)])
+        model = hierarchical.linear(hierarchical.normal(1, names=["level"]), noise=0.1)
+        found.append(ft.run(ft.ep(model), ft.InProcess(data), rounds=30))
+    return found
+
+
+def test_runs_are_pooled_as_their_summaries_show_them() -> None:
+    fits = runs()
+    found, tables = pooled(fits), [fit.summary() for fit in fits]
+    assert found.names == ("level", "sd(level)")
+    summary = found.summary()
+    assert summary.loc["level", "estimate"] == pytest.approx(
+        sum(table.loc["level", "estimate"] for table in tables) / 3
+    )
+    variance = sum(table.loc["level", "sd"] ** 2 for table in tables) / 3
+    assert float(found.within[0, 0]) == pytest.approx(variance, rel=1e-6)
+
+
+def test_standard_deviations_are_pooled_as_logarithms() -> None:
+    """As φ has them, log τ / 2, so that an interval has no negative end."""
+    fits = runs()
+    found = pooled(fits)
+    logarithms = torch.stack([posterior(fit).mean[1] / 2 for fit in fits])
+    assert torch.allclose(found.mean[1], logarithms.mean(), atol=1e-9)
+    row = found.summary().loc["sd(level)"]
+    assert row["estimate"] == pytest.approx(float(logarithms.mean().exp()))
+    assert row["low"] * row["high"] == pytest.approx(row["estimate"] ** 2)
+    assert row["sd"] == pytest.approx(row["estimate"] * float(found.covariance[1, 1].sqrt()))
+
+
+def test_runs_without_a_posterior_are_refused() -> None:
+    data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))])
+    run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=1)
+    with pytest.raises(TypeError, match=r"runs with a posterior, such as those of ft\.ep, but got one of fedavg"):
+        pooled([run, run])
+
+
+def test_fits_of_other_quantities_are_refused() -> None:
+    one, other = runs()[:1], GAPS[:1]
+    with pytest.raises(ValueError, match=r"Expected fits of \['level', 'sd\(level\)'\] all, but got one of \[\]"):
+        pooled([*one, *other])

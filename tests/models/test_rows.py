@@ -9,6 +9,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.models import rows
+from fedtorch.models.gibbs import imputation
 from fedtorch.models.linear import SufficientStatistics, block_statistics, sufficient_statistics
 
 COUNT = torch.tensor([4, 0, 2])
@@ -69,3 +70,11 @@ def test_statistics_of_all_clients_are_those_of_their_block() -> None:
     assert torch.allclose(several.power, x[1].square().sum(), rtol=1e-13)
     empty = ft.data.FederatedData(data.rows, torch.tensor([0, 43, 1, 7]), allow_empty=True)
     assert same_bits(SufficientStatistics.of(empty).per_row().power[0], torch.zeros((), dtype=torch.float64))
+
+
+def test_rows_with_missing_cells_are_told_what_to_do() -> None:
+    data = imputation.incomplete([(torch.tensor([[1.0], [torch.nan]]), torch.ones(2))])
+    with pytest.raises(
+        ValueError, match=r"complete rows \(x, y\), but got rows with missing cells; fit what ft\.inference"
+    ):
+        rows.regression_rows(data.stack([0]))

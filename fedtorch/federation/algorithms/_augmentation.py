@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random, tree
+from fedtorch.data import Design
+from fedtorch.data.raw_columns import RawColumns
 from fedtorch.federation.algorithm import Reply
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
@@ -56,11 +58,12 @@ class _Sums(NamedTuple):
     sites: Tensor  # 1
 
 
-def augmentation(draws: int, between: bool, columns: int | None) -> dict[str, Any]:
+def augmentation(draws: int, between: bool, columns: int | Design | None) -> dict[str, Any]:
     """Return the fields of an `Algorithm`, data augmentation with so many chains; see `normal_em`."""
-    zeros = torch.zeros(columns or 0, dtype=torch.float64)
+    count = len(RawColumns(columns).names) if isinstance(columns, Design) else columns or 0
+    zeros = torch.zeros(count, dtype=torch.float64)
     return dict(
-        start=None if columns is None else Normal(zeros, torch.eye(len(zeros), dtype=torch.float64)),
+        start=None if columns is None else Normal(zeros, torch.eye(count, dtype=torch.float64)),
         settings={"algorithm": "normal_em", "draws": draws, "between": between},
         init=partial(_init, draws=draws),
         outbox=lambda server: (server.normal, server.version),

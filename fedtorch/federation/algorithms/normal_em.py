@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.data import Design
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms._augmentation import augmentation
 from fedtorch.federation.exchanges.exchange import Mean
@@ -28,7 +29,7 @@ from fedtorch.models.estimates import Estimates
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
 
-def normal_em(draws: int | None = None, *, between: bool = True, columns: int | None = None) -> Algorithm:
+def normal_em(draws: int | None = None, *, between: bool = True, columns: int | Design | None = None) -> Algorithm:
     """Build EM for the normal distribution of all sites' rows; a round is an iteration.
 
     Run it on data of `imputation.incomplete(...)`. Its parameters are where it starts, a `Normal` such as mean 0 and
@@ -41,7 +42,8 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
         draws: None for the estimate. Otherwise so many chains of data augmentation, whose latest draws of mean and
             covariance are `server.normal`, `(draws, ...)`; where they start is forgotten after some rounds.
         between: of draws, whether the sites' means differ, by variances that are drawn too.
-        columns: how many there are, with which draws need no parameters to start from; so sites build it.
+        columns: how many there are, or the design that reads them, with which draws need no parameters to start from;
+            so sites build it.
 
     Raises:
         ValueError: fewer than one draw.

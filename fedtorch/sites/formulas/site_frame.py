@@ -74,12 +74,16 @@ class SiteFrame:
         return answer
 
     def _make(self, design: Design) -> None:
-        table, client = self.configuration.frame, self.configuration.client
-        if empty := [column for column in design.reads if bool(table[column].isna().any())]:
-            raise Refused(f"the site's column {empty[0]!r} has missing cells; impute them, or leave such rows out")
+        table, client, missing = self.configuration.frame, self.configuration.client, self.configuration.missing
+        empty = [column for column in design.reads if bool(table[column].isna().any())]
+        if empty and missing == "refuse":
+            remedy = "impute them, missing='impute' of its configuration, or leave such rows out"
+            raise Refused(f"the site's column {empty[0]!r} has missing cells; {remedy}")
         if design.group != client:
             raise Refused(f"the site's column of clients is {client!r}, not {design.group!r}")
-        self.configuration = replace(self.configuration, data=from_frame(table, client=client, design=design))
+        self.configuration = replace(
+            self.configuration, data=from_frame(table, client=client, design=design, missing=missing)
+        )
 
 
 def by_design(configuration: SiteConfiguration) -> dict[str, str]:

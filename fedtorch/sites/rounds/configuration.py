@@ -35,7 +35,7 @@ import runpy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from fedtorch import expected
 from fedtorch.data import FederatedData
@@ -58,6 +58,9 @@ class SiteConfiguration:
         chunk: at most so many clients at once.
         frame: of which rows are made by a design, see `of_frame`; `data` then has no columns before sites have agreed.
         client: the frame's column of clients.
+        missing: whether missing cells of the frame are refused ("refuse"), or kept for the site to complete
+            ("impute"): its algorithms are then `ft.normal_em(M, columns=design)`, and others with
+            `| ft.inference.completed(...)`.
 
     Raises:
         TypeError: something is of another kind.
@@ -73,6 +76,7 @@ class SiteConfiguration:
     chunk: int | None = None
     frame: Any = None
     client: str = ""
+    missing: Literal["refuse", "impute"] = "refuse"
 
     @classmethod
     def of_frame(
@@ -100,6 +104,8 @@ class SiteConfiguration:
             expected.function(make, f"algorithm {name!r} as a function of its settings", "wrap it in one")
         expected.kind(self.policy, Policy, "policy as Policy", "such as policy = Policy(rounds=100)")
         self.policy.check()
+        if self.missing not in ("refuse", "impute"):
+            raise ValueError(f"Expected missing= as 'refuse' or 'impute', but got {self.missing!r}")
         if isinstance(self.policy.carry, Mapping) and set(self.policy.carry) != set(self.algorithms):
             raise ValueError(
                 f"Expected policy whose carry= names all algorithms {sorted(self.algorithms)} and no others, but got "

@@ -1,0 +1,1 @@
+"""Results that others published, at their settings: ours beside theirs."""
