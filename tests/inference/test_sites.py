@@ -255,7 +255,7 @@ def test_data_that_were_encoded_by_themselves_are_refused() -> None:
     other = {"client": "ward", "formula": "y ~ age + (1 | ward)"}
     young = frame.assign(age=frame["age"] / 2)
     for wrong in (ft.inference.predict, ft.inference.adapted):
-        with pytest.raises(ValueError, match="rows of the run's design.* pass the frame itself"):
+        with pytest.raises(ValueError, match="of the run's design"):
             wrong(run, ft.data.from_frame(young, **other))
     encoded = ft.data.from_frame(young, client="ward", design=run.design)
     expected = ft.inference.predict(run, young)
