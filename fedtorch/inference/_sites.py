@@ -19,8 +19,8 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names, spread_nodes, units
-from fedtorch.federation.populations.population import design_of, feature_names
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of, spread_nodes, units
+from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import SITES
@@ -79,8 +79,8 @@ def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01)
     model = run.algorithm.settings.get("model")
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         raise TypeError(
-            "Expected sites of the run, but got others: how the coefficients of another site spread is known of "
-            f"ft.ep with a hierarchical model, and not of {run.algorithm.settings.get('algorithm')}"
+            "Expected a run of ft.ep with a hierarchical model, by which coefficients of another site are known, "
+            f"but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its own sites only"
         )
     hierarchy, (nodes, weights) = model.hierarchy, _shared_nodes(run, given, tolerance, _FOR_OTHERS)
     m, scales = hierarchy.mean.shape[1], len(hierarchy.names)
@@ -95,9 +95,8 @@ def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01)
 
 def other_sites(run: Run, sites: tuple[str, ...], posterior: DevicePosterior) -> Coefficients:
     """Return coefficients of sites, of a run of `ft.ep`."""
-    names, design = coefficient_names(run), design_of(run.population)
-    known = design if design is not None and len(design.columns) == len(names) else None
-    return Coefficients(sites, names, posterior, units(run), run.algorithm.settings["model"].family, known)
+    family = run.algorithm.settings["model"].family
+    return Coefficients(sites, coefficient_names(run), posterior, units(run), family, design_of(run))
 
 
 def site_deviations(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:

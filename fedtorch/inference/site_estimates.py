@@ -27,8 +27,10 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms import ep
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names, units
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._rows import rows_of, source
+from fedtorch.inference._rows import source
+from fedtorch.inference._sites import rows_at_hand
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.hierarchical import Model
 
@@ -63,12 +65,12 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         tolerance: see `ep.posterior`, which warns and raises alike.
 
     Raises:
-        TypeError: a run of something else, or rows that are at sites.
-        ValueError: a model whose coefficients are the same for all sites.
+        TypeError: a run of something else.
+        ValueError: rows that are at sites, or a model whose coefficients are the same for all sites.
     """
-    model, data = source(run, 1, None, tolerance, 0).model, rows_of(run)
-    names, place = _names(model), list(model.hierarchy.random)
-    back = _back(data, names)
+    model, data = source(run, 1, None, tolerance, 0).model, rows_at_hand(run)
+    names, place = _names(run, model), list(model.hierarchy.random)
+    back = units(run)
     q = ep.posterior(run, tolerance=tolerance)
     pooled = _original(ep.devices(run, tolerance=tolerance), back)
     low, high = (edge[:, place] for edge in credible_interval(pooled.marginals(), level))
@@ -96,15 +98,14 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
     )
 
 
-def _names(model: Model) -> tuple[str, ...]:
+def _names(run: Run, model: Model) -> tuple[str, ...]:
     """Return the names of a site's coefficients, of which some must differ by site."""
-    hierarchy = model.hierarchy
-    if not hierarchy.random or len(hierarchy.coefficients) != len(hierarchy.mean):
+    if not model.hierarchy.random or len(model.hierarchy.coefficients) != len(model.hierarchy.mean):
         raise ValueError(
             f"Expected a model with coefficients that differ by site, but got {list(model.names)}; name them by "
             "hierarchical.normal(..., random=)"
         )
-    return hierarchy.coefficients
+    return coefficient_names(run)
 
 
 def _covariance(model: Model, mean: Tensor) -> Tensor:
@@ -124,13 +125,7 @@ def _alone(run: Run, model: Model, mean: Tensor) -> DevicePosterior:
         every = tree.expand(phi[None], len(block.count))
         return model.given(every, torch.ones_like(every[..., 0]), model.prepare(block))
 
-    return run.clients.evaluate(run.outbox, rows_of(run), own)
-
-
-def _back(data: Any, names: tuple[str, ...]) -> Tensor:
-    """Return the matrix that takes coefficients to the units of the data."""
-    design = getattr(data, "design", None)
-    return torch.eye(len(names), dtype=torch.float64) if design is None else design.back()
+    return run.clients.evaluate(run.outbox, rows_at_hand(run), own)
 
 
 def _original(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:
