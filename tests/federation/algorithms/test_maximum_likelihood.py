@@ -15,7 +15,7 @@ import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton, devices, estimates, maximised
 from fedtorch.models import hierarchical
-from fedtorch.models.hierarchical import generalised, hyperpriors
+from fedtorch.models.hierarchical import generalised, hyperpriors, shrinkage
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 
 SIZES = (4, 9, 5, 12, 7, 3, 8, 6)
@@ -181,6 +181,21 @@ def test_the_summary_names_what_was_found(gaussian: ft.data.FederatedData) -> No
     assert table["estimate"].tolist() == pytest.approx([float(value) for value in values])
     assert table["sd"][:2].tolist() == pytest.approx(found.errors[:2].tolist())
     assert table["n"].tolist() == [sum(SIZES)] * 2 + [len(SIZES)] * 3 + [sum(SIZES)]
+
+
+def test_scales_without_means_are_named_as_they_are() -> None:
+    """A ridge's penalty: devices' coefficients are drawn from N(0, σ² / l2)."""
+    data = clients().map(lambda rows: (rows[0], rows[1] / 10))
+    run = fit(shrinkage.penalised(shrinkage.ridge(2)), data)
+    table = run.summary()
+    assert list(table.index) == list(estimates(run).names)
+    assert bool((table["sd"] > 0).all())
+
+
+def test_restricted_likelihood_is_that_of_linear_models() -> None:
+    model = generalised.logistic(hierarchical.normal(2, random=[0]))
+    with pytest.raises(ValueError, match="Expected a linear model for restricted likelihood"):
+        fit(model, clients("logistic"), restricted=True)
 
 
 def test_a_variance_of_zero_is_said() -> None:
