@@ -1,6 +1,7 @@
 """Compositions beside the best of their parts: what no part alone can do.
 
-A shared body under Bayesian heads; a network whose nodes have models of four kinds. Of every way the error on what was
+A shared body under Bayesian heads; a network whose nodes have models of four kinds; a Pyro model by expectation
+propagation. Of every way the error on what was
 held out; of each composition also its ratio to the best of its parts.
 """
 
@@ -12,7 +13,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from experiments import common
-from experiments.compositions import heads, network
+from experiments.compositions import heads, network, program
 from experiments.result_pages import Reading
 
 READING = Reading(smaller="error")
@@ -31,6 +32,7 @@ class Composition(NamedTuple):
 COMPOSITIONS = {
     "shared body": Composition(heads.errors, heads.COMPOSED, heads.PARTS, 400, 2),
     "network of kinds": Composition(network.errors, network.COMPOSED, network.PARTS, 40, 2),
+    "Pyro model": Composition(program.errors, program.COMPOSED, program.PARTS, 15, 2),
 }
 
 

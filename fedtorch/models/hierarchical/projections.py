@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedtorch import linalg, random
+from fedtorch import linalg, random, tree
+from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt
@@ -26,6 +27,7 @@ from fedtorch.tree import Tree
 
 _NEWTON_STEPS = 50
 _HALVINGS = 12
+_NEAR = 1e-12  # Newton decrement, relative to the objective, from which a step is taken whole
 
 
 class Projected(NamedTuple):
@@ -159,6 +161,36 @@ def laplace(log_factor: LogFactor) -> Projection:
     return project
 
 
+def from_the_prior(project: Projection) -> Start:
+    """Project the whole prior at each client; the mean with the prior's precision is the first estimate.
+
+    >>> import torch, fedtorch as ft
+    >>> factor = lambda phi, y: -0.5 * (phi[..., 0] - y).square()  # y ~ N(φ, 1)
+    >>> prior = Prior(Natural(torch.zeros(1).double(), torch.ones(1).double()), ())  # N(0, 1)
+    >>> start = from_the_prior(quadrature(factor))
+    >>> summary = start.summary(torch.tensor([[4.0], [2.0]]).double(), prior).round(decimals=3)
+    >>> summary  # of each client as if it were alone
+    tensor([[2.],
+            [1.]], dtype=torch.float64)
+    """
+
+    def summary(data: Any, prior: Prior) -> Tree:
+        own = prior.completed()
+        if data is None:
+            return torch.zeros_like(own.shift)
+        count = len(tree.leaves(data)[0])
+        cavity = tree.expand(gaussian.moments(own), count)
+        tilted = project(Moments(*cavity), data, torch.zeros(count, dtype=torch.int64, device=own.shift.device)).tilted
+        return torch.where(tilted.mean.isfinite().all(-1, keepdim=True), tilted.mean, cavity.mean)
+
+    def estimate(total: Tree, count: Tensor, prior: Prior) -> Natural:
+        own = prior.completed()
+        mean = total / count
+        return Natural((gaussian.unpack(own.precision) @ mean[:, None])[:, 0], own.precision)
+
+    return Start(summary, estimate)
+
+
 def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
 
@@ -179,8 +211,9 @@ def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tens
         bad = (torch.linalg.cholesky_ex(curvature).info != 0)[:, None, None]
         step = torch.linalg.solve_ex(torch.where(bad, metric, curvature), gradient[..., None]).result[..., 0]
         length = torch.ones_like(value)
+        near = (step * gradient).sum(1).abs() <= _NEAR * (1 + value.abs())  # its values tell rounding from here on
         for _ in range(_HALVINGS):
-            worse = ~(objective(at - length[:, None] * step) <= value)
+            worse = ~((objective(at - length[:, None] * step) <= value) | near)
             if not bool(worse.any()):
                 break
             length = torch.where(worse, length / 2, length)

@@ -7,11 +7,16 @@ The model takes the shared parameters φ `(p,)` and a client's rows, samples its
         with pyro.plate("rows", len(y)):
             pyro.sample("y", Poisson((slope * x[:, 0]).exp()), obs=y)
 
-    algorithm = ft.ep(Factors(projections.quadrature(pyro_factor(model)), prior))
+    run = ft.run(ft.ep(pyro_factor(model).model(prior)), population, rounds=30, until=settled())
 
 The factor f(φ) = ∫ p(y, θ | φ) dθ is integrated around the mode of θ, in unconstrained coordinates: the nodes of a
 rule, moved to the mode and scaled by the curvature there, weigh what the normal approximation gets wrong. So θ must
 be continuous and its support must not depend on φ.
+
+Clients and nodes are evaluated together by `torch.vmap`, so that a client costs little beside the model's Python code.
+Clients of different numbers of rows are filled up with copies of a row, and a mask takes these out of the observations
+in a `pyro.plate` of as many. A model whose density that changes, which one client tells (a latent variable for each
+row, observations outside a plate, a mean over rows), has clients of equally many rows together.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), "Pyro".
 """
@@ -19,27 +24,49 @@ Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
-from fedtorch.models.hierarchical.projections import LogFactor, minimised
-from fedtorch.models.quadrature import QuadratureRule, default_rule
+from fedtorch.models import gaussian
+from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical._pyro_program import Sites, filled_up, log_joint_of, may_be_filled, sites_of
+from fedtorch.models.hierarchical.factor import Model
+from fedtorch.models.hierarchical.hierarchy import Hierarchy
+from fedtorch.models.hierarchical.hyperpriors import Prior
+from fedtorch.models.hierarchical.projections import from_the_prior, minimised, quadrature
+from fedtorch.models.quadrature import QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
+from fedtorch.models.rows import refuse
 
 __all__ = ["pyro_factor"]
 
+_FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
+_AROUND = 7  # points for each of two latent variables around their mode
+_CHUNK = 2**21  # numbers in one array of the nodes of some clients' rows
 
-def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> LogFactor:
+
+class _Latent(NamedTuple):
+    """Hold log f and the moments of θ in unconstrained coordinates, at every φ."""
+
+    log_factor: Tensor  # (K, R)
+    mean: Tensor  # (K, R, d)
+    covariance: Tensor  # (K, R, d, d)
+
+
+def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> PyroFactor:
     """Return log f_k(φ) of a Pyro model, for `fedtorch.models.hierarchical.projections`.
 
-    Clients are taken one after the other, each with exactly its rows; nodes of φ are taken at once by `torch.vmap`.
+    Clients and nodes of φ are taken at once by `torch.vmap`.
 
     Args:
         model: (φ `(p,)`, rows …) -> anything; the rows are the leaves of the data in order, `(n_k, ...)`.
-        rule: nodes over the latent variables; default: `quadrature.default_rule`.
+        rule: nodes over the latent variables; default: 7 × 7 for two, else `quadrature.default_rule`.
 
     Raises:
         ValueError: when it is used, a latent variable is discrete.
@@ -56,73 +83,214 @@ def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None
     >>> (log_factor[0, 0] - log_factor[0, 1]).round(decimals=3)  # of N(2; φ, 2): −2² / 4
     tensor(-1., dtype=torch.float64)
     """
+    return PyroFactor(model, rule)
 
-    def log_factor(phi: Tensor, data: Any) -> Tensor:
-        evidence = []
-        for k, count in enumerate(data.count.tolist()):
-            rows = [_float64(leaf[k, :count]) for leaf in tree.leaves(data.batch)]
-            evidence.append(_log_evidence(model, phi[k], rows, rule))
-        return torch.stack(evidence) if evidence else phi.new_zeros(phi.shape[:2])
 
-    return log_factor
+class PyroFactor:
+    """Log f_k(φ) as a function of (φ `(K, R, p)`, data), and the clients' own posteriors.
+
+    Args:
+        program: the model, as of `pyro_factor`.
+        rule: nodes over the latent variables.
+    """
+
+    def __init__(self, program: Callable[..., Any], rule: QuadratureRule | None) -> None:
+        self.program, self.rule = program, rule
+        self._filled: bool | None = None  # whether clients may be filled up; None until one has told
+
+    def __call__(self, phi: Tensor, data: Any) -> Tensor:
+        """Return log f at the nodes φ, `(K, R)`."""
+        parts, order = self._parts(phi, data)
+        return torch.cat([part.log_factor for part in parts])[order] if parts else phi.new_zeros(phi.shape[:2])
+
+    def model(
+        self, prior: MultivariateNormal | Prior, *, names: Sequence[str] = (), rule: QuadratureRule | None = None
+    ) -> Model:
+        """Return the hierarchical model for `ft.ep`, with posteriors of φ and of every client's θ.
+
+        Args:
+            prior: of φ.
+            names: of the coordinates of φ; default: "phi 0", "phi 1", …
+            rule: nodes over φ; default: a product rule in two dimensions, two spherical designs in up to twenty.
+
+        Raises:
+            ValueError: another number of names than coordinates.
+
+        >>> import pyro, torch, fedtorch as ft
+        >>> from fedtorch.federation.algorithms.ep import devices, posterior, settled
+        >>> from pyro.distributions import MultivariateNormal, Normal
+        >>> def program(phi, y):
+        ...     level = pyro.sample("level", Normal(phi[0], 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", Normal(level, 1.0), obs=y)
+        >>> data = ft.data.from_tensors([(torch.tensor(y).double(),) for y in ([1.0, 3.0, 2.0], [6.0])])
+        >>> model = pyro_factor(program).model(MultivariateNormal(torch.zeros(1), 100 * torch.eye(1)), names=["centre"])
+        >>> run = ft.run(ft.ep(model), ft.InProcess(data), rounds=20, until=settled())
+        >>> round(float(posterior(run).mean), 2), devices(run).distribution().mean.flatten().round(decimals=2).tolist()
+        (3.57, [2.39, 4.79])
+        """
+        if isinstance(prior, MultivariateNormal):
+            moments = Moments(prior.mean.to(torch.float64), prior.covariance_matrix.to(torch.float64))
+            prior = Prior(gaussian.natural(moments), ())
+        size = len(prior.normal.shift)
+        names = tuple(names) or tuple(f"phi {i}" for i in range(size))
+        if len(names) != size:
+            raise ValueError(f"Expected a name for each of {size} coordinates of phi, but got {len(names)}")
+        if rule is None and _FEW < size <= _MANY:
+            rule = two_shells(size)  # a product rule would ask for the mode of θ at hundreds of nodes
+        project = quadrature(self, rule)
+        return Model(
+            names=names,
+            hierarchy=_unnamed(names, prior),
+            prior=prior,
+            project=project,
+            start=from_the_prior(project),
+            prepare=_checked,
+            devices=partial(self.devices, rule=rule),
+            log_factor=self,
+            given=self._given,
+        )
+
+    def _given(self, phi: Tensor, weights: Tensor, data: Any) -> DevicePosterior:
+        latent = self._latent(phi, data)
+        return DevicePosterior(weights, latent.mean, latent.covariance, torch.full_like(weights, torch.nan))
+
+    def devices(self, cavity: Moments, data: Any, *, rule: QuadratureRule | None = None) -> DevicePosterior:
+        """Return the posterior of each client's θ given its rows and what the others know of φ.
+
+        θ is in unconstrained coordinates, latent variables in the order in which the model samples them.
+
+        >>> import pyro, torch, fedtorch as ft
+        >>> from pyro.distributions import Normal
+        >>> def model(phi, y):
+        ...     level = pyro.sample("level", Normal(phi[0], 1.0))
+        ...     with pyro.plate("rows", len(y)):
+        ...         pyro.sample("y", Normal(level, 1.0), obs=y)
+        >>> cavity = Moments(torch.zeros(1, 1).double(), torch.full((1, 1, 1), 1e-8).double())  # φ is 0
+        >>> rows = ft.data.from_tensors([(torch.tensor([4.0]),)]).stack([0])
+        >>> posterior = pyro_factor(model).devices(cavity, rows).distribution()
+        >>> posterior.mean.round(decimals=3), posterior.variance.round(decimals=3)  # N(2, 1/2)
+        (tensor([[2.]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
+        """
+        chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
+
+        def at(phi: Tensor) -> tuple[Tensor, _Latent]:
+            latent = self._latent(phi, data)
+            return latent.log_factor, latent
+
+        nodes = tilt(cavity, at, chosen)
+        latent: _Latent = nodes.values
+        return DevicePosterior(nodes.weights, latent.mean, latent.covariance, torch.full_like(nodes.weights, torch.nan))
+
+    def _latent(self, phi: Tensor, data: Any) -> _Latent:
+        """Return what is known of θ at every φ."""
+        parts, order = self._parts(phi, data)
+        sizes = {part.mean.shape[-1] for part in parts}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"Expected clients with as many latent variables each, but got {sorted(sizes)}; what differs with the "
+                "rows of a client has no posterior that is comparable"
+            )
+        if not parts:
+            return _Latent(phi.new_zeros(phi.shape[:2]), phi.new_zeros(0, phi.shape[1], 0), phi.new_zeros(0, 0, 0, 0))
+        latent: _Latent = tree.take(tree.concatenate(parts), order)
+        return latent
+
+    def _parts(self, phi: Tensor, data: Any) -> tuple[list[_Latent], Tensor]:
+        """Return what is known of θ, clients together that can be, and the order that puts these in theirs."""
+        import pyro
+
+        count = data.count.tolist()
+        if not count:
+            return [], torch.zeros(0, dtype=torch.int64)
+        rows = [_float64(leaf) for leaf in tree.leaves(data.batch)]
+        with pyro.validation_enabled(False):
+            smallest = count.index(min(count))
+            one = [leaf[smallest, : count[smallest]] for leaf in rows]
+            sites = sites_of(self.program, phi[smallest, 0], one)
+            if len(set(count)) > 1 and self._filled is None:
+                self._filled = may_be_filled(self.program, sites, phi[smallest, 0], one)
+            groups = [torch.arange(len(count))]
+            if len(set(count)) > 1 and not self._filled:
+                groups = [torch.tensor([k for k, n in enumerate(count) if n == size]) for size in sorted(set(count))]
+            chunks = self._chunks(groups, phi, rows[0], sites)
+            parts = [self._stacked(phi, rows, data.count, ids) for ids in chunks]
+        return parts, torch.cat(chunks).argsort().to(phi.device)
+
+    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor, sites: Sites) -> list[Tensor]:
+        """Return the clients of each evaluation, so many that its arrays stay small."""
+        nodes = len(self._rule(sites.size).weights)
+        size = max(1, _CHUNK // max(1, phi.shape[1] * nodes * leaf.shape[1]))
+        return [part for ids in groups for part in ids.split(size)]
+
+    def _rule(self, size: int) -> QuadratureRule:
+        if self.rule is not None:
+            return self.rule
+        return gauss_hermite(2, _AROUND) if size == 2 else default_rule(size)
+
+    def _stacked(self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor) -> _Latent:
+        """Return what is known of θ of some clients, filled up to the largest of them."""
+        ids = ids.to(phi.device)
+        phi, count = phi[ids], count[ids]
+        most = int(count.max())
+        mask = torch.arange(most, device=count.device) < count[:, None]
+        filled = [filled_up(leaf[ids, :most], mask) for leaf in rows]
+        sites = sites_of(self.program, phi[0, 0], [leaf[0] for leaf in filled])
+        whole = bool(mask.all())
+
+        def log_joint(theta: Tensor, phi: Tensor) -> Tensor:
+            """Return log p(y, θ | φ) of θ `(K, R, d)`, `(K, R)`."""
+
+            def client(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
+                node = lambda theta, phi: log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
+                return torch.vmap(node)(theta, phi)
+
+            return torch.vmap(client)(theta, phi, mask, *filled)
+
+        return _integrated(log_joint, phi, sites.size, self._rule(sites.size))
+
+
+def _integrated(log_joint: Callable[[Tensor, Tensor], Tensor], phi: Tensor, size: int, rule: QuadratureRule) -> _Latent:
+    """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ."""
+    clients, count = phi.shape[:2]
+    if size == 0:
+        empty = phi.new_zeros(clients, count, 0)
+        return _Latent(log_joint(empty, phi), empty, empty[..., None])
+
+    def objective(theta: Tensor) -> Tensor:
+        return -log_joint(theta.reshape(clients, count, size), phi).reshape(-1)
+
+    eye = torch.eye(size, dtype=phi.dtype, device=phi.device)
+    mode, curvature = minimised(objective, phi.new_zeros((clients * count, size)), eye.expand(clients * count, -1, -1))
+    factor = torch.linalg.cholesky_ex(curvature).L
+    half = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
+    nodes, weights = rule.nodes.to(phi), rule.weights.to(phi)
+    moved = (mode[:, None] + nodes @ half.mT).reshape(clients, -1, size)  # (K, R Q, d)
+    value = log_joint(moved, phi.repeat_interleave(len(nodes), 1)).reshape(-1, len(nodes))
+    log = value + 0.5 * nodes.square().sum(1) + weights.log()
+    normal = size / 2 * math.log(2 * math.pi) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    shares = log.softmax(1)
+    centre = shares @ nodes
+    away = nodes - centre[:, None]
+    spread = half @ ((shares[..., None] * away).mT @ away) @ half.mT
+    mean = mode + (half @ centre[..., None])[..., 0]
+    shape = (clients, count)
+    return _Latent(
+        (log.logsumexp(1) + normal).reshape(shape), mean.reshape(*shape, size), spread.reshape(*shape, size, size)
+    )
+
+
+def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
+    """Return the hierarchy of a program, which says nothing of coefficients: φ is all there is."""
+    nothing = lambda zeta, *_: zeta.new_zeros(*zeta.shape[:-1], 0, 0)
+    return Hierarchy(names, prior.normal.shift.new_zeros(0, len(names)), nothing, nothing, prior)
+
+
+def _checked(data: Any) -> Any:
+    """Return data of which each client has rows."""
+    refuse(data.count == 0, "Expected rows to observe, but got none; leave the client out with data.select")
+    return data
 
 
 def _float64(leaf: Tensor) -> Tensor:
     return leaf.to(torch.float64) if leaf.dtype.is_floating_point else leaf
-
-
-def _log_evidence(model: Callable[..., Any], phi: Tensor, rows: list[Tensor], rule: QuadratureRule | None) -> Tensor:
-    """Return log f at the nodes φ `(R, p)`, `(R,)`."""
-    import pyro
-
-    with pyro.validation_enabled(False):
-        log_joint, size = _log_joint(model, phi[0], rows)
-
-        def objective(theta: Tensor) -> Tensor:
-            return -torch.vmap(log_joint)(theta, phi)
-
-        if size == 0:
-            return -objective(phi.new_zeros((len(phi), 0)))
-        eye = torch.eye(size, dtype=phi.dtype, device=phi.device).expand(len(phi), -1, -1)
-        mode, curvature = minimised(objective, phi.new_zeros((len(phi), size)), eye)
-        factor = torch.linalg.cholesky_ex(curvature).L
-        half = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
-        chosen = default_rule(size) if rule is None else rule
-        nodes, weights = chosen.nodes.to(phi), chosen.weights.to(phi)
-        ratios = [-objective(mode + half @ z) + 0.5 * z @ z for z in nodes]
-        log = torch.stack(ratios, 1) + weights.log()
-        normal = size / 2 * math.log(2 * math.pi) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        return log.logsumexp(1) + normal
-
-
-def _log_joint(
-    model: Callable[..., Any], phi: Tensor, rows: list[Tensor]
-) -> tuple[Callable[[Tensor, Tensor], Tensor], int]:
-    """Return log p(y, θ | φ) with θ in unconstrained coordinates, and how many these are."""
-    from pyro import poutine
-    from torch.distributions import biject_to
-
-    with torch.random.fork_rng(devices=[]):  # the prototype's draws must not move the global generator
-        trace = poutine.trace(model).get_trace(phi, *rows)
-    sites: list[tuple[str, Any, torch.Size]] = []
-    for name, site in trace.nodes.items():
-        if site["type"] != "sample" or site["is_observed"] or poutine.util.site_is_subsample(site):
-            continue
-        support: Any = getattr(site["fn"], "support", None)
-        if support.is_discrete:
-            raise ValueError(f"Expected continuous latent variables, but got a discrete {name!r}; sum it out first")
-        transform = biject_to(support)
-        sites.append((name, transform, transform.inv(site["value"]).shape))
-
-    def log_joint(theta: Tensor, phi: Tensor) -> Tensor:
-        values, jacobian, start = {}, theta.new_zeros(()), 0
-        for name, transform, shape in sites:
-            stop = start + math.prod(shape)
-            free = theta[start:stop].reshape(shape)
-            values[name] = transform(free)
-            jacobian = jacobian + transform.log_abs_det_jacobian(free, values[name]).sum()
-            start = stop
-        conditioned = poutine.trace(poutine.condition(model, data=values)).get_trace(phi, *rows)
-        return conditioned.log_prob_sum() + jacobian
-
-    return log_joint, sum(math.prod(shape) for _, _, shape in sites)

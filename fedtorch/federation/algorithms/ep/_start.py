@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import expected, tree
@@ -15,8 +14,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.projections import LogFactor, Projection, Start
-from fedtorch.tree import Tree
+from fedtorch.models.hierarchical.projections import LogFactor, Projection, Start, from_the_prior
 
 AnyPrior = Prior | Natural | MultivariateNormal
 
@@ -61,23 +59,3 @@ def as_prior(prior: AnyPrior) -> Prior:
     if not isinstance(prior, Prior):
         raise TypeError(f"Expected a Prior, a Natural or a MultivariateNormal, but got {type(prior).__name__}")
     return Prior(tree.to(prior.normal, torch.float64), prior.factors)
-
-
-def from_the_prior(project: Projection) -> Start:
-    """Project the whole prior at each client; the mean with the prior's precision is the first estimate."""
-
-    def summary(data: Any, prior: Prior) -> Tree:
-        own = prior.completed()
-        if data is None:
-            return torch.zeros_like(own.shift)
-        count = len(tree.leaves(data)[0])
-        cavity = tree.expand(gaussian.moments(own), count)
-        tilted = project(Moments(*cavity), data, torch.zeros(count, dtype=torch.int64, device=own.shift.device)).tilted
-        return torch.where(tilted.mean.isfinite().all(-1, keepdim=True), tilted.mean, cavity.mean)
-
-    def estimate(total: Tree, count: Tensor, prior: Prior) -> Natural:
-        own = prior.completed()
-        mean = total / count
-        return Natural((gaussian.unpack(own.precision) @ mean[:, None])[:, 0], own.precision)
-
-    return Start(summary, estimate)

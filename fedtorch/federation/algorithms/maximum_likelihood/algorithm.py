@@ -168,8 +168,8 @@ def _check_linear(relative: Tensor, problem: Problem) -> None:
     """Raise ValueError unless the likelihood is quadratic in the means."""
     if not bool(newton.quadratic(relative, problem.means, len(problem.model.names) - problem.means)):
         raise ValueError(
-            "Expected a linear model for restricted likelihood, whose means are integrated out exactly, but got one that "
-            "is not quadratic in its means; leave restricted= away, or use ft.ep"
+            "Expected a linear model for restricted likelihood, whose means are integrated out exactly, but got one "
+            "whose likelihood is not quadratic in its means; leave restricted= away, or use ft.ep"
         )
 
 

@@ -1,0 +1,96 @@
+"""A Pyro model as a density of its latent variables in unconstrained coordinates, alone or under `torch.vmap`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+
+_SPARE = 3  # rows that a client is filled up with to see whether a mask takes them out
+_SAME = 1e-9  # relative: densities that differ by less are the same
+
+
+class Sites(NamedTuple):
+    """Hold a model's latent variables: name, map to the support, shape in unconstrained coordinates."""
+
+    each: tuple[tuple[str, Any, torch.Size], ...]
+
+    @property
+    def size(self) -> int:
+        """Return how many coordinates there are."""
+        return sum(math.prod(shape) for _, _, shape in self.each)
+
+
+def filled_up(leaf: Tensor, mask: Tensor) -> Tensor:
+    """Return rows `(K, N, ...)` with the client's first in the places that `mask` leaves out."""
+    return torch.where(tree.along(mask, leaf), leaf, leaf[:, :1])
+
+
+def may_be_filled(model: Callable[..., Any], sites: Sites, phi: Tensor, rows: list[Tensor]) -> bool:
+    """Return whether a mask takes additional rows out of a model's density."""
+    more = [torch.cat([leaf, leaf[:1].expand(_SPARE, *leaf.shape[1:])]) for leaf in rows]
+    kept = torch.arange(len(more[0]), device=phi.device) < len(rows[0])
+    theta = 0.1 * torch.arange(1, sites.size + 1, dtype=phi.dtype, device=phi.device)
+    try:
+        if sites_of(model, phi, more).size != sites.size:
+            return False
+        one, other = (log_joint_of(model, sites, theta, phi, *each) for each in ((rows, None), (more, kept)))
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    return bool((one - other).abs() <= _SAME * one.abs().clamp(min=1))
+
+
+def sites_of(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> Sites:
+    """Return the latent variables that a model samples."""
+    from pyro import poutine
+    from torch.distributions import biject_to
+
+    with torch.random.fork_rng(devices=[]):  # the prototype's draws must not move the global generator
+        trace = poutine.trace(model).get_trace(phi, *rows)
+    sites: list[tuple[str, Any, torch.Size]] = []
+    for name, site in trace.nodes.items():
+        if site["type"] != "sample" or site["is_observed"] or poutine.util.site_is_subsample(site):
+            continue
+        support: Any = getattr(site["fn"], "support", None)
+        if support.is_discrete:
+            raise ValueError(f"Expected continuous latent variables, but got a discrete {name!r}; sum it out first")
+        transform = biject_to(support)
+        sites.append((name, transform, transform.inv(site["value"]).shape))
+    return Sites(tuple(sites))
+
+
+def log_joint_of(
+    model: Callable[..., Any], sites: Sites, theta: Tensor, phi: Tensor, rows: Sequence[Tensor], kept: Tensor | None
+) -> Tensor:
+    """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates; of observed rows those that are `kept`."""
+    from pyro import poutine
+
+    values, jacobian, start = {}, theta.new_zeros(()), 0
+    for name, transform, shape in sites.each:
+        stop = start + math.prod(shape)
+        free = theta[start:stop].reshape(shape)
+        values[name] = transform(free)
+        jacobian = jacobian + transform.log_abs_det_jacobian(free, values[name]).sum()
+        start = stop
+    trace = poutine.trace(poutine.condition(model, data=values)).get_trace(phi, *rows)
+    if kept is None:
+        return trace.log_prob_sum() + jacobian
+    trace.compute_log_prob()
+    for site in trace.nodes.values():
+        if site["type"] == "sample" and "log_prob" in site:
+            jacobian = jacobian + _kept(site, kept).sum()
+    return jacobian
+
+
+def _kept(site: Any, kept: Tensor) -> Tensor:
+    """Return the log densities of a site, zero for rows that are not kept, along the plate of as many rows."""
+    log = site["log_prob"]
+    for frame in site["cond_indep_stack"] if site["is_observed"] else ():
+        if frame.vectorized and frame.size == len(kept) and log.ndim >= -frame.dim:
+            log = torch.where(kept.reshape(-1, *[1] * (-frame.dim - 1)), log, 0.0)
+    return log
