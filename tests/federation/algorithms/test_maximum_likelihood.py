@@ -136,6 +136,20 @@ def test_logistic_regression_has_the_likelihood_of_a_fine_grid() -> None:
     assert (found.noise, float(found.sds[1])) == (None, 0)
 
 
+def test_laplaces_method_is_at_the_mode() -> None:
+    """One row of y = 1: log σ(u) − u²/(2τ) at its maximum, less half the logarithm of τ times the curvature there."""
+    model = generalised.logistic(hierarchical.normal(1), inner=None)
+    data = model.prepare(ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))]).stack([0]))
+    tau, u = 9.0, torch.zeros(()).double()
+    for _ in range(50):
+        p = torch.sigmoid(u)
+        u = u + (1 - p - u / tau) / (p * (1 - p) + 1 / tau)
+    p = torch.sigmoid(u)
+    expected = p.log() - u**2 / (2 * tau) - 0.5 * (tau * p * (1 - p) + 1).log()
+    found = model.log_factor(torch.tensor([[[0.0, math.log(tau)]]]).double(), data)
+    assert float(found) == pytest.approx(float(expected), abs=1e-9)
+
+
 @pytest.mark.parametrize("restricted", [False, True])
 def test_the_same_in_blocks_and_with_lost_messages(gaussian: ft.data.FederatedData, restricted: bool) -> None:
     model = hierarchical.linear(hierarchical.normal(2))
