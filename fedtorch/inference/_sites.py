@@ -19,8 +19,8 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names, spread_nodes, units
-from fedtorch.federation.populations.population import design_of, feature_names
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of, spread_nodes, units
+from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import SITES
@@ -95,9 +95,8 @@ def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01)
 
 def other_sites(run: Run, sites: tuple[str, ...], posterior: DevicePosterior) -> Coefficients:
     """Return coefficients of sites, of a run of `ft.ep`."""
-    names, design = coefficient_names(run), design_of(run.population)
-    known = design if design is not None and len(design.columns) == len(names) else None
-    return Coefficients(sites, names, posterior, units(run), run.algorithm.settings["model"].family, known)
+    family = run.algorithm.settings["model"].family
+    return Coefficients(sites, coefficient_names(run), posterior, units(run), family, design_of(run))
 
 
 def site_deviations(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:

@@ -13,8 +13,7 @@ from torch import Tensor
 from fedtorch.data import FederatedData
 from fedtorch.data.formulas.cells import as_frame
 from fedtorch.data.formulas.design import Design
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names
-from fedtorch.federation.populations.population import design_of
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names
 from fedtorch.models.hierarchical import Model
@@ -72,13 +71,18 @@ def table_rows(run: Run | Coefficients, rows: Any, site: str | None) -> TableRow
     return TableRows(_from_frame(frame, columns), (site or columns.alone,) * len(frame), frame.index)
 
 
+def formula_or_names(run: Run) -> tuple[tuple[str, ...], Design | None]:
+    """Return the names of the columns of x, and the formula that they are of, where there is one."""
+    columns = _columns(run)
+    return columns.names, columns.design
+
+
 def _columns(run: Run | Coefficients) -> _Columns:
     if isinstance(run, Coefficients):
         names = run.names[1:] if run.intercept else run.names
         return _Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
     if isinstance(run.algorithm.settings.get("model"), Model):
-        names, design = coefficient_names(run), design_of(run.population)
-        return _Columns(names, design if design is not None and len(design.columns) == len(names) else None, NEW)
+        return _Columns(coefficient_names(run), design_of(run), NEW)
     if run.algorithm.settings.get("algorithm") != "gibbs":
         raise TypeError(
             "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, but got "

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithms import ep
-from fedtorch.federation.populations.population import design_of
+from fedtorch.federation.algorithms.ep.estimates import design_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._sites import Coefficients, newcomers, other_sites
 from fedtorch.models.hierarchical import linear_devices
@@ -59,7 +59,7 @@ def adapted(run: Run, rows: Any, *, site: str = "new", tolerance: float = 0.01) 
 def _one_site(run: Run, rows: Any, site: str) -> FederatedData:
     """Return rows of one site as data: `(x, y)` as they are, a frame by the run's formula."""
     if not isinstance(rows, tuple):
-        design = design_of(run.population)
+        design = design_of(run)
         if design is None:
             raise TypeError(
                 f"Expected rows (x, y) of a run that was made without a formula, but got {type(rows).__name__}; pass "

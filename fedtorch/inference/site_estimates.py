@@ -67,8 +67,8 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         ValueError: a model whose coefficients are the same for all sites.
     """
     model, data = source(run, 1, None, tolerance, 0).model, rows_of(run)
-    names, place = _names(model), list(model.hierarchy.random)
-    back = _back(data, names)
+    names, place = _names(run, model), list(model.hierarchy.random)
+    back = torch.eye(len(names), dtype=torch.float64) if run.design is None else run.design.back()
     q = ep.posterior(run, tolerance=tolerance)
     pooled = _original(ep.devices(run, tolerance=tolerance), back)
     low, high = (edge[:, place] for edge in credible_interval(pooled.marginals(), level))
@@ -96,15 +96,15 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
     )
 
 
-def _names(model: Model) -> tuple[str, ...]:
-    """Return the names of a site's coefficients, of which some must differ by site."""
-    hierarchy = model.hierarchy
-    if not hierarchy.random or len(hierarchy.coefficients) != len(hierarchy.mean):
+def _names(run: Run, model: Model) -> tuple[str, ...]:
+    """Return the names of a site's coefficients, of which some must differ by site; of numbers those of the columns."""
+    names, columns = model.hierarchy.coefficients, rows_of(run).features
+    if not model.hierarchy.random or len(names) != len(model.hierarchy.mean):
         raise ValueError(
             f"Expected a model with coefficients that differ by site, but got {list(model.names)}; name them by "
             "hierarchical.normal(..., random=)"
         )
-    return hierarchy.coefficients
+    return columns if len(columns) == len(names) and names == tuple(map(str, range(len(names)))) else names
 
 
 def _covariance(model: Model, mean: Tensor) -> Tensor:
@@ -125,12 +125,6 @@ def _alone(run: Run, model: Model, mean: Tensor) -> DevicePosterior:
         return model.given(every, torch.ones_like(every[..., 0]), model.prepare(block))
 
     return run.clients.evaluate(run.outbox, rows_of(run), own)
-
-
-def _back(data: Any, names: tuple[str, ...]) -> Tensor:
-    """Return the matrix that takes coefficients to the units of the data."""
-    design = getattr(data, "design", None)
-    return torch.eye(len(names), dtype=torch.float64) if design is None else design.back()
 
 
 def _original(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:

@@ -1,6 +1,13 @@
 """The agreement on a design as a conversation of halves: in one process, over ranks, over streams.
 
-What is asked and answered is in `fedtorch.data.agreement`; here it is carried, as JSON.
+What is asked and answered is in `fedtorch.data.agreement`; here it is carried, as JSON. Over ranks of which each has a
+frame, rank 0 asks, and answers for its own:
+
+    half = site_half(sites[rank]) if rank else server_half(request, [1, 2], {0: sites[0]})
+    design, traffic = over_ranks(half, rank, 3)  # of `fedtorch.protocol.ranks`
+
+(`ft.Distributed` has the same data on every rank, and so the same design.) `fedtorch.sites.agree` asks sites that bring
+a frame and then run by it.
 
 >>> import pandas
 >>> from fedtorch.data.agreement.server import Request, agreed

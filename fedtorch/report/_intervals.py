@@ -15,7 +15,7 @@ from fedtorch.report._words import visible, width
 
 _PANELS, _ROWS = 8, 16  # variables whose intervals are drawn, and components of each
 _WORST = 10  # components that the table names
-_MOST_LEFT, _RIGHT = 190.0, 445.0
+_MOST_LEFT, _RIGHT = 200.0, 445.0
 _GOOD_RHAT, _GOOD_ESS = 1.01, 400  # what Vehtari et al. (2021) ask for
 
 Row = dict[str, Any]

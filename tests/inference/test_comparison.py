@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.forked import over_ranks
 from torch import Tensor
 
 import fedtorch as ft
@@ -15,9 +17,10 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.federation.runs.sampler import load_arviz
-from fedtorch.inference import compare, loo, waic
+from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
 from fedtorch.inference._rows import Drawn, by_client, source
+from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.families import GAUSSIAN, LOGISTIC, POISSON, Family
@@ -158,6 +161,26 @@ def test_blocks_and_padding_do_not_matter(runs: dict[str, ft.Run]) -> None:
     data = runs["poisson"].population.data
     again = ft.run(ft.ep(model_of("poisson")), ft.InProcess(data, chunk=1), rounds=60, until=ep.settled(1e-3))
     assert loo(again, draws=100).elpd == pytest.approx(loo(runs["poisson"], draws=100).elpd, abs=1e-6)
+
+
+def test_two_ranks_say_what_one_process_says(runs: dict[str, ft.Run], tmp_path: Path) -> None:
+    def body(rank: int) -> list[float]:
+        population = ft.Distributed(sites("logistic"))
+        run = ft.run(ft.ep(model_of("logistic")), population, rounds=60, until=ep.settled(1e-3))
+        estimates = site_estimates(run, 0.9)
+        page = ft.report.write(run, tmp_path / "page")
+        assert (rank == 0) == page.exists() or rank == 1
+        numbers = loo(run, draws=100).elpd, loo(run, out="site").elpd, float(histogram_free(run))
+        return [*numbers, *estimates.own[:, 0].nan_to_num(0.0).tolist()]
+
+    def histogram_free(run: ft.Run) -> Tensor:
+        return checks.calibration(run, bins=3, draws=100).observed.sum()
+
+    run = runs["logistic"]
+    expected = [loo(run, draws=100).elpd, loo(run, out="site").elpd, float(histogram_free(run))]
+    expected += site_estimates(run, 0.9).own[:, 0].nan_to_num(0.0).tolist()
+    for found in over_ranks(tmp_path / "ranks", 2, body):
+        assert found == pytest.approx(expected, abs=1e-6)
 
 
 def test_the_corrected_posterior_is_taken(runs: dict[str, ft.Run]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 
 import numpy as np
 import pandas as pd
@@ -133,6 +134,12 @@ def test_a_coefficient_is_chosen_by_name(run: ft.Run) -> None:
         ft.plots.forest(run, "height")
     with pytest.raises(ValueError, match="Expected a model with coefficients that differ by site"):
         ft.plots.forest(fitted(random=[]))
+
+
+def test_columns_name_coefficients_that_the_model_numbers() -> None:
+    data = replace(sites(), features=("one", "height"))
+    run = ft.run(ft.ep(hierarchical.linear(hierarchical.normal(2, sd=3.0))), ft.InProcess(data), rounds=20)
+    assert site_estimates(run, 0.9).coefficients == ("one", "height")
 
 
 def test_names_stay_apart_when_they_are_cut() -> None:

@@ -15,18 +15,24 @@ from report.test_report import HOSTILE
 from support import browser
 
 import fedtorch as ft
+from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(browser.PROGRAM is None, reason="needs Chromium: apt-get install chromium"),
 ]
+LONG = [f"{'W' * 30} {k}, the clinic of the west, ward of cardiology" for k in range(8)]
 WIDER = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 # Texts of pictures that leave their picture, and the smallest letters on the screen, in pixels.
 CLIPPED = """[...document.querySelectorAll('svg text')].filter(text => {
   const own = text.getBoundingClientRect(), box = text.ownerSVGElement.getBoundingClientRect();
   return own.left < box.left - 1 || own.right > box.right + 1 || own.bottom > box.bottom + 1;
 }).map(text => text.textContent)"""
+# Tables that are wider than their card, which show the rest only to who scrolls.
+CUT = """[...document.querySelectorAll('.scroll')]
+  .filter(e => !e.closest('details') && e.scrollWidth > e.clientWidth + 1)
+  .map(e => e.textContent.slice(0, 80))"""
 SMALLEST = """Math.min(...[...document.querySelectorAll('svg text')].map(text =>
   parseFloat(getComputedStyle(text).fontSize) * text.getScreenCTM().a))"""
 CONTRAST = """(() => {
@@ -72,15 +78,19 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     sampler = ft.Sampler(burn_in=20)
     gibbs = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=5, chains=3)
     sampled = ft.run(gibbs, ft.InProcess(ft.data.from_tensors(rows)), torch.zeros(3), rounds=200, record=sampler)
+    eight = [(torch.ones(9, 1).double(), level + torch.linspace(-1, 1, 9).double()) for level in range(8)]
+    model = hierarchical.linear(hierarchical.normal(1, names=[HOSTILE[7]]))
+    fitted = ft.run(ft.ep(model), ft.InProcess(ft.data.from_tensors(eight, names=[*HOSTILE, *LONG][:8])), rounds=20)
     return {
+        "hierarchy": ft.report.write(fitted, folder / "hierarchy", title="A hierarchy"),
         "averaged": ft.report.write(run, folder / "averaged", title="Digits over forty clinics", scores=scores),
         "network": ft.report.write(relaxed, folder / "network", title=HOSTILE[7], network=network),
         "sampled": ft.report.write(sampled, folder / "sampled"),
     }
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (390, False), (390, True)])
-@pytest.mark.parametrize("name", ["averaged", "network", "sampled"])
+@pytest.mark.parametrize(("width", "dark"), [(1200, False), (1200, True), (1000, False), (390, False), (390, True)])
+@pytest.mark.parametrize("name", ["averaged", "network", "sampled", "hierarchy"])
 def test_it_can_be_read(name: str, width: int, dark: bool, shown: browser.Browser, pages: dict[str, Path]) -> None:
     shown.complaints.clear()
     shown.open(pages[name], width, 900, dark=dark)
@@ -89,6 +99,7 @@ def test_it_can_be_read(name: str, width: int, dark: bool, shown: browser.Browse
     assert shown.complaints == []
     assert shown.value(WIDER) <= 0
     assert shown.value(CLIPPED) == []
+    assert width < 1000 or shown.value(CUT) == []
     assert shown.value(SMALLEST) >= 10
     assert shown.value(CONTRAST) >= 4.5  # WCAG 2.2, success criterion 1.4.3
     assert shown.value("innerWidth") == width

@@ -142,7 +142,8 @@ class Cells:
             row = int(empty.argmax())
             raise ValueError(
                 f"Expected no missing cells, but got {int(empty.sum())} in column {name!r}, at first{self.where(row)}, "
-                f'row {self.frame.index[row]}; impute them, or leave such rows out by missing="drop"'
+                f'row {self.frame.index[row]}; keep them for imputation by missing="impute", or leave such rows out by '
+                'missing="drop"'
             )
         return column
 

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.turn import Turn
@@ -162,11 +161,6 @@ def row_counts(population: Population) -> Tensor:
 def feature_names(population: Population) -> tuple[str, ...]:
     """Return the names of the columns of x, nothing where they are not known here."""
     return () if hasattr(population, "counts") else tuple(getattr(population.data, "features", ()))
-
-
-def design_of(population: Population) -> Design | None:
-    """Return the formula of which the columns of x are, with its encoding, where the rows are here and of one."""
-    return None if hasattr(population, "counts") else getattr(population.data, "design", None)
 
 
 def check_population(population: Population) -> None:

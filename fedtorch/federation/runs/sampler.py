@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -178,8 +178,7 @@ class Sampler:
 
         That is its `InferenceData`, and from ArviZ 1.0 on an xarray `DataTree`.
         """
-        az, draws = load_arviz(), {name: leaf.numpy() for name, leaf in self.draws().items()}
-        return az.from_dict({"posterior": draws}) if _is_new(az) else az.from_dict(posterior=draws)
+        return arviz_of(self.draws())
 
     def summary(self) -> pd.DataFrame:
         """Return ArviZ's table: mean, sd, 95 % interval, Monte Carlo errors, effective sizes and R-hat by component.
@@ -282,6 +281,15 @@ def diagnostics(stack: np.ndarray[Any, Any]) -> tuple[list[float], list[float]]:
         ess = [float(az.ess(stack[..., i])) for i in range(stack.shape[2])]
         rhat = [float(az.rhat(stack[..., i])) if len(stack) > 1 else math.nan for i in range(stack.shape[2])]
     return rhat, ess
+
+
+def arviz_of(
+    draws: Draws, coords: Mapping[str, Sequence[str]] | None = None, dims: Mapping[str, Sequence[str]] | None = None
+) -> Any:
+    """Return draws `(C, T, ...)` by name for ArviZ, with names of their dimensions and what stands along them."""
+    az, arrays = load_arviz(), {name: leaf.numpy() for name, leaf in draws.items()}
+    named = {"coords": {name: list(each) for name, each in (coords or {}).items()}, "dims": dict(dims or {})}
+    return az.from_dict({"posterior": arrays}, **named) if _is_new(az) else az.from_dict(posterior=arrays, **named)
 
 
 def _is_new(az: Any) -> bool:

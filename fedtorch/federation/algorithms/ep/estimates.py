@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.populations.population import design_of, feature_names, row_counts
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates
@@ -26,7 +27,7 @@ _NODES = 2**14
 _PART = 2**20  # numbers of covariances at a time
 
 
-class _Shown(NamedTuple):
+class Quantities(NamedTuple):
     """Hold quantities at the nodes of φ."""
 
     names: list[str]
@@ -47,23 +48,31 @@ def estimates(
     model, server, _ = checked(run, tolerance, node)
     q = gaussian.moments(server.posterior)
     nodes, weights = spread_nodes(q) if given is None else (part[given.weights > 0] for part in given[1:3])
-    rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         names = tuple(model.names) if isinstance(model, Model) else tuple(f"φ[{i}]" for i in range(len(q.mean)))
+        rows = int(row_counts(run.population).sum())
         return Estimates(names, nodes, weights, len(names), q if given is None else None, (rows,) * len(names))
-    back = units(run)
+    shown, size = quantities(run, nodes), len(model.hierarchy.mean)
+    design = units(run) @ model.hierarchy.mean.to(nodes)
+    m = design.shape[1]
+    normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
+    return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
+
+
+def quantities(run: Run, nodes: Tensor) -> Quantities:
+    """Return coefficients, SDs, correlations and noise of a run of `ft.ep`, in this order, at nodes of φ `(R, p)`."""
+    model = run.algorithm.settings["model"]
+    rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
+    back, names = units(run), coefficient_names(run)
     design = back @ model.hierarchy.mean.to(nodes)
     m = design.shape[1]
-    names = coefficient_names(run)
-    shown = _Shown(list(names), list((nodes[:, :m] @ design.mT).unbind(1)), [rows] * len(names))
+    shown = Quantities(list(names), list((nodes[:, :m] @ design.mT).unbind(1)), [rows] * len(names))
     _scales(model.hierarchy, back, names, nodes[:, m:], shown, clients)
     if len(model.names) > len(model.hierarchy.names):
         shown.names.append("sigma")
         shown.values.append((nodes[:, -1] / 2).exp())
         shown.n.append(rows)
-    normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
-    values = torch.stack(shown.values, 1)
-    return Estimates(tuple(shown.names), values, weights, len(names), normal, tuple(shown.n))
+    return shown
 
 
 def spread_nodes(q: Moments, points: int = _NODES) -> tuple[Tensor, Tensor]:
@@ -84,14 +93,22 @@ def coefficient_names(run: Run) -> tuple[str, ...]:
 
 def units(run: Run) -> Tensor:
     """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
+    design = design_of(run)
     size = len(run.algorithm.settings["model"].hierarchy.mean)
-    design = design_of(run.population)
-    known = design is not None and len(design.columns) == size
-    return design.back() if design is not None and known else torch.eye(size, dtype=torch.float64)
+    return torch.eye(size, dtype=torch.float64) if design is None else design.back()
+
+
+def design_of(run: Run) -> Design | None:
+    """Return the formula that a run's model is of: the model's own, or else that of its rows, if they are here."""
+    model, population = run.algorithm.settings["model"], run.population
+    if model.design is not None or hasattr(population, "counts"):
+        return model.design
+    design: Design | None = getattr(population.data, "design", None)
+    return design if design is not None and len(design.columns) == len(model.hierarchy.mean) else None
 
 
 def _scales(
-    hierarchy: Hierarchy, back: Tensor, names: tuple[str, ...], zeta: Tensor, shown: _Shown, clients: int
+    hierarchy: Hierarchy, back: Tensor, names: tuple[str, ...], zeta: Tensor, shown: Quantities, clients: int
 ) -> None:
     """Add the SDs of the coefficients that differ between clients, and their correlations where there are any."""
     zeta = zeta[:, : len(hierarchy.names) - hierarchy.mean.shape[1]]
