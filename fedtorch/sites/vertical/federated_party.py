@@ -118,7 +118,7 @@ class FederatedParty(PartyNode):
         faults: Faults | None = None,
     ) -> None:
         self.population = population
-        sites = getattr(population, "data", None)
+        sites: Any = getattr(population, "data", None)
         expected.kind(sites, FederatedData, "a population with its data at hand", "such as ft.InProcess(data)")
         self.sites: FederatedData = sites
         super().__init__(part, data, optimizer=optimizer, per_row=per_row)
