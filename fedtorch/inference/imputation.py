@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import Design, FederatedData
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data.incomplete import Incomplete, absent
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.populations.in_process import InProcess
@@ -54,6 +54,9 @@ class Imputed(Sequence[FederatedData]):
 
     def __init__(self, data: FederatedData, run: Run, r_hat: float, seed: int) -> None:
         self.data, self.run, self.r_hat, self._seed = data, run, r_hat, seed
+
+    def __repr__(self) -> str:
+        return f"Imputed({len(self)} times {self.data}, R-hat {self.r_hat:.2f})"
 
     def __len__(self) -> int:
         return len(self.run.server.normal.mean)
@@ -179,7 +182,8 @@ def _completed_data(data: FederatedData, normal: SiteNormal, key: Tensor) -> Fed
     rows = [tree.map(lambda leaf: leaf[0], block.batch) for block in blocks]
     counts = torch.cat([block.count for block in blocks]).cpu()
     features = data.features[:-1] if data.design is None else data.design.columns
-    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features)
+    was = data.absent or absent(data)
+    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features, absent=was)
 
 
 def _check_columns(data: FederatedData) -> None:
