@@ -113,7 +113,7 @@ class Problem(NamedTuple):
         share = torch.ones_like(at.u[..., 0])
         for _ in range(_STEPS):
             step = torch.linalg.solve_ex(at.information, at.gradient[..., None]).result[..., 0]
-            moves = (step.abs().amax(-1) > near) & (share > _LEAST)
+            moves = ((step * at.gradient).sum(-1) > near * near) & (share > _LEAST)
             count = int(moves.sum(1).amax())
             if not count:
                 break
