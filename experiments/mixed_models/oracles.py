@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.algorithms.ep import corrected, settled
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
@@ -19,11 +18,7 @@ from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 
 def along(features: int, random: Sequence[int], points: int) -> QuadratureRule:
     """Gauss-Hermite nodes along the only random coefficient."""
-    (place,) = random
-    rule = gauss_hermite(1, points)
-    nodes = torch.zeros(points, features, dtype=torch.float64)
-    nodes[:, place] = rule.nodes[:, 0]
-    return QuadratureRule(nodes, rule.weights)
+    return gauss_hermite(len(random), points)
 
 
 def half_student(scale: float, freedom: float = 3.0) -> Hyperprior:
@@ -36,8 +31,8 @@ def half_student(scale: float, freedom: float = 3.0) -> Hyperprior:
 
 
 def with_nodes(family: Callable[..., Any], hierarchy: hierarchical.Hierarchy, random: Sequence[int]) -> Any:
-    """A model with Laplace's method in `ft.ep`, and fifteen nodes along the one random coefficient in `corrected`."""
-    model = family(hierarchy, inner=None)
+    """A model of the default nodes in `ft.ep`, and of fifteen for the one random coefficient in `corrected`."""
+    model = family(hierarchy)
     return model._replace(log_factor=family(hierarchy, inner=along(len(model.hierarchy.mean), random, 15)).log_factor)
 
 

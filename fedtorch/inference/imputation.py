@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import Design, FederatedData
-from fedtorch.data.incomplete import Incomplete, absent
+from fedtorch.data.frames.incomplete import Incomplete, absent
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.populations.in_process import InProcess
@@ -89,7 +89,7 @@ def imputed(
         data: rows with missing cells, of `ft.data.from_frame(..., missing="impute")` or `imputation.incomplete(...)`.
         imputations: how many; as many as per cent of the rows lack a cell is a good rule.
         rounds: of data augmentation, before the draws are taken.
-        between: whether sites have means of their own; False where they are parts of one sample.
+        between: whether sites, if there are several, have means of their own; False where they are parts of one sample.
         seed: of all draws.
         population: what makes a population of the data, such as `ft.Distributed`.
 
@@ -114,7 +114,7 @@ def imputed(
         )
     if imputations < 1 or rounds < 2:
         raise ValueError(f"Expected imputations >= 1 and rounds >= 2, but got {imputations} and {rounds}")
-    p = data.rows.values.shape[1]
+    p, between = data.rows.values.shape[1], between and len(data) > 1
     _check_columns(data)
     run = Run(normal_em(imputations, between=between, columns=p), population(data), seed=seed)
     trace = []

@@ -52,7 +52,7 @@ def integral(problem: Problem, prior: White, rule: QuadratureRule | None, exact:
         rule: for some or all coordinates of u.
         exact: whether the rows are evaluated at every node, however many they are.
     """
-    expansion = problem.mode(prior)
+    expansion = problem.mode(prior, exact=rule is None)
     parts = []
     size, nodes = _BLOCKS * problem.data.at_once(), prior.mean.shape[1]
     for part in (slice(i, i + size) for i in range(0, nodes, size)):

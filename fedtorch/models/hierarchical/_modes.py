@@ -19,6 +19,7 @@ from fedtorch.models.hierarchical._forms import Powers, monomials
 
 _STEPS = 40
 _NEAR = 0.03  # sds of the normal approximation, a step that is not made: what integrates about the mode sees the rest
+_EXACT = 1e-9  # the same where nothing else does, in Laplace's method
 _STILL = 0.3  # the same at the first mode, from which the others start
 _MOST = 5  # coefficients of whose columns all products of four are made
 _NUMBERS = 2**25  # of them, in all, about
@@ -92,8 +93,8 @@ class Problem(NamedTuple):
         """Expand the log density of u."""
         return _whitened(prior, u, *self.about(prior.at(u)))
 
-    def mode(self, prior: White) -> Expansion:
-        """Expand the log density of u about a point near its mode, at every node."""
+    def mode(self, prior: White, exact: bool = False) -> Expansion:
+        """Expand the log density of u about a point near its mode, or at it to rounding, at every node."""
         if not self.x.shape[-1]:  # nothing is uncertain
             nothing = prior.mean[..., :0]
             return Expansion(nothing, nothing, prior.root)
@@ -106,13 +107,13 @@ class Problem(NamedTuple):
         slope = gradient + (information @ away[..., None])[..., 0]
         first = _whitened(prior, torch.zeros_like(away), slope, information)
         u = torch.linalg.solve_ex(first.information, first.gradient[..., None]).result[..., 0]
-        return self._newton(prior, self.expanded(prior, u), _NEAR)
+        return self._newton(prior, self.expanded(prior, u), _EXACT if exact else _NEAR)
 
     def _newton(self, prior: White, at: Expansion, near: float) -> Expansion:
         share = torch.ones_like(at.u[..., 0])
         for _ in range(_STEPS):
             step = torch.linalg.solve_ex(at.information, at.gradient[..., None]).result[..., 0]
-            moves = (step.abs().amax(-1) > near) & (share > _LEAST)
+            moves = ((step * at.gradient).sum(-1) > near * near) & (share > _LEAST)
             count = int(moves.sum(1).amax())
             if not count:
                 break

@@ -11,6 +11,8 @@ Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next m
 
 from __future__ import annotations
 
+import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +32,8 @@ __all__ = ["logistic", "poisson"]
 
 _POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, a dimension, by dimension; two shells beyond
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
+_LONG = 300.0  # seconds of a round, from which on a warning says so
+_ROW = 60  # nanoseconds of a row at a node, about
 _KNOWN = 4 * torch.finfo(torch.float64).eps  # variance
 
 
@@ -90,12 +94,19 @@ def generalised(
             spheres beyond, over all coefficients where there are at most two, else over those that differ.
     """
     parts = _Parts.of(hierarchy, family, inner)
+    scales = len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
+    over = default_rule(scales) if rule is None else rule
 
     likelihood = DeviceLikelihood(
-        parts.prepare, parts.local, None, lambda data: data.count, lambda data: 1, dear=True, family=family.outcome
+        prepare=partial(parts.prepare, scales=over),
+        local=parts.local,
+        residual=None,
+        rows=lambda data: data.count,
+        size=lambda data: 1,
+        family=family.outcome,
+        dear=True,
     )
-    scales = len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
-    return of(hierarchy, likelihood, rule=default_rule(scales) if rule is None else rule)
+    return of(hierarchy, likelihood, rule=over)
 
 
 def default_rule(dimensions: int) -> QuadratureRule:
@@ -148,8 +159,22 @@ class _Parts(NamedTuple):
             )
         return _Parts(family, order, fixed, inner, inner, exact=True, apart=size == varying)
 
-    def prepare(self, data: Any) -> Rows:
-        return prepared(self.family, data, len(self.order), self.order)
+    def prepare(self, data: Any, scales: QuadratureRule) -> Rows:
+        rows = prepared(self.family, data, len(self.order), self.order)
+        many, features = int(rows.count.sum()), len(self.order)
+        dense, inner = len(scales.weights), 1 if self.whole is None else len(self.whole.weights)
+        exact = inner if self.whole is not None and self.whole.nodes.shape[1] > 3 else 0
+        seconds = 1e-9 * many * dense * (_ROW + 4 * exact + 2 * features**2)
+        if seconds > _LONG:
+            warnings.warn(
+                f"Expected a round of less than {_LONG / 60:.0f} minutes, but {many:,} rows at {dense:,} nodes over "
+                f"{scales.nodes.shape[1]} log variances and dependences and {inner:,} over coefficients take about "
+                f"{seconds / 60:,.0f} minutes; let fewer coefficients differ (random=), leave correlated= out, or pass "
+                "rule= and inner= with fewer nodes (inner=None: Laplace's method)",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return rows
 
     def local(
         self, data: Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None
