@@ -58,7 +58,8 @@ def regression(
         design: of `ft.data.from_frame(frame, client=…, formula=…).design`.
         family: of the response: "gaussian", "logistic" (0 or 1), "binomial" (successes of trials) or "poisson".
         mean, sd: of the normal prior of the coefficients' means: one number, one for each, or some of them by name. A
-            large sd, such as 100, leaves nearly all to the rows, as lme4 does. Default: see the module.
+            large sd, such as 100, leaves nearly all to the rows, as lme4 does; of a Gaussian response it is in the
+            response's units per sd of a column, and large is 100 sds of the response. Default: see the module.
         variance: hyperprior of the logarithms of the variances between clients, one or one for each.
         noise: hyperprior of log σ², or σ² itself; of the Gaussian family only.
         rule: nodes over the variances; see `hierarchical.linear`.
