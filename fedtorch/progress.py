@@ -13,6 +13,7 @@ the environment variable `TQDM_DISABLE=1` silence it.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
@@ -76,6 +77,7 @@ class Progress:
         self._kind: Any = _bar_kind() if self._shown and always else None  # else when something is first shown
         self._bar: Any = None
         self._tell: Callable[[], Told] = dict
+        self._left: Callable[[], float | None] | None = None
         self._said, self._next = -1, _SHORT
         if always and self._kind is not None:
             self._draw(0.0)
@@ -89,15 +91,22 @@ class Progress:
         _inside.set(self._outer)
         self.close()
 
-    def update(self, steps: int = 1, tell: Callable[[], Told] | None = None) -> None:
+    def update(
+        self,
+        steps: int = 1,
+        tell: Callable[[], Told] | None = None,
+        left: Callable[[], float | None] | None = None,
+    ) -> None:
         """Move on by so many steps.
 
         Args:
             steps: done since.
             tell: called when something is shown, for what else is to be said, such as a loss.
+            left: called when something is shown, where it may end before `total`: how many steps are left by what there
+                has been so far, or None where that cannot be said, so that what `total` says is called the most.
         """
         self.done += steps
-        self._tell = tell or self._tell
+        self._tell, self._left = tell or self._tell, left or self._left
         if not self._shown:
             return
         passed = time.monotonic() - self._began
@@ -135,6 +144,8 @@ class Progress:
             )
             self._bar.start_t -= passed
             self._bar.n = self.done
+        if self._left is not None and (expected := self._left()) is not None:
+            self._bar.total = self.done + self._within(expected)
         self._bar.update(self.done - self._bar.n)  # which tells it how fast it is now
         self._bar.set_postfix(self._tell(), refresh=True)
 
@@ -145,12 +156,22 @@ class Progress:
         what = "MB" if self.unit == "B" else f"{self.unit}s"
         parts = [f"{self.title}: {amount(self.done)}{of} {what} in {_duration(passed)}"]
         seconds = self._seconds_of_a_step()
-        if not ended and self.total is not None and seconds is not None and self.done < self.total:
-            parts.append(f"about {_duration(seconds * (self.total - self.done))} left")
+        expected = None if self._left is None else self._left()
+        if not ended and seconds is not None:
+            if expected is not None:
+                parts.append(f"about {_duration(seconds * self._within(expected))} left")
+            elif self.total is not None and self.done < self.total:
+                word = "about" if self._left is None else "at most"
+                parts.append(f"{word} {_duration(seconds * (self.total - self.done))} left")
         parts += [f"{name} {value}" for name, value in self._tell().items()]
         sys.stderr.write(", ".join(parts) + "\n")
         sys.stderr.flush()
         self._said = self.done
+
+    def _within(self, expected: float) -> int:
+        """Return so many steps, at least one and no more than are left in all."""
+        steps = max(1, math.ceil(expected))
+        return steps if self.total is None else min(steps, self.total - self.done)
 
     def _seconds_of_a_step(self) -> float | None:
         """Return the recent pace without the slowest stretch, which may be a wait; None before there are a few."""

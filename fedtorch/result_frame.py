@@ -19,7 +19,7 @@ import pandas as pd
 
 from fedtorch import _tables as tables
 
-_COUNTS = ("n", "ess")  # whole numbers
+_COUNTS = ("n", "ess", "df")  # whole numbers
 _DIGITS = {"r_hat": 3, "p_positive": 3}  # behind the point
 _TITLES = {"r_hat": "R-hat", "ess": "ESS", "p_positive": "P(> 0)"}
 _STEMS = {"new_": "of a new response"}  # before `low` and `high`

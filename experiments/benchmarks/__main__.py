@@ -32,6 +32,7 @@ NAMES = (
     "gtv",
     "kills",
     "loaders",
+    "mixed",
     "privacy",
     "remote",
     "remote_flower",

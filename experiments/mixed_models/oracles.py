@@ -19,11 +19,7 @@ from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 
 def along(features: int, random: Sequence[int], points: int) -> QuadratureRule:
     """Gauss-Hermite nodes along the only random coefficient."""
-    (place,) = random
-    rule = gauss_hermite(1, points)
-    nodes = torch.zeros(points, features, dtype=torch.float64)
-    nodes[:, place] = rule.nodes[:, 0]
-    return QuadratureRule(nodes, rule.weights)
+    return gauss_hermite(len(random), points)
 
 
 def half_student(scale: float, freedom: float = 3.0) -> Hyperprior:

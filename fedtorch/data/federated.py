@@ -32,7 +32,7 @@ from fedtorch import expected, random, tree
 from fedtorch.data._row_files import read_rows, write_rows
 from fedtorch.data._rows import check_counts, check_names, first_not_finite, gather_rows
 from fedtorch.data.formulas.design import Design
-from fedtorch.data.incomplete import Incomplete, missing_shares
+from fedtorch.data.incomplete import Absent, Incomplete, missing_shares
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class FederatedData:
     features: tuple[str, ...] = ()
     on_disk: bool = False
     design: Design | None = None
+    absent: Absent | None = None  # what was missing before rows were completed or left out, see `missing`
     starts: Tensor = field(init=False)  # (K,) int64, where each client's rows begin
 
     def __post_init__(self) -> None:
@@ -265,7 +266,7 @@ class FederatedData:
         return replace(self, counts=self.counts.sum().reshape(1), names=("pool",))
 
     def missing(self) -> pandas.DataFrame:
-        """Return the share of missing cells of each client, by column, and of rows that lack any (`any`)."""
+        """Return the share of missing cells of each client, by column, and of rows that lack or lacked any (`any`)."""
         return missing_shares(self)
 
     def map(self, function: Callable[[Tree], Tree]) -> FederatedData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -19,7 +20,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.grammar import Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.pooled import pooled_design
-from fedtorch.data.incomplete import incomplete_cells
+from fedtorch.data.incomplete import Absent, incomplete_cells
 from fedtorch.data.raw_columns import RawColumns, observed_values
 from fedtorch.tree import Tree
 
@@ -109,21 +110,22 @@ def from_frame(
         given = [name for name, value in by_formula.items() if value is not None]
         if given:
             raise TypeError(f"Expected {given} with a formula, but got none; pass formula=")
-        table = _complete(as_frame(frame), [client, *features, target]) if missing == "drop" else as_frame(frame)
-        return _of_columns(table, client, features, target, dtype or torch.float32, missing == "impute")
+        table, lost = _kept(as_frame(frame), client, [*features, target], missing)
+        data = _of_columns(table, client, features, target, dtype or torch.float32, missing == "impute")
+        return replace(data, absent=lost)
     if features is not None or target is not None or (formula is not None and design is not None):
         raise TypeError("Expected one of a formula, a design, and features with target, but got several")
     table = as_frame(frame)
     if design is None:
         parsed = parse(str(formula))
         read = [*parsed.columns, *(column for column in (offset, weights, trials) if column is not None)]
-        table = _complete(table, [client, *read]) if missing == "drop" else table
+        table, lost = _kept(table, client, read, missing)
         gaps = missing == "impute" and minimum is None  # clients that agree tell of the cells that are there
         known = observed_values(table, tuple(dict.fromkeys(read))) if gaps else table
         settings = {**by_formula, "standardise": standardise}
         design = (_pooled if minimum is None else _agreed)(parsed, known, client, settings)
-    elif missing == "drop":
-        table = _complete(table, [client, *design.reads])
+    else:
+        table, lost = _kept(table, client, design.reads, missing)
     if len(table) == 0:
         raise ValueError("Expected at least one row, but got an empty frame")
     owners = Cells(table, client).complete(client)
@@ -133,7 +135,7 @@ def from_frame(
     rows = design.rows(table)
     if dtype is not None:
         rows = tree.map(lambda leaf: leaf.to(dtype), rows)
-    return FederatedData(**_by_client(rows, owners), features=design.columns, design=design)
+    return FederatedData(**_by_client(rows, owners), features=design.columns, design=design, absent=lost)
 
 
 def _pooled(formula: Formula, table: pandas.DataFrame, client: str, settings: dict[str, Any]) -> Design:
@@ -153,9 +155,22 @@ def _agreed(formula: Formula, table: pandas.DataFrame, client: str, settings: di
     return agreed(Request(formula.text, group=client, **given), sites)
 
 
-def _complete(table: pandas.DataFrame, columns: Sequence[str]) -> pandas.DataFrame:
-    """Return the rows that have all of these columns, as far as the frame does."""
-    return table.dropna(subset=[column for column in dict.fromkeys(columns) if column in table.columns])
+def _kept(
+    table: pandas.DataFrame, client: str, columns: Sequence[str], missing: str
+) -> tuple[pandas.DataFrame, Absent | None]:
+    """Return the rows that stay, and what is missing in all of them where some are left out."""
+    if missing != "drop":
+        return table, None
+    names = tuple(dict.fromkeys(column for column in columns if column in table.columns))
+    if client not in table.columns:
+        return table.dropna(subset=list(names)), None
+    owned = table.dropna(subset=[client])
+    cells = owned[list(names)].isna().to_numpy()
+    lacking = {"cells": torch.from_numpy(numpy.column_stack([cells, cells.any(1)]).astype(numpy.float64))}
+    clients = _by_client(lacking, owned[client])
+    sums = torch.stack([part.sum(0) for part in clients["rows"]["cells"].split(clients["counts"].tolist())])
+    lost = Absent(names, clients["names"], clients["counts"], sums)
+    return owned.dropna(subset=list(names)), lost
 
 
 def _by_client(rows: Tree, owners: pandas.Series) -> dict[str, Any]:

@@ -48,18 +48,36 @@ def incomplete_cells(cells: Tensor) -> Incomplete:
     return Incomplete(torch.where(observed, cells, 0.0), observed)
 
 
-def missing_shares(data: Any) -> pandas.DataFrame:
-    """Return the share of missing cells of each client by column, and of rows that lack any: see the module."""
-    import pandas  # it takes long to import
+class Absent(NamedTuple):
+    """Hold how many cells of some clients' rows are missing, or were before they were completed or left out."""
 
-    names, total = [*data.names, "all"], torch.cat([data.counts, data.counts.sum()[None]])
+    columns: tuple[str, ...]
+    names: tuple[str, ...]  # of the clients
+    rows: Tensor  # (K,) how many there are
+    cells: Tensor  # (K, p + 1) missing cells of each column, and rows that lack any
+
+
+def absent(data: Any) -> Absent:
+    """Return what is missing in the rows of federated data."""
     lacking = _lacking(data.rows)
     columns = data.features if len(data.features) == lacking.shape[1] else tuple(map(str, range(lacking.shape[1])))
     counted = torch.cat([lacking, lacking.any(1, keepdim=True)], 1).cpu().to(torch.float64)
     client = torch.arange(len(data)).repeat_interleave(data.counts)
-    sums = counted.new_zeros(len(data), counted.shape[1]).index_add_(0, client, counted)
-    shares = torch.cat([sums, sums.sum(0, keepdim=True)]) / total.clamp(min=1)[:, None]
-    frame = pandas.DataFrame(shares.numpy(), index=names, columns=[*columns, "any"])
+    cells = counted.new_zeros(len(data), counted.shape[1]).index_add_(0, client, counted)
+    return Absent(tuple(columns), data.names, data.counts, cells)
+
+
+def missing_shares(data: Any) -> pandas.DataFrame:
+    """Return the share of missing cells of each client by column, and of rows that lack any: see the module.
+
+    Of rows that were completed, and where rows were left out, it is what was missing before, of all clients then.
+    """
+    import pandas  # it takes long to import
+
+    known = data.absent or absent(data)
+    total = torch.cat([known.rows, known.rows.sum()[None]])
+    shares = torch.cat([known.cells, known.cells.sum(0, keepdim=True)]) / total.clamp(min=1)[:, None]
+    frame = pandas.DataFrame(shares.numpy(), index=[*known.names, "all"], columns=[*known.columns, "any"])
     frame.insert(0, "rows", total.numpy())
     return frame
 

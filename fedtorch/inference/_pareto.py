@@ -103,7 +103,7 @@ def left_out(log_density: Tensor, efficiency: float = 1.0) -> LeftOut:
     return LeftOut(elpd, _log_mean(log_density), weights.shape)
 
 
-def widely_applicable(log_density: Tensor) -> LeftOut:
+def widely_applicable(log_density: Tensor, efficiency: float = 1.0) -> LeftOut:
     """Return Watanabe's approximation of the same: the log density's variance over the draws is taken away.
 
     >>> found = widely_applicable(torch.tensor([[0.2, 0.4]]).double().log())

@@ -7,8 +7,9 @@ client: a function returns sums over the rows of each.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,22 +18,30 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.runs.drawn import sampler_of
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.runs.sampler import SITES, load_arviz
+from fedtorch.inference._sites import drawn_coefficients
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
+_MEASURED = 100  # coefficients whose effective sizes are taken
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
-class Source(NamedTuple):
-    """Hold draws of what all clients share, as clients receive them."""
+class Origin(Protocol):
+    """Where draws of a posterior come from."""
 
-    model: Model
-    family: Family
-    phi: Tensor  # (S, p)
-    key: Tensor
+    @property
+    def family(self) -> Family:
+        """Return the distribution of one response."""
+        ...
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return draws at a block of the clients of these numbers."""
+        ...
 
 
 class Drawn(NamedTuple):
@@ -44,6 +53,7 @@ class Drawn(NamedTuple):
     theta: Tensor  # (K, S, d)
     scale: Tensor  # (K, S), or (K, 1) where it is known
     keys: Tensor  # (K,) of random numbers for the rows
+    efficiency: float = 1.0  # effective draws of each
 
     def parts(self) -> Iterator[slice]:
         """Yield some rows at a time, so that arrays over rows and draws stay small."""
@@ -81,6 +91,36 @@ class Drawn(NamedTuple):
         return self.family.draw(uniform, self.predictor(part), self.scales(part))
 
 
+class Source(NamedTuple):
+    """Hold draws of what all clients share, as clients receive them, who draw θ_k given each."""
+
+    model: Model
+    family: Family
+    phi: Tensor  # (S, p)
+    key: Tensor
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return draws at a block of the clients of these numbers."""
+        prepared, rows = self.model.prepare(block), observations(block)
+        for_theta, for_rows = random.split(random.fold_in(self.key, clients), 2)
+        phi = tree.expand(self.phi.to(rows.x), len(block.count))
+        posterior = self.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
+        white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
+        theta = posterior.means + (_root(posterior.covariances) @ white[..., None])[..., 0]
+        known = self.family.scale
+        scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
+        if not bool(posterior.log_noise.isnan().any()):
+            scale = posterior.log_noise.exp()
+        return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
+
+
+def origin(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Origin:
+    """Return where draws of a run's posterior come from; raise like `source`, and like `kept` of a Gibbs sampler."""
+    if run.algorithm.settings.get("algorithm") == "gibbs":
+        return kept(run, draws, random.fold_in(random.key(seed), 0))
+    return source(run, draws, given, tolerance, seed)
+
+
 def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Source:
     """Return draws of φ of a run of `ft.ep` that converged.
 
@@ -104,19 +144,57 @@ def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed
     return Source(model, family, q.mean + white @ q.scale_tril.mT, key)
 
 
-def rows_of(run: Run) -> FederatedData:
-    """Return a run's data; raise TypeError where rows are not at hand."""
-    data = getattr(run.population, "data", None)
-    if not isinstance(data, FederatedData):
+class Kept(NamedTuple):
+    """Hold the draws of every client's coefficients that a Gibbs sampler has kept."""
+
+    family: Family
+    theta: Tensor  # (clients, S, d), or (clients, S, 1 + d) with an intercept first
+    scale: Tensor  # (clients, S)
+    key: Tensor
+    efficiency: float
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return the draws of a block of the clients of these numbers."""
+        rows = observations(block, extras=())
+        if self.theta.shape[-1] == rows.x.shape[-1] + 1:
+            rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
+        keys = random.fold_in(self.key, clients)
+        return Drawn(self.family, rows, block.mask, self.theta[clients], self.scale[clients], keys, self.efficiency)
+
+
+def kept(run: Run, most: int, key: Tensor) -> Kept:
+    """Return at most so many draws of a sampler that has recorded the sites, spread over its chains.
+
+    Raises:
+        TypeError: a kernel that does not say the family of a response, or a sampler without the sites.
+    """
+    family = run.algorithm.settings["local"].family
+    if family is None:
         raise TypeError(
-            f"Expected a population whose rows are at hand, in this process or its ranks, but got {run.population!r}; "
-            "sites send only sums that they know, which these are not: let each evaluate its own run"
+            "Expected a sampler of regressions with all their coefficients, such as sparse.regression() or "
+            "logistic_regression(), but got another; add a column of ones to x in place of intercept=True"
         )
-    return data
+    total, _ = drawn_coefficients(run)  # (C, T, K, d)
+    step = -(-total.shape[0] * total.shape[1] // most)
+    joined = lambda leaf: leaf[:, ::step].flatten(0, 1).transpose(0, 1)
+    theta, scale = joined(total), torch.ones_like(joined(total)[..., 0])
+    if family.precise:
+        scale = 1 / joined(sampler_of(run).draws()[f"{SITES}noise"])
+    return Kept(family, theta, scale, key, _efficiency(total, theta.shape[1]))
+
+
+def _efficiency(total: Tensor, draws: int) -> float:
+    """Return how many effective draws one of so many is, of the mean of a coefficient."""
+    stack = total.flatten(2)[..., :_MEASURED].numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what never moves has no size
+        sizes = torch.tensor([float(load_arviz().ess(stack[..., i], method="mean")) for i in range(stack.shape[-1])])
+    known = sizes[sizes.isfinite()]
+    return min(1.0, float(known.mean()) / draws) if len(known) else 1.0
 
 
 def summed(
-    run: Run, every: Sequence[FederatedData], sources: Sequence[Source], function: Callable[[list[Drawn]], Tree]
+    run: Run, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
 ) -> Tree:
     """Return a function's sums over each client's rows, added up over the clients.
 
@@ -130,7 +208,7 @@ def summed(
 
 
 def by_client(
-    run: Run, every: Sequence[FederatedData], sources: Sequence[Source], function: Callable[[list[Drawn]], Tree]
+    run: Run, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
     first = every[0]
@@ -146,24 +224,9 @@ def by_client(
     def own(model: Tree, block: ClientData) -> Tree:
         clients = block.batch["client"][:, 0] if block.mask.shape[1] else block.count
         parts = [ClientData(rows, block.count) for rows in block.batch["rows"]]
-        return function([_drawn(one, part, clients) for one, part in zip(sources, parts)])
+        return function([one.drawn(part, clients) for one, part in zip(sources, parts)])
 
     return run.clients.evaluate(run.outbox, joined, own)
-
-
-def _drawn(source: Source, block: ClientData, clients: Tensor) -> Drawn:
-    prepared, rows = source.model.prepare(block), observations(block)
-    keys = random.fold_in(source.key, clients)
-    for_theta, for_rows = random.split(keys, 2)
-    phi = tree.expand(source.phi.to(rows.x), len(block.count))
-    posterior = source.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
-    white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
-    theta = posterior.means + (_root(posterior.covariances) @ white[..., None])[..., 0]
-    known = source.family.scale
-    scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
-    if not bool(posterior.log_noise.isnan().any()):
-        scale = posterior.log_noise.exp()
-    return Drawn(source.family, rows, block.mask, theta, scale, for_rows)
 
 
 def _root(covariance: Tensor) -> Tensor:

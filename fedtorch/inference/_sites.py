@@ -79,8 +79,8 @@ def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01)
     model = run.algorithm.settings.get("model")
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         raise TypeError(
-            "Expected sites of the run, but got others: how the coefficients of another site spread is known of "
-            f"ft.ep with a hierarchical model, and not of {run.algorithm.settings.get('algorithm')}"
+            "Expected a run of ft.ep with a hierarchical model, by which coefficients of another site are known, "
+            f"but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its own sites only"
         )
     hierarchy, (nodes, weights) = model.hierarchy, _shared_nodes(run, given, tolerance, _FOR_OTHERS)
     m, scales = hierarchy.mean.shape[1], len(hierarchy.names)

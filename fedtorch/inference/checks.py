@@ -24,6 +24,7 @@ True
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -32,7 +33,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
-from fedtorch.inference._rows import Drawn, by_client, masked_sum, rows_of, source, summed
+from fedtorch.inference._rows import Drawn, by_client, masked_sum, origin, summed
+from fedtorch.inference._sites import rows_at_hand
 from fedtorch.models.hierarchical.families import LOGISTIC
 
 _CELLS = 200  # of predicted probabilities
@@ -75,7 +77,7 @@ def calibration(run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.
     Raises:
         TypeError: responses that are not yes or no.
     """
-    one, data = source(run, draws, None, 0.01, seed), rows_of(run)
+    one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
     if one.family is not LOGISTIC:
         raise TypeError(
             f"Expected yes/no responses, but got a {one.family.name} model; see ft.plots.predictive_check(run)"
@@ -100,7 +102,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> 
     Raises:
         TypeError: yes/no responses, whose histogram says nothing.
     """
-    one, data = source(run, draws, None, 0.01, seed), rows_of(run)
+    one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
     if one.family is LOGISTIC:
         raise TypeError('Expected responses that are not yes or no; ask for predictive_check(run, of="sites")')
     power = summed(run, [data], [one], lambda drawn: _powers(drawn[0]))
@@ -121,20 +123,25 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> 
 
 def site_means(run: Run, *, draws: int = 200, seed: int = 0) -> SiteMeans:
     """Return each site's mean response, and those of responses drawn anew."""
-    one, data = source(run, draws, None, 0.01, seed), rows_of(run)
+    one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
     found = by_client(run, [data], [one], lambda drawn: _totals(drawn[0]))
     return SiteMeans(
         tuple(data.names), found["observed"] / found["count"], found["replicated"] / found["count"][:, None]
     )
 
 
+def is_binary(run: Run) -> bool:
+    """Return whether a run's responses are yes or no, or successes of trials."""
+    return origin(run, 1, None, math.inf, 0).family is LOGISTIC
+
+
 def _cells(drawn: Drawn) -> dict[str, Tensor]:
     """Return rows, predicted and observed yes responses by cells of the predicted probability, `(K, cells)`."""
     parts = []
     for part in drawn.parts():
-        weights = smoothed(-drawn.log_density(part)).log_weights.exp()
+        weights = smoothed(-drawn.log_density(part), drawn.efficiency).log_weights.exp()
         p = (weights * drawn.family.mean(drawn.predictor(part))).sum(-1)
-        trials = torch.where(drawn.mask[:, part], drawn.scales(part).expand(*p.shape, 1)[..., 0], 0.0)
+        trials = torch.where(drawn.mask[:, part], drawn.scales(part)[..., 0].expand(p.shape), 0.0)
         cell = (p * _CELLS).long().clamp(max=_CELLS - 1)
         empty = p.new_zeros(len(p), _CELLS)
         columns = {"rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}

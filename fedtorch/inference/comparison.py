@@ -27,7 +27,8 @@ from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
-from fedtorch.inference._rows import Drawn, masked_sum, rows_of, source, summed
+from fedtorch.inference._rows import Drawn, masked_sum, origin, source, summed
+from fedtorch.inference._sites import rows_at_hand
 from fedtorch.models import gaussian
 
 if TYPE_CHECKING:
@@ -73,7 +74,8 @@ def loo(
     """Compute the accuracy for rows left out by smoothed importance sampling, or for sites left out by their cavities.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        run: of `ft.ep` with a hierarchical model, on rows at hand; or of `ft.gibbs` with a regression and a sampler
+            that recorded sites, for rows.
         out: "row", which is predicted with the other rows of its site, or "site", which is predicted as a new one.
         draws: of the posterior, at every client; for rows.
         given: what `corrected` has found, in place of q(φ); for rows.
@@ -81,7 +83,8 @@ def loo(
         seed: of the draws.
 
     Raises:
-        TypeError: a run of something else, or rows that are at sites.
+        TypeError: a run of something else.
+        ValueError: rows that are at sites.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -196,9 +199,9 @@ def _sums(
     seed: int,
 ) -> dict[str, Tensor]:
     """Return sums over all rows of what the runs' draws say of each."""
-    every = [rows_of(run) for run in runs.values()]
+    every = [rows_at_hand(run) for run in runs.values()]
     _same_clients(runs)
-    sources = [source(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
+    sources = [origin(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
     sums = summed(next(iter(runs.values())), every, sources, lambda drawn: _pointwise(drawn, method))
     if int(sums["different"]):
         raise ValueError(
@@ -213,7 +216,7 @@ def _pointwise(every: list[Drawn], method: str) -> dict[str, Tensor]:
     first, totals = every[0], []
     low, high = _DOUBTS[method]
     for part in first.parts():
-        rows, mask = [_METHODS[method](one.log_density(part)) for one in every], first.mask[:, part]
+        rows, mask = [_METHODS[method](one.log_density(part), one.efficiency) for one in every], first.mask[:, part]
         elpd = torch.stack([torch.zeros_like(rows[0].elpd), *(row.elpd for row in rows)], -1)
         doubt = torch.stack([row.doubt for row in rows], -1)
         different = torch.stack([one.rows.y[:, part] != first.rows.y[:, part] for one in every]).any(0)
@@ -251,7 +254,7 @@ def _error(total: float, squares: float, count: int) -> float:
 def _site_densities(run: Run, tolerance: float) -> Tensor:
     """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
     ep.posterior(run, tolerance=tolerance)
-    model, data = source(run, 1, None, math.inf, 0).model, rows_of(run)
+    model, data = source(run, 1, None, math.inf, 0).model, rows_at_hand(run)
     if model.log_evidence is None:
         raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
     evidence = model.log_evidence
@@ -263,7 +266,7 @@ def _site_densities(run: Run, tolerance: float) -> Tensor:
 
 
 def _same_clients(runs: Mapping[str, Run]) -> None:
-    (first, one), *others = [(name, rows_of(run)) for name, run in runs.items()]
+    (first, one), *others = [(name, rows_at_hand(run)) for name, run in runs.items()]
     for name, data in others:
         if data.names != one.names or not data.counts.equal(one.counts):
             raise ValueError(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import Design, FederatedData
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data.incomplete import Incomplete, absent
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.populations.in_process import InProcess
@@ -55,6 +55,9 @@ class Imputed(Sequence[FederatedData]):
     def __init__(self, data: FederatedData, run: Run, r_hat: float, seed: int) -> None:
         self.data, self.run, self.r_hat, self._seed = data, run, r_hat, seed
 
+    def __repr__(self) -> str:
+        return f"Imputed({len(self)} times {self.data}, R-hat {self.r_hat:.2f})"
+
     def __len__(self) -> int:
         return len(self.run.server.normal.mean)
 
@@ -86,7 +89,7 @@ def imputed(
         data: rows with missing cells, of `ft.data.from_frame(..., missing="impute")` or `imputation.incomplete(...)`.
         imputations: how many; as many as per cent of the rows lack a cell is a good rule.
         rounds: of data augmentation, before the draws are taken.
-        between: whether sites have means of their own; False where they are parts of one sample.
+        between: whether sites, if there are several, have means of their own; False where they are parts of one sample.
         seed: of all draws.
         population: what makes a population of the data, such as `ft.Distributed`.
 
@@ -111,7 +114,7 @@ def imputed(
         )
     if imputations < 1 or rounds < 2:
         raise ValueError(f"Expected imputations >= 1 and rounds >= 2, but got {imputations} and {rounds}")
-    p = data.rows.values.shape[1]
+    p, between = data.rows.values.shape[1], between and len(data) > 1
     _check_columns(data)
     run = Run(normal_em(imputations, between=between, columns=p), population(data), seed=seed)
     trace = []
@@ -179,7 +182,8 @@ def _completed_data(data: FederatedData, normal: SiteNormal, key: Tensor) -> Fed
     rows = [tree.map(lambda leaf: leaf[0], block.batch) for block in blocks]
     counts = torch.cat([block.count for block in blocks]).cpu()
     features = data.features[:-1] if data.design is None else data.design.columns
-    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features)
+    was = data.absent or absent(data)
+    return dataclasses.replace(data, rows=tree.concatenate(rows), counts=counts, features=features, absent=was)
 
 
 def _check_columns(data: FederatedData) -> None:

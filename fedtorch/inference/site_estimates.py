@@ -27,8 +27,10 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms import ep
+from fedtorch.federation.algorithms.ep.estimates import coefficient_names, units
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._rows import rows_of, source
+from fedtorch.inference._rows import source
+from fedtorch.inference._sites import rows_at_hand
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.hierarchical import Model
 
@@ -63,12 +65,12 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         tolerance: see `ep.posterior`, which warns and raises alike.
 
     Raises:
-        TypeError: a run of something else, or rows that are at sites.
-        ValueError: a model whose coefficients are the same for all sites.
+        TypeError: a run of something else.
+        ValueError: rows that are at sites, or a model whose coefficients are the same for all sites.
     """
-    model, data = source(run, 1, None, tolerance, 0).model, rows_of(run)
+    model, data = source(run, 1, None, tolerance, 0).model, rows_at_hand(run)
     names, place = _names(run, model), list(model.hierarchy.random)
-    back = torch.eye(len(names), dtype=torch.float64) if run.design is None else run.design.back()
+    back = units(run)
     q = ep.posterior(run, tolerance=tolerance)
     pooled = _original(ep.devices(run, tolerance=tolerance), back)
     low, high = (edge[:, place] for edge in credible_interval(pooled.marginals(), level))
@@ -97,14 +99,13 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
 
 
 def _names(run: Run, model: Model) -> tuple[str, ...]:
-    """Return the names of a site's coefficients, of which some must differ by site; of numbers those of the columns."""
-    names, columns = model.hierarchy.coefficients, rows_of(run).features
-    if not model.hierarchy.random or len(names) != len(model.hierarchy.mean):
+    """Return the names of a site's coefficients, of which some must differ by site."""
+    if not model.hierarchy.random or len(model.hierarchy.coefficients) != len(model.hierarchy.mean):
         raise ValueError(
             f"Expected a model with coefficients that differ by site, but got {list(model.names)}; name them by "
             "hierarchical.normal(..., random=)"
         )
-    return columns if len(columns) == len(names) and names == tuple(map(str, range(len(names)))) else names
+    return coefficient_names(run)
 
 
 def _covariance(model: Model, mean: Tensor) -> Tensor:
@@ -124,7 +125,7 @@ def _alone(run: Run, model: Model, mean: Tensor) -> DevicePosterior:
         every = tree.expand(phi[None], len(block.count))
         return model.given(every, torch.ones_like(every[..., 0]), model.prepare(block))
 
-    return run.clients.evaluate(run.outbox, rows_of(run), own)
+    return run.clients.evaluate(run.outbox, rows_at_hand(run), own)
 
 
 def _original(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:

@@ -38,6 +38,7 @@ _MOST_DESIGNED = 20  # dimensions
 _MOVES = 60  # of the rule, at most
 _BISECTIONS = 20
 _FITS = 0.02  # the difference of the rule's moments from the product's, in the rule's units, where it stays
+_PLACED = 0.1  # the same, where a rule of fewer nodes has found the place
 _LOST = 0.25  # the same difference, after all moves, from which on nothing has been found
 # What nodes must see of a density, in the rule's units, to move to its moments. A single node would see no spread.
 _SHARE = 0.05  # the effective share of the nodes
@@ -142,31 +143,68 @@ def default_rule(dimensions: int) -> QuadratureRule:
     return two_shells(dimensions) if dimensions <= _MOST_DESIGNED else quasi_random(dimensions, 64 * dimensions)
 
 
-def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: QuadratureRule) -> Nodes:
+def scout_rule(dimensions: int) -> QuadratureRule:
+    """Return a rule of few nodes, which finds out where a larger one is to go."""
+    return gauss_hermite(dimensions, 5 if dimensions < 2 else 3) if dimensions < 4 else two_shells(dimensions)
+
+
+def tilt(
+    cavity: Moments,
+    factor: Callable[[Tensor], tuple[Tensor, Any]],
+    rule: QuadratureRule,
+    scout: QuadratureRule | None = None,
+) -> Nodes:
     """Return nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
 
     Args:
         cavity: `(K, s)`, `(K, s, s)`.
         factor: ζ `(K, R, s)` -> (log f `(K, R)`, a tree of what else is wanted at the nodes, `(K, R, ...)`).
         rule: for `s` dimensions.
+        scout: a rule of fewer nodes that moves first, where the factor is dear; then `rule` starts from where that
+            one stays, and itself moves where its moments differ by more than a tenth of an sd.
 
     In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
     weights of that client are NaN then.
     """
-    nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
     mean, root = cavity.mean, torch.linalg.cholesky_ex(cavity.covariance).L
-    evaluate = partial(_evaluated, factor, nodes, (mean, root))
+    start, fits = (mean, root), _FITS
+    few = scout is not None and 0 < 2 * len(scout.weights) < len(rule.weights)
+    if scout is not None and few:
+        start, fits = _moved(cavity, (mean, root), (mean, root), factor, scout, _FITS, 1).place, _PLACED
+    return _moved(cavity, (mean, root), start, factor, rule, fits, 0 if few else 1).nodes
+
+
+class _Moved(NamedTuple):
+    """Where a rule stays."""
+
+    nodes: Nodes
+    place: tuple[Tensor, Tensor]  # mean and root
+
+
+def _moved(
+    cavity: Moments,
+    whole: tuple[Tensor, Tensor],
+    start: tuple[Tensor, Tensor],
+    factor: Callable[[Tensor], tuple[Tensor, Any]],
+    rule: QuadratureRule,
+    fits: float,
+    least: int,
+) -> _Moved:
+    """Move a rule from `start` until its nodes see its own moments, but at least so often."""
+    nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
+    mean, root = start
+    evaluate = partial(_evaluated, factor, nodes, whole)
     at, ratio, values = evaluate(mean, root)
     if nodes.shape[1] == 0:
-        return _weighted(at, weights.log() + ratio, values)
+        return _Moved(_weighted(at, weights.log() + ratio, values), start)
     seen = partial(_seen, _Powers.of(nodes, weights))
     settled = torch.zeros_like(mean[:, 0], dtype=torch.bool)
     for move in range(_MOVES - 1):
         shift, half, enough = seen(torch.ones_like(ratio[:, 0]), ratio)
-        settled = settled | (enough & (_misfit(shift, half) < _FITS) & (move > 0))
+        settled = settled | (enough & (_misfit(shift, half) < fits) & (move >= least))
         all_settled, all_enough = torch.stack([settled.all(), enough.all()]).tolist()
         if all_settled:
-            return _weighted(at, weights.log() + ratio, values)
+            return _Moved(_weighted(at, weights.log() + ratio, values), (mean, root))
         if not all_enough:
             few = ~enough
             shift[few], half[few], _ = seen(_power(seen, ratio[few]), ratio[few])
@@ -175,7 +213,9 @@ def tilt(cavity: Moments, factor: Callable[[Tensor], tuple[Tensor, Any]], rule: 
         at, ratio, values = evaluate(mean, root)
     shift, half, _ = seen(torch.ones_like(ratio[:, 0]), ratio)
     lost = ~settled & ~(_misfit(shift, half) < _LOST)
-    return _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
+    there = _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
+    back = torch.where(lost[:, None], whole[0], mean), torch.where(lost[:, None, None], whole[1], root)
+    return _Moved(there, back)
 
 
 def _evaluated(

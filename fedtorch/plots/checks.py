@@ -67,9 +67,9 @@ def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
     """
     if of not in ("", "rows", "sites"):
         raise ValueError(f"Expected of= 'rows' or 'sites', but got {of!r}")
-    family = getattr(getattr(run.algorithm.settings.get("model"), "family", None), "name", "")
-    if of == "sites" or (not of and family == "logistic"):
-        made = site_check(checks.site_means(run), level, family)
+    binary = checks.is_binary(run)
+    if of == "sites" or (not of and binary):
+        made = site_check(checks.site_means(run), level, binary)
         figure = new_figure(6.8, 1.5 + 0.19 * (0 if made is None else len(made.lines)))
         axes = figure.subplots()
         if made is not None:
@@ -125,10 +125,10 @@ def histogram_chart(found: Histograms, level: float) -> Chart | None:
     return chart(title, label, found.places.numpy(), series, y_label=y_label, logarithmic=False)
 
 
-def site_check(found: SiteMeans, level: float, family: str) -> Forest | None:
+def site_check(found: SiteMeans, level: float, binary: bool) -> Forest | None:
     """Return each site's replicated means with the observed one.
 
-    >>> made = site_check(SiteMeans(("a",), torch.ones(1), torch.rand(1, 9)), level=0.9, family="poisson")
+    >>> made = site_check(SiteMeans(("a",), torch.ones(1), torch.rand(1, 9)), level=0.9, binary=False)
     >>> made.lines[0].name, made.lines[0].other
     ('a', 1.0)
     """
@@ -136,7 +136,7 @@ def site_check(found: SiteMeans, level: float, family: str) -> Forest | None:
     low, middle, high = found.replicated.quantile(tails, 1).tolist()
     order = found.observed.argsort(stable=True).tolist()
     lines = [Line(found.sites[k], low[k], middle[k], high[k], float(found.observed[k])) for k in order]
-    words = "share of yes by site" if family == "logistic" else "mean response by site"
+    words = "share of yes by site" if binary else "mean response by site"
     return forest(
         words, words.removesuffix(" by site"), lines, middle=f"replicated, {100 * level:g} %", other="observed"
     )

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from fedtorch.data import FederatedData
+from fedtorch.data.incomplete import Incomplete
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
@@ -21,6 +23,7 @@ from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 
 FORMAT = 1
+_SHOWN = 20  # clients whose missing cells are shown
 
 
 def about(
@@ -57,6 +60,7 @@ def about(
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": [*posteriors.found(run), *(clients or [])],
         "privacy": _privacy(run),
+        "missing": _missing(run),
         "organisations": {name: list(own) for name, own in getattr(run.population, "organisations", {}).items()},
     }
 
@@ -65,6 +69,18 @@ def _score(score: Score) -> dict[str, Any]:
     failed = 0 if score.failed is None else int(score.failed.sum())
     numbers = {"overall": score.overall, "clients": score.clients.tolist(), "failed": failed}
     return {**numbers, "largest_is_best": score.largest_is_best}
+
+
+def _missing(run: Run | VerticalRun) -> dict[str, Any] | None:
+    """Return the shares of missing cells by client, those that lack most first; None where rows lacked none."""
+    elsewhere = hasattr(run.population, "counts")  # at sites, which say how many rows they have
+    data = None if elsewhere else getattr(run.population, "data", None)
+    if not isinstance(data, FederatedData) or not (data.absent or isinstance(data.rows, Incomplete)):
+        return None
+    shares = data.missing()
+    order = [*shares.iloc[:-1].sort_values("any", ascending=False, kind="stable").index[:_SHOWN], shares.index[-1]]
+    rows = [[str(name), *shares.loc[name].tolist()] for name in order]
+    return {"columns": list(shares.columns), "rows": rows}
 
 
 def _network(run: Run | VerticalRun) -> Network | None:

@@ -59,6 +59,7 @@ def page(story: Story) -> str:
                 table, dict.fromkeys((*_KNOWN, "seconds", "epsilon", "delta", *(COLUMNS if convergence else ())))
             ),
             convergence=convergence,
+            missing=_missing(about["missing"]),
             organisations=organisations(about["organisations"], shared),
             shared=shared,
             client_charts=_client_charts(last, about["scores"]),
@@ -180,6 +181,14 @@ def _client_tables(losses: pd.DataFrame, last: pd.DataFrame, about: dict[str, An
             rows = [[about["clients"][i] if i < len(about["clients"]) else str(i), number(scores[i])] for i in ends]
             tables.append(Words(f"{word} {in_words(name)}", ["client", "score"], rows))
     return tables
+
+
+def _missing(shares: dict[str, Any] | None) -> Words | None:
+    """Return the table of missing cells, in per cent."""
+    if shares is None:
+        return None
+    rows = [[name, f"{int(n):,}", *(f"{100 * share:.3g} %" for share in each)] for name, n, *each in shares["rows"]]
+    return Words("Missing cells", ["client", *shares["columns"]], rows)
 
 
 def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:

@@ -60,6 +60,7 @@ _NOTHING: dict[str, Any] = {
     "posteriors": [],
     "privacy": None,
     "organisations": {},
+    "missing": None,
 }
 
 

@@ -19,7 +19,7 @@ from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
-from fedtorch.inference._rows import Drawn, by_client, source
+from fedtorch.inference._rows import Drawn, by_client, origin, source
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
@@ -71,7 +71,7 @@ def pointwise(run: ft.Run, draws: int) -> Tensor:
         return one.rows.y
 
     data = run.population.data
-    by_client(run, [data], [source(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
+    by_client(run, [data], [origin(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
     return torch.stack(kept)
 
 
@@ -206,8 +206,8 @@ def test_what_is_no_such_run_is_refused(runs: dict[str, ft.Run]) -> None:
 def test_rows_at_sites_are_refused_by_name(runs: dict[str, ft.Run]) -> None:
     run = runs["linear"]
     away = SimpleNamespace(**{name: getattr(run, name) for name in ("algorithm", "server", "number", "log", "last")})
-    away.population = SimpleNamespace(names=run.population.names)
-    with pytest.raises(TypeError, match="Expected a population whose rows are at hand"):
+    away.population = SimpleNamespace(names=run.population.names, counts=run.population.data.counts)
+    with pytest.raises(ValueError, match="Expected rows in this process, but they are at the sites"):
         loo(away)  # type: ignore[arg-type]
 
 
@@ -232,7 +232,7 @@ def test_offsets_weights_and_trials_are_of_the_densities() -> None:
 
 @pytest.mark.parametrize(("family", "scale"), [(GAUSSIAN, 4.0), (LOGISTIC, 7.0), (POISSON, 1.0)])
 def test_replicated_responses_have_the_family_s_moments(family: Family, scale: float) -> None:
-    uniform = random.uniform(random.key(1), (200_000,), torch.float64)
+    uniform = (torch.arange(20_000).double() + 0.5) / 20_000
     eta, scales = torch.full_like(uniform, 0.5), torch.full_like(uniform, scale)
     y = family.draw(uniform, eta, scales)
     p = torch.tensor(0.5).sigmoid()
@@ -241,5 +241,5 @@ def test_replicated_responses_have_the_family_s_moments(family: Family, scale: f
         "logistic": (float(7 * p), float(7 * p * (1 - p))),
         "poisson": (float(torch.tensor(0.5).exp()),) * 2,
     }[family.name]
-    assert float(y.mean()) == pytest.approx(mean, abs=0.02)
-    assert float(y.var()) == pytest.approx(variance, rel=0.02)
+    assert float(y.mean()) == pytest.approx(mean, abs=1e-3)
+    assert float(y.var()) == pytest.approx(variance, rel=2e-3)

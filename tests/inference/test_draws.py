@@ -87,7 +87,7 @@ def test_predictions_of_draws_have_the_noise_of_the_site(sampled: tuple[ft.Run, 
     assert row["low"] == pytest.approx(float(eta.quantile(0.025)), abs=0.3 * float(eta.std()))
     variance = float((1 / draws["sites.noise"][:, :, 1]).mean() + eta.var())
     assert row["new_high"] - row["estimate"] == pytest.approx(1.96 * variance**0.5, rel=0.1)
-    with pytest.raises(TypeError, match="how the coefficients of another site spread"):
+    with pytest.raises(TypeError, match="by which coefficients of another site are known"):
         ft.inference.predict(run, x)
 
 

@@ -290,6 +290,12 @@ class Run(Scored, Resumable):
     save, load = Resumable.save, Resumable.load
 
 
+def _left(until: Until, log: History) -> float | None:
+    """Return how many rounds are left by the trend of `until`, if it tells one."""
+    trend = getattr(until, "left", None)
+    return None if trend is None else trend(log)
+
+
 def run(
     algorithm: Algorithm,
     population: Population,
@@ -319,5 +325,5 @@ def run(
     title = str(algorithm.settings.get("algorithm", "Rounds"))
     with Progress(title, rounds, shown=progress and population.leads) as shown:
         for round in made.rounds(rounds, until):
-            shown.update(tell=partial(headline, round))
+            shown.update(tell=partial(headline, round), left=None if until is None else partial(_left, until, made.log))
     return made

@@ -49,7 +49,7 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
-from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, tilt
+from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
@@ -73,6 +73,7 @@ class DeviceLikelihood(NamedTuple):
     rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
     size: Callable[[Any], int]  # numbers a node of one client needs
     family: Family | None = None  # the distribution of one response, where it depends on x'θ_k
+    dear: bool = False  # whether nodes cost so much that a rule of few of them finds the place of the others first
 
 
 class Model(NamedTuple):
@@ -208,7 +209,8 @@ def _mixture_of_phi(parts: _Parts, given: tuple[Tensor, Tensor, Any]) -> DeviceP
 def _tilted(parts: _Parts, cavity: Moments, data: Any) -> tuple[Nodes, _Given]:
     """Return nodes over ζ under cavity times factor, and μ given ζ under the cavity."""
     given = _Given.of(cavity, parts.hierarchy.mean.to(cavity.mean))
-    return tilt(given.scales, partial(_factor, parts, given, data), parts.rule), given
+    scout = scout_rule(parts.rule.nodes.shape[1]) if parts.likelihood.dear else None
+    return tilt(given.scales, partial(_factor, parts, given, data), parts.rule, scout), given
 
 
 def _factor(parts: _Parts, given: _Given, data: Any, zeta: Tensor) -> tuple[Tensor, Conditional]:

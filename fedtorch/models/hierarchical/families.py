@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 _FURTHEST = 30.0  # of a linear predictor, before its exponential
+_SMALL, _COUNTS = 30.0, 120  # rates whose counts are found one after the other, and how many of these
 
 
 class Family(NamedTuple):
@@ -56,9 +57,21 @@ def _binomial_draw(uniform: Tensor, eta: Tensor, trials: Tensor) -> Tensor:
 
 
 def _poisson_draw(uniform: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
-    from scipy import stats
+    rate = eta.clamp(max=_FURTHEST).exp()
+    if rate.numel() and float(rate.max()) > _SMALL:
+        from scipy import stats
 
-    return _by_quantiles(stats.poisson.ppf, uniform, eta.clamp(max=_FURTHEST).exp())
+        return _by_quantiles(stats.poisson.ppf, uniform, rate)
+    y, mass = torch.zeros_like(rate), (-rate).exp()
+    below = mass.clone()
+    for count in range(1, _COUNTS):
+        above = uniform > below
+        if not bool(above.any()):
+            break
+        y += above
+        mass *= rate / count
+        below += mass
+    return y
 
 
 def _by_quantiles(quantile: Callable[..., np.ndarray], uniform: Tensor, *parameters: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton, devices, estimates, maximised
 from fedtorch.models import hierarchical
-from fedtorch.models.hierarchical import generalised, hyperpriors
-from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
+from fedtorch.models.hierarchical import generalised, hyperpriors, shrinkage
+from fedtorch.models.quadrature import gauss_hermite
 
 SIZES = (4, 9, 5, 12, 7, 3, 8, 6)
 NAMES = ["constant", "slope"]
@@ -128,14 +128,26 @@ def test_logistic_regression_has_the_likelihood_of_a_fine_grid() -> None:
         return total
 
     best = minimize(loss, np.zeros(3), method="BFGS", options={"gtol": 1e-8})
-    rule = gauss_hermite(1, 25)
-    along = QuadratureRule(torch.cat([rule.nodes, torch.zeros_like(rule.nodes)], 1), rule.weights)
-    model = generalised.logistic(hierarchical.normal(2, random=[0], names=NAMES), inner=along)
+    model = generalised.logistic(hierarchical.normal(2, random=[0], names=NAMES), inner=gauss_hermite(1, 25))
     found = estimates(fit(model, data))
     assert found.log_likelihood == pytest.approx(-best.fun, abs=1e-6)
     torch.testing.assert_close(found.mean, torch.tensor(best.x), rtol=1e-3, atol=1e-4)
     assert found.names == ("mean constant", "mean slope", "log variance constant")
     assert (found.noise, float(found.sds[1])) == (None, 0)
+
+
+def test_laplaces_method_is_at_the_mode() -> None:
+    """One row of y = 1: log σ(u) − u²/(2τ) at its maximum, less half the logarithm of τ times the curvature there."""
+    model = generalised.logistic(hierarchical.normal(1), inner=None)
+    data = model.prepare(ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1))]).stack([0]))
+    tau, u = 9.0, torch.zeros(()).double()
+    for _ in range(50):
+        p = torch.sigmoid(u)
+        u = u + (1 - p - u / tau) / (p * (1 - p) + 1 / tau)
+    p = torch.sigmoid(u)
+    expected = p.log() - u**2 / (2 * tau) - 0.5 * (tau * p * (1 - p) + 1).log()
+    found = model.log_factor(torch.tensor([[[0.0, math.log(tau)]]]).double(), data)
+    assert float(found) == pytest.approx(float(expected), abs=1e-9)
 
 
 @pytest.mark.parametrize("restricted", [False, True])
@@ -181,6 +193,21 @@ def test_the_summary_names_what_was_found(gaussian: ft.data.FederatedData) -> No
     assert table["estimate"].tolist() == pytest.approx([float(value) for value in values])
     assert table["sd"][:2].tolist() == pytest.approx(found.errors[:2].tolist())
     assert table["n"].tolist() == [sum(SIZES)] * 2 + [len(SIZES)] * 3 + [sum(SIZES)]
+
+
+def test_scales_without_means_are_named_as_they_are() -> None:
+    """A ridge's penalty: devices' coefficients are drawn from N(0, σ² / l2)."""
+    data = clients().map(lambda rows: (rows[0], rows[1] / 10))
+    run = fit(shrinkage.penalised(shrinkage.ridge(2)), data)
+    table = run.summary()
+    assert list(table.index) == list(estimates(run).names)
+    assert bool((table["sd"] > 0).all())
+
+
+def test_restricted_likelihood_is_that_of_linear_models() -> None:
+    model = generalised.logistic(hierarchical.normal(2, random=[0]))
+    with pytest.raises(ValueError, match="Expected a linear model for restricted likelihood"):
+        fit(model, clients("logistic"), restricted=True)
 
 
 def test_a_variance_of_zero_is_said() -> None:

@@ -11,6 +11,7 @@ from torch.distributions import Bernoulli, Binomial, Poisson
 
 import fedtorch as ft
 from fedtorch.models import hierarchical
+from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import generalised
 from fedtorch.models.quadrature import gauss_hermite
 
@@ -145,3 +146,53 @@ def test_names_that_a_model_does_not_know_are_refused() -> None:
         generalised.logistic(hierarchical.normal(1)).prepare(block(*rows[:2], {"ofset": torch.ones(2)}))
     with pytest.raises(ValueError, match=r"Expected one number a row as trials, but got shape \(3,\)"):
         generalised.logistic(hierarchical.normal(1)).prepare(block(*rows[:2], {"trials": torch.ones(2, 3)}))
+
+
+@pytest.mark.parametrize("kind", ["logistic", "poisson"])
+@pytest.mark.parametrize(("shared", "mean_error", "sd_error"), [(0.02, 0.001, 0.0005), (0.3, 0.01, 0.006)])
+def test_fixed_effects_to_first_order(kind: str, shared: float, mean_error: float, sd_error: float) -> None:
+    """Tilted moments beside all coefficients at 9³ nodes, with fixed effects known as to many and to few devices."""
+    x = draw(10, 3, seed=3)
+    x[:, 0] = 1
+    y = (draw(10, seed=6) > -0.2).double()
+    hierarchy, many = hierarchical.normal(3, random=[0]), gauss_hermite(3, 9)
+    data = ft.data.from_tensors([(x, y), (x.repeat(20, 1), y.repeat(20))]).stack([0, 1])
+    cavity = Moments(
+        torch.zeros(2, 4).double(), torch.diag(torch.tensor([shared] * 3 + [0.3]).double()).expand(2, 4, 4)
+    )
+    tilted = []
+    for model in (
+        getattr(generalised, kind)(hierarchy),
+        getattr(generalised, kind)(hierarchy, rule=gauss_hermite(1, 21), inner=many),
+    ):
+        tilted.append(model.project(cavity, model.prepare(data), torch.zeros(2, dtype=torch.int64)).tilted)
+    sds = [moments.covariance.diagonal(dim1=1, dim2=2).sqrt() for moments in tilted]
+    assert float(((tilted[0].mean - tilted[1].mean) / sds[1]).abs().max()) < mean_error
+    assert float((sds[0] / sds[1] - 1).abs().max()) < sd_error
+
+
+def test_a_rule_is_for_all_coefficients_or_for_those_that_differ() -> None:
+    with pytest.raises(ValueError, match=r"Expected inner= for the 1 coefficients that differ, or for all 3"):
+        generalised.logistic(hierarchical.normal(3, random=[2]), inner=gauss_hermite(2, 3))
+
+
+def test_the_order_of_coefficients_does_not_matter() -> None:
+    """Fixed effects are brought before the others: a permutation of columns permutes what comes out."""
+    x, y, order = draw(9, 4, seed=7), (draw(9, seed=8) > 0).double(), [2, 0, 3, 1]
+    means, covariances = [], []
+    for columns, random in (([0, 1, 2, 3], [0, 2]), (order, [1, 0])):
+        model = generalised.logistic(hierarchical.normal(4, random=random))
+        cavity = Moments(torch.zeros(1, 6).double(), torch.eye(6).double()[None])
+        prepared = model.prepare(block(x[:, columns], y))
+        tilted = model.project(cavity, prepared, torch.zeros(1, dtype=torch.int64)).tilted
+        means.append(tilted.mean[0, :4])
+        covariances.append(tilted.covariance[0, :4, :4])
+    assert torch.allclose(means[0][order], means[1], atol=1e-4)  # nodes are not where they were
+    assert torch.allclose(covariances[0][order][:, order], covariances[1], atol=1e-4)
+
+
+def test_a_fit_that_would_take_very_long_says_so_before() -> None:
+    x = torch.ones(200_000, 1).double().expand(-1, 12)
+    model = generalised.logistic(hierarchical.normal(12, correlated=True))
+    with pytest.warns(RuntimeWarning, match=r"but 200,000 rows at 4,992 nodes over 78 log variances.* let fewer coeff"):
+        model.prepare(block(x, x[:, 0]))

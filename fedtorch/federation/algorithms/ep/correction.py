@@ -9,7 +9,8 @@ client takes the same nodes φ_i around q and tells log f_k(φ_i), of which the 
 
 with q = N(m, Σ). The half of Student's t with two degrees of freedom keeps the weights bounded where the posterior's
 tails are longer, as those of a mean of few clients are, which look like t themselves; a wider normal density does not,
-and cuts them off without a word.
+and cuts them off without a word. Beyond five dimensions, where few of Student's nodes are near the posterior, it is
+¾ N(m, 1.2² Σ) + ¼ t₂(m, Σ), and half of the nodes go first: the others follow where those do not tell enough.
 
 Source: Vehtari et al. (2020), "Expectation propagation as a way of life", section 4; Owen and Zhou (2000), "Safe and
 effective importance sampling"; Owen (2013), "Monte Carlo theory, methods and examples".
@@ -42,7 +43,9 @@ from fedtorch.models.quadrature import quasi_random
 from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
-_FREEDOM = 2.0  # degrees of freedom of the second half of the nodes
+_FREEDOM = 2.0  # degrees of freedom of Student's nodes
+_ENOUGH = 750  # effective nodes, in many dimensions
+_LOW = 5  # dimensions up to which quasi-random nodes gain much more than their number says
 _FEWEST = 100  # effective nodes
 _PART = 512  # nodes at a time
 _NOWHERE = -1e30  # log density of nodes without weight
@@ -90,7 +93,8 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: in
 
     Args:
         run: of `ep` with a hierarchical model, or with `Factors` that have their `log_factor`.
-        points: R, so many numbers are sent by each client.
+        points: how many nodes at the most, so many numbers are sent by each client; half of them where there are
+            more than five shared parameters and these have 750 nodes' worth of weight.
         tolerance: see `posterior`, which warns and raises alike.
         node: of a run `ft.without_server`, whose q and sums are used; default: the means of all. The sums are found by
             consensus there, too.
@@ -99,14 +103,21 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: in
     if model.log_factor is None:
         raise ValueError("Expected factors that tell their values, but got none; use Factors(..., log_factor=)")
     q, prior = gaussian.moments(server.posterior), as_prior(model.prior).replaced(server.prior)
-    white = _proposed(len(q.mean), points).to(q.mean)
-    nodes = q.mean + white @ torch.linalg.cholesky(q.covariance).mT
-    total = _summed(model.log_factor, nodes, run, model.prepare, networked)
-    total = total if networked is None else at_node(total, node)
-    weights = torch.softmax(total + _log_prior(prior, nodes) - _log_mixture(white), 0)
-    centre = weights @ nodes
-    away = nodes - centre
-    size = effective(weights, away)
+    root = torch.linalg.cholesky(q.covariance).mT
+    nodes, log = q.mean.new_zeros(0, len(q.mean)), q.mean.new_zeros(0)
+    parts = 1 if len(q.mean) <= _LOW else 2
+    for part in _proposed(len(q.mean), points).to(q.mean).split(-(-points // parts)):
+        at = q.mean + part @ root
+        total = _summed(model.log_factor, at, run, model.prepare, networked)
+        total = total if networked is None else at_node(total, node)
+        nodes = torch.cat([nodes, at])
+        log = torch.cat([log, total + _log_prior(prior, at) - _log_mixture(part)])
+        weights = torch.softmax(log, 0)
+        centre = weights @ nodes
+        away = nodes - centre
+        size = effective(weights, away)
+        if size >= _ENOUGH:
+            break
     if not size >= _FEWEST:
         warnings.warn(
             f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; the correction is "
@@ -165,8 +176,15 @@ def _proposed(size: int, points: int) -> Tensor:
     """Draw nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's in turn, and the negatives of all."""
     normal, last = quasi_random(size + 1, points).nodes.split([size, 1], 1)
     chi_square = -2 * torch.special.log_ndtr(last)  # of two degrees of freedom, the only one with so short an inverse
-    scale = torch.where(torch.arange(len(normal))[:, None] % 2 == 0, 1.0, (_FREEDOM / chi_square).sqrt())
-    return scale * normal
+    every, wider = _mixed(size)
+    place = torch.arange(len(normal))[:, None] % every
+    nodes = torch.where(place == 1, (_FREEDOM / chi_square).sqrt(), wider) * normal
+    return nodes if size <= _LOW else torch.stack(nodes.chunk(2), 1).flatten(0, 1)
+
+
+def _mixed(size: int) -> tuple[int, float]:
+    """Return of how many nodes one is Student's, and the sd of the others."""
+    return (2, 1.0) if size <= _LOW else (4, 1.2)
 
 
 def _log_mixture(white: Tensor) -> Tensor:
@@ -174,7 +192,9 @@ def _log_mixture(white: Tensor) -> Tensor:
     square, size = white.square().sum(1), white.shape[1]
     student = -0.5 * (_FREEDOM + size) * (square / _FREEDOM).log1p()
     student = student + math.lgamma(0.5 * (_FREEDOM + size)) - math.lgamma(0.5 * _FREEDOM)
-    return torch.logaddexp(-0.5 * square, student + 0.5 * size * math.log(2 / _FREEDOM))
+    every, wider = _mixed(size)
+    normal = math.log(every - 1) - 0.5 * square / wider**2 - size * math.log(wider)
+    return torch.logaddexp(normal, student + 0.5 * size * math.log(2 / _FREEDOM))
 
 
 def effective(weights: Tensor, away: Tensor) -> float:

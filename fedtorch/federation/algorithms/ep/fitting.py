@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,36 @@ _LARGEST = 10  # change of a last round, in tolerances
 _READ = "mean_change", "sd_change", "damping", "remaining"
 
 
-def settled(tolerance: float = 0.01, patience: int = 1) -> Callable[[Any], bool]:
+@dataclass(frozen=True)
+class Settled:
+    """Tell from a run's history whether q stands still, and how many rounds are left.
+
+    >>> history = {"answered": [3] * 4, "damping": [1.0] * 4, "mean_change": [9.0, 0.8, 0.4, 0.2],
+    ...            "sd_change": [9.0, 0.1, 0.1, 0.1], "remaining": [9.0, 9.0, 0.4, 0.2]}
+    >>> settled = Settled(tolerance=0.05, patience=1)
+    >>> settled(history), settled.left(history)  # what remains is halved each round, and is a quarter of it in two
+    (False, 2.0)
+    """
+
+    tolerance: float
+    patience: int
+
+    def __call__(self, history: Any) -> bool:
+        return _settled(history, tolerance=self.tolerance, patience=self.patience)
+
+    def left(self, history: Any) -> float | None:
+        """Return how many rounds are left if changes go on to shrink as they last did; None if they do not shrink."""
+        rows = np.flatnonzero(history["answered"])[-2:]
+        mean, sd, damping, remaining = (np.asarray(history[name], float)[rows] for name in _READ)
+        change = np.maximum(mean, sd) / damping
+        if len(rows) < 2 or not 0 < change[1] < change[0] < math.inf or not math.isfinite(remaining[1]):
+            return None
+        far = max(float(remaining[1]), float(change[1]) / _LARGEST) / self.tolerance
+        shrinks = math.log(float(change[0] / change[1]))
+        return max(0.0, round(math.log(far) / shrinks, 6)) + self.patience - 1
+
+
+def settled(tolerance: float = 0.01, patience: int = 1) -> Settled:
     """Return a function of a run's history, for `until=`: whether q stands still.
 
     Args:
@@ -25,7 +53,7 @@ def settled(tolerance: float = 0.01, patience: int = 1) -> Callable[[Any], bool]
     """
     if patience < 1:
         raise ValueError(f"Expected patience of at least 1, but got {patience}")
-    return partial(_settled, tolerance=tolerance, patience=patience)
+    return Settled(tolerance, patience)
 
 
 def _settled(history: Any, *, tolerance: float, patience: int) -> bool:

@@ -10,7 +10,7 @@ differences of fourth order) and takes a step of Newton's method, which it takes
 likelihood did not grow. No prior is used, but for the first estimate.
 
 With `restricted`, ℓ is integrated over the means μ with a flat prior, which is residual or restricted maximum
-likelihood (REML): exactly for the linear model, whose ℓ is quadratic in μ, and by Laplace's method for others,
+likelihood (REML) of linear models, whose ℓ is quadratic in μ,
 
 .. math:: \ell_R(\zeta) = \ell(\hat\mu(\zeta), \zeta) - \tfrac12 \log |I(\zeta)| + \tfrac m2 \log 2\pi, \qquad
     I = -\partial^2 \ell / \partial \mu\, \partial \mu' .

@@ -15,6 +15,7 @@ _LEAST = 1e-10  # curvature in squared standard errors that a direction is said 
 _LONGEST = 3.0  # step of a log variance, a correlation's parameter or log σ²
 _WIDEST = 1.0  # standard error of these that nodes are placed by
 _NOISE = 1e-12  # relative, of sums in float64
+_CUBIC = 1e-6  # third differences, relative
 
 
 class Point(NamedTuple):
@@ -110,6 +111,19 @@ def _expanded(point: Point) -> Expansion:
     more, gradient, second = differences(point.relative, len(point.at))
     units = torch.outer(point.steps, point.steps)
     return Expansion(point.at, point.value + more, gradient / point.steps, -second / units)
+
+
+def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
+    """Return whether the likelihood has no third differences in the means, but for rounding, `()`.
+
+    >>> x = stencil(1)[:, 0]
+    >>> quadratic(3 * x - x**2, 1, 0), quadratic(3 * x - x**2 + 1e-3 * x**3, 1, 0)
+    (tensor(True), tensor(False))
+    """
+    inner = relative.unflatten(0, (len(stencil(scales)), -1))[:, 1 : 1 + 4 * means]
+    one, less, two, less_two = inner.unflatten(-1, (4, means)).unbind(-2)
+    third = (two - less_two - 2 * (one - less)).abs().amax()
+    return third <= _CUBIC * inner.abs().amax() + torch.finfo(relative.dtype).tiny
 
 
 def usable(new: Expansion, old: Expansion) -> Tensor:

@@ -62,7 +62,7 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
 
     Raises:
         TypeError: no hierarchical model.
-        ValueError: `restricted` without means.
+        ValueError: `restricted` without means; or, in the second round, of a model that is not linear.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -135,6 +135,8 @@ def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: 
         return _begun(state, aggregate, problem)
     value, relative = aggregate.value.value, aggregate.relative.value
     somewhere = (value > _NOWHERE) & (relative > _NOWHERE / 2)
+    if problem.restricted:
+        _check_linear(relative, problem)
     point = Point(state.at, state.steps, value, torch.where(somewhere, relative, torch.nan))
     new, old = problem.around(point), problem.around(state.best)
     better = newton.usable(new, old)
@@ -160,6 +162,15 @@ def _begun(state: MaximumServer, aggregate: _Message, problem: Problem) -> Maxim
     first = model.start.estimate(aggregate.summary.value, count, model.prior.replaced(state.prior))
     precision = gaussian.unpack(first.precision).diagonal()
     return state._replace(at=first.shift / precision, steps=newton.APART * precision.rsqrt(), version=state.version + 1)
+
+
+def _check_linear(relative: Tensor, problem: Problem) -> None:
+    """Raise ValueError unless the likelihood is quadratic in the means."""
+    if not bool(newton.quadratic(relative, problem.means, len(problem.model.names) - problem.means)):
+        raise ValueError(
+            "Expected a linear model for restricted likelihood, whose means are integrated out exactly, but got one "
+            "whose likelihood is not quadratic in its means; leave restricted= away, or use ft.ep"
+        )
 
 
 def _report(server: MaximumServer) -> dict[str, Tensor]:

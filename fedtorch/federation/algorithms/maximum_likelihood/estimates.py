@@ -96,11 +96,15 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         run, tolerance: as those of `estimates`, which warns and raises alike.
     """
     found, hierarchy = estimates(run, tolerance=tolerance), run.algorithm.settings["model"].hierarchy
+    rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
+    if not hierarchy.coefficients:
+        normal, n = Moments(found.mean, found.covariance), (rows,) * len(found.names)
+        return Estimates(found.names, found.mean[None], None, len(found.names), normal, n)
+    names, columns = hierarchy.coefficients, feature_names(run.population)
+    if len(columns) == len(names) and names == tuple(map(str, range(len(names)))):
+        names = columns
     design = hierarchy.mean.to(found.mean)
-    m, rows, clients = design.shape[1], int(row_counts(run.population).sum()), len(run.population.names)
-    names = feature_names(run.population)
-    if len(names) != len(design) or hierarchy.coefficients != tuple(map(str, range(len(names)))):
-        names = hierarchy.coefficients or tuple(map(str, range(len(design))))
+    m = design.shape[1]
     values = dict(zip(names, (design @ found.mean[:m]).tolist()))
     for i in hierarchy.random:
         values[f"sd({names[i]})"] = float(found.sds[i])

@@ -1,0 +1,206 @@
+r"""Log-concave families of responses, and the rows of devices as generalised linear models take them.
+
+All coefficients at which a device's rows are evaluated are columns of one product with X, and second derivatives are
+another with the products of its columns, so that no array has rows × coefficients × nodes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
+from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
+
+CACHED = 2**16  # linear predictors at a time
+_FURTHEST = 30.0  # of a linear predictor, before its exponential
+_MOST_SPREAD = 2.0  # variance of a linear predictor for which an expansion to second order is taken
+_TOGETHER = 512  # rows of whose probabilities the product is taken
+
+
+class Rows(NamedTuple):
+    """The rows of `K` clients, in float64, zero beyond a client's count."""
+
+    x: Tensor  # (K, N, d)
+    columns: Tensor  # (K, d, N) the same in another order, which products with many coefficients take four times faster
+    statistic: Tensor  # (K, d) Σ w t x
+    mask: Tensor  # (K, N)
+    offset: Tensor | None  # (K, N) of the linear predictors
+    times: Tensor | None  # (K, N) how often a row counts, weight × trials; None for once
+    constant: Tensor  # (K,) the part of the log-likelihood that has no θ
+    count: Tensor  # type: ignore[assignment]  # (K,)
+
+    def trimmed(self) -> Rows:
+        """Return the rows without what is beyond all clients' counts."""
+        most = int(self.count.amax()) if len(self.count) else 0
+        if most >= self.x.shape[1]:
+            return self
+        return self._replace(
+            x=self.x[:, :most],
+            columns=self.columns[..., :most].contiguous(),
+            mask=self.mask[:, :most],
+            offset=None if self.offset is None else self.offset[:, :most],
+            times=None if self.times is None else self.times[:, :most],
+        )
+
+    def predictors(self, theta: Tensor) -> Tensor:
+        """Return η `(K, P, N)` at θ `(K, P, d)`."""
+        eta = theta @ self.columns
+        return eta if self.offset is None else eta.add_(self.offset[:, None])
+
+    def counted(self, values: Tensor) -> Tensor:
+        """Return values of rows `(K, P, N)`, each as often as its row counts; it may overwrite them."""
+        return values if self.times is None else values.mul_(self.times[:, None])
+
+    def at_once(self) -> int:
+        """Return at how many coefficients rows are evaluated together, so that η stays in a cache."""
+        return max(1, CACHED // max(1, self.mask.numel()))
+
+
+class ExponentialFamily(NamedTuple):
+    """A log-concave family: log p(y | η) = t η − n b(η), up to a constant, for η = x'θ + offset and n trials."""
+
+    extras: tuple[str, ...]  # what it knows beside x and y
+    response: Callable[[Observations, Tensor], Tensor]  # rows, mask -> t; raises `BadClients` where they do not fit
+    constant: Callable[[Observations], Tensor]  # -> the rest of log p
+    cumulant: Callable[[Tensor, Rows], Tensor]  # η (K, P, N), which it may overwrite, of rows -> Σ times b (K, P)
+    slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
+    bends: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # η, which it may overwrite -> b'', b''', b''''
+    spread: Callable[[Tensor], Tensor]  # v -> w, so that E b''(η + v^½ z) is about b'' + ½ w b''''
+    outcome: Family | None = None  # of one response
+
+
+def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor) -> Rows:
+    """Return a block's rows with their columns in this order; raise as `rows.observations` and the family."""
+    rows, mask = observations(data, features, family.extras), data.mask
+    x = rows.x if bool((order == torch.arange(features)).all()) else rows.x[..., order.to(rows.x.device)]
+    response, constant = family.response(rows, mask) * mask, family.constant(rows) * mask
+    if rows.weight is not None:
+        response, constant = response * rows.weight, constant * rows.weight
+    if rows.offset is not None:
+        constant = constant + response * rows.offset
+    known = [part for part in (rows.weight, rows.trials) if part is not None]
+    return Rows(
+        x=x,
+        columns=x.mT.contiguous(),
+        statistic=(response[:, None] @ x)[:, 0],
+        mask=mask,
+        offset=rows.offset,
+        times=math.prod(known[1:], start=known[0]) if known else None,
+        constant=constant.sum(1),
+        count=data.count,
+    )
+
+
+def log_likelihood(family: ExponentialFamily, data: Rows, theta: Tensor) -> Tensor:
+    """Return Σ log p(y | x'θ), up to its constant, `(K, ...)`, for θ `(K, ..., d)`."""
+    points = theta.flatten(1, -2)
+    parts = [family.cumulant(data.predictors(part), data) for part in torch.split(points, data.at_once(), 1)]
+    return ((points @ data.statistic[..., None])[..., 0] - torch.cat(parts, 1)).reshape(theta.shape[:-1])
+
+
+def _sum_log_cosh(eta: Tensor, rows: Rows) -> Tensor:
+    """Return Σ log (2 cosh η/2) = Σ |η|/2 − Σ log σ(|η|), of whose logarithms one is taken for many rows.
+
+    Rows that are none have η = 0 and count log 2 each; products of 512 numbers of at least ½ do not underflow.
+    """
+    if rows.times is not None:
+        size = eta.abs_()
+        return ((size / 2 + size.neg().exp_().log1p_()) @ rows.times[..., None])[..., 0]
+    none = (eta.shape[-1] - rows.count).to(eta.dtype)[:, None]
+    total = eta.abs_().sum(-1).div_(2).sub_(none, alpha=math.log(2))
+    for part in torch.split(eta.sigmoid_(), _TOGETHER, -1):
+        total.sub_(part.prod(-1).log_())
+    return total
+
+
+def _logistic_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
+    p = eta.sigmoid_()
+    second = torch.addcmul(p, p, p, value=-1)
+    return p.sub_(0.5), second
+
+
+def _logistic_bends(eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    first, second = _logistic_slopes(eta)
+    third = first.mul_(second).mul_(-2)
+    return second, third, second - 6 * second.square()
+
+
+def _sum_exp(eta: Tensor, rows: Rows) -> Tensor:
+    return (
+        eta.clamp_(max=_FURTHEST).exp_() @ (rows.mask.to(eta.dtype) if rows.times is None else rows.times)[..., None]
+    )[..., 0]
+
+
+def _poisson_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
+    rate = eta.clamp_(max=_FURTHEST).exp_()
+    return rate, rate
+
+
+def _poisson_bends(eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rate = eta.clamp_(max=_FURTHEST).exp_()
+    return rate, rate, rate
+
+
+def _successes(rows: Observations, mask: Tensor) -> Tensor:
+    y, trials = rows.y, rows.trials
+    most = torch.ones_like(y) if trials is None else trials
+    bad = ~((y >= 0) & (y <= most) & (y == y.round())) & mask
+    expected = "responses 0 or 1" if trials is None else "successes, whole numbers from 0 to the row's trials"
+    refuse(bad.any(1), f"Expected {expected}, but got {_shown(y, trials, mask, bad)}; use another model")
+    return y - most / 2
+
+
+def _log_choices(rows: Observations) -> Tensor:
+    """Return the logarithm of n over y."""
+    if rows.trials is None:
+        return torch.zeros_like(rows.y)
+    n, y = rows.trials, rows.y
+    return torch.lgamma(n + 1) - torch.lgamma(y + 1) - torch.lgamma(n - y + 1)
+
+
+def _counts(rows: Observations, mask: Tensor) -> Tensor:
+    bad = ~((rows.y >= 0) & (rows.y == rows.y.round())) & mask
+    refuse(bad.any(1), f"Expected counts, but got {_shown(rows.y, None, mask, bad)}; use a linear model")
+    return rows.y
+
+
+def _shown(y: Tensor, trials: Tensor | None, mask: Tensor, bad: Tensor) -> str:
+    """Return the range of y of the clients who have a bad one, or, with trials, the first bad one and its trials."""
+    if not bool(bad.any()):
+        return ""
+    if trials is not None:
+        return f"{float(y[bad][0]):g} of {float(trials[bad][0]):g} in y"
+    which = bad.any(1)
+    values = y[which][mask[which]]
+    return f"{float(values.min())} to {float(values.max())} in y"
+
+
+def _bounded(variance: Tensor) -> Tensor:
+    return variance / (1 + (variance / _MOST_SPREAD).square()).sqrt()
+
+
+BINARY = ExponentialFamily(
+    extras=EXTRAS,
+    response=_successes,
+    constant=_log_choices,
+    cumulant=_sum_log_cosh,
+    slopes=_logistic_slopes,
+    bends=_logistic_bends,
+    spread=_bounded,
+    outcome=LOGISTIC,
+)
+COUNTS = ExponentialFamily(
+    extras=("offset", "weight"),
+    response=_counts,
+    constant=lambda rows: -torch.lgamma(rows.y + 1),
+    cumulant=_sum_exp,
+    slopes=_poisson_slopes,
+    bends=_poisson_bends,
+    spread=_bounded,
+    outcome=POISSON,
+)
