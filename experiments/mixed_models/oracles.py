@@ -32,8 +32,8 @@ def half_student(scale: float, freedom: float = 3.0) -> Hyperprior:
 
 
 def with_nodes(family: Callable[..., Any], hierarchy: hierarchical.Hierarchy, random: Sequence[int]) -> Any:
-    """A model with Laplace's method in `ft.ep`, and fifteen nodes along the one random coefficient in `corrected`."""
-    model = family(hierarchy, inner=None)
+    """A model of the default nodes in `ft.ep`, and of fifteen for the one random coefficient in `corrected`."""
+    model = family(hierarchy)
     return model._replace(log_factor=family(hierarchy, inner=along(len(model.hierarchy.mean), random, 15)).log_factor)
 
 

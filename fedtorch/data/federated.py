@@ -32,7 +32,7 @@ from fedtorch import expected, random, tree
 from fedtorch.data._row_files import read_rows, write_rows
 from fedtorch.data._rows import check_counts, check_names, first_not_finite, gather_rows
 from fedtorch.data.formulas.design import Design
-from fedtorch.data.incomplete import Absent, Incomplete, missing_shares
+from fedtorch.data.frames.incomplete import Absent, Incomplete, missing_shares
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

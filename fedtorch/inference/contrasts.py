@@ -12,7 +12,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import diagnostics
 from fedtorch.inference._combinations import linear, written
 from fedtorch.models.estimates import Diagnostics, Estimates
-from fedtorch.result_frame import ResultFrame
+from fedtorch.tables.result_frame import ResultFrame
 
 Combination = str | Mapping[str, float]
 

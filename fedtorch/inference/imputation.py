@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import Design, FederatedData
-from fedtorch.data.incomplete import Incomplete, absent
+from fedtorch.data.frames.incomplete import Incomplete, absent
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.populations.in_process import InProcess

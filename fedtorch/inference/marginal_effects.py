@@ -26,7 +26,7 @@ from fedtorch.inference._site_draws import SiteDraws, site_draws
 from fedtorch.inference._sites import rows_at_hand
 from fedtorch.inference._table_rows import Rows, TableRows, formula_or_names, table_rows
 from fedtorch.models.estimates import Estimates
-from fedtorch.result_frame import ResultFrame
+from fedtorch.tables.result_frame import ResultFrame
 
 _DRAWS = 512
 _STEP = 1e-4  # of a derivative, in sds of the variable

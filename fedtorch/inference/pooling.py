@@ -23,7 +23,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.models.estimates import Estimates
 
 if TYPE_CHECKING:
-    from fedtorch.result_frame import ResultFrame
+    from fedtorch.tables.result_frame import ResultFrame
 
 Scale = Callable[[Tensor], Tensor]
 _SCALES: dict[str, tuple[Scale, Scale]] = {  # (to the scale of pooling, back), of estimates whose names begin so
@@ -63,7 +63,7 @@ class Pooled(NamedTuple):
         """
         from scipy.stats import t
 
-        from fedtorch.result_frame import ResultFrame  # needs pandas, which takes its time
+        from fedtorch.tables.result_frame import ResultFrame  # needs pandas, which takes its time
 
         if not 0 < level < 1:
             raise ValueError(f"Expected a level between 0 and 1, but got {level}")

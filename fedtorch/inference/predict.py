@@ -12,7 +12,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.inference._responses import Predicted, predicted
 from fedtorch.inference._sites import Coefficients, newcomers, site_coefficients
 from fedtorch.inference._table_rows import table_rows
-from fedtorch.result_frame import ResultFrame
+from fedtorch.tables.result_frame import ResultFrame
 
 
 def predict(

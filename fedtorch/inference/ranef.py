@@ -12,7 +12,7 @@ from fedtorch.federation.runs.sampler import diagnostics
 from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names, site_coefficients, site_deviations
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.estimates import Diagnostics, Estimates
-from fedtorch.result_frame import ResultFrame
+from fedtorch.tables.result_frame import ResultFrame
 
 
 def ranef(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import ClientData, Design
-from fedtorch.data.raw_columns import RawColumns
+from fedtorch.data.frames.raw_columns import RawColumns
 from fedtorch.models.incomplete_normal import SiteNormal, drawn, gaps
 from fedtorch.tree import Tree
 
@@ -36,7 +36,7 @@ def completed(data: ClientData, normal: SiteNormal, key: Tensor, design: Design 
 
     >>> import torch
     >>> from fedtorch.data import FederatedData
-    >>> from fedtorch.data.incomplete import incomplete_cells
+    >>> from fedtorch.data.frames.incomplete import incomplete_cells
     >>> cells = torch.tensor([[1.0, 5.0], [torch.nan, 6.0], [2.0, torch.nan]])
     >>> data = FederatedData(incomplete_cells(cells), torch.tensor([3]))
     >>> normal = SiteNormal(torch.zeros(2).double(), torch.eye(2).double(), torch.zeros(2).double())

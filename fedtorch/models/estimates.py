@@ -23,7 +23,7 @@ from fedtorch.models.device_posterior import credible_interval
 from fedtorch.models.gaussian import Moments
 
 if TYPE_CHECKING:
-    from fedtorch.result_frame import ResultFrame
+    from fedtorch.tables.result_frame import ResultFrame
 
 
 class Diagnostics(NamedTuple):
@@ -50,7 +50,7 @@ class Estimates(NamedTuple):
         """Return estimates, sds and equal-tailed intervals, by name."""
         if not 0 < level < 1:
             raise ValueError(f"Expected a level between 0 and 1, but got {level}")
-        from fedtorch.result_frame import ResultFrame  # needs pandas, which takes its time
+        from fedtorch.tables.result_frame import ResultFrame  # needs pandas, which takes its time
 
         mean, sd = weighted_moments(self.nodes, self.weights)
         low, high = (weighted_quantile(self.nodes, p, self.weights) for p in ((1 - level) / 2, (1 + level) / 2))

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data.frames.incomplete import Incomplete
 
 _AT_ONCE = 2**22  # numbers of the rows' own matrices that are gathered at once
 
@@ -62,7 +62,7 @@ def gaps(data: Any) -> Gaps:
 
     >>> import torch
     >>> from fedtorch.data import FederatedData
-    >>> from fedtorch.data.incomplete import incomplete_cells
+    >>> from fedtorch.data.frames.incomplete import incomplete_cells
     >>> rows = incomplete_cells(torch.tensor([[1.0, 5.0], [torch.nan, 6.0], [2.0, 7.0]]))
     >>> block = gaps(FederatedData(rows, torch.tensor([3])).stack([0]))
     >>> block.pattern, block.rows
@@ -108,7 +108,7 @@ def drawn(gaps: Gaps, normal: SiteNormal, keys: Tensor) -> tuple[Tensor, Tensor]
     >>> import torch
     >>> from fedtorch import random
     >>> from fedtorch.data import FederatedData
-    >>> from fedtorch.data.incomplete import incomplete_cells
+    >>> from fedtorch.data.frames.incomplete import incomplete_cells
     >>> rows = incomplete_cells(torch.tensor([[1.0, 5.0], [torch.nan, 6.0]]))
     >>> block = gaps(FederatedData(rows, torch.tensor([2])).stack([0]))
     >>> known = SiteNormal(torch.zeros(1, 2).double(), 1e-12 * torch.eye(2).double()[None], torch.zeros(1, 2).double())

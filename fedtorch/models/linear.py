@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
-from fedtorch.models.rows import Observations, observations, regression_fields
+from fedtorch.models.rows import observations, regression_fields
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
 
@@ -205,19 +205,8 @@ def block_statistics(data: Any, features: int | None = None) -> SufficientStatis
     >>> block_statistics(data.stack([0])).cross  # 4 (3 − 1) + (2 − 1)
     tensor([[9.]], dtype=torch.float64)
     """
-    x, y = _whitened(observations(data, features, LINEAR_EXTRAS))
+    x, y = observations(data, features, LINEAR_EXTRAS).whitened()
     return sufficient_statistics(x, y)._replace(count=data.count.to(torch.float64))
-
-
-def _whitened(rows: Observations) -> tuple[Tensor, Tensor]:
-    """Return x and y as rows of variance σ² without an offset."""
-    x, y = rows.x, rows.y
-    if rows.offset is not None:
-        y = y - rows.offset
-    if rows.weight is not None:
-        root = rows.weight.sqrt()
-        x, y = root[..., None] * x, root * y
-    return x, y
 
 
 def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import BadClients
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data.frames.incomplete import Incomplete
 from fedtorch.tree import Tree
 
 EXTRAS = ("offset", "weight", "trials")
@@ -44,6 +44,16 @@ class Observations(NamedTuple):
     offset: Tensor | None = None  # (K, N) added to the linear predictor
     weight: Tensor | None = None  # (K, N) positive
     trials: Tensor | None = None  # (K, N) whole, at least 1
+
+    def whitened(self) -> tuple[Tensor, Tensor]:
+        """Return x and y as rows of one variance and without an offset."""
+        x, y = self.x, self.y
+        if self.offset is not None:
+            y = y - self.offset
+        if self.weight is not None:
+            root = self.weight.sqrt()
+            x, y = root[..., None] * x, root * y
+        return x, y
 
 
 def observations(data: Any, features: int | None = None, extras: Sequence[str] = EXTRAS) -> Observations:

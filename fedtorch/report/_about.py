@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fedtorch.data import FederatedData
-from fedtorch.data.incomplete import Incomplete
+from fedtorch.data.frames.incomplete import Incomplete
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network

@@ -8,7 +8,7 @@ import torch
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.data.incomplete import incomplete_cells
+from fedtorch.data.frames.incomplete import incomplete_cells
 from fedtorch.models.completion import completed
 from fedtorch.models.incomplete_normal import SiteNormal
 

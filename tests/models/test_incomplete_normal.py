@@ -8,7 +8,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.data.incomplete import incomplete_cells
+from fedtorch.data.frames.incomplete import incomplete_cells
 from fedtorch.models import incomplete_normal
 from fedtorch.models.incomplete_normal import SiteNormal, drawn, gaps
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas
 import pytest
-from support.agreeing import FRAMES, REQUEST
+from support.formulas.agreeing import FRAMES, REQUEST
 from support.processes import TESTS, Process
 
 import fedtorch as ft

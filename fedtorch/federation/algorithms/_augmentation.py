@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedtorch import linalg, random, tree
 from fedtorch.data import Design
-from fedtorch.data.raw_columns import RawColumns
+from fedtorch.data.frames.raw_columns import RawColumns
 from fedtorch.federation.algorithm import Reply
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn

@@ -36,7 +36,7 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fedtorch.result_frame import ResultFrame
+    from fedtorch.tables.result_frame import ResultFrame
 
 TOTAL_ANEW = 100  # rounds, after which totals are made anew from what the clients tell, without the rounding since
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.data.incomplete import Incomplete, incomplete_cells
+from fedtorch.data.frames.incomplete import Incomplete, incomplete_cells
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel

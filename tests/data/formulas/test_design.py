@@ -11,7 +11,7 @@ import numpy
 import pandas
 import pytest
 import torch
-from support.people import PEOPLE, design
+from support.formulas.people import PEOPLE, design
 
 import fedtorch as ft
 from fedtorch.data.formulas.encoding import Levels

@@ -10,7 +10,7 @@ import numpy
 import pandas
 import pytest
 import torch
-from support.people import PEOPLE
+from support.formulas.people import PEOPLE
 
 import fedtorch as ft
 

@@ -10,7 +10,7 @@ import numpy
 import pandas
 import pytest
 import torch
-from support.agreeing import FRAMES, REQUEST
+from support.formulas.agreeing import FRAMES, REQUEST
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import ROUNDING, distance, same_bits
 

@@ -8,12 +8,12 @@ import numpy
 import pandas
 import pytest
 import torch
-from support.agreeing import FRAMES
+from support.formulas.agreeing import FRAMES
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import distance, same_bits
 
 import fedtorch as ft
-from fedtorch.data.incomplete import incomplete_cells
+from fedtorch.data.frames.incomplete import incomplete_cells
 from fedtorch.inference import completed
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pandas
 import pytest
-from support.agreeing import FRAMES, REQUEST
-from support.enrolled import NAMES, Place
+from support.formulas.agreeing import FRAMES, REQUEST
+from support.formulas.enrolled import NAMES, Place
 from support.oracles.closed_forms import ROUNDING, distance
 from support.scripts.my_frame import regression
 

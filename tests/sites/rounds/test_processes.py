@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.enrolled import NAMES, Place
+from support.formulas.enrolled import NAMES, Place
 from support.oracles.closed_forms import ROUNDING, distance
 from support.processes import TESTS, Process
 from support.scripts.my_data import DATA, scaffold

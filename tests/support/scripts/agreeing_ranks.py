@@ -13,8 +13,8 @@ from pathlib import Path
 from fedtorch.data.agreement.site import Answers
 from fedtorch.protocol import ranks
 from fedtorch.protocol.agreement import server_half, site_half
-from support.agreeing import FRAMES, REQUEST
 from support.forked import over_ranks
+from support.formulas.agreeing import FRAMES, REQUEST
 
 
 def body(rank: int) -> str:

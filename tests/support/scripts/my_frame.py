@@ -5,7 +5,7 @@ import os
 import fedtorch as ft
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy
-from support.agreeing import FRAMES
+from support.formulas.agreeing import FRAMES
 
 
 def regression(design: ft.data.Design, sd: float = 2.0) -> ft.Algorithm:

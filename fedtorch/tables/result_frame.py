@@ -17,7 +17,7 @@ from typing import Any
 
 import pandas as pd
 
-from fedtorch import _tables as tables
+from fedtorch.tables import rendering as tables
 
 _COUNTS = ("n", "ess", "df")  # whole numbers
 _DIGITS = {"r_hat": 3, "p_positive": 3}  # behind the point

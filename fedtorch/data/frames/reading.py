@@ -20,8 +20,8 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.grammar import Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.pooled import pooled_design
-from fedtorch.data.incomplete import Absent, incomplete_cells
-from fedtorch.data.raw_columns import RawColumns, observed_values
+from fedtorch.data.frames.incomplete import Absent, incomplete_cells
+from fedtorch.data.frames.raw_columns import RawColumns, observed_values
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

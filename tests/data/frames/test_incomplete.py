@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedtorch as ft
-from fedtorch.data.incomplete import incomplete_cells
+from fedtorch.data.frames.incomplete import incomplete_cells
 from fedtorch.models.gibbs import imputation
 
 CELLS = torch.tensor([[1.0, torch.nan, 3.0], [torch.nan, torch.nan, 1.0], [2.0, 2.0, 2.0], [1.0, 1.0, 1.0]])

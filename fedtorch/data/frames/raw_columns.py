@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
-from fedtorch.data.incomplete import Incomplete, incomplete_cells
+from fedtorch.data.frames.incomplete import Incomplete, incomplete_cells
 
 if TYPE_CHECKING:
     import pandas

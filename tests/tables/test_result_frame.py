@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 import pandas as pd
 import pytest
 
-from fedtorch.result_frame import ResultFrame
+from fedtorch.tables.result_frame import ResultFrame
 
 NASTY = "a|b_c & <i>*50 %*</i> {x} \\ [`t`] ^~$#\nnext"
 

@@ -1,0 +1,1 @@
+"""Rows from data frames, and rows with missing cells."""
