@@ -21,8 +21,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import measure
-from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.algorithms.ep import corrected, settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import generalised
 from fedtorch.models.linear import LinearHead

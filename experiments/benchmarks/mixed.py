@@ -22,8 +22,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import measure
-from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.algorithms.ep import corrected, settled
 from fedtorch.models import hierarchical
 from fedtorch.progress import quiet
 

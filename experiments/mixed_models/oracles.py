@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.algorithms.ep import corrected, settled
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior

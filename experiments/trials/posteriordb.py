@@ -27,9 +27,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from experiments import common, result_pages
-from experiments.trials.oracles import Corrected, corrected, half_cauchy, non_informative
-from fedtorch.federation.algorithms.ep import devices, posterior, settled
+from fedtorch.federation.algorithms.ep import Corrected, corrected, devices, posterior, settled
 from fedtorch.models import hierarchical
+from fedtorch.models.hierarchical.hyperpriors import half_cauchy, non_informative
 
 SITES, POINTS = 5, 32768
 FLAT = 1e4  # sd of the priors that stand for flat ones

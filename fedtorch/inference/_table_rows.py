@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import FederatedData
-from fedtorch.data.formulas.cells import as_frame
+from fedtorch.data.formulas.cells import as_frame, level_name
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of
 from fedtorch.federation.runs.run import Run
@@ -54,21 +54,33 @@ class _Columns(NamedTuple):
     alone: str  # the site of rows without a name
 
 
-def table_rows(run: Run | Coefficients, rows: Any, site: str | None) -> TableRows:
+def table_rows(run: Run | Coefficients, rows: Any, site: str | int | None) -> TableRows:
     """Return rows to predict for; see `predict`."""
     columns = _columns(run)
+    alone = columns.alone if site is None else level_name(site)
     if isinstance(rows, FederatedData):
+        check_design(rows, columns.design)
         made = _given(rows.rows, columns)
         owners = torch.arange(len(rows)).repeat_interleave(rows.counts).tolist()
         return TableRows(made, tuple(rows.names[owner] for owner in owners), pd.RangeIndex(len(owners)))
     if isinstance(rows, (Tensor, tuple)):
         made = _given(rows, columns)
-        return TableRows(made, (site or columns.alone,) * len(made.x), pd.RangeIndex(len(made.x)))
+        return TableRows(made, (alone,) * len(made.x), pd.RangeIndex(len(made.x)))
     frame = as_frame(rows)
     group = columns.design.group if site is None and columns.design is not None else site
     if group in frame.columns:
-        return TableRows(_from_frame(frame, columns), tuple(map(str, frame[group])), frame.index)
-    return TableRows(_from_frame(frame, columns), (site or columns.alone,) * len(frame), frame.index)
+        return TableRows(_from_frame(frame, columns), tuple(map(level_name, frame[group])), frame.index)
+    return TableRows(_from_frame(frame, columns), (alone,) * len(frame), frame.index)
+
+
+def check_design(data: FederatedData, design: Design | None) -> None:
+    """Refuse data whose columns were encoded otherwise than the run's: by other levels, knots, means or scales."""
+    if data.design is not None and design is not None and data.design != design:
+        raise ValueError(
+            f"Expected rows of the run's design, {design.formula!r} with its levels, knots, means and scales, but got "
+            f"rows of another one, {data.design.formula!r}; pass the frame itself, or "
+            f"ft.data.from_frame(frame, client={design.group!r}, design=run.design)"
+        )
 
 
 def formula_or_names(run: Run) -> tuple[tuple[str, ...], Design | None]:

@@ -8,15 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.data import FederatedData
+from fedtorch.data import FederatedData, from_frame
+from fedtorch.data.formulas.cells import as_frame
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.estimates import design_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._sites import Coefficients, newcomers, other_sites
+from fedtorch.inference._table_rows import NEW, check_design
 from fedtorch.models.hierarchical import linear_devices
 
 
-def adapted(run: Run, rows: Any, *, site: str = "new", tolerance: float = 0.01) -> Coefficients:
+def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 0.01) -> Coefficients:
     """Return the coefficients of sites that took no part, from their own rows and what the run's sites share.
 
     No other site is asked. `ranef(adapted(run, rows), total=True)` is their table, `predict(adapted(run, rows), more)`
@@ -24,8 +26,9 @@ def adapted(run: Run, rows: Any, *, site: str = "new", tolerance: float = 0.01) 
 
     Args:
         run: of `ft.ep` with a hierarchical model, linear or generalised.
-        rows: of a site: a frame with the columns of the run's formula, or `(x, y)`; or `FederatedData` of several.
-        site: the name of the site, where `rows` do not tell it.
+        rows: a frame with the columns of the run's formula, of several sites where its column of clients says so;
+            `(x, y)` of a site; or `FederatedData` of several.
+        site: the name of the site that all rows are of, whatever the frame says; default: as the frame says, or "new".
         tolerance: as that of `ep.posterior`, which warns and raises alike.
 
     Raises:
@@ -45,7 +48,8 @@ def adapted(run: Run, rows: Any, *, site: str = "new", tolerance: float = 0.01) 
         | ward 7 | level | 3.83 | 0.31 | 3.22 to 4.45 |
     """
     newcomers(run, tolerance=tolerance)  # refuses what has none
-    data = rows if isinstance(rows, FederatedData) else _one_site(run, rows, site)
+    data = rows if isinstance(rows, FederatedData) else _as_data(run, rows, site)
+    check_design(data, design_of(run))
     block = data.stack(torch.arange(len(data)))
     model = run.algorithm.settings["model"]
     posterior = linear_devices.adapted(model, ep.posterior(run, tolerance=torch.inf), block)
@@ -56,8 +60,8 @@ def adapted(run: Run, rows: Any, *, site: str = "new", tolerance: float = 0.01) 
     return other_sites(run, tuple(data.names), posterior)
 
 
-def _one_site(run: Run, rows: Any, site: str) -> FederatedData:
-    """Return rows of one site as data: `(x, y)` as they are, a frame by the run's formula."""
+def _as_data(run: Run, rows: Any, site: str | None) -> FederatedData:
+    """Return rows as data: `(x, y)` of one site as they are, a frame by the run's formula."""
     if not isinstance(rows, tuple):
         design = design_of(run)
         if design is None:
@@ -65,7 +69,10 @@ def _one_site(run: Run, rows: Any, site: str) -> FederatedData:
                 f"Expected rows (x, y) of a run that was made without a formula, but got {type(rows).__name__}; pass "
                 "tensors, or make the data by ft.data.from_frame(frame, client=…, formula=…)"
             )
-        rows = design.rows(rows, site=site)
+        frame = as_frame(rows)
+        if site is None and design.group in frame.columns:
+            return from_frame(frame, client=design.group, design=design)
+        rows = design.rows(frame, site=site or NEW)
     made = tuple(part if isinstance(part, (Tensor, Mapping)) else torch.as_tensor(part) for part in rows)
     counts = torch.tensor([len(made[0])])
-    return FederatedData(made, counts, (site,), allow_empty=True)
+    return FederatedData(made, counts, (site or NEW,), allow_empty=True)

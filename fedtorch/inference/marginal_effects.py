@@ -148,6 +148,8 @@ def _of_variables(design: Design, frame: Any) -> Iterator[_Change]:
             first, *others = design.encoding.levels[name].names
             low = encode(first)
             yield from (_Change(f"{name}: {level} - {first}", low, encode(level), 1.0) for level in others)
+        elif frame[name].isin([0, 1]).all():
+            yield _Change(name, encode(0.0), encode(1.0), 1.0)
         else:
-            step = _STEP * float(frame[name].std())
+            step = _STEP * (float(frame[name].std(ddof=0)) or max(1.0, abs(float(frame[name].iloc[0]))))
             yield _Change(name, encode(frame[name] - step), encode(frame[name] + step), 2 * step)

@@ -20,7 +20,7 @@ def predict(
     rows: Any,
     interval: float = 0.9,
     *,
-    site: str | None = None,
+    site: str | int | None = None,
     given: Corrected | None = None,
     tolerance: float = 0.01,
 ) -> ResultFrame:

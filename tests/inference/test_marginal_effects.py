@@ -86,3 +86,17 @@ def test_effects_of_a_formula_are_those_of_its_variables() -> None:
     like = ft.inference.ranef(back, total=True).loc[("D", "age"), "estimate"]
     assert like == pytest.approx(summary.loc["age", "estimate"], abs=1e-3), "in the units of the frame"
     assert back.names == data.design.columns
+
+
+def test_of_a_boolean_variable_of_a_formula_it_is_the_difference_from_false() -> None:
+    rows = frame().assign(male=lambda made: made["male"] == 1)
+    data = ft.data.from_frame(rows, client="ward", formula="count ~ dose + male + (1 | ward)")
+    model = hierarchical.regression(data.design, "poisson", sd=100.0)
+    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30, until=settled(), progress=False)
+    table = ft.inference.marginal_effects(run, rows)
+    theirs = sm.Poisson(rows["count"], rows[list(NAMES)].astype(float)).fit(disp=0).get_margeff(dummy=True)
+    np.testing.assert_allclose(table["estimate"], theirs.margeff, atol=0.1 * theirs.margeff_se.max())
+    men = ft.inference.marginal_effects(run, rows[rows["male"]], variables=["male"])
+    ratio = np.exp(run.summary().loc["male", "estimate"])
+    fitted = ft.inference.predict(run, rows[rows["male"]])["estimate"].mean()
+    assert men["estimate"].iloc[0] == pytest.approx(fitted * (1 - 1 / ratio), rel=0.03)

@@ -214,3 +214,49 @@ def test_sites_keep_what_is_known_of_one_of_them() -> None:
     assert new["low"] < new["estimate"] < new["high"]
     remote.finish(run)
     site.join()
+
+
+def by_numbers() -> tuple[pd.DataFrame, ft.Run]:
+    frame = pd.DataFrame({"ward": np.repeat([1, 2, 3, 4], 8), "age": np.arange(32.0) % 7})
+    frame["y"] = frame["ward"] + 0.1 * frame["age"] + 0.05 * np.sin(np.arange(32))
+    data = ft.data.from_frame(frame, client="ward", formula="y ~ age + (1 | ward)")
+    return frame, ft.run(ft.ep(hierarchical.regression(data.design)), ft.InProcess(data), rounds=20, progress=False)
+
+
+def test_sites_with_numbers_are_known_whether_they_are_whole_or_floats() -> None:
+    """Of a column with missing cells pandas makes floats, and wards 2 and 2.0 are one."""
+    frame, run = by_numbers()
+    expected = ft.inference.predict(run, frame)
+    assert expected["known"].all()
+    pd.testing.assert_frame_equal(ft.inference.predict(run, frame.assign(ward=frame["ward"].astype(float))), expected)
+    alone = ft.inference.predict(run, frame[["age"]].head(8), site=1)
+    np.testing.assert_array_equal(alone["estimate"], expected["estimate"].head(8))
+    floats = ft.data.from_frame(
+        frame.assign(ward=frame["ward"].astype(float)), client="ward", formula="y ~ age + (1 | ward)"
+    )
+    assert floats.names == tuple(run.population.names) == ("1", "2", "3", "4")
+
+
+def test_new_sites_of_a_frame_are_adapted_each_by_its_rows() -> None:
+    frame, run = by_numbers()
+    new = frame[frame["ward"] < 3].assign(ward=lambda rows: rows["ward"] + 10)
+    both = ft.inference.adapted(run, new)
+    assert both.sites == ("11", "12")
+    one = ft.inference.adapted(run, new[new["ward"] == 12])
+    table = ft.inference.ranef(both, total=True)
+    np.testing.assert_allclose(table.loc["12"], ft.inference.ranef(one, total=True).loc["12"], rtol=1e-9)
+    assert ft.inference.predict(both, new)["known"].all()
+    assert ft.inference.adapted(run, new, site="both").sites == ("both",)
+
+
+def test_data_that_were_encoded_by_themselves_are_refused() -> None:
+    """Their standardised columns look like the run's, and stand for other ages."""
+    frame, run = by_numbers()
+    other = {"client": "ward", "formula": "y ~ age + (1 | ward)"}
+    young = frame.assign(age=frame["age"] / 2)
+    for wrong in (ft.inference.predict, ft.inference.adapted):
+        with pytest.raises(ValueError, match="of the run's design"):
+            wrong(run, ft.data.from_frame(young, **other))
+    encoded = ft.data.from_frame(young, client="ward", design=run.design)
+    expected = ft.inference.predict(run, young)
+    np.testing.assert_array_equal(ft.inference.predict(run, encoded)["estimate"], expected["estimate"])

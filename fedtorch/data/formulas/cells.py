@@ -66,7 +66,7 @@ class Cells:
     def where(self, row: int | None = None) -> str:
         """Return whose rows they are, for messages: " of client 'A'"."""
         if row is not None and self.group in self.frame.columns:
-            return f" of client {str(self.frame[self.group].iloc[row])!r}"
+            return f" of client {level_name(self.frame[self.group].iloc[row])!r}"
         return f" of client {self.site!r}" if self.site else ""
 
     def column(self, name: str) -> pandas.Series:

@@ -15,7 +15,7 @@ from fedtorch.data.agreement.disclosure import Disclosure
 from fedtorch.data.agreement.server import Request, agreed
 from fedtorch.data.agreement.site import Answers
 from fedtorch.data.federated import FederatedData
-from fedtorch.data.formulas.cells import Cells, as_frame
+from fedtorch.data.formulas.cells import Cells, as_frame, level_name
 from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.grammar import Formula
 from fedtorch.data.formulas.parsing import parse
@@ -150,7 +150,8 @@ def _agreed(formula: Formula, table: pandas.DataFrame, client: str, settings: di
     """Return the design on which clients agree, each of which answers for its own rows."""
     parts = table.groupby(Cells(table, client).complete(client), sort=False, observed=True)
     limits = Disclosure(settings["minimum"])
-    sites = {str(name): Answers(part, limits, name=str(name)) for name, part in parts}
+    named = {level_name(name): part for name, part in parts}
+    sites = {name: Answers(part, limits, name=name) for name, part in named.items()}
     given = {name: value for name, value in settings.items() if value is not None}
     return agreed(Request(formula.text, group=client, **given), sites)
 
@@ -180,7 +181,7 @@ def _by_client(rows: Tree, owners: pandas.Series) -> dict[str, Any]:
     codes, values = pd.factorize(owners)
     order = torch.from_numpy(codes.astype(numpy.int64)).argsort(stable=True)
     counts = torch.from_numpy(numpy.bincount(codes, minlength=len(values)).astype(numpy.int64))
-    names = tuple(str(value) for value in values)
+    names = tuple(map(level_name, values))
     return {"rows": tree.map(lambda leaf: leaf[order], rows), "counts": counts, "names": names}
 
 

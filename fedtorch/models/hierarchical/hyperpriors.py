@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 
-__all__ = ["log_normal"]
+__all__ = ["half_cauchy", "log_normal", "non_informative"]
 
 _GRID = 2001  # nodes of the integrals over a factor's coordinate
 _REACH = 12.0  # sds of the cavity on either side

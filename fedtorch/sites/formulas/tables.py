@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fedtorch.data import FederatedData
-from fedtorch.data.formulas.cells import Cells, as_frame
+from fedtorch.data.formulas.cells import Cells, as_frame, level_name
 
 if TYPE_CHECKING:
     import pandas
@@ -46,7 +46,7 @@ def without_rows(frame: pandas.DataFrame, client: str) -> FederatedData:
     """
     owners = Cells(frame).complete(client)
     counts = owners.value_counts(sort=False)
-    names = tuple(map(str, owners.unique()))
+    names = tuple(map(level_name, owners.unique()))
     return FederatedData(
         torch.empty(len(frame), 0), torch.tensor([int(counts[name]) for name in owners.unique()]), names
     )

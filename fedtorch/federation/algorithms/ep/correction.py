@@ -57,7 +57,7 @@ class Corrected(NamedTuple):
     Example:
         >>> import torch, fedtorch as ft
         >>> from fedtorch.federation.algorithms.ep import posterior, settled
-        >>> from fedtorch.federation.algorithms.ep.correction import corrected
+        >>> from fedtorch.federation.algorithms.ep import corrected
         >>> from fedtorch.models import hierarchical
         >>> x = torch.ones(20, 1, dtype=torch.float64)
         >>> data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
