@@ -26,13 +26,13 @@ def fitted(points: int | None, observations: bool = False) -> dict[str, float]:
     parts = zip(torch.tensor(table.incidence.to_numpy()).double(), torch.tensor(table["size"].to_numpy()).double())
     saturated = sum(_binomial(y, n) for y, n in parts)
     names = ("Intercept", "period2", "period3", "period4")
-    figures = {name: float(value) for name, value in zip(names, fit.fixed)}
-    figures |= {f"{name}, error": float(value) for name, value in zip(names, fit.errors)}
-    figures |= {"sd of herd": float(fit.sds[0]), "log likelihood": fit.log_likelihood}
-    figures |= {"-2 log L": -2 * fit.log_likelihood} | information(fit, 6 if observations else 5, len(table))
+    values = {name: float(value) for name, value in zip(names, fit.fixed)}
+    values |= {f"{name}, error": float(value) for name, value in zip(names, fit.errors)}
+    values |= {"sd of herd": float(fit.sds[0]), "log likelihood": fit.log_likelihood}
+    values |= {"-2 log L": -2 * fit.log_likelihood} | information(fit, 6 if observations else 5, len(table))
     if observations:
-        figures["sd of observation"] = float(fit.sds[-1])
-    return figures | {"-2 log L, above the saturated": 2 * (float(saturated) - fit.log_likelihood)}
+        values["sd of observation"] = float(fit.sds[-1])
+    return values | {"-2 log L, above the saturated": 2 * (float(saturated) - fit.log_likelihood)}
 
 
 def _binomial(y: Tensor, n: Tensor) -> Tensor:

@@ -44,11 +44,11 @@ def fitted(package: str, name: str, formula: str, group: str) -> Fit:
 def described(fit: Fit, names: Sequence[str]) -> dict[str, float]:
     """All that the tables have, by name."""
     assert fit.noise is not None
-    figures = {"residual variance": fit.noise**2, "log likelihood": fit.log_likelihood}
+    values = {"residual variance": fit.noise**2, "log likelihood": fit.log_likelihood}
     for i, name in enumerate(names):
-        figures |= {name: float(fit.fixed[i]), f"{name}, error": float(fit.errors[i])}
-        figures[f"variance of {name}"] = float(fit.sds[i] ** 2)
-    return figures
+        values |= {name: float(fit.fixed[i]), f"{name}, error": float(fit.errors[i])}
+        values[f"variance of {name}"] = float(fit.sds[i] ** 2)
+    return values
 
 
 def theirs(package: str, name: str, response: str, slope: str, group: str) -> dict[str, float]:
@@ -81,8 +81,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         live if options.smoke else [("dietox", "geepack", "Weight", "Time", "Pig"), *live]
     ):
         fit = fitted(package, name, f"{response} ~ {slope} + ({slope} | {group})", group)
-        figures = {key: f"{value:.4g}" for key, value in theirs(package, name, response, slope, group).items()}
-        rows += printed(f"{name}, intercepts and slopes, run here", described(fit, ("Intercept", slope)), figures)
+        printed_there = {key: f"{value:.4g}" for key, value in theirs(package, name, response, slope, group).items()}
+        rows += printed(f"{name}, intercepts and slopes, run here", described(fit, ("Intercept", slope)), printed_there)
     common.show_rows("statsmodels' mixed linear models", rows, ".5f")
     common.finish("mixed_models.statsmodels", rows, options)
 

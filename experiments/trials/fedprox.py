@@ -165,9 +165,10 @@ def draw(curves: dict[str, dict[str, dict[str, list[float]]]], level: float) -> 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run all methods at all levels on all data sets, print what they end with and draw their course."""
     parser = common.arguments(__doc__)
+    parser.add_argument("--data", nargs="*", default=list(DATA), choices=DATA, help="data sets (default all)")
     parser.add_argument("--levels", type=float, nargs="*", default=[0.0, 0.5, 0.9], help="shares of stragglers")
     options = parser.parse_args(argv)
-    rounds, names = (1, ["(1, 1)"]) if options.smoke else (200, list(DATA))
+    rounds, names = (1, ["(1, 1)"]) if options.smoke else (200, options.data)
     levels = [0.9] if options.smoke else options.levels
     folder = None if options.out is None or options.smoke else Path(options.out) / "fedprox_runs"
     rows, figures = [], {}

@@ -181,8 +181,8 @@ def from_exact(folder: Path, name: str, found: Mapping[str, tuple[float, float]]
     mean, sd = exact(*rows_of(folder, name))
     ours = torch.tensor([found[f"beta[{j + 1}]"] for j in range(len(mean))], dtype=torch.float64)
     off, ratio = ((ours[:, 0] - mean) / sd).abs().max(), (ours[:, 1] / sd - 1).abs().max()
-    figures = {"error of a mean, in sds": float(off), "error of an sd, relative": float(ratio)}
-    return [common.Row(f"{name}, from the closed form", f"largest {key}", value) for key, value in figures.items()]
+    errors = {"error of a mean, in sds": float(off), "error of an sd, relative": float(ratio)}
+    return [common.Row(f"{name}, from the closed form", f"largest {key}", value) for key, value in errors.items()]
 
 
 def regression(folder: Path, name: str, seed: int, points: int) -> dict[str, tuple[float, float]]:
