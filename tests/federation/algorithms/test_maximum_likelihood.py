@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 
 import numpy as np
+import pandas
 import pytest
 import torch
 from scipy.optimize import minimize
@@ -208,6 +210,41 @@ def test_restricted_likelihood_is_that_of_linear_models() -> None:
     model = generalised.logistic(hierarchical.normal(2, random=[0]))
     with pytest.raises(ValueError, match="Expected a linear model for restricted likelihood"):
         fit(model, clients("logistic"), restricted=True)
+
+
+@pytest.mark.parametrize("random", ["(1 | site)", "(1 + age | site)"])
+def test_the_summary_of_a_formula_is_in_the_units_of_its_columns(random: str) -> None:
+    generator = np.random.default_rng(1)
+    frame = pandas.DataFrame({"site": np.repeat(list("abcdefgh"), 12), "age": generator.normal(60, 10, 96)})
+    level, slope = (dict(zip("abcdefgh", generator.normal(0, sd, 8))) for sd in (2.0, 0.1))
+    frame["y"] = 3 + frame["site"].map(level) + (0.4 + frame["site"].map(slope)) * frame["age"]
+    frame["y"] += generator.normal(0, 1, 96)
+    summaries = []
+    for standardise in (True, False):
+        data = ft.data.from_frame(frame, client="site", formula=f"y ~ age + {random}", standardise=standardise)
+        summaries.append(fit(hierarchical.regression(data.design), data).summary())
+    numbers = [summary[["estimate", "sd"]].to_numpy() for summary in summaries]
+    np.testing.assert_allclose(*numbers, rtol=2e-3, atol=1e-6)
+    assert abs(summaries[0].loc["age", "estimate"] - 0.4) < 0.2
+
+
+@pytest.mark.parametrize("algorithm", [ft.maximum_likelihood, ft.ep])
+def test_separation_is_said_with_the_column_and_a_remedy(algorithm: Callable[..., ft.Algorithm]) -> None:
+    generator = np.random.default_rng(0)
+    frame = pandas.DataFrame({"site": np.repeat(list("abcdef"), 50), "x": generator.normal(size=300)})
+    frame["ward"] = generator.choice(["u", "v"], 300)
+    for separated in (False, True):
+        frame["y"] = (generator.uniform(size=300) < 1 / (1 + np.exp(-0.5 * frame["x"]))).astype(int)
+        if separated:
+            frame.loc[frame["ward"] == "v", "y"] = 1
+        data = ft.data.from_frame(frame, client="site", formula="y ~ x + ward + (1 | site)")
+        run = ft.run(algorithm(hierarchical.regression(data.design, "logistic")), ft.InProcess(data), rounds=20)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run.summary()
+        words = " ".join(str(each.message) for each in seen)
+        assert ("'ward[T.v]' may do so (separation)" in words) == separated
+        assert "'x'" not in words
 
 
 def test_a_variance_of_zero_is_said() -> None:

@@ -21,6 +21,8 @@ from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
+from fedtorch.models.hierarchical.families import LOGISTIC
+from fedtorch.models.hierarchical.separation import warn_of_separation
 from fedtorch.models.quadrature import quasi_random
 
 _NODES = 2**14
@@ -55,8 +57,23 @@ def estimates(
     shown, size = quantities(run, nodes), len(model.hierarchy.mean)
     design = units(run) @ model.hierarchy.mean.to(nodes)
     m = design.shape[1]
+    check_separation(run, q.mean[:m], q.covariance[:m, :m])
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
+
+
+def check_separation(run: Run, mean: Tensor, covariance: Tensor) -> None:
+    """Warn where a logistic regression on standardised columns looks separated; see `warn_of_separation`.
+
+    Args:
+        run: of a hierarchical model.
+        mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
+    """
+    model, design = run.algorithm.settings["model"], design_of(run)
+    if model.family is LOGISTIC and design is not None and design.encoding.standard:
+        back = model.hierarchy.mean.to(mean)
+        sds = (back @ covariance @ back.mT).diagonal().sqrt()
+        warn_of_separation(coefficient_names(run), back @ mean, sds, stacklevel=5)
 
 
 def quantities(run: Run, nodes: Tensor) -> Quantities:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import ClientData
+from fedtorch.federation.algorithms.ep.estimates import check_separation, coefficient_names, units
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, found, maximised
-from fedtorch.federation.populations.population import feature_names, row_counts
+from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates
@@ -22,7 +23,7 @@ _FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hun
 
 
 class Maximum(NamedTuple):
-    """Hold estimates of what is shared.
+    """Hold estimates of what is shared, in the units of the columns of x, which a formula scales: see `run.summary()`.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -92,6 +93,8 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
 def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     """Return the estimates by name: coefficients, normal with their standard errors; SDs, correlations and the noise.
 
+    Coefficients of a formula are in the units of the frame's columns.
+
     Args:
         run, tolerance: as those of `estimates`, which warns and raises alike.
     """
@@ -100,17 +103,18 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     if not hierarchy.coefficients:
         normal, n = Moments(found.mean, found.covariance), (rows,) * len(found.names)
         return Estimates(found.names, found.mean[None], None, len(found.names), normal, n)
-    names, columns = hierarchy.coefficients, feature_names(run.population)
-    if len(columns) == len(names) and names == tuple(map(str, range(len(names)))):
-        names = columns
-    design = hierarchy.mean.to(found.mean)
+    names, back = coefficient_names(run), units(run).to(found.mean)
+    design, spread = back @ hierarchy.mean.to(found.mean), back @ found.spread @ back.mT
+    sds = spread.diagonal().sqrt()
     m = design.shape[1]
     values = dict(zip(names, (design @ found.mean[:m]).tolist()))
     for i in hierarchy.random:
-        values[f"sd({names[i]})"] = float(found.sds[i])
-        values |= {f"cor({names[j]}, {names[i]})": float(found.correlation[i, j]) for j in hierarchy.random if j < i}
+        values[f"sd({names[i]})"] = float(sds[i])
+        pairs = {j: float(spread[i, j] / (sds[i] * sds[j])) for j in hierarchy.random if j < i}
+        values |= {f"cor({names[j]}, {names[i]})": pair for j, pair in pairs.items()}
     if found.noise is not None:
         values["sigma"] = found.noise
+    check_separation(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
     n = tuple(clients if name.startswith(("sd(", "cor(")) else rows for name in values)
     return Estimates(tuple(values), torch.tensor([list(values.values())]).to(found.mean), None, len(names), normal, n)
