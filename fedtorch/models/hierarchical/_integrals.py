@@ -30,7 +30,7 @@ from fedtorch.models.quadrature import QuadratureRule
 
 _BLOCKS = 2  # as many linear predictors at a time as caches hold
 _FEW = (1, 2, 3)  # coordinates of a rule of which the nodes are evaluated by fourth derivatives where that is enough
-_MANY = 64  # rows of a client from which on they may be
+_MANY = 64  # responses of a client, trials each counted, from which on they may be
 _REST = 2e-3  # of a log likelihood, by the sixth derivatives, up to which it is
 _LOWEST = -0.7  # the least change of a row's information, as a share of it
 
@@ -111,7 +111,8 @@ class _Local(NamedTuple):
         pull = (self.half.mT @ self.at.gradient[..., None])[..., -last:, 0]
         middle = self.log_joint(nodes[:1] * 0) - 0.5 * nodes.square().sum(-1)
         log = middle + pull @ nodes.mT - of_three / 6 - of_four / 24
-        rough = ~(rest < _REST) | (data.count < _MANY)[:, None]
+        responses = data.count if data.times is None else data.times.sum(-1)
+        rough = ~(rest < _REST) | (responses < _MANY)[:, None]
         clients = rough.any(1).nonzero()[:, 0]
         if len(clients):
             which = rough[clients].to(torch.int8).argsort(dim=1, descending=True, stable=True)
