@@ -46,6 +46,10 @@ class Coefficients(NamedTuple):
     design: Design | None = None
     intercept: bool = False  # whether the first one is an intercept that rows have no column for
 
+    def __repr__(self) -> str:
+        sites = ", ".join(self.sites[:3]) + (", …" if len(self.sites) > 3 else "")
+        return f"Coefficients({len(self.sites)} sites: {sites}; {', '.join(self.names)})"
+
     def totals(self) -> DevicePosterior:
         """Return the coefficients in the units of the frame."""
         return _moved(self.posterior, self.back)

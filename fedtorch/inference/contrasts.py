@@ -67,6 +67,11 @@ def contrasts(
 
 
 def _estimates(run: Run, options: dict[str, Any]) -> Estimates:
+    if not isinstance(run, Run):
+        raise TypeError(
+            f"Expected a run, but got a {type(run).__name__}; of pooled runs take contrasts of each, and pool these by "
+            "pooled([(estimate, covariance), …])"
+        )
     if run.algorithm.estimates is None:
         run.summary()  # says what the algorithm has instead
     assert run.algorithm.estimates is not None

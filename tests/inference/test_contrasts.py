@@ -99,3 +99,9 @@ def test_a_run_without_a_posterior_says_what_it_has(rows: tuple[Tensor, Tensor])
     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1).double())), ft.InProcess(data), rounds=1)
     with pytest.raises(TypeError, match=r"but got fedavg, .*run.global_module\(\)"):
         ft.inference.contrasts(run, "age")
+
+
+def test_pooled_runs_are_refused_with_what_to_do() -> None:
+    fits = [(torch.tensor([slope]), torch.tensor([[0.04]])) for slope in (0.9, 1.0, 1.2)]
+    with pytest.raises(TypeError, match="Expected a run, but got a Pooled; of pooled runs take contrasts of each"):
+        ft.inference.contrasts(ft.inference.pooled(fits, names=["slope"]), "slope")
