@@ -34,9 +34,9 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common, result_pages
+from experiments.trials.flamby_optimizer import Adagrad
 from experiments.trials.flamby_published import AVERAGE, EACH, HOSPITALS, published
 from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.algorithms.fedopt import Yogi
 from fedtorch.models import gibbs, hierarchical
 from fedtorch.models.gibbs import deviations, global_priors
 
@@ -98,14 +98,6 @@ def linear(seed: int) -> nn.Linear:
         return nn.Linear(FEATURES, 1).double()
 
 
-class Adagrad(Yogi):
-    """FLamby's FedAdagrad, the momentum of Yogi with a second moment that adds up."""
-
-    @staticmethod
-    def _update(square: Tensor, new: Tensor, beta: float) -> None:
-        square.add_(new)
-
-
 def descent(seed: int, lr: float) -> ft.LocalSolver:
     """FLamby's steps of a round, from a seed's weights."""
     return ft.gradient_descent(
@@ -124,7 +116,7 @@ STRATEGIES: dict[str, Callable[[int], ft.Algorithm]] = {
     "SCAFFOLD": lambda seed: ft.scaffold(descent(seed, 0.001)),
     "FedAdam": lambda seed: ft.fedadam(descent(seed, 0.01), lr=0.01, bias_correction=False, **MOMENTS),
     "FedYogi": lambda seed: ft.fedyogi(descent(seed, 0.003162), lr=0.01, **MOMENTS),
-    "FedAdagrad": lambda seed: ft.fedopt(descent(seed, 0.003162), partial(Adagrad, lr=0.316228, **MOMENTS)),
+    "FedAdagrad": lambda seed: ft.fedopt(descent(seed, 0.003162), partial(Adagrad, lr=0.316228)),
     "FedAdagrad without momentum": lambda seed: ft.fedadagrad(
         descent(seed, 0.003162), lr=0.316228, eps=1e-8, initial=0.0
     ),

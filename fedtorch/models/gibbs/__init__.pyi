@@ -1,5 +1,7 @@
 from . import (
+    deviations as deviations,
     directed as directed,
+    global_priors as global_priors,
     graphical as graphical,
     imputation as imputation,
     logistic as logistic,

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from fedtorch import random
 
+__all__ = ["horseshoe", "laplace", "normal"]
+
 Noise = tuple[Tensor, ...]
 
 

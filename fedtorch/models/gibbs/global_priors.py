@@ -19,6 +19,8 @@ from fedtorch import random
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.tree import Tree
 
+__all__ = ["bayesian_lasso", "gaussian", "regularised_horseshoe", "spike_and_slab"]
+
 
 @dataclass(frozen=True)
 class GlobalPrior:
