@@ -14,7 +14,7 @@ import fedtorch as ft
 from fedtorch.trust import privacy
 
 NETWORKS = {"gtv", "gtv_regressors", "without_server", "fedmgp_average"}  # of as many nodes as there are clients
-COVARIANCE = {"matrix_normal"}  # of clients with each other
+COVARIANCE = {"matrix_normal", "shared_body"}  # of clients with each other
 ONE = {"pooled"}
 JOINED = sorted(ALGORITHMS.keys() - NETWORKS - COVARIANCE - ONE)
 
@@ -61,12 +61,13 @@ def test_a_client_that_joins_counts_as_one_that_was_never_asked(name: str, tmp_p
         assert distance(joined.server.total, joined.clients.total()) < ROUNDING
 
 
-def test_nobody_joins_where_clients_have_a_covariance_with_each_other(tmp_path: Path) -> None:
-    few = begun("matrix_normal", 5)
+@pytest.mark.parametrize("name", sorted(COVARIANCE))
+def test_nobody_joins_where_clients_have_a_covariance_with_each_other(name: str, tmp_path: Path) -> None:
+    few = begun(name, 5)
     few.step()
     few.save(tmp_path / "few")
-    with pytest.raises(ValueError, match=r"'server\.covariance\.vectors' is \(5, 5\) with 5 clients and \(6, 6\)"):
-        begun("matrix_normal", 6).load(tmp_path / "few", joined="new")
+    with pytest.raises(ValueError, match=r"covariance\.vectors' is \(5, 5\) with 5 clients and \(6, 6\)"):
+        begun(name, 6).load(tmp_path / "few", joined="new")
 
 
 def relaxed(nodes: int) -> ft.Run:

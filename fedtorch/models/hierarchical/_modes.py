@@ -66,6 +66,7 @@ class Problem(NamedTuple):
 
     @staticmethod
     def of(family: ExponentialFamily, data: Rows, uncertain: int) -> Problem:
+        """Return what these rows say of the last coefficients, so many."""
         data = data.trimmed()
         x = data.x[..., data.x.shape[-1] - uncertain :]
         powers = monomials(x) if 0 < uncertain <= _MOST and x.numel() * uncertain**3 <= _NUMBERS else None
