@@ -163,6 +163,7 @@ def test_a_flat_regression_has_a_closed_form():
     assert float(sd) == pytest.approx(float((y - y.mean()).square().sum() / 6 / 2) ** 0.5)
 
 
+@pytest.mark.slow
 def test_compositions(tmp_path):
     compositions.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")

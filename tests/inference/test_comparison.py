@@ -163,6 +163,7 @@ def test_blocks_and_padding_do_not_matter(runs: dict[str, ft.Run]) -> None:
     assert loo(again, draws=100).elpd == pytest.approx(loo(runs["poisson"], draws=100).elpd, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_two_ranks_say_what_one_process_says(runs: dict[str, ft.Run], tmp_path: Path) -> None:
     def body(rank: int) -> list[float]:
         population = ft.Distributed(sites("logistic"))

@@ -124,6 +124,7 @@ def test_runs_are_pooled_by_name() -> None:
     assert torch.allclose(found.mean, by_hand)
 
 
+@pytest.mark.slow
 def test_close_to_mice() -> None:
     """Their imputation is by chained equations and predictive means: estimates agree to a third of an sd."""
     from statsmodels.imputation import mice
