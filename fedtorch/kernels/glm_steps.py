@@ -109,7 +109,7 @@ def glm_loop(
     precision: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `glm_steps` does, by a loop over steps in which clients that are done take no part: for a CPU.
+    """Return what `glm_steps` does, by a loop over steps in which clients that are done take no part, on a CPU.
 
     Args:
         family, x, y, start, lr, precision, shift: as of `glm_steps`.
@@ -125,16 +125,18 @@ def glm_loop(
         None if precision is None or shift is None else (lr * precision[:, None, None], lr * shift.reshape(theta.shape))
     )
     done, ends = (torch.empty_like(theta), torch.empty_like(told)), set(total.tolist())
+    whole = rows, y  # of the clients that are here, for steps that take all rows
     client, here = torch.arange(len(start)), (theta, told, pull, width * torch.arange(len(start))[:, None])
     for step, (place, size) in enumerate(minibatches):
         if step in ends:
             left = total[client] > step
             done[0][client], done[1][client] = here[:2]
             client, here = client[left], tree.take(here, left.nonzero()[:, 0])
+            whole = whole if place is not None else (rows[client], y[client])
         if len(client) < len(size):
             place, size = None if place is None else place[client], size[client]
         if place is None:
-            design, response = rows[client], y[client]
+            design, response = whole
         else:
             at = (place + here[3]).flatten()
             design = flat.index_select(0, at).view(*place.shape, -1)

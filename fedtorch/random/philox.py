@@ -50,12 +50,13 @@ _DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new ke
 # Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
 _CLEAR = torch.tensor(WORD, device="cpu")
 _HALF = torch.tensor(32, device="cpu")
-_MULTIPLIERS = torch.tensor(0xD2511F53, device="cpu"), torch.tensor(0xCD9E8D57, device="cpu")
+_FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57  # factors of words 0 and 2
+_MULTIPLIERS = torch.tensor(_FIRST, device="cpu"), torch.tensor(_SECOND, device="cpu")
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 _LANES = 256  # of a program
 _SINGLY = 8  # new keys at most that are made one after the other
 _LOWER, _UPPER = numpy.uint64(WORD), numpy.uint64(32)
-_FACTORS = numpy.array((0xCD9E8D57, 0xD2511F53), numpy.uint64)  # of words 2 and 0
+_FACTORS = numpy.array((_SECOND, _FIRST), numpy.uint64)  # of words 2 and 0
 _STEPS = numpy.arange(_ROUNDS, dtype=numpy.uint64)[:, None] * numpy.array(_WEYL, numpy.uint64)  # of both key words
 
 
@@ -163,7 +164,7 @@ def _folded_number(key: int, number: int) -> int:
     a, b, c, d = number & WORD, (number >> 32) & WORD, 0, FOLD
     low, high = key & WORD, (key >> 32) & WORD
     for _ in range(_ROUNDS):
-        first, second = a * 0xD2511F53, c * 0xCD9E8D57
+        first, second = a * _FIRST, c * _SECOND
         a, b, c, d = (second >> 32) ^ b ^ low, second & WORD, (first >> 32) ^ d ^ high, first & WORD
         low, high = (low + _WEYL[0]) & WORD, (high + _WEYL[1]) & WORD
     return ((b ^ 2**31) << 32 | a) - 2**63  # as a signed number

@@ -33,6 +33,8 @@ class LinearSteps(NamedTuple):
     def knows(self, start: Tree, rows: Tree, quadratic: Quadratic | None) -> bool:
         """Return whether a program takes the steps of clients with such parameters and rows."""
         first = next(iter(start.values()))
+        if first.device.type != "cpu" and not self._launches(first):
+            return False  # the loop over steps is for a CPU
         if quadratic is not None and isinstance(quadratic.precision, dict):
             return False
         (x, y), dtype = rows, first.dtype

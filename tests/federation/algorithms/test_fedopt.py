@@ -54,22 +54,24 @@ def test_the_servers_optimiser_on_the_mean_change(name: str, chunk: int | None) 
         assert distance(round.server.parameters, {n: p.detach() for n, p in own.items()}) < 100 * ROUNDING  # g / √v
 
 
+def moved(name: str, m: Tensor, v: Tensor, x: Tensor, data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
+    """The moments of Algorithm 2 after a round from x of exact local solutions."""
+    best = [torch.linalg.pinv(a, hermitian=True) @ (b - a @ x) + x for a, b in (moments(*rows) for rows in data)]
+    delta = torch.stack([n / COUNTS.sum() * (end - x) for n, end in zip(COUNTS, best)]).sum(0)
+    if name == "Adagrad":
+        return delta, v + delta**2
+    if name == "Yogi":
+        return 0.9 * m + 0.1 * delta, v - 0.01 * delta**2 * torch.sign(v - delta**2)
+    return 0.9 * m + 0.1 * delta, 0.99 * v + 0.01 * delta**2
+
+
 @pytest.mark.parametrize("name", ["Adam", "Yogi", "Adagrad"])
 def test_algorithm_2_of_the_paper(name: str) -> None:
     data, local, tau, rate = linear_clients(SIZES), ft.least_squares(linear()), 1e-3, 0.1
     x = joined(local.parameters)
     m, v = torch.zeros_like(x), torch.full_like(x, tau**2) if name != "Adam" else torch.zeros_like(x)
     for t, round in enumerate(ft.Run(SHORT[name](local), ft.InProcess(data)).rounds(5), 1):
-        best = [torch.linalg.pinv(a, hermitian=True) @ (b - a @ x) + x for a, b in (moments(*rows) for rows in data)]
-        delta = sum(n / COUNTS.sum() * (end - x) for n, end in zip(COUNTS, best))
-        beta = 0.0 if name == "Adagrad" else 0.9
-        m = beta * m + (1 - beta) * delta
-        if name == "Adagrad":
-            v = v + delta**2
-        elif name == "Yogi":
-            v = v - 0.01 * delta**2 * torch.sign(v - delta**2)
-        else:
-            v = 0.99 * v + 0.01 * delta**2
+        m, v = moved(name, m, v, x, data)
         corrected = (m / (1 - 0.9**t), v / (1 - 0.99**t)) if name == "Adam" else (m, v)
         x = x + rate * corrected[0] / (corrected[1].sqrt() + tau)
         assert distance(joined(round.server.parameters), x) < 100 * ROUNDING
@@ -85,16 +87,7 @@ def test_second_moments_begin_where_papers_and_libraries_say(name: str, initial:
     x = joined(local.parameters)
     m, v = torch.zeros_like(x), torch.full_like(x, tau**2 if initial is None else initial)
     for round in ft.Run(make(local, lr=rate, eps=tau, initial=initial), ft.InProcess(data)).rounds(4):
-        best = [torch.linalg.pinv(a, hermitian=True) @ (b - a @ x) + x for a, b in (moments(*rows) for rows in data)]
-        delta = sum(n / COUNTS.sum() * (end - x) for n, end in zip(COUNTS, best))
-        beta = 0.0 if name == "Adagrad" else 0.9
-        m = beta * m + (1 - beta) * delta
-        if name == "Adagrad":
-            v = v + delta**2
-        elif name == "Yogi":
-            v = v - 0.01 * delta**2 * torch.sign(v - delta**2)
-        else:
-            v = 0.99 * v + 0.01 * delta**2
+        m, v = moved(name, m, v, x, data)
         x = x + rate * m / (v.sqrt() + tau)
         assert distance(joined(round.server.parameters), x) < 100 * ROUNDING
 
