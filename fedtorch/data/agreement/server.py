@@ -175,7 +175,7 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
 def _also(request: Request, formula: Formula) -> list[str]:
     """Return the quantities whose mean and sd are asked for though no encoding needs them."""
     plain = [variable.quantity.name for variable in formula.variables if not variable.function]
-    return sorted({*plain, formula.response.name}) if request.standardise else []
+    return sorted({*(plain if request.standardise else []), formula.response.name})  # whose units priors are in
 
 
 def _standardised(design: Design, scales: Mapping[Quantity, Scale], known: SiteAnswers) -> Design:

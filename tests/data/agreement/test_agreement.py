@@ -12,6 +12,7 @@ import numpy
 import pandas
 import pytest
 
+import fedtorch as ft
 from fedtorch.data.agreement.disclosure import Disclosure
 from fedtorch.data.agreement.histogram import bounds, histogram, quantiles
 from fedtorch.data.agreement.server import Request, agreed, conversation
@@ -62,6 +63,14 @@ def test_means_and_scales_are_those_of_pooled_rows() -> None:
     assert encoding.scales["scale(log(crp))"] == pytest.approx((crp.mean(), crp.std()), rel=1e-12)
     assert encoding.standard["age"] == pytest.approx((POOLED["age"].mean(), POOLED["age"].std()), rel=1e-12)
     assert encoding.response == pytest.approx((POOLED["los"].mean(), POOLED["los"].std()), rel=1e-12)
+
+
+@pytest.mark.parametrize("standardise", [True, False])
+def test_the_scale_of_the_response_is_known_for_priors(standardise: bool) -> None:
+    settings: dict[str, Any] = {"client": "site", "formula": "los ~ age + (1 | site)", "standardise": standardise}
+    people = pandas.concat([each.assign(site=name) for name, each in FRAMES.items()], ignore_index=True)
+    federated = ft.data.from_frame(people, minimum=10, **settings).design.encoding.response
+    assert federated == pytest.approx(ft.data.from_frame(people, **settings).design.encoding.response, rel=1e-12)
 
 
 def test_levels_are_those_of_pooled_rows() -> None:
