@@ -19,18 +19,17 @@ True
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.data import ClientData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.estimates import coefficient_names, units
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._rows import source
-from fedtorch.inference._sites import rows_at_hand
+from fedtorch.inference._sites import COEFFICIENTS
+from fedtorch.inference.holders import ask
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.hierarchical import Model
 
@@ -68,11 +67,11 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
         TypeError: a run of something else.
         ValueError: rows that are at sites, or a model whose coefficients are the same for all sites.
     """
-    model, data = source(run, 1, None, tolerance, 0).model, rows_at_hand(run)
+    model = source(run, 1, None, tolerance, 0).model
     names, place = _names(run, model), list(model.hierarchy.random)
     back = units(run)
     q = ep.posterior(run, tolerance=tolerance)
-    pooled = _original(ep.devices(run, tolerance=tolerance), back)
+    pooled = _original(ask(run, COEFFICIENTS), back)
     low, high = (edge[:, place] for edge in credible_interval(pooled.marginals(), level))
     own = _original(_alone(run, model, q.mean), back)
     mean, variance = own.means[:, 0], own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
@@ -83,7 +82,7 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
     spread = (back @ _covariance(model, q.mean) @ back.mT).diagonal().sqrt()
     says = variance.sqrt() < _SAYS * _WIDE * spread
     return SiteEstimates(
-        sites=tuple(data.names),
+        sites=tuple(run.population.names),
         coefficients=tuple(names[j] for j in place),
         mean=pooled.distribution().mean[:, place],
         low=low,
@@ -121,11 +120,8 @@ def _alone(run: Run, model: Model, mean: Tensor) -> DevicePosterior:
     phi = mean.clone()
     phi[m:scales] = model.hierarchy.scales(torch.diag(_WIDE**2 * variance), mean.new_zeros(()))
 
-    def own(cavity: Any, block: ClientData) -> DevicePosterior:
-        every = tree.expand(phi[None], len(block.count))
-        return model.given(every, torch.ones_like(every[..., 0]), model.prepare(block))
-
-    return run.clients.evaluate(run.outbox, rows_at_hand(run), own)
+    alone = {"phi": phi[None], "weights": torch.ones_like(phi[:1])}
+    return ask(run, COEFFICIENTS, alone)
 
 
 def _original(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:
