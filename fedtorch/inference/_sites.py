@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import random, tree
 from fedtorch.data import ClientData
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms import ep
@@ -82,11 +82,14 @@ def _check_model(run: Run) -> None:
 
 def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
     """Return the posterior of the coefficients of a site of which there are no rows, as those of all sites vary."""
+    if run.algorithm.settings.get("algorithm") == "gibbs":
+        return _drawn_newcomers(run)
     model = run.algorithm.settings.get("model")
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model, by which coefficients of another site are known, "
-            f"but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its own sites only"
+            "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, by which coefficients of another site "
+            f"are known, but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its "
+            "own sites only"
         )
     hierarchy, (nodes, weights) = model.hierarchy, _shared_nodes(run, given, tolerance, _FOR_OTHERS)
     m, scales = hierarchy.mean.shape[1], len(hierarchy.names)
@@ -237,6 +240,31 @@ def _drawn(run: Run) -> Coefficients:
         family=local.family,
         intercept=f"{SITES}intercept" in draws,
     )
+
+
+def _drawn_newcomers(run: Run) -> Coefficients:
+    """Return what a sampler's draws of what sites share say of a site without rows."""
+    local, draws = run.algorithm.settings["local"], sampler_of(run).draws()
+    if local.newcomer is None or SHARED not in draws:
+        raise TypeError(
+            "Expected a kernel that knows what clients without rows are like, and a sampler with its global variables, "
+            "but got none; a site's intercept that is integrated out has no distribution, and a deviation of your own "
+            "needs its prior=; rows can be predicted of the run's own sites"
+        )
+    shared = {name: leaf for name, leaf in draws.items() if not name.startswith(SITES)}
+    every = max(1, -(-draws[SHARED].shape[0] * draws[SHARED].shape[1] // _DRAWS))
+    some = {name: leaf[:, ::every].flatten(0, 1) for name, leaf in shared.items()}
+    known = local.newcomer(some, random.key(0))
+    count, size = known.mean.shape
+    posterior = DevicePosterior(
+        known.mean.new_full((1, count), 1 / count), known.mean[None], torch.diag_embed(known.variance)[None],
+        known.noise.log()[None],
+    )  # fmt: skip
+    intercept = size > draws[SHARED].shape[-1]
+    names, columns = feature_names(run.population), size - intercept
+    names = names if len(names) == columns else tuple(map(str, range(columns)))
+    names = ("Intercept", *names) if intercept else names
+    return Coefficients(("new",), names, posterior, torch.eye(size).double(), local.family, intercept=intercept)
 
 
 def drawn_coefficients(run: Run) -> tuple[Tensor, Tensor]:

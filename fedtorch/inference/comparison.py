@@ -73,8 +73,8 @@ def loo(
     """Compute the accuracy for rows left out by smoothed importance sampling, or for sites left out by their cavities.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, on rows at hand; or of `ft.gibbs` with a regression and a sampler
-            that recorded sites, for rows.
+        run: of `ft.ep` with a hierarchical model, on rows at hand or on sites whose policies have
+            `after_fit=("densities",)`; or of `ft.gibbs` with a regression and a sampler that recorded sites, for rows.
         out: "row", which is predicted with the other rows of its site, or "site", which is predicted as a new one.
         draws: of the posterior, at every client; for rows.
         given: what `corrected` has found, in place of q(φ); for rows.
@@ -83,7 +83,7 @@ def loo(
 
     Raises:
         TypeError: a run of something else.
-        ValueError: rows that are at sites.
+        RuntimeError: sites that do not tell densities.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -147,7 +147,7 @@ def compare(
         given: what `corrected` has found, by name.
 
     Raises:
-        ValueError: runs of other clients, rows or responses.
+        ValueError: runs of other clients, rows or responses; or rows that are at sites, which know one model at a time.
 
     Example:
         >>> import torch, fedtorch as ft

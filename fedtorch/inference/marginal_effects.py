@@ -61,15 +61,16 @@ def marginal_effects(
     Args:
         run: as for `predict`; or on sites whose policies have `after_fit=("margins",)`, which average over their own
             rows, each with its clients' coefficients.
-        frame: rows to average over, of the run's sites, where they are at hand. With the run's formula effects are those of its variables,
-            splines and interactions included, and a frame has to be given; without one, those of the columns of x, and
-            rows are by default the run's own.
+        frame: rows to average over, of the run's sites, where they are at hand. With the run's formula effects are
+            those of its variables, splines and interactions included, and a frame has to be given; without one, those
+            of the columns of x, and rows are by default the run's own.
         variables: whose effects, by default all of them.
         level: of the intervals.
         given, tolerance: as those of `ranef`.
 
     Raises:
         ValueError: a variable that is not there, or rows of other sites.
+        RuntimeError: sites that do not tell marginal effects.
 
     Example:
         >>> import torch, fedtorch as ft

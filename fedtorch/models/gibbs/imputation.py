@@ -131,7 +131,8 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
-    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report, regression.family)
+    prepare = lambda data: _gaps(data, normal)
+    return LocalKernel(regression.init, prepare, sweep, regression.report, regression.family, regression.newcomer)
 
 
 def _check_regression(regression: LocalKernel, covariates: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas
@@ -11,9 +11,11 @@ import torch
 from support.loopback import Clock, Loopback
 
 import fedtorch as ft
+from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
 from fedtorch.sites.rounds import frames, sites as meeting
+from fedtorch.sites.rounds.policy import Watch
 
 NAMES = ["north", "south"]
 FORMULA = "died ~ age + sex + smoker + (1 | ward)"
@@ -41,26 +43,35 @@ def regression(design: ft.data.Design) -> ft.Algorithm:
     return ft.ep(hierarchical.regression(design, "logistic"))
 
 
-def fitted(rounds: int = 1, /, **policy: Any) -> tuple[Loopback, ft.Run]:
-    """A run of two sites with two wards each."""
-    brought = {
-        name: SiteConfiguration.of_frame(each, "ward", {"it": regression}, policy=Policy(**policy))
-        for name, each in FRAMES.items()
-    }
-    host = Loopback(brought, None)
-    design = agree(host, NAMES, FORMULA, client="ward")  # type: ignore[arg-type]
-    population = Remote(host, NAMES, "it", quorum=1.0)  # type: ignore[arg-type]
-    return host, ft.run(regression(design), population, rounds=rounds, progress=False)
+class Both(NamedTuple):
+    """A run of two sites with two wards each, and that of one process."""
+
+    host: Loopback
+    there: ft.Run
+    here: ft.Run
+
+    def under(self, **policy: Any) -> ft.Run:
+        """The run over sites, whose policies are others now."""
+        for site in self.host.sites.values():
+            site._watch = Watch(Policy(**policy), None)
+            for session in (site._session, site._known):
+                assert session is not None
+                session.watch = site._watch
+        return self.there
 
 
 @pytest.fixture(scope="module")
-def pair() -> tuple[ft.Run, ft.Run]:
-    """The run over sites, and that of one process."""
+def both() -> Both:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "time", Clock)
-        _, there = fitted(6, after_fit=EVERYTHING)
-    data = ft.data.from_frame(FRAME, client="ward", design=there.algorithm.settings["model"].design)
-    return there, ft.run(there.algorithm, ft.InProcess(data), rounds=6, progress=False)
+        algorithms = {"it": regression}
+        host = Loopback(
+            {name: SiteConfiguration.of_frame(each, "ward", algorithms) for name, each in FRAMES.items()}, None
+        )
+        design = agree(host, NAMES, FORMULA, client="ward")  # type: ignore[arg-type]
+        there = ft.run(regression(design), Remote(host, NAMES, "it"), rounds=4, progress=False)  # type: ignore[arg-type]
+    data = ft.data.from_frame(FRAME, client="ward", design=design)
+    return Both(host, there, ft.run(regression(design), ft.InProcess(data), rounds=4, progress=False))
 
 
 WHAT = {
@@ -82,19 +93,18 @@ def numbers(result: Any) -> np.ndarray:
 
 
 @pytest.mark.parametrize("what", WHAT)
-def test_results_are_those_of_one_process(what: str, pair: tuple[ft.Run, ft.Run]) -> None:
-    there, here = (WHAT[what](run) for run in pair)
+def test_results_are_those_of_one_process(what: str, both: Both) -> None:
+    there, here = (WHAT[what](run) for run in (both.under(after_fit=EVERYTHING), both.here))
     np.testing.assert_allclose(numbers(there), numbers(here), rtol=1e-6, atol=1e-8)
     if isinstance(there, pandas.DataFrame):
         assert list(there.index) == list(here.index)
 
 
 @pytest.mark.parametrize(("what", "word"), [("ranef", "effects"), ("loo", "densities"), ("margins", "margins")])
-def test_a_site_without_leave_sends_nothing(what: str, word: str) -> None:
+def test_a_site_without_leave_sends_nothing(what: str, word: str, both: Both) -> None:
     """Whatever else it tells; and the server hears which line of the policy would allow it."""
-    host, run = fitted(after_fit=tuple(each for each in EVERYTHING if each != word))
-    sent = list[bytes]()
-    host.after = lambda name, reply: sent.append(reply) or reply
+    run, sent = both.under(after_fit=tuple(each for each in EVERYTHING if each != word)), list[bytes]()
+    both.host.after = lambda name, reply: sent.append(reply) or reply
     with pytest.raises(RuntimeError, match=rf"'north'.*Policy\(after_fit=\(.*'{word}'\)\)"):
         WHAT[what](run)
     assert [frames.read(reply, "north").kind for reply in sent] == ["refusal", "refusal"]
@@ -102,31 +112,36 @@ def test_a_site_without_leave_sends_nothing(what: str, word: str) -> None:
     assert list(run.summary(tolerance=torch.inf).index)[:2] == ["Intercept", "age"], "what all share is the server's"
 
 
-def test_clients_are_not_told_from_each_other_where_the_policy_joins_them() -> None:
-    _, run = fitted(after_fit=EVERYTHING, smallest_cohort=2)
+def test_clients_are_not_told_from_each_other_where_the_policy_joins_them(both: Both) -> None:
+    run = both.under(after_fit=EVERYTHING, smallest_cohort=2)
     assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)
     with pytest.raises(RuntimeError, match=r"sums of at least 2 clients, and does not tell the posterior of each"):
         ft.inference.ranef(run, tolerance=torch.inf)
 
 
-def test_nothing_is_told_of_few_rows() -> None:
-    host, run = fitted(after_fit=EVERYTHING)
-    for site in host.sites.values():
-        site._watch.policy = site._watch.policy._replace(minimum=31)  # a ward has 30 rows, a site 60
+def test_nothing_is_told_of_few_rows(both: Both) -> None:
+    run = both.under(after_fit=EVERYTHING, minimum=31)  # a ward has 30 rows, a site 60
     assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)
     with pytest.raises(RuntimeError, match="of fewer than 31 rows"):
         ft.inference.ranef(run, tolerance=torch.inf)
 
 
-def test_questions_count_as_rounds() -> None:
-    _, run = fitted(after_fit=EVERYTHING, rounds=2)
+def test_questions_count_as_rounds(both: Both) -> None:
+    run = both.under(after_fit=EVERYTHING, rounds=1)
     ft.inference.loo(run, draws=20, tolerance=torch.inf)
-    with pytest.raises(RuntimeError, match="has answered 2 rounds, and does not answer more"):
+    with pytest.raises(RuntimeError, match="has answered 1 round, and does not answer more"):
         ft.inference.loo(run, draws=20, tolerance=torch.inf)
 
 
-def test_a_server_that_asks_for_anything_else_is_refused() -> None:
-    host, run = fitted(after_fit=EVERYTHING)
+def test_sites_plots_are_those_of_one_process(both: Both) -> None:
+    there, here = (site_estimates(run, 0.9, torch.inf) for run in (both.under(after_fit=("effects",)), both.here))
+    assert there.sites == here.sites
+    for mine, other in zip(there[2:-1], here[2:-1]):
+        torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8, equal_nan=True)
+
+
+def test_a_server_that_asks_for_anything_else_is_refused(both: Both) -> None:
+    host, run = both.host, both.under(after_fit=EVERYTHING)
     session = run.clients.session
     outbox, site = run.outbox, host.sites["north"]
 
