@@ -52,7 +52,7 @@ class Policy(NamedTuple):
         """Return them as JSON, for records."""
         carry = self.carry
         said = {name: str(each) for name, each in carry.items()} if isinstance(carry, Mapping) else str(carry)
-        return {**self._asdict(), "carry": said}
+        return {**self._asdict(), "carry": said, "after_fit": list(self.after_fit)}
 
     def carry_of(self, algorithm: str) -> Carry:
         """Return how the messages of an algorithm, by name, have to be carried."""
