@@ -84,12 +84,16 @@ def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01)
     """Return the posterior of the coefficients of a site of which there are no rows, as those of all sites vary."""
     if run.algorithm.settings.get("algorithm") == "gibbs":
         return _drawn_newcomers(run)
+    return propagated_newcomers(run, given, tolerance)
+
+
+def propagated_newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
+    """Return what `newcomers` does of a run of `ft.ep`; raise TypeError of others."""
     model = run.algorithm.settings.get("model")
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, by which coefficients of another site "
-            f"are known, but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its "
-            "own sites only"
+            "Expected a run of ft.ep with a hierarchical model, by which coefficients of another site are known, "
+            f"but got {run.algorithm.settings.get('algorithm', 'another')}; rows can be predicted of its own sites only"
         )
     hierarchy, (nodes, weights) = model.hierarchy, _shared_nodes(run, given, tolerance, _FOR_OTHERS)
     m, scales = hierarchy.mean.shape[1], len(hierarchy.names)

@@ -174,7 +174,7 @@ class _Alone(NamedTuple):
 
     def drawn(self, block: ClientData, clients: Tensor) -> Any:
         """Return the posterior of the coefficients of a block's clients."""
-        x, y = block.batch
+        x, y = (part.to(torch.float64) for part in block.batch)
         x = torch.cat([torch.ones_like(x[..., :1]), x], -1) if self.intercept else x
         phi = self.phi[clients][:, None].to(x)
         return self.model.given(phi, torch.ones_like(phi[..., 0]), self.model.prepare(ClientData((x, y), block.count)))

@@ -75,6 +75,7 @@ def test_checks_take_its_draws(runs: dict[bool, ft.Run]) -> None:
     found = checks.calibration(run, bins=3)
     assert float((found.observed * found.rows).sum()) == pytest.approx(float(run.population.data.rows[1].sum()))
     assert ft.plots.predictive_check(run).axes[0].get_title() == "share of yes by site"
+    assert site_estimates(run, 0.9).coefficients == ("Intercept", "0", "1")
     assert float(checks.histograms(runs[False]).observed.sum()) == 90
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["horseshoe", "laplace", "normal"]
+__all__ = ["Deviation", "horseshoe", "laplace", "normal"]
 
 Noise = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """A prior of deviations.
+    """Hold a prior of deviations.
 
     Attributes:
         noise: (keys `(...)`, shape) -> random numbers `(..., *shape)` each, for many sweeps.

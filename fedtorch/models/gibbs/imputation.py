@@ -23,11 +23,11 @@ from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.rows import refuse
 
-__all__ = ["imputing", "incomplete"]
+__all__ = ["Normal", "imputing", "incomplete"]
 
 
 class Normal(NamedTuple):
-    """A multivariate normal distribution of covariates and response, the response last."""
+    """Hold a multivariate normal distribution of covariates and response, the response last."""
 
     mean: Tensor  # (p + 1,)
     covariance: Tensor  # (p + 1, p + 1)

@@ -74,9 +74,10 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                 "prior's: the prior is in conflict with the data, and the posterior may have several modes of which "
                 "this is one; use a wider prior"
             )
-    last = run.last  # unknown after a resumption, until there is another round
+    last = run.last  # unknown after a resumption, until there is another round; under masks nobody tells figures
     for figure, why in _WHYS.items():
-        which = [] if last is None else [run.population.names[k] for k in last.ids[last.info[figure] > 0].tolist()]
+        known = last is not None and figure in last.info
+        which = [run.population.names[k] for k in last.ids[last.info[figure] > 0].tolist()] if known else []
         if which:
             shown = ", ".join(map(repr, which[:_SHOWN])) + (", …" if len(which) > _SHOWN else "")
             expected = "Expected a new site of every client in the last round"
