@@ -87,12 +87,15 @@ WHAT = {
 }
 
 
+FAST = {"ranef", "loo", "margins"}
+
+
 def numbers(result: Any) -> np.ndarray:
     parts = result.to_numpy() if hasattr(result, "to_numpy") else [each for each in result if not isinstance(each, str)]
     return np.asarray(parts, dtype=np.float64)
 
 
-@pytest.mark.parametrize("what", WHAT)
+@pytest.mark.parametrize("what", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in WHAT])
 def test_results_are_those_of_one_process(what: str, both: Both) -> None:
     there, here = (WHAT[what](run) for run in (both.under(after_fit=EVERYTHING), both.here))
     np.testing.assert_allclose(numbers(there), numbers(here), rtol=1e-6, atol=1e-8)
@@ -133,6 +136,7 @@ def test_questions_count_as_rounds(both: Both) -> None:
         ft.inference.loo(run, draws=20, tolerance=torch.inf)
 
 
+@pytest.mark.slow
 def test_sites_plots_are_those_of_one_process(both: Both) -> None:
     there, here = (site_estimates(run, 0.9, torch.inf) for run in (both.under(after_fit=("effects",)), both.here))
     assert there.sites == here.sites
