@@ -1,8 +1,8 @@
 """A server that goes on by its clock while one of two parties is late: what it costs in time, and in bias.
 
 The augmented Gaussian regression whose posterior is known: two parties with two columns each, ρ = σ = 1. Its guide has
-amortised encoders and an own q for each party, whose means are exact at the optimum. One party answers at once, the
-other's messages are late by 0 to 16 ticks of the server (`ft.vfl.NodesRun(…, delays=…)`).
+an encoder at the server (`sums`) and an own q for each party, whose means are exact at the optimum. One party answers
+at once, the other's messages are late by 0 to 16 ticks of the server (`ft.vfl.NodesRun(…, delays=…)`).
 
 From zero, at Adam's rate 0.02, "ticks to come within one sd" counts those until all means stay within one of the
 posterior's sds of its means; a server that waits would take those of no delay times delay + 1. Then, from where the fit
@@ -63,7 +63,7 @@ def fit(
 ) -> Course:
     """A fit among nodes, by the server's clock."""
     model = vfl.augmented(likelihoods.gaussian(SD), [vfl.linear(w) for w in WIDTHS], RHO, intercept=False)
-    guide, key = vfl.Guide(vfl.amortised()), random.fold_in(random.key(seed), 0 if start is None else 1)
+    guide, key = vfl.Guide(vfl.sums(skewed=False)), random.fold_in(random.key(seed), 0 if start is None else 1)
     begin = start or initial(model, guide, len(data.response), 1, key, torch.float64)
     server, *holders = parts(model, guide, begin, key=key)
     adam = partial(torch.optim.Adam, lr=lr)

@@ -13,7 +13,8 @@ integrated out as well, by NUTS' peer, the normal approximation at its mode), in
 ẑ over those of that posterior: what an empirical Bayes answer leaves out, whichever way finds it.
 
 With delays a party moves z_j along a gradient of the likelihood that is so many iterations old, at the sum of the z of
-then. ẑ stays the maximum, since at rest an old gradient is a new one; how large a step may be falls with the delay.
+then. ẑ stays the maximum, since at rest an old gradient is a new one; the largest stable step falls with the delay, and
+the rate here is divided by delay + 1.
 """
 
 from __future__ import annotations
