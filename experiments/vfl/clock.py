@@ -23,9 +23,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common, result_pages
+from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl.fit.guide import initial
-from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods
 
 WIDTHS, ROWS, RHO, SD = (2, 2), 60, 1.0, 1.0
@@ -64,12 +63,7 @@ def fit(
     """A fit among nodes, by the server's clock."""
     model = vfl.augmented(likelihoods.gaussian(SD), [vfl.linear(w) for w in WIDTHS], RHO, intercept=False)
     guide, key = vfl.Guide(vfl.sums(skewed=False)), random.fold_in(random.key(seed), 0 if start is None else 1)
-    begin = start or initial(model, guide, len(data.response), 1, key, torch.float64)
-    server, *holders = parts(model, guide, begin, key=key)
-    adam = partial(torch.optim.Adam, lr=lr)
-    known = data.known_to_parties(response=False)
-    nodes = [vfl.PartyNode(part, rows, optimizer=adam) for part, rows in zip(holders, known)]
-    whole = vfl.ServerNode(server, data.known_to_server(), optimizer=adam)
+    whole, nodes = oracles.nodes(model, guide, data, key, partial(torch.optim.Adam, lr=lr), start)
     run = vfl.NodesRun(whole, nodes, delays=partial(late, delay))
     means = []
     for _ in run.rounds(ticks):

@@ -30,10 +30,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import common, result_pages
+from experiments.vfl.oracles import langevin, party_density, prepared
 from fedtorch import random, vfl
-from fedtorch.vfl.fit.soul import langevin, party_density
 from fedtorch.vfl.model import likelihoods
-from fedtorch.vfl.model.checks import prepared
 
 WIDTHS, ROWS, RHO, PARTICLES = (3, 3), 200, 1.0, 16
 DELAYS, STEP = (0, 4, 16, 64), 0.002  # the Langevin step
