@@ -158,7 +158,7 @@ def check_inputs(model: Geometry, x: Tensor) -> None:
         raise ValueError(
             f"Expected inputs (..., N, {dims}) in the model's {dtype}, but got {tuple(x.shape)} in {x.dtype}"
         )
-    check_values(model, x)
+    _ask(model.features, x)
 
 
 def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
@@ -171,7 +171,12 @@ def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
     Traceback (most recent call last):
     ValueError: Expected codes 0…3 in column 0, but got 4, which has no point; ...
     """
-    for part, values in ((model.features, (x,)), (model.likelihood, extra)):
-        check = getattr(part, "check", None)
-        if check is not None:
-            check(*values)
+    _ask(model.features, x)
+    _ask(model.likelihood, *extra)
+
+
+def _ask(part: Any, *values: Tensor) -> None:
+    """Call a part's `check` with values, if it has one."""
+    check = getattr(part, "check", None)
+    if check is not None:
+        check(*values)
