@@ -9,8 +9,8 @@ differs between the sources, so both readings are run: concentrations, standardi
 whose predictions' medians are scored. A seed is another draw of inducing inputs and another start of weights.
 
 Published figures: Wilson, Knowles and Ghahramani (2012), "Gaussian process regression networks", Table 1, which repeats
-those of Álvarez and Lawrence (2011); variational SLFM is of logarithms. The paper was not at hand when they were written
-here: look them up before they are cited. Data: Goovaerts (1997); `git clone
+those of Álvarez and Lawrence (2011); variational SLFM is of logarithms. The paper was not at hand when they were
+written here: look them up before they are cited. Data: Goovaerts (1997); `git clone
 https://github.com/GAMES-UChile/mogptk`, and `--mogptk` with its folder (rows 260 to 359 are the validation set). The
 Exchange table is left out: its file is on a server only, in no package.
 """
