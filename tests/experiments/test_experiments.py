@@ -454,12 +454,12 @@ def test_fedmgp_scale(tmp_path):
 
 
 def test_nothing_beats_the_process_that_knows_the_parameters():
-    """At (20, 10) it leaves the published figure 0.0004 for what must be learnt, and what is kept lies above it."""
+    """At (20, 10) it leaves the published figure 0.0007 for what must be learnt, and what is kept lies above it."""
     bound = fedmgp_scale.known((20, 10), seed=0)
-    assert bound == pytest.approx(0.0115, abs=5e-5)
+    assert bound == pytest.approx(0.0112, abs=5e-5)
     (run,) = json.loads((result_pages.RESULTS / "fedmgp_scale.json").read_text())["runs"]
     assert bound < min(row["ours"] for row in run["rows"] if row["setting"] == "(20, 10)" and "MSE" in row["metric"])
-    assert bound < fedmgp_scale.PUBLISHED[20, 10]["FedMGP"] < bound + 0.0005
+    assert bound < fedmgp_scale.PUBLISHED[20, 10]["FedMGP"] < bound + 0.0008
 
 
 @pytest.mark.slow
