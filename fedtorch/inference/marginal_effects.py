@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.data.formulas.cells import as_frame
+from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
@@ -143,7 +143,7 @@ def _of_variables(design: Design, frame: Any) -> Iterator[_Change]:
     for name in design.parsed.columns:
         if name in responses or name not in {variable.quantity.column for variable in design.parsed.variables}:
             continue
-        encode = lambda values, name=name: design.rows(frame.assign(**{name: values}), response=False)[0]
+        encode = lambda values, name=name: design.rows_of(Cells(frame.assign(**{name: values}), design.group), False)[0]
         if name in design.encoding.levels:
             first, *others = design.encoding.levels[name].names
             low = encode(first)
