@@ -12,7 +12,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._responses import Predicted, predicted
 from fedtorch.inference._sites import Coefficients, newcomers, site_coefficients
-from fedtorch.inference._table_rows import TableRows, formula_or_names, table_rows
+from fedtorch.inference._table_rows import TableRows, columns_of, table_rows
 from fedtorch.tables.result_frame import ResultFrame
 
 
@@ -94,7 +94,7 @@ def predict(
 
 def _check_trials(run: Run | Coefficients, read: TableRows) -> None:
     """Warn where rows lack the column of their numbers of trials."""
-    design = run.design if isinstance(run, Coefficients) else formula_or_names(run)[1]
+    design = columns_of(run).design
     trials = None if design is None else design.trials or design.parsed.trials
     if trials is not None and read.rows.trials is None:
         warnings.warn(

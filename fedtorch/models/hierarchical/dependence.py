@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 _NOTHING = 0.99  # of a direction's variance before the rows that is left with them
+_SHOWN = 8  # names
 _PART = 0.02  # of the largest coefficient of a direction, below which a column has no part in it
 
 
@@ -36,15 +37,16 @@ def warn_of_dependence(names: Sequence[str], before: Tensor, after: Tensor, *, s
     half = torch.linalg.solve_triangular(root, after, upper=False)
     left, directions = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
     empty = root @ directions[:, left > _NOTHING]
-    if not empty.shape[1]:
+    if empty.shape[1] in (0, len(before)):  # rows that say nothing at all have not been taken in yet
         return
     involved = (empty.abs() > _PART * empty.abs().amax(0)).any(1)
     listed = [repr(name) for name, each in zip(names, involved.tolist()) if each]
-    together = f"{', '.join(listed[:-1])} and {listed[-1]}" if len(listed) > 1 else listed[0]
+    shown = listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"]
+    together = " and ".join([", ".join(shown[:-1]), shown[-1]] if shown[1:] else shown)
     warnings.warn(
-        f"Expected columns that are linearly independent, but those of {together} are dependent, or nearly: rows say "
-        f"nothing of {empty.shape[1]} combination{'s' * (empty.shape[1] > 1)} of their coefficients, and what is shown "
-        "of these is the prior; leave as many of the terms out",
+        f"Expected columns that are linearly independent, but those of {together} are dependent, or nearly "
+        f"beside their prior: rows say nothing of {empty.shape[1]} combination{'s' * (empty.shape[1] > 1)} of their "
+        "coefficients, and what is shown of these is the prior; leave as many of the terms out",
         RuntimeWarning,
         stacklevel=stacklevel,
     )
