@@ -275,7 +275,10 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
     """
     if parameters is None:
         if algorithm.start is None:
-            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+            raise ValueError(
+                "Expected parameters= to start from, because this algorithm has no start of its own; such as "
+                "ft.run(ft.gibbs(…), population, torch.zeros(3)) for three coefficients, or ft.normal_em(columns=3)"
+            )
         return algorithm.start
     if algorithm.start is not None:
         advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
