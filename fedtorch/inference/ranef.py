@@ -29,6 +29,7 @@ def ranef(
 
     Args:
         run: of `ft.ep` with a hierarchical model or of `ft.gibbs`, with its rows at hand; or sites, as by `adapted`.
+            Of `ft.matrix_normal` with `total=True`.
         level: of the intervals.
         total: whether coefficients themselves are shown, those that all sites share among them; default: the deviations
             from what is shared, of the coefficients that differ.

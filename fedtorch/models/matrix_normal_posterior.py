@@ -105,17 +105,17 @@ def posterior(
     )
 
 
-def joint(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank, *, known: bool = False) -> Moments:
-    """Return mean `(K d,)` and covariance `(K d, K d)` of all coefficients, unit by unit; arguments as of `posterior`.
+def average(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank, *, known: bool = False) -> Moments:
+    """Return the posterior of the mean of the units' coefficients, `(d,)`; arguments as of `posterior`.
 
     Rows of Ω are taken as independent between units.
     """
     factor, alone, reach, inner, means, row = _parts(statistics, noise, covariance)
-    eye = torch.eye(means.shape[1], dtype=means.dtype, device=means.device)
-    loadings = (reach[:, :, None] * factor[:, None, :, None]).flatten(2)  # A_k (f_k ⊗ I)', (K, d, r d)
-    root = torch.linalg.solve_triangular(inner, loadings.flatten(0, 1).mT, upper=False)
-    own = alone + (torch.zeros_like(eye) if known else reach @ row @ reach.mT)
-    return Moments(means.flatten(), torch.block_diag(*own) + root.mT @ root)
+    units, d = means.shape
+    loadings = torch.einsum("kab,kr->arb", reach, factor).reshape(d, -1)  # Σ A_k (f_k ⊗ I)', (d, r d)
+    root = torch.linalg.solve_triangular(inner, loadings.mT, upper=False)
+    own = (alone if known else alone + reach @ row @ reach.mT).sum(0)
+    return Moments(means.mean(0), (own + root.mT @ root) / units**2)
 
 
 def _inverse(matrix: Tensor) -> Tensor:

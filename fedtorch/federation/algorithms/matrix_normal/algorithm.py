@@ -23,6 +23,10 @@ a spare row thus have the noise of the others. The first time that a device is h
 what has been heard the scale of Ω is taken: the median of σ_k² tr((X_k'X_k)⁺)/rank, the variance of a coefficient that
 a device estimates alone. Rescaling all X or all y therefore rescales the answer.
 
+**Generalised linear models.** In the place of ½‖y − Xθ‖²/σ² comes the negative log-likelihood over an overdispersion
+φ; all else is the same, and L descends alike. The sampling variance of a coefficient is that where all rows have one
+mean, and the first time a device is heard it shrinks its own estimate, which may be infinite, by about half.
+
 Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on linear models", section 3, Algorithm 1.
 """
 
@@ -255,8 +259,8 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
     unit = (2.0 if local.family == "gaussian" else 1.0) * inbox.noise / data.rows.clamp(min=1)
     precision = inbox.precision
     if local.family != "gaussian":  # alone a device may have no finite estimate: it is shrunk by half
-        alone = 1 / (inbox.noise * data.summary.spread).clamp(min=torch.finfo(unit.dtype).tiny)
-        precision = torch.where(precision > 0, precision, alone)
+        variance = inbox.noise * data.summary.spread
+        precision = torch.where((precision > 0) | (variance == 0), precision, 1 / variance)
     quadratic = Quadratic(unit * precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)

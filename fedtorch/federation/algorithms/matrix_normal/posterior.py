@@ -15,9 +15,7 @@ from fedtorch.models.estimates import Estimates
 from fedtorch.models.hierarchical.penalised import observed, score_and_information
 from fedtorch.models.linear import SufficientStatistics, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
-from fedtorch.models.matrix_normal_posterior import joint, posterior
-
-_MOST = 2**13
+from fedtorch.models.matrix_normal_posterior import average, posterior
 
 
 def devices(run: Any, *, known: bool = False) -> DevicePosterior:
@@ -53,21 +51,18 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
 
 
 def estimates(run: Any, *, known: bool = False) -> Estimates:
-    """Return every device's coefficients by name, `client: coefficient`; options, and what is raised, as of `devices`.
+    """Return means of the coefficients over devices, their SDs over devices and the noise's SD, by name.
 
-    Raises:
-        ValueError: so many that their covariances with each other are too many.
+    Means have intervals where the rows are at hand; each device's are in `devices` and `ft.inference.ranef`.
     """
-    names, clients = coefficient_names(run), run.population.names
-    labels = tuple(f"{client}: {name}" for client in clients for name in names)
-    if len(labels) > _MOST:
-        raise ValueError(
-            f"Expected at most {_MOST:,} coefficients of all devices in one table, but got {len(labels):,}; use "
-            "devices(run) of fedtorch.federation.algorithms.matrix_normal"
-        )
-    rows = tuple(int(count) for count in row_counts(run.population) for _ in names)
-    normal = joint(*_known(run), known=known)
-    return Estimates(labels, normal.mean[None], None, len(labels), normal, rows)
+    names, rows, devices_ = coefficient_names(run), int(row_counts(run.population).sum()), len(run.server.heard)
+    theta, variance = run.server.parameters, noise_variance(run.server.summary, run.algorithm.settings["noise"])
+    labels, values = (*names, *(f"sd({name})" for name in names)), torch.cat([theta.mean(0), theta.std(0)])
+    n = (rows,) * len(names) + (devices_,) * len(names)
+    if run.algorithm.settings.get("local.family", "gaussian") == "gaussian":
+        labels, values, n = (*labels, "sigma"), torch.cat([values, variance.mean().sqrt()[None]]), (*n, rows)
+    normal = average(*_known(run), known=known) if hasattr(run.population, "data") else None
+    return Estimates(labels, values[None], None, len(names), normal, n)
 
 
 def _known(run: Any) -> tuple[SufficientStatistics, Tensor, LowRank]:
