@@ -24,7 +24,7 @@ from fedtorch.federation.algorithms.matrix_normal import devices
 from fedtorch.models import hierarchical, low_rank
 from fedtorch.models.device_posterior import credible_interval
 from fedtorch.models.hierarchical import generalised
-from fedtorch.models.matrix_normal import CovarianceUpdate
+from fedtorch.models.matrix_normal import inverse_wishart
 
 LEVEL, SIZE, NEWTON = 0.9, 0.8, 8
 MODELS = {"logistic": generalised.logistic, "poisson": generalised.poisson}
@@ -58,11 +58,6 @@ def simulate(
     return parts[0], parts[1], theta, low_rank.LowRank.from_factor(multiple, factor, 3)
 
 
-def held(covariance: low_rank.LowRank) -> CovarianceUpdate:
-    """Ω as it is known."""
-    return CovarianceUpdate(lambda *_: covariance, lambda *_: torch.zeros(()))
-
-
 def loss(family: str, test: ft.data.FederatedData, theta: Tensor) -> float:
     """The mean negative log-likelihood, of counts without the part that has no θ."""
     total = []
@@ -79,7 +74,11 @@ def compare(family: str, units: int, d: int, rows: int, rounds: int, seed: int) 
     local, population = ft.least_squares(head, family=family), ft.InProcess(data)
     few = ft.least_squares(head, family=family, steps=NEWTON)
     run = ft.run(ft.matrix_normal(local), population, rounds=rounds)
-    told = ft.run(ft.matrix_normal(local, covariance=held(omega)), population, rounds=rounds)
+    told = ft.run(
+        ft.matrix_normal(local, covariance=inverse_wishart()._replace(update=lambda *_: omega)),
+        population,
+        rounds=rounds,
+    )
     _, marginals = infer(MODELS[family](hierarchical.normal(d)), data)
     alone = ft.run(ft.separate(few), population, rounds=1).tensors()["coefficients"]
     pooled = ft.run(ft.pooled(few), ft.InProcess(data.pool()), rounds=1).tensors()["coefficients"]

@@ -1,9 +1,9 @@
 """Expectation propagation of up to a hundred thousand devices: rounds, seconds, memory, and whether it is right.
 
 Devices with an intercept and a slope from N(μ, diag τ²) and five rows each. The processor's seconds are those of the
-whole run in one process; a device sends and receives the natural parameters of a normal density of five numbers a
-round. The reference is maximum marginal likelihood, whose standard errors the posterior's sds must meet where devices
-are many: "off by" is the largest distance of the posterior mean from it in posterior sds, "sds of" the ratios of sds.
+whole run in one process, bytes those that a device sends, as the run counts them. The reference is maximum marginal
+likelihood, whose standard errors the posterior's sds must meet where devices are many: "off by" is the largest distance
+of the posterior mean from it in posterior sds, "sds of" the ratios of sds.
 
 Source: Yue, Kontar, Estrada Gómez (2022), Algorithm 3, which is run for K = 100 there.
 """

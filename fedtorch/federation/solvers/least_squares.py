@@ -64,7 +64,8 @@ def least_squares(
             never increases.
         family: "gaussian", "logistic" (responses 0 or 1) or "poisson" (counts); of the latter two `steps` are Newton's,
             at most so many, without `lr`, and the module has one output. Where all responses of a client can be told
-            apart there is no minimiser without a quadratic, as `ft.matrix_normal` has: pass `steps`.
+            apart there is no finite minimiser without a quadratic, as `ft.matrix_normal` has; steps then end far out,
+            where they gain nothing more.
 
     Raises:
         TypeError: `module` is neither.
