@@ -571,3 +571,18 @@ def test_generalised_linear_models_never_increase_the_objective() -> None:
         )
         values.append(float(misfit + omega.quadratic_form(theta) / 2))
     assert all(after <= before + 1e-12 for before, after in itertools.pairwise(values))
+
+
+def test_the_summary_has_means_and_sds_over_devices() -> None:
+    x = random.normal(random.key(3), (4, 9, 2), torch.float64)
+    data = ft.data.from_tensors([(x[k], x[k] @ torch.tensor([1.0, k]).double() + x[k, :, 0] ** 2) for k in range(4)])
+    head = LinearHead(2, intercept=False, dtype=torch.float64)
+    run = ft.run(ft.matrix_normal(ft.least_squares(head, steps=5)), ft.InProcess(data), rounds=4)
+    table, rows = run.summary(), run.server.parameters
+    assert list(table.index) == ["0", "1", "sd(0)", "sd(1)", "sigma"]
+    assert table["estimate"].tolist()[:4] == pytest.approx([*rows.mean(0).tolist(), *rows.std(0).tolist()])
+    assert table[["sd", "low", "high"]].notna().all(axis=1).tolist() == [True, True, False, False, False]
+    some = ft.run(ft.matrix_normal(ft.least_squares(head, steps=5)), ft.InProcess(data), cohort=2, rounds=1).summary()
+    assert some[["sd", "low", "high"]].isna().all(axis=None)  # two devices have not been heard
+    assert some["n"].tolist() == [36, 36, 2, 2, 36]
+    assert list(table["n"]) == [36, 36, 4, 4, 36]

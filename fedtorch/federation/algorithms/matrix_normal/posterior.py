@@ -11,7 +11,7 @@ from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.estimates import Estimates
+from fedtorch.models.estimates import Estimates, over_clients
 from fedtorch.models.hierarchical.penalised import observed, score_and_information
 from fedtorch.models.linear import SufficientStatistics, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
@@ -53,16 +53,17 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
 def estimates(run: Any, *, known: bool = False) -> Estimates:
     """Return means of the coefficients over devices, their SDs over devices and the noise's SD, by name.
 
-    Means have intervals where the rows are at hand; each device's are in `devices` and `ft.inference.ranef`.
+    Means have intervals where all devices have been heard and their rows are at hand; each device's are in `devices`
+    and `ft.inference.ranef`.
     """
-    names, rows, devices_ = coefficient_names(run), int(row_counts(run.population).sum()), len(run.server.heard)
-    theta, variance = run.server.parameters, noise_variance(run.server.summary, run.algorithm.settings["noise"])
-    labels, values = (*names, *(f"sd({name})" for name in names)), torch.cat([theta.mean(0), theta.std(0)])
-    n = (rows,) * len(names) + (devices_,) * len(names)
-    if run.algorithm.settings.get("local.family", "gaussian") == "gaussian":
-        labels, values, n = (*labels, "sigma"), torch.cat([values, variance.mean().sqrt()[None]]), (*n, rows)
-    normal = average(*_known(run), known=known) if hasattr(run.population, "data") else None
-    return Estimates(labels, values[None], None, len(names), normal, n)
+    server, rows = run.server, int(row_counts(run.population).sum())
+    variance = noise_variance(server.summary, run.algorithm.settings["noise"])
+    found = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
+    if run.algorithm.settings.get("local.family", "gaussian") != "gaussian":  # which has no sigma
+        found = found._replace(names=found.names[:-1], nodes=found.nodes[:, :-1], n=found.n[:-1])
+    if not bool(server.heard.all()) or run.algorithm.budget is not None or not hasattr(run.population, "data"):
+        return found
+    return found._replace(normal=average(*_known(run), known=known), about="")
 
 
 def _known(run: Any) -> tuple[SufficientStatistics, Tensor, LowRank]:
