@@ -22,8 +22,8 @@ covariance that the rows of F have, a Laplace step for f_k has the precision H_k
     \operatorname{cov}(\theta_k) = \operatorname{cov}(\theta_k \mid \hat\Omega) + A_k \hat Z' H_k^{-1} \hat Z A_k .
 
 A step for the spectrum (a, s) alone does not do: directions V that were fitted to Θ̂ have its errors in them, and the
-marginal likelihood given these takes a to zero (intervals of 90 % covered 29 % in the simulation of
-`experiments.fedlin.intervals`). Nor can Ω be integrated out under HM1's own prior, which is proper only for ν ≥ K.
+marginal likelihood given these takes a to zero, and intervals with it (a slow test shows it). Nor can Ω be integrated
+out under HM1's own prior, which is proper only for ν ≥ K.
 
 Source: Kass and Steffey (1989), "Approximate Bayesian inference in conditionally independent hierarchical models",
 JASA 84, for the second term; that it is needed is our own finding.

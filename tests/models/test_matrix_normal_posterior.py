@@ -105,3 +105,42 @@ def test_intervals_of_ninety_per_cent_cover_ninety_per_cent(units: int, d: int, 
     assert found[True] < found[False] - 0.015
     if d < 10:  # few coefficients tell little of a row of Ω
         assert found[True] < 0.85
+
+
+@pytest.mark.slow
+def test_a_step_for_the_spectrum_alone_takes_intervals_to_nothing() -> None:
+    """Given the directions that were fitted to Θ̂, the marginal likelihood is largest where units have nothing alone."""
+    data, theta = related(100, 8, 20, seed=0)
+    head = ft.LinearHead(8, intercept=False, dtype=torch.float64)
+    server = ft.run(ft.matrix_normal(ft.least_squares(head), noise=0.1), ft.InProcess(data), rounds=40).server
+    known, noise = SufficientStatistics.of(data), torch.full((100,), 0.1, dtype=torch.float64)
+    a, vectors, values = server.covariance.trimmed()
+
+    def spectrum(at: Tensor) -> low_rank.LowRank:
+        return low_rank.LowRank(at[0].exp(), vectors, at[1:].exp())
+
+    start = torch.cat([a[None], values]).log()
+    at = start.clone().requires_grad_()
+    optimiser = torch.optim.LBFGS([at], max_iter=60, line_search_fn="strong_wolfe")
+
+    def less() -> Tensor:
+        optimiser.zero_grad()
+        value = -marginal_likelihood(known, noise, spectrum(at)) + ((at - start) / 10).square().sum() / 2
+        value.backward()
+        return value
+
+    optimiser.step(less)
+    assert float(at[0].detach().exp()) < 0.01 * float(a)
+    low, high = credible_interval(posterior(known, noise, spectrum(at.detach()), known=True).marginals(), 0.9)
+    assert float(((low < theta) & (theta < high)).double().mean()) < 0.5
+
+
+def marginal_likelihood(statistics: SufficientStatistics, noise: Tensor, omega: low_rank.LowRank) -> Tensor:
+    """log p(y | Ω) up to a constant, by one determinant of all coefficients."""
+    d = statistics.cross.shape[1]
+    dense, blocks = omega.dense(), torch.block_diag(*(statistics.gram / noise[:, None, None]))
+    prior = torch.kron(torch.linalg.inv(dense).contiguous(), torch.eye(d, dtype=torch.float64))
+    factor = torch.linalg.cholesky(blocks + prior)
+    right = (statistics.cross / noise[:, None]).reshape(-1, 1)
+    fit = (right * torch.cholesky_solve(right, factor)).sum()
+    return fit / 2 - factor.diagonal().log().sum() - d * torch.logdet(dense) / 2
