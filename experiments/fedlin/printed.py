@@ -35,6 +35,7 @@ from fedtorch.models.linear import LinearHead, polynomial
 
 RATES = (0.01, 0.03, 0.1, 0.3)  # of Table 4
 STRENGTHS = (0.01, 0.1, 1.0)
+SETTLED = 450  # rounds after which HM1 stands still
 READING = result_pages.Reading(
     smaller="RMSE|Bayes|separate",
     reasons=(
@@ -78,7 +79,7 @@ def same(problem: simulation.Problem, rounds: int) -> dict[str, float]:
         "separate": difference(simulation.separate(problem, rounds), oracles.descended(rows, rate, steps * rounds)),
         "as printed": difference(simulation.as_printed(problem, rounds), printed),
         "knows Ω": difference(simulation.oracle(problem), oracles.bayes(rows, problem.omega.numpy(), problem.noise)),
-        "HM1": difference(simulation.hm1(problem, 15 * rounds, None)[-1], oracles.joint_mode(rows)),
+        "HM1": difference(simulation.hm1(problem, SETTLED, None)[-1], oracles.joint_mode(rows)),
     }
 
 
