@@ -149,7 +149,7 @@ def draw(rows: Sequence[common.Row]) -> Figure:
 def main(argv: Sequence[str] | None = None) -> None:
     """Adapt on random splits of the schools."""
     options = common.arguments(__doc__).parse_args(argv)
-    sizes = (24, 14, 8) if options.smoke else (139, 100, 40)
+    sizes = (24, 14, 40) if options.smoke else (139, 100, 40)
     runs = [compare(*sizes, seed) for seed in range(options.seeds)]
     rows = [row for name in runs[0] for row in common.over_seeds(name, [run[name] for run in runs])]
     common.show_rows(f"Schools that come later, {options.seeds} splits", rows)

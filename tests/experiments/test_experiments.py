@@ -381,7 +381,8 @@ def test_fedlin_printed_gets_the_package_s_numbers_in_numpy(tmp_path):
     fedlin_printed.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
     gaps = {metric: value for (_, metric), value in found.items() if metric.endswith("differs by")}
-    assert set(gaps) == {f"{name} differs by" for name in ("separate", "as printed", "knows Ω", "HM1")}
+    names = ("separate", "as printed", "knows Ω", "HM1", "FedAvg", "Ditto")
+    assert set(gaps) == {f"{name} differs by" for name in names}
     assert max(value for (_, metric), value in found.items() if metric.endswith("differs by")) < 1e-6
     for school in (1, 2):
         who = [found["Table 3, ridge", f"included, school {school}, {name}"] for name in ("package", "NumPy")]
