@@ -63,7 +63,8 @@ def estimates(run: Any, *, known: bool = False) -> Estimates:
         found = found._replace(names=found.names[:-1], nodes=found.nodes[:, :-1], n=found.n[:-1])
     if not bool(server.heard.all()) or run.algorithm.budget is not None or not hasattr(run.population, "data"):
         return found
-    return found._replace(normal=average(*_known(run), known=known), about="")
+    normal = average(*_known(run), known=known)._replace(mean=found.nodes[0, : found.coefficients])
+    return found._replace(normal=normal, about="")
 
 
 def _known(run: Any) -> tuple[SufficientStatistics, Tensor, LowRank]:
