@@ -140,6 +140,7 @@ class LocalSolver:
             the rows; None where others make them of the rows.
         budget: what its rounds spend, where it protects the rows it trains on.
         schedule: its learning rates and minibatches; None where it follows no `rates` and `limit` of a turn.
+        family: of responses whose mean negative log-likelihood it minimises; "gaussian": the mean squared error.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -159,6 +160,7 @@ class LocalSolver:
     statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
     schedule: LocalSchedule | None = None
+    family: str = "gaussian"
 
     def __repr__(self) -> str:
         return one_line(partial(method, {"solver": "LocalSolver", **self.settings}))
