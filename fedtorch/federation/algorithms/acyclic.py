@@ -32,7 +32,8 @@ def acyclic_graphs(
 
     Rows are y `(p,)`, centred, of comparable scales. Errors are Laplace, so that directions can be told. Run it from
     `graphical.start(p)` for one round; the server's state is the posterior, with `inclusion()`, `effects()` and
-    `draws(key, count)`. What a site tells is summed with the others' and grows with the number of sets of causes.
+    `draws(key, count)`; graphs that agree with many orders of the variables are likelier beforehand. What a site tells
+    is summed with the others' and grows with the number of sets of causes.
 
     Args:
         parents: the most causes that a variable has.

@@ -35,7 +35,7 @@ from fedtorch.models.gibbs import graphical
 
 MOST = 20  # variables, of whose sets there are 2^p
 _POINTS = (5, 5, 7)  # of the quadrature in each direction: twice to find its place, then for good
-_CHUNK = 64  # sets of causes that are integrated side by side
+_NUMBERS = 400_000  # residuals that are computed side by side
 
 
 class Messages(NamedTuple):
@@ -47,24 +47,24 @@ class Messages(NamedTuple):
 
 
 class Graphs(NamedTuple):
-    """The posterior distribution of acyclic graphs."""
+    """The posterior distribution of acyclic graphs; what is computed of it is on the CPU."""
 
     score: Tensor  # (p, S) log prior and evidence of each set of causes
     effect: Tensor  # (p, S, d) the causes' mean effects θ_j
 
     def inclusion(self) -> Tensor:
         """Return the probabilities of arrows, `(p, p)`, from column to row; see `graphical.edges`."""
-        return self._spread(self._sets().exp()[..., None].expand_as(self.effect))
+        return self._spread(self._sets().exp()[..., None].expand(self.effect.shape))
 
     def effects(self) -> Tensor:
         """Return the posterior means of the global effects, `(p, p)`, from column to row."""
-        return self._spread(self._sets().exp()[..., None] * self.effect)
+        return self._spread(self._sets().exp()[..., None] * self.effect.cpu())
 
     def draws(self, key: Tensor, count: int) -> Tensor:
         """Return independent draws of the graph, `(count, p, p)` bool, from column to row."""
-        p = len(self.score)
+        score, p = self.score.cpu(), len(self.score)
         before, last = self._orders()
-        uniform = random.uniform(key, (count, p, 2), torch.float64)
+        uniform = random.uniform(key.cpu(), (count, p, 2), torch.float64)
         bits = 1 << torch.arange(p)
         graph, left = torch.zeros(count, p, p, dtype=torch.bool), torch.full((count,), (1 << p) - 1)
         codes, rows = _codes(p, self.effect.shape[-1]), torch.arange(count)
@@ -75,7 +75,7 @@ class Graphs(NamedTuple):
             variable = _choose(weight, uniform[:, place, 0])
             left = left - bits[variable]
             possible = (codes[variable] & ~left[:, None]) == 0
-            chosen = _choose(torch.where(possible, self.score[variable], -torch.inf), uniform[:, place, 1])
+            chosen = _choose(torch.where(possible, score[variable], -torch.inf), uniform[:, place, 1])
             graph[rows, variable] = (codes[variable, chosen][:, None] & bits) != 0
         return graph
 
@@ -90,14 +90,14 @@ class Graphs(NamedTuple):
         for j in range(p):
             outside = (subsets >> j & 1) == 0
             total = torch.where(outside, before + after[subsets | (1 << j)], -torch.inf)
-            found.append(self.score[j] + _over_bits(total, from_larger=True)[codes[j]])
+            found.append(self.score[j].cpu() + _over_bits(total, from_larger=True)[codes[j]])
         return torch.stack(found) - before[-1]
 
     def _orders(self) -> tuple[Tensor, Tensor]:
         """Return the log weights of all orders of a subset `(2^p,)`, and of j after a subset `(p, 2^p)`."""
         p = len(self.score)
         last = torch.full((p, 1 << p), -torch.inf, dtype=torch.float64)
-        last = _over_bits(last.scatter(1, _codes(p, self.effect.shape[-1]), self.score))
+        last = _over_bits(last.scatter(1, _codes(p, self.effect.shape[-1]), self.score.cpu()))
         before = torch.zeros(1 << p, dtype=torch.float64)
         for sets in _levels(p)[1:]:
             earlier = sets[:, None] - (1 << torch.arange(p))
@@ -130,14 +130,15 @@ def causes(p: int, parents: int) -> tuple[Tensor, Tensor]:
 def evidence(y: Tensor, parents: int, spreads: Sequence[float], variance: float) -> Messages:
     """Return what one site says of its rows `(n, p)`."""
     wide = max(spreads) ** 2 + variance
-    sets, used = causes(y.shape[1], parents)
+    sets, used = (each.to(y.device) for each in causes(y.shape[1], parents))
     found: list[tuple[Tensor, Tensor, Tensor]] = []
+    chunk = max(1, _NUMBERS // (len(y) * _POINTS[-1] ** parents))
     for j in range(y.shape[1]):
-        for some, which in zip(sets[j].split(_CHUNK), used[j].split(_CHUNK)):
+        for some, which in zip(sets[j].split(chunk), used[j].split(chunk)):
             x = y[:, some].movedim(1, 0) * which[:, None]
             found.append(_normal_function(x, y[:, j], wide))
     constant, shift, information = (torch.cat(each).unflatten(0, (y.shape[1], -1)) for each in zip(*found))
-    unit = torch.eye(parents, dtype=torch.float64)
+    unit = torch.eye(parents, dtype=torch.float64, device=y.device)
     said = []
     for spread in spreads:
         loosened = unit + spread**2 * information
@@ -151,7 +152,7 @@ def joined(messages: Messages, variance: float) -> Graphs:
     """Return the posterior of graphs from the sums over sites."""
     constant, shift, precision = messages
     p, _, spreads, d = shift.shape
-    system = precision + torch.eye(d, dtype=torch.float64) / variance
+    system = precision + torch.eye(d, dtype=torch.float64, device=shift.device) / variance
     effect = torch.linalg.solve(system, shift[..., None])[..., 0]
     gain = (shift * effect).sum(-1) - torch.linalg.slogdet(variance * system).logabsdet
     each = constant + gain / 2
@@ -159,7 +160,7 @@ def joined(messages: Messages, variance: float) -> Graphs:
     weight = (each - score[..., None] - math.log(spreads)).exp()
     sizes = causes(p, d)[1].sum(-1)
     prior = torch.tensor([-math.log(math.comb(p - 1, size)) for size in range(d + 1)], dtype=torch.float64)
-    return Graphs(score + prior[sizes], (weight[..., None] * effect).sum(2))
+    return Graphs(score + prior[sizes].to(score.device), (weight[..., None] * effect).sum(2))
 
 
 def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -171,13 +172,13 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
         wide: the variance.
     """
     n, d = x.shape[1:]
-    unit = torch.eye(d, dtype=torch.float64)
+    unit = torch.eye(d, dtype=torch.float64, device=x.device)
     scale = y.abs().mean().clamp_min(1e-8)
     information = x.mT @ x / scale**2 + unit / wide
     mean = torch.linalg.solve(information, x.mT @ (y / scale**2))
     factor = torch.linalg.cholesky(torch.linalg.inv(information))
     for points in _POINTS:
-        z, weight = _grid(points, d)
+        z, weight = (each.to(x.device) for each in _grid(points, d))
         theta = mean[:, None] + z @ factor.mT
         absolute = (y[:, None] - x @ theta.mT).abs().sum(1)
         log = -(n + 1) * absolute.log1p() - theta.square().sum(-1) / (2 * wide) + (z.square().sum(-1) / 2 + weight)

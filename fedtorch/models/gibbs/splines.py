@@ -53,8 +53,8 @@ def b_splines(
         >>> data, groups = ft.data.from_tensors([(b, y[k]) for k, (b, _) in enumerate(bases)]), bases[0][1]
         >>> prior = global_priors.spike_and_slab(groups=groups)
         >>> algorithm = ft.gibbs(sparse.regression(intercept=True), sparse.hierarchy(prior), sweeps=3, chains=2)
-        >>> sampler = ft.Sampler(burn_in=10)
-        >>> _ = ft.run(algorithm, ft.InProcess(data), torch.zeros(8), rounds=40, record=sampler)
+        >>> sampler = ft.Sampler(burn_in=5)
+        >>> _ = ft.run(algorithm, ft.InProcess(data), torch.zeros(8), rounds=20, record=sampler)
         >>> sampler.mean()["prior.included"][::4].round()  # one indicator for each covariate's block of four
         tensor([1., 0.], dtype=torch.float64)
     """
