@@ -182,7 +182,7 @@ def draw(first: dict[str, Tensor], truth: Tensor) -> Figure:
     figure, axes = common.subplots(1, len(first), figsize=(2.7 * len(first) + 0.6, 3.1), squeeze=False)
     for panel, (method, inclusion) in zip(axes[0], first.items()):
         shown = inclusion.clone().fill_diagonal_(torch.nan)
-        image = panel.imshow(shown, vmin=0, vmax=1, cmap="Blues")
+        image = panel.imshow(shown.numpy(), vmin=0, vmax=1, cmap="Blues")
         for j, h in truth.nonzero().tolist():
             panel.add_patch(Rectangle((h - 0.5, j - 0.5), 1, 1, fill=False, edgecolor="C3", linewidth=1.4))
         panel.set_xticks(range(len(truth)), [f"{j}" for j in range(len(truth))])

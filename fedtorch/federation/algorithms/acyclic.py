@@ -18,7 +18,7 @@ from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
 from fedtorch.models.gibbs import acyclic, graphical
 from fedtorch.models.gibbs.kernels import check_start
-from fedtorch.models.rows import client_by_client
+from fedtorch.models.rows import client_by_client, refuse
 
 
 def acyclic_graphs(
@@ -43,7 +43,8 @@ def acyclic_graphs(
 
     Raises:
         ValueError: an argument out of range, more than 20 variables, or too few for so many causes; or, when a
-            population is bound, rows of another form, NaN, or a variable that is constant in a client's rows.
+            population is bound, rows of another form, NaN, or a variable that is constant in a client's rows, or a
+            linear function of others.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -75,7 +76,12 @@ def acyclic_graphs(
     def prepare(data: Any) -> Any:
         y = graphical.rows(data, names)
         tell = partial(acyclic.evidence, parents=parents, spreads=tuple(spreads), variance=variance)
-        return client_by_client(tell, data.count, y)
+        messages = client_by_client(tell, data.count, y)
+        refuse(
+            ~messages.constant.flatten(1).isfinite().all(1),
+            "Expected variables with errors of their own, but got a linear function of others; leave it out",
+        )
+        return messages
 
     return Algorithm(
         settings={"algorithm": "acyclic_graphs", "parents": parents, "spreads": tuple(spreads), "variance": variance},

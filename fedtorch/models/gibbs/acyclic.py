@@ -128,7 +128,7 @@ def causes(p: int, parents: int) -> tuple[Tensor, Tensor]:
 
 
 def evidence(y: Tensor, parents: int, spreads: Sequence[float], variance: float) -> Messages:
-    """Return what one site says of its rows `(n, p)`."""
+    """Return what one site says of its rows `(n, p)`; NaN of a variable that is an exact function of others."""
     wide = max(spreads) ** 2 + variance
     sets, used = (each.to(y.device) for each in causes(y.shape[1], parents))
     found: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -176,7 +176,7 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
     scale = y.abs().mean().clamp_min(1e-8)
     information = x.mT @ x / scale**2 + unit / wide
     mean = torch.linalg.solve(information, x.mT @ (y / scale**2))
-    factor = torch.linalg.cholesky(torch.linalg.inv(information))
+    factor = _root(torch.linalg.inv(information))
     for points in _POINTS:
         z, weight = (each.to(x.device) for each in _grid(points, d))
         theta = mean[:, None] + z @ factor.mT
@@ -188,13 +188,19 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
         mean = (share * theta).sum(1)
         gap = theta - mean[:, None]
         covariance = (share * gap).mT @ gap
-        factor = torch.linalg.cholesky(covariance)
+        factor = _root(covariance)
     inverse = torch.cholesky_inverse(factor)
     shift, information = (inverse @ mean[..., None])[..., 0], inverse - unit / wide
     # log ∫ L N(0, wide) and the same of exp(h'θ − ½ θ'Jθ): log|wide · inverse| and h'(wide · inverse)⁻¹ h
     integral = total + area - d / 2 * math.log(wide)
     normal = (shift * mean).sum(-1) - torch.linalg.slogdet(wide * inverse).logabsdet
     return integral - normal / 2, shift, information
+
+
+def _root(covariance: Tensor) -> Tensor:
+    """Return Cholesky factors `(M, d, d)`, NaN where there is none."""
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    return torch.where((failed > 0)[:, None, None], torch.nan, factor)
 
 
 def _grid(points: int, d: int) -> tuple[Tensor, Tensor]:
