@@ -39,12 +39,12 @@ from .federation.algorithms.gtv import gtv as gtv
 from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
 from .federation.algorithms.maximum_likelihood import maximum_likelihood as maximum_likelihood
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
+from .federation.algorithms.neighbour_search import neighbour_search as neighbour_search
 from .federation.algorithms.normal_em import normal_em as normal_em
 from .federation.algorithms.personal import personal_layers as personal_layers
-from .federation.algorithms.pooled import pooled as pooled
 from .federation.algorithms.regressors import gtv_regressors as gtv_regressors
 from .federation.algorithms.scaffold import scaffold as scaffold
-from .federation.algorithms.separate import separate as separate
+from .federation.algorithms.separate import pooled as pooled, separate as separate
 from .federation.algorithms.shared_body import shared_body as shared_body
 from .federation.exchanges.exchange import Exchange as Exchange, Mean as Mean, Sum as Sum
 from .federation.exchanges.graph import graph as graph

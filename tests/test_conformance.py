@@ -117,6 +117,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "personal_layers": lambda: ft.personal_layers(sgd(0.1, steps=2, batch_size=3), "bias"),
     "pooled": lambda: ft.pooled(sgd(0.1, epochs=1, batch_size=8)),
     "maximum_likelihood": lambda: ft.maximum_likelihood(hierarchical.linear(hierarchical.normal(3))),
+    "neighbour_search": lambda: ft.neighbour_search(ft.Network.ring(K), k=3, width=4, relay=1),
     "normal_em": normal_em,
     "scaffold": lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=4)),
     "separate": lambda: ft.separate(sgd(0.1, steps=2)),
@@ -133,6 +134,7 @@ STARTS = {
     "gibbs": THETA,
     "without_server": THETA,
     "gtv_regressors": {},
+    "neighbour_search": {},
 }  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 ROBUST_RULES = {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import networkx
     from scipy.sparse import csr_matrix
 
 
@@ -99,6 +100,28 @@ def as_positions(positions: Any, nodes: int) -> Tensor | None:
     return places
 
 
+def places_of(ids: Any, nodes: int) -> tuple[Tensor, Tensor]:
+    """Return different nodes as a tensor, and the place of every one of `nodes` nodes among them, −1 of the others."""
+    chosen = torch.as_tensor(ids, dtype=torch.int64)
+    if chosen.ndim != 1 or (len(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < nodes):
+        raise ValueError(f"Expected ids of nodes from 0 to {nodes - 1}, but got {chosen.tolist()[:9]}…")
+    place = torch.full((nodes,), -1)
+    place[chosen] = torch.arange(len(chosen))
+    if int((place >= 0).sum()) < len(chosen):
+        raise ValueError("Expected different nodes, but got one twice; remove the repetition")
+    return chosen, place
+
+
+def components_of(adjacency: csr_matrix) -> tuple[Tensor, int]:
+    """Return the connected component of each node, numbered by their first nodes, and how many there are."""
+    from scipy.sparse.csgraph import connected_components
+
+    count, labels = connected_components(adjacency, directed=False)
+    _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
+    order = np.argsort(np.argsort(first))
+    return torch.from_numpy(order[inverse].astype(np.int64)), int(count)
+
+
 def of_tuples(
     edges: Iterable[Sequence[Any]], names: Sequence[str] | None
 ) -> tuple[Tensor, list[float] | None, Sequence[str] | None]:
@@ -140,8 +163,35 @@ def of_matrix(matrix: Any) -> tuple[Tensor, np.ndarray]:
     return torch.from_numpy(np.stack((entries.row[kept], entries.col[kept]), 1).astype(np.int64)), entries.data[kept]
 
 
-def of_points(points: Tensor, k: int) -> Tensor:
-    """Return pairs `(n k, 2)` of each of the points `(n, dimensions)` and its k nearest others."""
+def of_networkx(
+    graph: networkx.Graph, weight: str, position: str
+) -> tuple[Any, list[float], list[str], np.ndarray | None]:
+    """Return pairs, weights, names and, where all nodes have them, positions of an undirected networkx graph."""
+    if graph.is_directed() or graph.is_multigraph():
+        raise ValueError(f"Expected an undirected simple graph, but got {type(graph).__name__}; see to_undirected()")
+    number = {node: i for i, node in enumerate(graph)}
+    edges = [(number[i], number[j]) for i, j in graph.edges]
+    weights = [value for _, _, value in graph.edges(data=weight, default=1.0)]
+    names = [str(graph.nodes[node].get("name", node)) for node in graph]
+    places = [graph.nodes[node].get(position) for node in graph]
+    known = None if not places or any(place is None for place in places) else np.array(places, dtype=np.float64)
+    return edges or torch.empty(0, 2, dtype=torch.int64), weights, names, known
+
+
+def on_sphere(places: Tensor) -> Tensor:
+    """Return the unit vectors `(n, 3)` of latitudes and longitudes in degrees, whose chords order as great circles."""
+    if places.ndim != 2 or places.shape[1] != 2 or bool((places[:, 0].abs() > 90).any()):
+        raise ValueError(
+            "Expected latitudes from −90 to 90 and longitudes in degrees, (n, 2), but got shape "
+            f"{tuple(places.shape)} or other latitudes; the latitude comes first"
+        )
+    latitude, longitude = places.deg2rad().unbind(1)
+    flat = latitude.cos()
+    return torch.stack((flat * longitude.cos(), flat * longitude.sin(), latitude.sin()), 1)
+
+
+def nearest(points: Tensor, k: int) -> Tensor:
+    """Return the k nearest others of each of the points `(n, dimensions)`, `(n, k)` int64."""
     from sklearn.neighbors import NearestNeighbors
 
     if points.ndim != 2 or not bool(points.isfinite().all()):
@@ -149,8 +199,7 @@ def of_points(points: Tensor, k: int) -> Tensor:
     if not 1 <= k < len(points):
         raise ValueError(f"Expected k from 1 to {len(points) - 1}, one less than the points, but got {k}")
     neighbours = NearestNeighbors(n_neighbors=k).fit(points.numpy()).kneighbors(return_distance=False)
-    ends = torch.from_numpy(neighbours.astype(np.int64)).flatten()
-    return torch.stack((torch.arange(len(points)).repeat_interleave(k), ends), 1)
+    return torch.from_numpy(neighbours.astype(np.int64))
 
 
 def as_torch(matrix: csr_matrix, dtype: torch.dtype, device: torch.device | str | None) -> Tensor:

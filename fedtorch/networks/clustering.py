@@ -10,13 +10,14 @@ tensor([0, 0, 1, 1])
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fedtorch import random
 from fedtorch.networks.network import Network
 
-__all__ = ["k_means", "spectral"]
+__all__ = ["gaussian_mixture", "k_means", "spectral"]
 
 _DENSE = 400  # nodes up to which the eigenvectors come from the whole matrix
 
@@ -35,14 +36,41 @@ def k_means(parameters: Tensor, clusters: int, key: Tensor, starts: int = 10) ->
     """
     from sklearn.cluster import KMeans
 
-    points = torch.as_tensor(parameters).detach().cpu().to(torch.float64)
-    points = points.flatten(1) if points.ndim > 1 else points[:, None]
-    if not bool(points.isfinite().all()):
-        raise ValueError("Expected finite parameters, but got NaN or infinity")
-    _check_clusters(clusters, len(points))
-    seed = int(random.randint(key, 2**31))
-    labels = KMeans(clusters, n_init=starts, random_state=seed).fit_predict(points.numpy())
+    points = _points(parameters, clusters)
+    labels = KMeans(clusters, n_init=starts, random_state=_seed(key)).fit_predict(points)
     return _by_first_node(torch.from_numpy(labels).to(torch.int64))
+
+
+def gaussian_mixture(
+    parameters: Tensor, clusters: int, key: Tensor, starts: int = 10, *, covariance: str = "diag"
+) -> Tensor:
+    """Cluster the nodes' parameters, or any vectors that represent them, by the likeliest part of a Gaussian mixture.
+
+    Unlike k-means it allows for clusters of different sizes and, in each direction, spreads. Fitted by expectation
+    maximisation; a cluster that no node belongs to most likely has no label.
+
+    Source: Jung, "Federated learning: from theory to practice", section 6.3.
+
+    Args:
+        parameters: `(n, ...)`, flattened per node.
+        clusters: how many, at most n.
+        key: of the starts.
+        starts: of which the best is taken.
+        covariance: of a part, as scikit-learn's `GaussianMixture` has it: "full", "tied", "diag" or "spherical"; a full
+            one has (d + 1)d/2 numbers and asks for many nodes in each cluster.
+
+    Raises:
+        ValueError: a number of clusters out of range, or parameters that are not finite.
+
+    >>> import fedtorch as ft
+    >>> gaussian_mixture(torch.tensor([[0.0], [0.1], [9.0], [0.2], [12.0]]), 2, ft.random.key(0))
+    tensor([0, 0, 1, 0, 1])
+    """
+    from sklearn.mixture import GaussianMixture
+
+    points = _points(parameters, clusters)
+    mixture = GaussianMixture(clusters, covariance_type=covariance, n_init=starts, random_state=_seed(key))
+    return _by_first_node(torch.from_numpy(mixture.fit_predict(points)).to(torch.int64))
 
 
 def spectral(network: Network, clusters: int, key: Tensor) -> Tensor:
@@ -100,6 +128,20 @@ def _leading_vectors(network: Network, count: int) -> Tensor:
     # Moved by one, the eigenvalues of interest are also the largest in size.
     _, vectors = eigsh(matrix + diags([1.0], shape=matrix.shape), count, which="LA", v0=start, tol=1e-8)
     return torch.from_numpy(vectors)
+
+
+def _points(parameters: Tensor, clusters: int) -> np.ndarray:
+    """Return one row of numbers per node, checked."""
+    points = torch.as_tensor(parameters).detach().cpu().to(torch.float64)
+    points = points.flatten(1) if points.ndim > 1 else points[:, None]
+    if not bool(points.isfinite().all()):
+        raise ValueError("Expected finite parameters, but got NaN or infinity")
+    _check_clusters(clusters, len(points))
+    return points.numpy()
+
+
+def _seed(key: Tensor) -> int:
+    return int(random.randint(key, 2**31))
 
 
 def _check_clusters(clusters: int, nodes: int) -> None:

@@ -43,7 +43,7 @@ _WEIGHTLESS = 1e-7  # weights of linear programming and of projection below this
 def nearest(discrepancy: Tensor, k: int, names: Sequence[str] | None = None) -> Network:
     """Join two nodes by an edge of weight one when either is among the k nearest of the other.
 
-    For vectors, `Network.k_nearest` does so without all pairs.
+    For vectors, `Network.k_nearest` does so without all pairs, and `ft.neighbour_search` without a place that has them.
 
     Args:
         discrepancy: D, `(n, n)` symmetric, not negative; the diagonal does not matter.
@@ -54,9 +54,7 @@ def nearest(discrepancy: Tensor, k: int, names: Sequence[str] | None = None) -> 
     n = len(checked)
     if not 1 <= k < n:
         raise ValueError(f"Expected k from 1 to {n - 1}, one less than the nodes, but got {k}")
-    chosen = checked.clone().fill_diagonal_(math.inf).topk(k, largest=False).indices
-    starts = torch.arange(n).repeat_interleave(k)
-    return Network(torch.stack((starts, chosen.flatten()), 1), nodes=n, names=names)
+    return Network.from_neighbours(checked.fill_diagonal_(math.inf).topk(k, largest=False).indices, names)
 
 
 def edge_budget(discrepancy: Tensor, edges: int, names: Sequence[str] | None = None) -> Network:

@@ -159,12 +159,7 @@ class Network:
     @cached_property
     def components(self) -> Components:
         """Return the connected components, (labels `(n,)`, their number)."""
-        from scipy.sparse.csgraph import connected_components
-
-        count, labels = connected_components(self.scipy_adjacency, directed=False)
-        _, first, inverse = np.unique(labels, return_index=True, return_inverse=True)
-        order = np.argsort(np.argsort(first))
-        return Components(torch.from_numpy(order[inverse].astype(np.int64)), int(count))
+        return Components(*edge_list.components_of(self.scipy_adjacency))
 
     @cached_property
     def algebraic_connectivity(self) -> float:
@@ -198,13 +193,7 @@ class Network:
         Raises:
             ValueError: a node out of range or twice.
         """
-        ids = torch.as_tensor(ids, dtype=torch.int64)
-        if ids.ndim != 1 or (len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self.nodes):
-            raise ValueError(f"Expected ids of nodes from 0 to {self.nodes - 1}, but got {ids.tolist()[:9]}…")
-        place = torch.full((self.nodes,), -1)
-        place[ids] = torch.arange(len(ids))
-        if int((place >= 0).sum()) < len(ids):
-            raise ValueError("Expected different nodes, but got one twice; remove the repetition")
+        ids, place = edge_list.places_of(ids, self.nodes)
         edges = place[self.edges]
         inside = (edges >= 0).all(1)
         names = None if self.__dict__["_names"] is None else [self.names[i] for i in ids.tolist()]
@@ -257,17 +246,8 @@ class Network:
         Raises:
             ValueError: a directed graph or one with several edges between two nodes.
         """
-        if graph.is_directed() or graph.is_multigraph():
-            raise ValueError(
-                f"Expected an undirected simple graph, but got {type(graph).__name__}; see to_undirected()"
-            )
-        number = {node: i for i, node in enumerate(graph)}
-        edges = [(number[i], number[j]) for i, j in graph.edges]
-        weights = [value for _, _, value in graph.edges(data=weight, default=1.0)]
-        names = [str(graph.nodes[node].get("name", node)) for node in graph]
-        places = [graph.nodes[node].get(position) for node in graph]
-        known = None if not places or any(place is None for place in places) else np.array(places, dtype=np.float64)
-        return cls(edges or torch.empty(0, 2, dtype=torch.int64), weights, len(number), names, known)
+        edges, weights, names, known = edge_list.of_networkx(graph, weight, position)
+        return cls(edges, weights, len(graph), names, known)
 
     def to_networkx(self) -> networkx.Graph:
         """Return a networkx graph: nodes 0…n−1 with attributes `name` and, if known, `pos`; edges with `weight`."""
@@ -283,20 +263,50 @@ class Network:
         return graph
 
     @classmethod
-    def k_nearest(cls, points: Any, k: int, names: Sequence[str] | None = None) -> Network:
-        """Join two points by an edge of weight one when either is among the k nearest (Euclidean) of the other.
+    def k_nearest(
+        cls, points: Any, k: int, names: Sequence[str] | None = None, *, great_circle: bool = False
+    ) -> Network:
+        """Join two points by an edge of weight one when either is among the k nearest of the other.
 
         Args:
             points: `(n, dimensions)`; two or three coordinates become the `positions`.
             k: neighbours of each point, from 1 to n − 1. Which of equally far ones are taken is left open.
             names: one per point.
+            great_circle: whether points are latitudes and longitudes in degrees, `(n, 2)`, and near is along the
+                surface of the earth, across the date line and the poles too; the `positions` are then those of a map,
+                (longitude, latitude). Otherwise distances are Euclidean.
 
         Raises:
-            ValueError: points that are not finite or not a matrix, or k out of range.
+            ValueError: points that are not finite or not a matrix, latitudes beyond ±90 degrees, or k out of range.
+
+        Example:
+            >>> import fedtorch as ft
+            >>> places = [[-17.0, 179.0], [-17.0, -179.0], [-9.0, 179.0]]  # the first two lie 213 km apart
+            >>> ft.Network.k_nearest(places, 1, great_circle=True).edges.tolist()
+            [[0, 1], [0, 2]]
         """
         places = torch.as_tensor(points).detach().cpu().to(torch.float64)
-        pairs, positions = edge_list.of_points(places, k), places if places.shape[1] in (2, 3) else None
-        return cls(pairs, nodes=len(places), names=names, positions=positions)
+        if great_circle:
+            return cls.from_neighbours(edge_list.nearest(edge_list.on_sphere(places), k), names, places.flip(1))
+        positions = places if places.ndim == 2 and places.shape[1] in (2, 3) else None
+        return cls.from_neighbours(edge_list.nearest(places, k), names, positions)
+
+    @classmethod
+    def from_neighbours(cls, neighbours: Any, names: Sequence[str] | None = None, positions: Any = None) -> Network:
+        """Join two nodes by an edge of weight one when either has chosen the other.
+
+        Args:
+            neighbours: `(n, k)` int64, the nodes that each node has chosen, as `ft.neighbour_search` returns; −1 where
+                it has chosen fewer.
+            names: one per node.
+            positions: `(n, 2)` or more.
+
+        >>> Network.from_neighbours([[1, 2], [0, -1], [-1, -1]]).edges.tolist()
+        [[0, 1], [0, 2]]
+        """
+        chosen = torch.as_tensor(neighbours, dtype=torch.int64, device="cpu")
+        pairs = torch.stack((torch.arange(len(chosen))[:, None].expand_as(chosen), chosen), -1)[chosen >= 0]
+        return cls(pairs, nodes=len(chosen), names=names, positions=positions)
 
     @classmethod
     def star(cls, nodes: int) -> Network:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from sklearn.metrics import adjusted_rand_score
+from sklearn.mixture import GaussianMixture
 
 import fedtorch as ft
 from fedtorch.networks import clustering
@@ -21,6 +22,20 @@ def test_k_means_finds_separate_groups():
     moved = clustering.k_means(parameters[order], 3, ft.random.key(1))
     assert adjusted_rand_score(moved, TRUTH[order]) == 1
     assert moved[0] == 0
+
+
+@pytest.mark.parametrize("covariance", ["full", "diag"])
+def test_mixtures_find_what_scikit_learn_does_on_the_same_points(covariance):
+    """A narrow and a wide cluster side by side, which k-means cuts elsewhere."""
+    noise = ft.random.normal(ft.random.key(0), (120, 2), torch.float64)
+    truth = torch.arange(2).repeat_interleave(60)
+    points = noise * torch.tensor([0.1, 3.0])[truth, None] + torch.tensor([4.0, 0.0])[truth, None]
+    labels = clustering.gaussian_mixture(points, 2, ft.random.key(1), covariance=covariance)
+    theirs = GaussianMixture(2, covariance_type=covariance, n_init=10, random_state=5).fit_predict(points.numpy())
+    assert adjusted_rand_score(labels, theirs) == 1
+    means = clustering.k_means(points, 2, ft.random.key(1))
+    assert adjusted_rand_score(labels, truth) > 0.85 > adjusted_rand_score(means, truth)
+    assert torch.equal(clustering.gaussian_mixture(points, 2, ft.random.key(1), covariance=covariance), labels)
 
 
 @pytest.mark.parametrize("dense", [400, 0])
@@ -48,6 +63,10 @@ def test_bad_input():
         clustering.k_means(torch.eye(3), 4, ft.random.key(0))
     with pytest.raises(ValueError, match="finite parameters"):
         clustering.k_means(torch.eye(3) * math.nan, 2, ft.random.key(0))
+    with pytest.raises(ValueError, match="finite parameters"):
+        clustering.gaussian_mixture(torch.eye(3) * math.nan, 2, ft.random.key(0))
+    with pytest.raises(ValueError, match="from 1 to 3 clusters"):
+        clustering.gaussian_mixture(torch.eye(3), 4, ft.random.key(0))
     with pytest.raises(ValueError, match="from 1 to 3 clusters"):
         clustering.spectral(ft.Network.ring(3), 0, ft.random.key(0))
     with pytest.raises(ValueError, match="parameters of 3 nodes"):

@@ -6,6 +6,7 @@ import networkx
 import numpy as np
 import pytest
 import torch
+from sklearn.metrics.pairwise import haversine_distances
 
 import fedtorch as ft
 from fedtorch.networks import _random_edges as random_edges, network as network_module
@@ -156,6 +157,26 @@ def test_k_nearest_against_all_distances(dimensions):
     assert (network.positions is not None) == (dimensions in (2, 3))
 
 
+def test_great_circle_neighbours_against_haversine_distances():
+    """Also across the date line, around a pole, and for equal places."""
+    uniform = ft.random.uniform(ft.random.key(1), (80, 2), torch.float64)
+    places = torch.stack((uniform[:, 0] * 180 - 90, uniform[:, 1] * 360 - 180), 1)
+    places[:4] = torch.tensor([[90.0, 0.0], [89.9, 170.0], [10.0, 179.99], [10.0, -179.99]])
+    places[4] = places[5]
+    apart = torch.from_numpy(haversine_distances(places.deg2rad().numpy())).fill_diagonal_(math.inf)
+    chosen = torch.zeros(80, 80, dtype=torch.bool).scatter(1, apart.topk(3, largest=False).indices, True)
+    network = ft.Network.k_nearest(places, 3, great_circle=True)
+    assert torch.equal(dense(network) > 0, chosen | chosen.T)
+    assert (dense(network)[2, 3], dense(ft.Network.k_nearest(places, 3))[2, 3]) == (1, 0)
+    assert torch.equal(network.positions, places.flip(1))  # of a map: to the east, to the north
+
+
+def test_a_network_of_what_nodes_have_chosen():
+    network = ft.Network.from_neighbours(torch.tensor([[2, 1], [0, -1], [3, -1], [-1, -1]]), list("abcd"))
+    assert network.edges.tolist() == [[0, 1], [0, 2], [2, 3]]
+    assert network.names == ("a", "b", "c", "d")
+
+
 def test_equal_points_do_not_become_their_own_neighbours():
     network = ft.Network.k_nearest(torch.zeros(6, 2), 2)
     assert int(network.neighbour_counts.min()) >= 2
@@ -247,6 +268,10 @@ def test_bad_input():
         ft.Network.from_networkx(networkx.DiGraph())
     with pytest.raises(ValueError, match="finite points"):
         ft.Network.k_nearest(torch.tensor([[0.0, math.nan]]), 1)
+    with pytest.raises(ValueError, match="the latitude comes first"):
+        ft.Network.k_nearest(torch.tensor([[25.0, 60.0], [170.0, 60.0]]), 1, great_circle=True)
+    with pytest.raises(ValueError, match="the latitude comes first"):
+        ft.Network.k_nearest(torch.eye(3), 1, great_circle=True)
     with pytest.raises(ValueError, match="k from 1 to 2"):
         ft.Network.k_nearest(torch.eye(3), 3)
     with pytest.raises(ValueError, match="p as a probability"):

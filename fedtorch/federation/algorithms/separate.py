@@ -1,7 +1,8 @@
-"""Separate training: every client on its own, no exchange. The baseline that a federation has to beat."""
+"""Training without exchange: every client on its own, the baseline, and all rows in one place, the reference."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -47,3 +48,29 @@ def separate(local: LocalSolver) -> Algorithm:
         prepare=local.prepare,
         **solved_by(local, algorithm="separate"),
     )
+
+
+def pooled(local: LocalSolver) -> Algorithm:
+    """Build ordinary training on `data.pool()`: one client with everybody's rows. Nothing is sent.
+
+    Args:
+        local: how the pooled problem is worked on; a round is one call.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> local = ft.least_squares(torch.nn.Linear(1, 1))
+        >>> data = ft.data.from_tensors([(torch.ones(1, 1), torch.ones(1)), (torch.zeros(1, 1), torch.zeros(1))])
+        >>> population = ft.InProcess(data.pool())
+        >>> round = ft.Run(ft.pooled(local), population).step()
+        >>> ft.run(ft.pooled(local), ft.InProcess(data)).__next__()
+        Traceback (most recent call last):
+        ValueError: Expected one client with all rows, but got 2; pool them with data.pool()
+    """
+    alone = separate(local)
+
+    def init(parameters: Tree, clients: int) -> tuple[Tree, Tree]:
+        if clients != 1:
+            raise ValueError(f"Expected one client with all rows, but got {clients}; pool them with data.pool()")
+        return alone.init(parameters, clients)
+
+    return dataclasses.replace(alone, init=init)
