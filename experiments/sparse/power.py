@@ -125,8 +125,8 @@ def by_knockoffs(y: Tensor, key: Tensor) -> Ranking:
         real, copy = torch.from_numpy(entry).split(P - 1)
         statistic[j, others] = torch.maximum(real, copy) * (real - copy).sign()
     every = statistic[~torch.eye(P, dtype=torch.bool)]
-    both = torch.minimum(statistic, statistic.mT)
-    return Ranking(pairs(statistic + statistic.mT), pairs(both) >= knockoff_threshold(every, PROMISED))
+    smaller = torch.minimum(statistic, statistic.mT)
+    return Ranking(pairs(statistic + statistic.mT), pairs(smaller) >= knockoff_threshold(every, PROMISED))
 
 
 def knockoffs(x: Tensor, key: Tensor) -> Tensor:
