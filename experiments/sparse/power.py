@@ -163,7 +163,7 @@ def rates(rankings: Sequence[Ranking], truths: Sequence[Tensor]) -> tuple[Tensor
 
 def study(setting: str, differs: bool, sizes: Sizes, seeds: int) -> tuple[list[common.Row], dict[str, Tensor]]:
     """Return the rows, and each method's curve: false discoveries and power on average, `(2, H)`."""
-    found: dict[str, list[Ranking]] = {}
+    by_method: dict[str, list[Ranking]] = {}
     truths = []
     for seed in range(seeds):
         data, truth = simulated(seed, differs)
@@ -174,9 +174,9 @@ def study(setting: str, differs: bool, sizes: Sizes, seeds: int) -> tuple[list[c
         each["graphical lasso, sites averaged"] = by_graphical_lasso([y.numpy() for y in data])
         each["knockoffs"] = by_knockoffs(pooled, ft.random.fold_in(ft.random.key(12), seed))
         for name, ranking in each.items():
-            found.setdefault(name, []).append(ranking)
+            by_method.setdefault(name, []).append(ranking)
     rows, curves = [], {}
-    for name, rankings in found.items():
+    for name, rankings in by_method.items():
         _, false, power = rates(rankings, truths)
         curves[name] = torch.stack([false.mean(1), power.mean(1)])
         for level in LEVELS:

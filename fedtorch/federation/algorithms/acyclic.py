@@ -75,8 +75,8 @@ def acyclic_graphs(
 
     def prepare(data: Any) -> Any:
         y = graphical.rows(data, names)
-        tell = partial(acyclic.evidence, parents=parents, spreads=tuple(spreads), variance=variance)
-        messages = client_by_client(tell, data.count, y)
+        evidence = partial(acyclic.evidence, parents=parents, spreads=tuple(spreads), variance=variance)
+        messages = client_by_client(evidence, data.count, y)
         refuse(
             ~messages.constant.flatten(1).isfinite().all(1),
             "Expected variables with errors of their own, but got a linear function of others; leave it out",

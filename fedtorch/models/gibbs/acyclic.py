@@ -86,12 +86,12 @@ class Graphs(NamedTuple):
         after = _completions(last)
         subsets = torch.arange(1 << p)
         codes = _codes(p, self.effect.shape[-1])
-        found = []
+        weights = []
         for j in range(p):
             outside = (subsets >> j & 1) == 0
             total = torch.where(outside, before + after[subsets | (1 << j)], -torch.inf)
-            found.append(self.score[j].cpu() + _over_bits(total, from_larger=True)[codes[j]])
-        return torch.stack(found) - before[-1]
+            weights.append(self.score[j].cpu() + _over_bits(total, from_larger=True)[codes[j]])
+        return torch.stack(weights) - before[-1]
 
     def _orders(self) -> tuple[Tensor, Tensor]:
         """Return the log weights of all orders of a subset `(2^p,)`, and of j after a subset `(p, 2^p)`."""
@@ -131,21 +131,21 @@ def evidence(y: Tensor, parents: int, spreads: Sequence[float], variance: float)
     """Return what one site says of its rows `(n, p)`; NaN of a variable that is an exact function of others."""
     wide = max(spreads) ** 2 + variance
     sets, used = (each.to(y.device) for each in causes(y.shape[1], parents))
-    found: list[tuple[Tensor, Tensor, Tensor]] = []
+    functions: list[tuple[Tensor, Tensor, Tensor]] = []
     chunk = max(1, _NUMBERS // (len(y) * _POINTS[-1] ** parents))
     for j in range(y.shape[1]):
         for some, which in zip(sets[j].split(chunk), used[j].split(chunk)):
             x = y[:, some].movedim(1, 0) * which[:, None]
-            found.append(_normal_function(x, y[:, j], wide))
-    constant, shift, information = (torch.cat(each).unflatten(0, (y.shape[1], -1)) for each in zip(*found))
+            functions.append(_normal_function(x, y[:, j], wide))
+    constant, shift, information = (torch.cat(each).unflatten(0, (y.shape[1], -1)) for each in zip(*functions))
     unit = torch.eye(parents, dtype=torch.float64, device=y.device)
-    said = []
+    messages = []
     for spread in spreads:
         loosened = unit + spread**2 * information
         moved = torch.linalg.solve(loosened, torch.cat([shift[..., None], information], -1))
         gain = spread**2 * (shift * moved[..., 0]).sum(-1) - torch.linalg.slogdet(loosened).logabsdet
-        said.append((constant + gain / 2, moved[..., 0], (moved[..., 1:] + moved[..., 1:].mT) / 2))
-    return Messages(*(torch.stack(each, 2) for each in zip(*said)))
+        messages.append((constant + gain / 2, moved[..., 0], (moved[..., 1:] + moved[..., 1:].mT) / 2))
+    return Messages(*(torch.stack(each, 2) for each in zip(*messages)))
 
 
 def joined(messages: Messages, variance: float) -> Graphs:
