@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import inspect
 import re
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import public
 import pytest
 
+import fedtorch as ft
 from fedtorch import _lazy
 
 MOST = 397  # names; a new one takes the place of one that nobody needs
@@ -139,3 +143,12 @@ def test_contents_are_what_the_package_hands_out() -> None:
     assert contents["fedavg"] == "fedtorch.federation.algorithms.fedavg.fedavg"
     assert contents["data"] == "fedtorch.data"
     assert isinstance(public._module(contents["recipes"]), ModuleType)
+
+
+@pytest.mark.slow
+def test_the_example_of_a_module_that_is_called_like_its_function_runs_alone() -> None:
+    """In a process of its own, where nothing else has imported the package before."""
+    root = Path(ft.__file__).parent.parent
+    command = [sys.executable, "-m", "pytest", "fedtorch/inference/ranef.py", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout
