@@ -176,7 +176,7 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
     scale = y.abs().mean().clamp_min(1e-8)
     information = x.mT @ x / scale**2 + unit / wide
     mean = torch.linalg.solve(information, x.mT @ (y / scale**2))
-    factor = first = _root(torch.linalg.inv(information))
+    factor = _root(torch.linalg.inv(information))
     for points in _POINTS:
         z, weight = (each.to(x.device) for each in _grid(points, d))
         theta = mean[:, None] + z @ factor.mT
@@ -189,8 +189,6 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
         gap = theta - mean[:, None]
         covariance = (share * gap).mT @ gap
         factor = _root(covariance)
-    narrowest, before = (each.diagonal(dim1=-2, dim2=-1).amin(-1) for each in (factor, first))
-    factor = torch.where((narrowest < 1e-6 * before)[:, None, None], torch.nan, factor)  # a single point has it all
     inverse = torch.cholesky_inverse(factor)
     shift, information = (inverse @ mean[..., None])[..., 0], inverse - unit / wide
     # log ∫ L N(0, wide) and the same of exp(h'θ − ½ θ'Jθ): log|wide · inverse| and h'(wide · inverse)⁻¹ h
