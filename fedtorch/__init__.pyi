@@ -20,6 +20,7 @@ from .federation.algorithm import (
     Quadratic as Quadratic,
     Reply as Reply,
 )
+from .federation.algorithms.acyclic import acyclic_graphs as acyclic_graphs
 from .federation.algorithms.consensus import without_server as without_server
 from .federation.algorithms.ditto import ditto as ditto
 from .federation.algorithms.ep import ep as ep

@@ -77,7 +77,14 @@ from experiments.mixed_models import (
     statsmodels as mixed_statsmodels,
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
-from experiments.sparse import directed as sparse_directed, network as sparse_network, regression as sparse_regression
+from experiments.sparse import (
+    acyclic as sparse_acyclic,
+    directed as sparse_directed,
+    extensions as sparse_extensions,
+    network as sparse_network,
+    power as sparse_power,
+    regression as sparse_regression,
+)
 from experiments.trials import jura as trials_jura, posteriordb as trials_posteriordb
 from experiments.vfl import (
     heart as vfl_heart,
@@ -346,6 +353,57 @@ def test_sparse_directed_expression(tmp_path):
     assert 0 <= rows(tmp_path / "rows.json")["expression", "inclusion of AXIN1 → DVL1"] <= 1
     for name in ("heat_map", "expression"):
         assert (tmp_path / f"sparse_directed_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_sparse_acyclic(tmp_path):
+    needs("tcga_brca_expression")
+    sparse_acyclic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "effects found"] == 1
+    assert found["simulated", "found the wrong way"] == 0 < found["simulated, with a loop", "found the wrong way"]
+    assert (
+        found["expression", "largest R-hat of arrows"]
+        < 1.05
+        < found["with feedback", "largest R-hat of global effects"]
+    )
+    assert found["expression", "largest difference of a frequency from the probability"] < 0.2  # of 200 draws
+    for name in ("heat_map", "expression"):
+        assert (tmp_path / f"sparse_acyclic_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_sparse_extensions(tmp_path):
+    sparse_extensions.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting.partition(", ")[0] for setting, _ in found} == {"splines", "missing"}
+    assert all(0 <= value <= 1 for value in found.values())
+    for name in ("splines", "missing"):
+        assert (tmp_path / f"sparse_extensions_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_sparse_power(tmp_path):
+    sparse_power.main(["--smoke", "--seeds", "2", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for setting in ("alike", "one site differs"):
+        for method in ('"or"', '"and"', "graphical lasso", "graphical lasso, sites averaged", "knockoffs"):
+            found_at = [found[f"{setting}, {method}", f"edges found, {level} of all false"] for level in ("10%", "20%")]
+            assert 0 <= found_at[0] <= found_at[1] <= 1
+    assert (tmp_path / "sparse_power.png").stat().st_size > 10_000
+
+
+def test_knockoffs_have_the_covariances_of_their_rows():
+    x = ft.random.normal(ft.random.key(0), (20_000, 3), torch.float64)
+    x[:, 1] += x[:, 0]
+    x = (x - x.mean(0)) / x.std(0)
+    joint = torch.cat([x, sparse_power.knockoffs(x, ft.random.key(1))], 1).T.cov()
+    off = ~torch.eye(3, dtype=torch.bool)
+    assert torch.allclose(joint[3:, 3:], joint[:3, :3], rtol=0, atol=0.05)
+    assert torch.allclose(joint[:3, 3:][off], joint[:3, :3][off], rtol=0, atol=0.05)
+    assert bool((joint[:3, 3:].diagonal() < 0.7).all())
+    assert sparse_power.knockoff_threshold(torch.tensor([5.0, 4.0, 3.0, 2.0, -1.0]), 0.25) == 2.0
+    assert sparse_power.knockoff_threshold(torch.ones(2), 0.25) == float("inf")
 
 
 def test_sparse_network(tmp_path):
