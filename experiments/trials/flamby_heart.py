@@ -154,10 +154,10 @@ def accuracies(fitted: Fitted, of: Rows) -> dict[str, float]:
     return {**scores, AVERAGE: float(np.mean(right))}
 
 
-def cycle(seed: int, rounds: int) -> list[int]:
+def cycle(seed: int, rounds: int, clients: int = len(HOSPITALS)) -> list[int]:
     """Whose turn it is: a permutation after another, as FLamby draws them."""
     draws = np.random.default_rng(seed)
-    return [int(k) for _ in range(rounds) for k in draws.permutation(len(HOSPITALS))][:rounds]
+    return [int(k) for _ in range(rounds) for k in draws.permutation(clients)][:rounds]
 
 
 def trained(algorithm: ft.Algorithm, data: ft.data.FederatedData, seed: int, rounds: int, **settings: Any) -> ft.Run:
@@ -302,18 +302,20 @@ def scored(methods: Sequence[tuple[Rows, Mapping[str, Fitted]]]) -> dict[str, li
     return {name: [accuracies(fitted[name], of) for of, fitted in methods] for name in methods[0][1]}
 
 
-def draw(rows: Sequence[common.Row]) -> dict[str, Figure]:
-    """The mean of hospitals by method, FLamby's beside ours."""
-    shown = [row for row in rows if row.metric == AVERAGE and "minus" not in row.setting]
+def draw(
+    rows: Sequence[common.Row], metric: str = AVERAGE, name: str = "flamby_heart", score: str = "accuracy"
+) -> dict[str, Figure]:
+    """The mean of hospitals, or another metric, by method, FLamby's beside ours."""
+    shown = [row for row in rows if row.metric == metric and "minus" not in row.setting]
     figure, axis = common.subplots(figsize=(7.5, 0.24 * len(shown) + 1))
     places = np.arange(len(shown))[::-1]
     axis.errorbar([row.ours for row in shown], places, xerr=[row.sd or 0.0 for row in shown], fmt="o", label="ours")
     theirs = [(place, row) for place, row in zip(places, shown) if row.published is not None]
     axis.plot([row.published for _, row in theirs], [place for place, _ in theirs], "|", ms=14, label="published")
     axis.set_yticks(places, [row.setting for row in shown])
-    axis.set_xlabel("accuracy, mean of hospitals")
+    axis.set_xlabel(f"{score}, {metric}")
     axis.legend(frameon=False)
-    return {"flamby_heart": figure}
+    return {name: figure}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from fedtorch.module_randomness.interception import KeyedRandomness, dropped
+from fedtorch.module_randomness.interception import KeyedRandomness, dropout_noise
 from fedtorch.module_randomness.watched_generators import drawn_if_random, unless_drawn
 
 T = TypeVar("T")
@@ -116,9 +116,19 @@ def _inside(
 
 
 def _dropout(interception: KeyedRandomness, inputs: Tensor, probability: float) -> Tensor:
-    """Return the same numbers as by torch's dropout, which is four operations to intercept."""
-    if torch._C._functorch.peek_interpreter_stack() is None and not interception.keys.ndim:
-        return dropped(interception, inputs, tuple(inputs.shape), probability)[0]
+    """Return the same numbers as by torch's dropout; entering the interception takes longer than drawing them."""
+    functorch, clients = torch._C._functorch, tuple(interception.keys.shape)
+    transforms = functorch.get_interpreter_stack() or []
+    if all(transform.key() == functorch.TransformType.Vmap for transform in transforms):
+        maps = [functorch.CVmapInterpreterPtr(transform) for transform in transforms]
+        sizes = tuple(each.batchSize() for each in maps)
+        different = all(each.randomness() == functorch.RandomnessType.Different for each in maps)
+        if different and sizes[: len(clients)] == clients:
+            row = (*sizes[len(clients) :], *inputs.shape)
+            noise, _ = dropout_noise(interception, row, probability, inputs)
+            for each in maps:
+                noise = functorch._add_batch_dim(noise, 0, each.level())
+            return inputs * noise
     with interception:
         return torch.native_dropout(inputs, probability, True)[0]
 

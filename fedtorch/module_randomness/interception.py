@@ -215,15 +215,18 @@ def _below(key: Tensor, row: tuple[int, ...], high: int) -> Tensor:
 
 
 def _dropout(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> tuple[Tensor, Tensor]:
-    inputs, probability = arguments["input"], arguments["p"]
-    return dropped(drawn, inputs, drawn.row(fn, inputs.shape), probability)
+    inputs = arguments["input"]
+    noise, keep = dropout_noise(drawn, drawn.row(fn, inputs.shape), arguments["p"], inputs)
+    return inputs * noise, keep
 
 
-def dropped(drawn: KeyedRandomness, inputs: Tensor, row: tuple[int, ...], probability: float) -> tuple[Tensor, Tensor]:
-    """Return what `torch.native_dropout` of such a probability does, drawn by the next call."""
+def dropout_noise(
+    drawn: KeyedRandomness, row: tuple[int, ...], probability: float, inputs: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return (what dropout multiplies rows of inputs by, what it keeps), drawn by the next call."""
     keep = drawn.draw(_coins, row, 1 - probability).to(inputs.device)
     noise = keep.to(inputs.dtype)
-    return inputs * (noise.div_(1 - probability) if probability < 1 else noise), keep
+    return noise.div_(1 - probability) if probability < 1 else noise, keep
 
 
 def _multinomial(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:

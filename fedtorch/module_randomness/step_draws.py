@@ -31,6 +31,7 @@ from fedtorch import random
 from fedtorch.module_randomness.interception import AHEAD, KeyedRandomness
 
 _KEYS = 2**14  # made at a time, at most, unless a step has more
+_STEPS = 5  # whose keys are made at first, twice as many each time after
 _NUMBERS = 2**17  # likewise, of a call of clients one after the other
 
 
@@ -47,7 +48,8 @@ class StepKeys:
 
     def __getitem__(self, step: int) -> Draws:
         if not 0 <= step - self._first < len(self._steps):
-            self._first, many = step, max(1, _KEYS // max(1, AHEAD * len(self.keys)))
+            most = max(1, _KEYS // max(1, AHEAD * len(self.keys)))
+            self._first, many = step, min(most, max(_STEPS, 2 * len(self._steps)))
             numbers = torch.arange(step, step + many, device=self.keys.device)
             self._steps = random.fold_in(self.keys, numbers[:, None])
             self._calls = random.fold_in(self._steps[..., None], torch.arange(AHEAD, device=self.keys.device))

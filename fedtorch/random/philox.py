@@ -54,9 +54,9 @@ _FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57  # factors of words 0 and 2
 _MULTIPLIERS = torch.tensor(_FIRST, device="cpu"), torch.tensor(_SECOND, device="cpu")
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 _LANES = 256  # of a program
+_SHORT = 64  # times as many keys as blocks of each
 _SINGLY = 8  # new keys at most that are made one after the other
-_LOWER, _UPPER = numpy.uint64(WORD), numpy.uint64(32)
-_FACTORS = numpy.array((_SECOND, _FIRST), numpy.uint64)  # of words 2 and 0
+_LOWER, _UPPER, _FACTORS = numpy.uint64(WORD), numpy.uint64(32), numpy.array((_SECOND, _FIRST), numpy.uint64)
 _STEPS = numpy.arange(_ROUNDS, dtype=numpy.uint64)[:, None] * numpy.array(_WEYL, numpy.uint64)  # of both key words
 
 
@@ -133,11 +133,9 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
 
 def folded(key: Tensor, data: Tensor | int) -> Tensor:
     """Make new keys of keys and int64 numbers that broadcast."""
-    programs = program(
-        "fedtorch.random.philox_program", (key,) if isinstance(data, int) else (key, data), (torch.int64,)
-    )
+    tensors = (key,) if isinstance(data, int) else (key, data)
+    programs = program("fedtorch.random.philox_program", tensors, (torch.int64,))
     if not programs:
-        tensors = (key,) if isinstance(data, int) else (key, data)
         if math.prod(part.numel() for part in tensors) <= _SINGLY and _is_plain(tensors):
             return _folded_singly(key, data)
         even, odd = _philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
@@ -176,10 +174,9 @@ def _is_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
-    """Compute Philox-4x32-10 of keys and four counter words that broadcast.
+    """Return Philox-4x32-10 of keys and four counter words that broadcast.
 
-    Returns:
-        words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
+    That is words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
     """
     tensors = [key, *(word for word in counter if isinstance(word, Tensor))]
     if _is_plain(tensors):
@@ -209,7 +206,10 @@ def _philox_numpy(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor,
     """Return `_philox` of tensors on the CPU, by NumPy, whose operations on few words cost a third of torch's."""
     words = [word.numpy().view(numpy.uint64) if isinstance(word, Tensor) else numpy.uint64(word) for word in counter]
     whole = key.numpy().view(numpy.uint64)
-    even = numpy.empty((2, *numpy.broadcast_shapes(whole.shape, *(word.shape for word in words))), numpy.uint64)
+    shape = numpy.broadcast_shapes(whole.shape, *(word.shape for word in words))
+    turned = len(shape) == 2 and _SHORT * shape[1] <= shape[0]  # longer loops over keys than over their blocks
+    even = numpy.empty((2, *(reversed(shape) if turned else shape)), numpy.uint64)
+    even = even.swapaxes(1, 2) if turned else even
     odd, spare, swapped = numpy.empty_like(even), numpy.empty_like(even), even[::-1]
     even[0], odd[0], even[1], odd[1] = words
     ones = (1,) * (even.ndim - 1)

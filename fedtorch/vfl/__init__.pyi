@@ -5,6 +5,7 @@ from .fit.encoder import perceptron as perceptron
 from .fit.guide import Guide as Guide, Parameters as Parameters, diagonal as diagonal
 from .fit.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
 from .fit.prediction import log_score as log_score
+from .fit.pyro_guide import pyro_guide as pyro_guide
 from .fit.sfvi import VariationalFit as VariationalFit, sfvi as sfvi
 from .lightning import StackedEarlyStopping as StackedEarlyStopping, VerticalLoader as VerticalLoader
 from .model.augmented import attenuation as attenuation, augmented as augmented

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import vmap
+from torch.func import grad, vmap
 
 from fedtorch import random
 from fedtorch.module_randomness.drawing_modules import DrawingModules
@@ -75,6 +75,9 @@ def test_equals_interception_of_everything(name):
         (vmap(module, randomness="different"), KEYS, X),
         (module, KEYS[1], X[1]),
         (vmap(vmap(module, randomness="different"), randomness="different"), KEYS, X[:, :, None]),
+        (vmap(module, randomness="different"), KEYS[1], X[1][:, None]),
+        (vmap(grad(lambda x: module(x).square().sum()), randomness="different"), KEYS, X),
+        (vmap(module, randomness="same"), KEYS[0], X),
     ):
         whole, some = x.clone().requires_grad_(), x.clone().requires_grad_()
         with KeyedRandomness(keys):

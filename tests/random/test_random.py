@@ -70,6 +70,14 @@ def test_known_answers(counter, words, answer):
     assert philox(key, counter) == expected
 
 
+def test_draws_of_many_keys_are_those_of_each():
+    several = random.fold_in(random.key(7), torch.arange(200))
+    for drawn in (lambda keys: bits(keys, 9), lambda keys: random.permutation(keys, 5)):
+        assert torch.equal(drawn(several), torch.stack([drawn(key) for key in several]))
+    children = random.fold_in(several[:, None], torch.arange(3))
+    assert torch.equal(children[17], random.fold_in(several[17], torch.arange(3)))
+
+
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789012345])
 def test_bits_and_new_keys_equal_the_oracle(seed):
     key = random.key(seed)

@@ -127,9 +127,11 @@ class Sites:
         ends = time.monotonic() + seconds
         for _ in range(2 * len(self.names)):  # what they have said before
             self._next(0.0)
-        for name in self.host.connected & set(self.names) - self._here:
-            with suppress(ConnectionError, TimeoutError):  # it says hello when it is back
-                self.host.send(name, frames.encode("who"))
+        connected = self.host.connected - self._here
+        for name in self.names:
+            if name in connected:
+                with suppress(ConnectionError, TimeoutError):  # it says hello when it is back
+                    self.host.send(name, frames.encode("who"))
         while len(self.bring) < len(self.names):
             if (left := ends - time.monotonic()) <= 0:
                 absent = {name: self.troubles.get(name, "it did not connect") for name in self.names}

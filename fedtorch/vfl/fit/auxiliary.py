@@ -47,9 +47,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedtorch.vfl.fit.encoder import EncoderFactory, encoded, perceptron
+from fedtorch.vfl.fit.encoder import EncoderFactory, encoded
+from fedtorch.vfl.fit.own_encoder import Laws, factory
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
@@ -115,14 +116,29 @@ def mean_field() -> Auxiliary:
     return Auxiliary(init, party, None, noises=lambda model: 1)
 
 
-def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = False) -> Auxiliary:
+def amortised(encoder: EncoderFactory | nn.Module | None = None, *, sees_response: bool = False) -> Auxiliary:
     """Make a family of one encoder per party, whose size does not grow with the rows.
 
     Args:
-        encoder: a perceptron of 16 hidden units by default.
+        encoder: a perceptron of 16 hidden units by default; or any module of rows `(N, F)` to a pair of means and log
+            standard deviations, or to a distribution of z: see `fedtorch.vfl.fit.own_encoder`, and `pyro_guide`.
         sees_response: whether it is shown y beside η_j; for the power model, and where y is shared.
+
+    >>> import fedtorch as ft
+    >>> class OwnNetwork(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.shift, self.log_sd = nn.Linear(1, 1), nn.Parameter(torch.zeros(()))
+    ...     def forward(self, eta):  # (N, 1)
+    ...         return torch.distributions.Normal(eta + self.shift(eta), self.log_sd.exp())
+    >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(1), ft.vfl.linear(2)], rho=1.0)
+    >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+    >>> guide = ft.vfl.Guide(amortised(OwnNetwork()))
+    >>> fit = ft.vfl.sfvi(model, guide, data, key=ft.random.key(0), steps=2)
+    >>> sorted(fit.parameters.parties[0]["z"])  # trained at each party, a copy of its own
+    ['log_sd', 'shift/bias', 'shift/weight']
     """
-    make = encoder or perceptron()
+    make = factory(encoder)
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
         return make(outputs + _shown(model, outputs) * sees_response, 2 * outputs).start(key, batch, dtype)
@@ -132,7 +148,11 @@ def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = Fa
     ) -> tuple[Tensor, Tensor]:
         seen, count = _seen(eta, data, model) if sees_response else eta, 2 * eta.shape[-2]
         shrinkage = _log_shrinkage(model).to(eta)
-        mean, log_sd = encoded(make, q, seen, count).chunk(2, -2)
+        answer = encoded(make, q, seen, count)
+        if isinstance(answer, Laws):
+            held = answer if fixed is q else encoded(make, fixed, seen, count)
+            return answer.drawn(held, eta, model.noise_sd.to(eta), noise)
+        mean, log_sd = answer.chunk(2, -2)
         log_sd = log_sd + shrinkage
         e = torch.addcmul(mean, log_sd.exp(), noise)
         if fixed is not q:
@@ -144,16 +164,18 @@ def amortised(encoder: EncoderFactory | None = None, *, sees_response: bool = Fa
     return Auxiliary(init, party, None, noises=lambda model: 1, sees_response=sees_response)
 
 
-def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxiliary:
+def sums(encoder: EncoderFactory | nn.Module | None = None, *, skewed: bool = True) -> Auxiliary:
     """Make q(s | θ) q(z | s, θ) with one encoder at the server, which hears Σ_j η_j.
 
     Args:
-        encoder: a perceptron of 16 hidden units by default; `encoder.affine()` is exact for a Gaussian likelihood.
+        encoder: a perceptron of 16 hidden units by default; `encoder.affine()` is exact for a Gaussian likelihood. Or
+            a module as for `amortised`; a distribution is that of the likelihood's predictor with its noise, in the
+            augmented model.
         skewed: let the encoder also bend x by a sinh–arcsinh transformation (Jones and Pewsey, 2009), because s given
             y and θ is not normal where Jρ² is large. Without it ten parties at ρ = 1 shift a logistic posterior by up
             to 0.18 standard deviations.
     """
-    make = encoder or perceptron()
+    make = factory(encoder)
     shapes = 4 if skewed else 2
 
     def init(model: VerticalModel, outputs: int, batch: int, rows: int, key: Tensor, dtype: torch.dtype) -> Tensors:
@@ -167,17 +189,25 @@ def sums(encoder: EncoderFactory | None = None, *, skewed: bool = True) -> Auxil
         parties = len(model.predictors)
         seen, count = _seen(centre, data, model), shapes + model.power
         first = _conditional(centre, shared, data, model)
-        outputs = count * centre.shape[-2]
-        answer = lambda weights: _from(first, encoded(make, weights, seen, outputs).chunk(count, -2), model.power)
-        answers = answer(q)
-        fixed_answers = answers if fixed is q else answer(fixed)
+        outputs, rho = count * centre.shape[-2], model.noise_sd.to(centre)
+        raw = encoded(make, q, seen, outputs)
+        if isinstance(raw, Laws):
+            if model.power:
+                raise ValueError(
+                    "Expected the augmented model for an encoder's own distribution, but got a power model"
+                )
+            held = raw if fixed is q else encoded(make, fixed, seen, outputs)
+            total, ratio = raw.drawn(held, centre, rho * math.sqrt(parties), noise)
+            return Sampled(total, None, ratio)
+        answer = lambda answered: _from(first, answered.chunk(count, -2), model.power)
+        answers = answer(raw)
+        fixed_answers = answers if fixed is q else answer(encoded(make, fixed, seen, outputs))
         u = noise.unflatten(-2, (-1, model.likelihood.outputs))  # (B, M, J or 1, C, n)
         tau = u.sum(-3) / math.sqrt(u.shape[-3])
         bent = _bend(tau, answers[2:4]) if skewed else tau
         x = torch.addcmul(answers[0], answers[1].exp(), bent)
         standard = _standardised(x, bent, fixed_answers[0], fixed_answers[1])
         ratio = _minus_log_density(standard, fixed_answers, skewed) - 0.5 * x.square()
-        rho = model.noise_sd.to(x)
         total = torch.addcmul(centre, rho * math.sqrt(parties), x)
         if not model.power:
             return Sampled(total, None, ratio.sum(-2))

@@ -91,8 +91,8 @@ def perceptron(hidden: int = 16) -> EncoderFactory:
     return partial(Encoder, hidden=hidden)
 
 
-def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, outputs: int) -> Tensor:
-    """Return the answers of an encoder with these weights, `(B, M, outputs, n)`.
+def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, outputs: int) -> Any:
+    """Return the answers of an encoder with these weights, `(B, M, outputs, n)`; a user's may be `own_encoder.Laws`.
 
     Args:
         make: makes the encoder.

@@ -82,7 +82,7 @@ def test_nothing_of_single_rows_is_in_what_sites_send() -> None:
 def test_a_site_that_comes_later_gets_the_design(tmp_path: Path) -> None:
     host = loopback()
     design = agree(host, ["a", "b"], FORMULA, **ASK)
-    with pytest.raises(TimeoutError, match=r"rows by the design of '.', but '.' has them by another"):
+    with pytest.raises(TimeoutError, match=r"rows by the design of 'a', but 'c' has them by another"):
         Remote(host, NAMES, "it", timeout=1.0)
     host.start("c")
     assert agree(host, ["c"], design) == design

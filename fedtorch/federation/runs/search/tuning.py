@@ -141,10 +141,11 @@ def grid(
         settings: the values to try of each of `build`'s parameters, by name.
         population: who computes, and where.
         validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
-        metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, or a
-            function (prediction, target) -> per-example values.
+        metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, a
+            function (prediction, target) -> per-example values, or the name of what a LightningModule's own
+            `validation_step` logs, as "val_loss".
         largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
-            default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do.
+            default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do; names do not.
         rounds: communication rounds of each setting.
         cohort: as in `ft.run`; all settings have the same cohorts.
         seed: of all randomness.
@@ -232,6 +233,13 @@ def best_end(metric: Any, largest_is_best: bool | None) -> bool:
         TypeError: it is no metric, or several.
         ValueError: nobody says it.
     """
+    if isinstance(metric, str):
+        if largest_is_best is None:
+            raise ValueError(
+                f"Expected largest_is_best=True (as of accuracy) or False (as of a loss) with the name of a logged "
+                f"metric, but got metric={metric!r} alone"
+            )
+        return largest_is_best
     known = any_metrics({"metric": metric})
     if set(known) != {"metric"}:
         raise TypeError(f"Expected one metric to compare settings by, but got {len(known)}; pass one of them")
@@ -296,12 +304,28 @@ def scored(run: Run, validation: Evaluable, metric: Any, split: Split) -> Score 
     """Return the score of a setting; None if it has diverged."""
     if not (_is_finite(run.server) and _predict_with_finite(run, validation)):
         return None
-    score = run.evaluate(validation, {"metric": metric}, split)["metric"]
+    score = (
+        _logged(run, validation, metric)
+        if isinstance(metric, str)
+        else run.evaluate(validation, {"metric": metric}, split)["metric"]
+    )
     if isinstance(score.overall, Tensor):
         shape = tuple(score.overall.shape)
         raise TypeError(f"Expected a metric that is one number to compare settings by, but got one of shape {shape}")
     failed = score.failed is not None and bool(score.failed.any())  # models are finite, and outputs are not
     return score if math.isfinite(score.overall) and not failed else None
+
+
+def _logged(run: Run, validation: Evaluable, name: str) -> Score:
+    """Return the score that the module's own `validation_step` logs under a name.
+
+    Raises:
+        ValueError: it logs nothing of this name.
+    """
+    logged = run.evaluate(validation)
+    if name not in logged:
+        raise ValueError(f"Expected metric= to name what validation_step logs, one of {list(logged)}, but got {name!r}")
+    return logged[name]
 
 
 def _predict_with_finite(run: Run, validation: Evaluable) -> bool:

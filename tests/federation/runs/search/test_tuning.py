@@ -301,6 +301,30 @@ def test_bad_arguments(arguments: Any, error: type[Exception], message: str) -> 
         searched(prox, {"lr": [0.1]}, **arguments)
 
 
+class Logging(Lit):
+    """What its own validation step logs is compared."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", nn.functional.cross_entropy(self(batch[0]), batch[1]))
+
+
+def test_settings_are_compared_by_what_the_module_logs_itself() -> None:
+    training, validation = classes().split(0.7, seed=0)
+    build = lambda lr: ft.fedavg(ft.gradient_descent(Logging(lr, dropout=0.0), epochs=1, batch_size=4))
+    search = lambda **arguments: ft.grid(
+        build, {"lr": [0.01, 0.2]}, ft.InProcess(training), validation=validation, rounds=2, progress=False, **arguments
+    )
+    logged = search(metric="val_loss", largest_is_best=False)
+    loss = search(metric=nn.functional.cross_entropy)
+    assert logged.order == loss.order
+    for ours, theirs in zip(logged.scores, loss.scores):
+        assert ours.overall == pytest.approx(theirs.overall, rel=1e-5)
+    with pytest.raises(ValueError, match=r"one of \['val_loss'\], but got 'val_auroc'"):
+        search(metric="val_auroc", largest_is_best=True)
+    with pytest.raises(ValueError, match=r"largest_is_best=True .* but got metric='val_loss' alone"):
+        search(metric="val_loss")
+
+
 def test_build_returns_an_algorithm() -> None:
     with pytest.raises(TypeError, match="Expected build to return an Algorithm"):
         searched(lambda lr: descent(sgd(lr)), {"lr": [0.1]})  # type: ignore[arg-type, return-value]
