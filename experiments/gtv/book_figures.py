@@ -12,30 +12,37 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import networkx
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from scipy.stats import beta
 from torch import Tensor
 
 import fedtorch as ft
 from experiments import common, result_pages
+from experiments.gtv.chapter_2 import (
+    FEATURES,
+    Check,
+    augmentation,
+    draw_augmentation,
+    error_bound,
+    interpolation,
+    normal,
+    risk,
+)
 from fedtorch.federation.runs import recipes
 from fedtorch.networks import solvers
 
 FORM = "closed form"
-FEATURES, ROWS, NOISE = 5, 30, 0.5
-COPIES, STRENGTH = (1, 4, 16, 64, 256, 1024), 0.2
 EIGENVALUES = {"λ₁ = 0.2, λ_d = 1": (0.2, 1.0), "λ₁ = 0.6, λ_d = 1": (0.6, 1.0)}
 SIZES = (3.0, 8.0, 2.0, 5.0, 4.0)  # of data sets, the first at the node that collects
 LINKS = {(0, 1): 2.0, (0, 2): 1.0, (1, 2): 1.0, (1, 3): 1.0, (2, 4): 3.0, (3, 4): 1.0}  # capacities
 LABELS = (1.0, 1.2, 0.9, 2.1, 2.3, 2.0, 4.0, 4.4)  # of the nodes of Figure 6.3
 INSIDE = ((0, 1), (0, 2), (1, 2), (3, 4), (3, 5), (4, 5), (6, 7))
 ACROSS = ((2, 3), (5, 6))
-COUPLINGS = (0.05, 0.4, 1.2, 3.0, 6.0)
+COUPLINGS = (0.05, 0.4, 6.0, 24.0, 30.0)
 DENSITIES = (0.08, 0.12, 0.2, 0.35, 0.6, 1.0)
 READING = result_pages.Reading(
     reasons=(
@@ -44,89 +51,11 @@ READING = result_pages.Reading(
             "(2.22) has ‖n‖² where (2.18) gives (1'n)², for X'n = 1'n where X = 1. It fails where a variable with "
             "distribution Beta(1/2, (m − 1)/2) is above 4/m: about once in 22 draws",
         ),
+        result_pages.Reason(
+            "random graphs", "(7.2) is for large n p: λ₂ and the degrees differ from it by about √(n p)"
+        ),
     )
 )
-
-
-class Check(NamedTuple):
-    """A number beside its closed form."""
-
-    setting: str
-    metric: str
-    ours: float
-    form: float
-
-
-def normal(seed: int, purpose: int, *shape: int) -> Tensor:
-    """Standard normal numbers."""
-    return ft.random.normal(ft.random.fold_in(ft.random.key(seed), purpose), shape, torch.float64)
-
-
-def error_bound(seed: int, draws: int) -> tuple[list[Check], float]:
-    """Proposition 2.1: the mean error of least squares and its ratio to (2.18); how often (2.22) holds."""
-    x, truth = normal(seed, 0, ROWS, FEATURES), torch.ones(FEATURES, dtype=torch.float64)
-    noise = NOISE * normal(seed, 1, draws, ROWS)
-    fits = torch.linalg.lstsq(x, (x @ truth + noise).T).solution.T
-    squared = (fits - truth).square().sum(1)
-    least = float(torch.linalg.eigvalsh(x.T @ x / ROWS)[0])
-    bound = 4 / ROWS**2 * (noise @ x).square().sum(1) / least**2
-    expected = NOISE**2 * float(torch.linalg.inv(x.T @ x).trace())
-    holds = float((noise.mean(1).square() <= 4 * noise.square().sum(1) / ROWS**2).double().mean())
-    setting = f"2.4 least squares, d = {FEATURES}, m = {ROWS}"
-    return [
-        Check(setting, "mean of ‖ŵ − w̄‖²", float(squared.mean()), expected),
-        Check(setting, "largest ‖ŵ − w̄‖² / (2.18)", float((squared / bound).max()), 0.25),
-        Check("2.4 d = 1, x = 1", "share in which (2.22) holds", holds, float(beta.cdf(4 / ROWS, 0.5, (ROWS - 1) / 2))),
-    ], holds
-
-
-def risk(seed: int, draws: int) -> tuple[list[Check], list[tuple[int, float, float]]]:
-    """Problem 2.1: the risk of least squares of t Gaussian samples is the minimax one, σ²(1 + d/(t − d − 1))."""
-    curve = []
-    for t in (8, 10, 14, 20, 40, 80, 160):
-        x, noise = normal(seed, t, draws, t, FEATURES), NOISE * normal(seed, t + 1000, draws, t, 1)
-        error = torch.linalg.solve(x.mT @ x, x.mT @ noise)[..., 0].square().sum(1)  # (2.14): the risk less σ²
-        curve.append((t, NOISE**2 + float(error.mean()), NOISE**2 * (1 + FEATURES / (t - FEATURES - 1))))
-    return [Check(f"problem 2.1, {t} samples", "risk", ours, form) for t, ours, form in curve if t >= 14], curve
-
-
-def augmentation(seed: int) -> tuple[list[Check], dict[int, float]]:
-    """(2.26): least squares on noisy copies beside ridge regression; their distance falls as one over √copies."""
-    x = normal(seed, 0, ROWS, FEATURES)
-    y = x.sum(1) + NOISE * normal(seed, 1, ROWS)
-    ridge = torch.linalg.solve(x.T @ x / ROWS + STRENGTH * torch.eye(FEATURES).double(), x.T @ y / ROWS)
-    apart = {}
-    for copies in COPIES:
-        found = []
-        for repeat in range(20):
-            noisy = x.repeat(copies, 1) + STRENGTH**0.5 * normal(seed, 10 + repeat, copies * ROWS, FEATURES)
-            found.append(float((torch.linalg.lstsq(noisy, y.repeat(copies)[:, None]).solution[:, 0] - ridge).norm()))
-        apart[copies] = float(np.mean(found))
-    slope = np.polyfit(np.log(COPIES[2:]), np.log([apart[copies] for copies in COPIES[2:]]), 1)[0]
-    return [Check("(2.26) noisy copies", "exponent of the distance to ridge regression", float(slope), -0.5)], apart
-
-
-def interpolation(seed: int) -> list[Check]:
-    """Problem 2.3: the training error on lines between data points, of a line and of a polynomial of degree 9.
-
-    With residuals that add up to zero it is (1 − 2s − 2s/(m − 1)) times the one before, s the mean of r(1 − r): with an
-    intercept, a linear model stays what it was.
-    """
-    x = normal(seed, 0, ROWS)
-    y = torch.sin(2 * x) + 0.1 * normal(seed, 1, ROWS)
-    first, second = torch.tensor(list(itertools.permutations(range(ROWS), 2))).T
-    r = torch.arange(100).double()[:, None] / 100
-    between_x, between_y = ((v[first] + (v[second] - v[first]) * r).flatten() for v in (x, y))
-    mean = float((r * (1 - r)).mean())
-    checks = []
-    for name, degree in (("line", 1), ("polynomial of degree 9", 9)):
-        powers = lambda at, degree=degree: torch.stack([at**k for k in range(degree + 1)], 1)
-        fit = lambda at, to, powers=powers: torch.linalg.lstsq(powers(at), to[:, None], driver="gelsd").solution[:, 0]
-        before = float((powers(x) @ fit(x, y) - y).square().mean())
-        after = float((powers(between_x) @ fit(between_x, between_y) - between_y).square().mean())
-        form = 1 - 2 * mean * (1 + 1 / (ROWS - 1)) if degree == 1 else math.nan
-        checks.append(Check(f"problem 2.3, {name}", "training error, after / before", after / before, form))
-    return checks
 
 
 def collecting_time() -> list[Check]:
@@ -219,21 +148,36 @@ def merging() -> list[Check]:
 
 
 def edges_and_rounds(seed: int, nodes: int) -> tuple[list[Check], list[dict[str, float]]]:
-    """Figure 7.1 on random graphs: values a round, rounds of FedGD to 1e-6, and both together; (7.2) and (7.3)."""
+    """Figure 7.1 on random graphs: values a round, and rounds of FedGD to 1e-6; (7.2) and (7.3).
+
+    Where all nodes have rows, more edges ask for more rounds; where few have, what they know has to travel.
+    """
     table = []
     x, noise = normal(seed, 0, nodes, 20, 3), normal(seed, 1, nodes, 20)
-    data = ft.data.from_tensors([(x[i], x[i].sum(1) + noise[i]) for i in range(nodes)])
+    rows = [(x[i], x[i].sum(1) + noise[i]) for i in range(nodes)]
+    few = rows[: max(1, nodes // 20)]
+    counts = torch.zeros(nodes, dtype=torch.int64)
+    counts[: len(few)] = 20
+    at_few = ft.data.FederatedData(tuple(torch.cat(part) for part in zip(*few)), counts, allow_empty=True)
     for p in DENSITIES:
         network = ft.Network.erdos_renyi(nodes, p, ft.random.fold_in(ft.random.key(seed), 2))
-        report = ft.networks.diagnose(solvers.linear_problem(data, network, 1.0), tolerance=1e-6)
-        gap, rounds = network.algebraic_connectivity, report.gradient_rounds
-        table.append({"p": p, "values a round": 6 * len(network.edges), "rounds": rounds, "λ₂": gap, "n p": nodes * p,
-                      "least degree": float(network.degrees.min())})  # fmt: skip
-    ratio = max(line["λ₂"] / (nodes / (nodes - 1) * line["least degree"]) for line in table if line["λ₂"] > 0)
-    return [
-        Check(f"7.2 random graphs of {nodes} nodes", "largest λ₂ / (7.3)", ratio, 1.0),
-        Check(f"7.2 random graphs of {nodes} nodes, p = 0.6", "λ₂", table[-2]["λ₂"], table[-2]["n p"]),
-    ], table
+        if network.components.number > 1:
+            continue
+        line = {"p": p, "edges": len(network.edges), "values sent a round": 6 * len(network.edges)}
+        for name, data in (("rows at all nodes", ft.data.from_tensors(rows)), ("rows at one node in 20", at_few)):
+            problem = solvers.linear_problem(data, network, 1.0, unlabelled=True)
+            line[f"rounds, {name}"] = ft.networks.diagnose(problem, tolerance=1e-6).gradient_rounds
+        degrees = network.degrees
+        line |= {"λ₂": network.algebraic_connectivity, "largest degree": float(degrees.max())}
+        table.append(line | {"least degree": float(degrees.min())})
+    ratio = max(line["λ₂"] / (nodes / (nodes - 1) * line["least degree"]) for line in table)
+    checks = [Check(f"7.2 random graphs of {nodes} nodes", "largest λ₂ / (7.3)", ratio, 1.0)]
+    for line in table:
+        if line["p"] in (0.2, 0.6):
+            setting = f"7.2 random graphs of {nodes} nodes, p = {line['p']}"
+            for name in ("λ₂", "largest degree"):
+                checks.append(Check(setting, f"{name} / (n p)", line[name] / (nodes * line["p"]), printed=1.0))
+    return checks, table
 
 
 def draw(found: dict[str, Any], seed: int) -> dict[str, Figure]:
@@ -243,38 +187,6 @@ def draw(found: dict[str, Any], seed: int) -> dict[str, Figure]:
         "gtv_book_clusters": draw_clusters(),
         "gtv_book_rates": draw_rates(found["curves"], found["table"]),
     }
-
-
-def draw_augmentation(apart: dict[int, float], curve: list[tuple[int, float, float]], seed: int) -> Figure:
-    """Figure 2.4, the distance to ridge regression by copies, and the risk by samples."""
-    figure, (left, middle, right) = common.subplots(1, 3, figsize=(13, 3.8))
-    x = normal(seed, 20, 6)
-    y = 1.5 * x + 0.3 * normal(seed, 21, 6)
-    noisy = x.repeat(200) + STRENGTH**0.5 * normal(seed, 22, 1200)
-    left.plot(noisy, y.repeat(200), ".", color="0.75", markersize=2, label="noisy copies (2.26)")
-    left.plot(x, y, "ko", label="data")
-    ends = torch.tensor([-3.0, 3.0])
-    for label, slope, line in (
-        ("least squares", float(x @ y / (x @ x)), "-"),
-        ("least squares on the copies", float(noisy @ y.repeat(200) / (noisy @ noisy)), "-"),
-        (f"ridge regression, α = {STRENGTH}", float(x @ y / (x @ x + 6 * STRENGTH)), "--"),
-    ):
-        left.plot(ends, slope * ends, line, label=label)
-    left.set_xlabel("x")
-    left.set_ylabel("y")
-    left.legend(frameon=False, fontsize="small")
-    middle.loglog(list(apart), list(apart.values()), "o-", label="least squares on the copies")
-    middle.loglog(COPIES, [apart[64] * (64 / copies) ** 0.5 for copies in COPIES], "--", label="one over √copies")
-    middle.set_xlabel("copies of a data point")
-    middle.set_ylabel("distance to ridge regression")
-    right.loglog([t for t, *_ in curve], [ours for _, ours, _ in curve], "o", label="least squares")
-    right.loglog([t for t, *_ in curve], [form for *_, form in curve], "-", label="minimax, σ²(1 + d/(t − d − 1))")
-    right.axhline(NOISE**2, color="0.5", linestyle=":", label="σ²")
-    right.set_xlabel("samples")
-    right.set_ylabel("risk")
-    for axes in (middle, right):
-        axes.legend(frameon=False, fontsize="small")
-    return figure
 
 
 def draw_clusters() -> Figure:
@@ -304,14 +216,8 @@ def draw_rates(curves: dict[str, list[tuple[float, float, float]]], table: list[
     left.set_xlabel("learning rate η")
     left.set_ylabel("contraction factor κ")
     left.legend(frameon=False, fontsize="small")
-    connected = [line for line in table if line["λ₂"] > 0]
-    edges = [line["values a round"] / 6 for line in connected]
-    for name, values in (
-        ("values sent a round", [line["values a round"] for line in connected]),
-        ("rounds to 1e-6", [line["rounds"] for line in connected]),
-        ("values sent in all", [line["values a round"] * line["rounds"] for line in connected]),
-    ):
-        right.loglog(edges, values, "o-", label=name)
+    for name in ("values sent a round", "rounds, rows at all nodes", "rounds, rows at one node in 20"):
+        right.loglog([line["edges"] for line in table], [line[name] for line in table], "o-", label=name)
     right.set_xlabel("edges")
     right.legend(frameon=False, fontsize="small")
     return figure
@@ -321,27 +227,25 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Check the closed forms, and draw the figures."""
     options = common.arguments(__doc__).parse_args(argv)
     draws, nodes = (500, 40) if options.smoke else (20_000, 100)
-    runs, held = [], []
+    runs = []
     first: dict[str, Any] = {}
     for seed in range(options.seeds):
-        bound, holds = error_bound(seed, draws)
         risks, curve = risk(seed, draws)
         copies, apart = augmentation(seed)
         rates, curves = contractions(seed)
         edges, table = edges_and_rounds(seed, nodes)
-        runs.append([*bound, *risks, *copies, *interpolation(seed), *rates, *edges, *collecting_time(), *merging()])
-        held.append(holds)
+        chapter_2 = [*error_bound(seed, draws), *risks, *copies, *interpolation(seed)]
+        runs.append([*chapter_2, *rates, *edges, *collecting_time(), *merging()])
         first = first or {"apart": apart, "risk": curve, "curves": curves, "table": table}
     rows, lines = [], []
     for each in zip(*runs):
         setting, metric = each[0].setting, each[0].metric
-        rows.append(common.row(setting, metric, [check.ours for check in each]))
+        rows.append(common.row(setting, metric, [check.ours for check in each], each[0].printed))
         form = float(np.mean([check.form for check in each]))
+        lines.append([setting, metric, f"{rows[-1].ours:.6g}", f"{form:.6g}", common.number(each[0].printed, form="g")])
         if not math.isnan(form):
             rows.append(common.Row(setting, f"{metric}, {FORM}", form))
-        lines.append([setting, metric, f"{rows[-1 - (not math.isnan(form))].ours:.6g}", f"{form:.6g}"])
-    rows.append(common.row("2.4 d = 1, x = 1, as printed", "share in which (2.22) holds", held, 1.0))
-    common.show("Figures and problems of chapters 2 to 7", ["", "", "ours", FORM], lines)
+    common.show("Figures and problems of chapters 2 to 7", ["", "", "ours", FORM, "printed"], lines)
     common.finish("gtv.book_figures", rows, options, lambda: draw(first, 0))
 
 

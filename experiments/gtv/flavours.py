@@ -42,6 +42,7 @@ class Study(NamedTuple):
     network: ft.Network  # of great-circle neighbours
     places: Tensor  # (n, 2) longitude and latitude
     seed: int
+    rounds: int = 300  # of networks
 
 
 def design(x: Tensor) -> Tensor:
@@ -61,7 +62,7 @@ def load(seed: int, stations: int | None) -> Study:
     validation = [(design(x), y) for x, y in split.validation]
     network = ft.Network.k_nearest(split.coordinates, NEIGHBOURS, great_circle=True)
     learnt, chosen, reported = (ft.data.from_tensors(part) for part in (training, selection, validation))
-    return Study(learnt, chosen, reported, network, split.coordinates.flip(1), seed)
+    return Study(learnt, chosen, reported, network, split.coordinates.flip(1), seed, 300 if stations is None else 40)
 
 
 def shares(
@@ -242,7 +243,7 @@ def personalised(study: Study) -> Outcome:
     return Outcome(rows, share, study.places)
 
 
-def network_error(study: Study, shared: Sequence[str], rounds: int = 300) -> float:
+def network_error(study: Study, shared: Sequence[str]) -> float:
     """Of networks with a hidden layer of eight units, α = 1, all from one start."""
     module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)).double()
     with torch.no_grad():
@@ -256,7 +257,7 @@ def network_error(study: Study, shared: Sequence[str], rounds: int = 300) -> flo
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     )
     algorithm = ft.gtv(local, study.network, dict.fromkeys(shared, 1.0)) if shared else ft.separate(local)
-    run = ft.run(algorithm, ft.InProcess(study.training), rounds=rounds)
+    run = ft.run(algorithm, ft.InProcess(study.training), rounds=study.rounds)
     squared = {"error": lambda output, y: (scale * output[..., 0] - y).square()}
     return float(run.evaluate(study.validation, squared)["error"].clients.mean())
 
@@ -275,7 +276,7 @@ def everything(seed: int, stations: int | None) -> dict[str, Outcome]:
     study = load(seed, stations)
     outcomes = {name: flavour(study) for name, flavour in FLAVOURS.items()}
     outcomes["three parties (6.5)"] = vertical(seed, stations)
-    outcomes["regions and their examples (6.7)"] = few_shot(seed, stations)
+    outcomes["regions by number of examples (6.7)"] = few_shot(seed, stations)
     return outcomes
 
 
@@ -283,13 +284,14 @@ def draw(outcomes: dict[str, Outcome]) -> Figure:
     """Who helps whom: nodes coloured by the share of their own rows, lines as wide as the larger share of two nodes."""
     figure, panels = common.subplots(2, 4, figsize=(13, 10))
     for axes, (name, outcome) in zip(panels.flat, outcomes.items()):
-        draw_shares(figure, axes, name, outcome)
-    for axes in list(panels.flat)[len(outcomes) :]:
+        points = draw_shares(axes, name, outcome)
+    for axes in panels.flat:
         axes.set_axis_off()
+    figure.colorbar(points, ax=panels.flat[-1], location="left", label="share of its own rows", shrink=0.6)
     return figure
 
 
-def draw_shares(figure: Figure, axes: Any, name: str, outcome: Outcome) -> None:
+def draw_shares(axes: Any, name: str, outcome: Outcome) -> Any:
     """One flavour."""
     share, places = outcome.shares.abs(), outcome.places
     both = torch.maximum(share, share.T).fill_diagonal_(0.0)
@@ -304,9 +306,7 @@ def draw_shares(figure: Figure, axes: Any, name: str, outcome: Outcome) -> None:
     axes.margins(0.18 if outcome.names else 0.05)
     if len(places) > 3:
         axes.set_aspect(2.37)  # a degree of latitude beside one of longitude at 65° north
-    axes.set_xticks([])
-    axes.set_yticks([])
-    figure.colorbar(points, ax=axes, shrink=0.5, label="share of its own rows")
+    return points
 
 
 def main(argv: Sequence[str] | None = None) -> None:

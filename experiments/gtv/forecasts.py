@@ -132,5 +132,5 @@ def few_shot(seed: int, stations: int | None) -> Outcome:
     mine = torch.stack([scaled(rows).mean(0) for rows in new])
     share = torch.einsum("id,idj->ij", mine, moved.reshape(count, -1, count))
     share = share / share.abs().sum(1, keepdim=True)
-    names = [f"region {r}: {len(rows)}" for r, rows in enumerate(known)]
+    names = [str(len(rows)) for rows in known]
     return Outcome(areas_of, share, centres.flip(1), names)

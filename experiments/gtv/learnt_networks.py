@@ -63,7 +63,7 @@ def search(network: ft.Network, vectors: Tensor, relay: int | None) -> Search:
     """Eight rounds over one network."""
     data = ft.data.FederatedData((vectors,), torch.ones(len(vectors), dtype=torch.int64))
     algorithm = ft.neighbour_search(network, CHOSEN, vectors.shape[1], relay=relay)
-    run, found, known, wanted = ft.Run(algorithm, ft.InProcess(data), {}), [], [], lists(vectors)
+    run, found, known, wanted = ft.Run(algorithm, ft.InProcess(data)), [], [], lists(vectors)
     for round in run.rounds(ROUNDS):
         found.append(share(run.tensors()["neighbours"], wanted))
         known.append(float(round.info["known"].mean()))
@@ -90,7 +90,7 @@ def search_once(network: ft.Network, vectors: Tensor) -> Tensor:
     """What nodes know after two rounds in which everything is passed on: neighbours and theirs."""
     data = ft.data.FederatedData((vectors,), torch.ones(len(vectors), dtype=torch.int64))
     algorithm = ft.neighbour_search(network, CHOSEN, vectors.shape[1], relay=None)
-    return ft.run(algorithm, ft.InProcess(data), {}, rounds=2).tensors()["neighbours"]
+    return ft.run(algorithm, ft.InProcess(data), rounds=2).tensors()["neighbours"]
 
 
 def within_two(network: ft.Network) -> Tensor:
