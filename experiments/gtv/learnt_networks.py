@@ -152,7 +152,8 @@ def draw(drawn: dict[str, Any]) -> dict[str, Figure]:
         middle.plot(range(1, len(each.known) + 1), each.known, "o-", label=name)
     left.set_ylabel(f"share of the {CHOSEN} nearest that is found")
     middle.set_ylabel("vectors that a station has seen")
-    left.legend(frameon=False, fontsize="small")
+    left.set_ylim(0, 1.05)
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
     for axes in (left, middle):
         axes.set_xlabel("round")
     return {"gtv_learnt_networks": figure, "gtv_learnt_maps": draw_maps(drawn)}
