@@ -47,8 +47,9 @@ LAYERS = (
     {"data"},
     {"models", "networks", "protocol", "kernels"},
     {"federation", "vfl"},
+    {"inference"},
     {"sites"},
-    {"trust", "inference"},
+    {"trust"},
     {"plots", "report", "cli"},
 )
 

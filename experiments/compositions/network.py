@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import gpytorch
 import torch
 from sklearn.kernel_ridge import KernelRidge
 from sklearn.tree import DecisionTreeRegressor
 from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 COMPOSED = "four kinds of models, coupled"
 PARTS = "each alone", "the best of them alone"

@@ -8,7 +8,7 @@ client: a function returns sums over the rows of each.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -18,10 +18,13 @@ from fedtorch import random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.algorithms.ep.estimates import spread_nodes
 from fedtorch.federation.runs.drawn import sampler_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import SITES, load_arviz
 from fedtorch.inference._sites import drawn_coefficients
+from fedtorch.inference.holders import Holder, local_holder, rows_at_hand
+from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import Observations, observations
@@ -29,6 +32,7 @@ from fedtorch.tree import Tree
 
 _MEASURED = 100  # coefficients whose effective sizes are taken
 _TOGETHER = 2**20  # numbers of one array over rows and draws
+_SEED = 0
 
 
 class Origin(Protocol):
@@ -91,6 +95,14 @@ class Drawn(NamedTuple):
         return self.family.draw(uniform, self.predictor(part), self.scales(part))
 
 
+class SiteDraws(NamedTuple):
+    """Hold draws of the coefficients of all sites together, each of one draw of what they share; in units of rows."""
+
+    theta: Tensor  # (K, S, d)
+    family: Family | None
+    phi: Tensor | None = None  # (S, p) of what is shared, of a run of `ft.ep`
+
+
 class Source(NamedTuple):
     """Hold draws of what all clients share, as clients receive them, who draw θ_k given each."""
 
@@ -98,6 +110,11 @@ class Source(NamedTuple):
     family: Family
     phi: Tensor  # (S, p)
     key: Tensor
+
+    @property
+    def sent(self) -> dict[str, Tensor]:
+        """Return what others make the same of."""
+        return {"phi": self.phi, "key": self.key}
 
     def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
         """Return draws at a block of the clients of these numbers."""
@@ -194,25 +211,25 @@ def _efficiency(total: Tensor, draws: int) -> float:
 
 
 def summed(
-    run: Run, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
+    holder: Holder, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
 ) -> Tree:
     """Return a function's sums over each client's rows, added up over the clients.
 
     Args:
-        run: whose clients compute.
+        holder: whose clients compute.
         every: the rows that each source is of; the same clients with as many rows each.
         sources: of draws.
         function: the sources' draws at some clients -> a tree of `(K, ...)`.
     """
-    return tree.map(lambda leaf: leaf.sum(0), by_client(run, every, sources, function))
+    return tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, sources, function))
 
 
 def by_client(
-    run: Run, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
+    holder: Holder, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
     first = every[0]
-    numbers = torch.arange(len(first)).repeat_interleave(first.counts).to(first.device)
+    numbers = torch.tensor(holder.numbers).repeat_interleave(first.counts).to(first.device)
     joined = FederatedData(
         {"client": numbers, "rows": tuple(data.rows for data in every)},
         first.counts,
@@ -226,7 +243,44 @@ def by_client(
         parts = [ClientData(rows, block.count) for rows in block.batch["rows"]]
         return function([one.drawn(part, clients) for one, part in zip(sources, parts)])
 
-    return run.clients.evaluate(run.outbox, joined, own)
+    return holder.evaluate(joined, own)
+
+
+def sent_source(holder: Holder, sent: Mapping[str, Tensor]) -> Source:
+    """Return the draws that were sent to a holder; see `Source.sent`."""
+    model = holder.algorithm.settings["model"]
+    return Source(model, model.family, sent["phi"], sent["key"])
+
+
+def site_draws(
+    run: Run, draws: int, given: Corrected | None = None, tolerance: float = 0.01, *, even: bool = False
+) -> SiteDraws:
+    """Return draws of the coefficients of a run's sites, whose rows are at hand.
+
+    Args:
+        run: of `ft.ep` with a hierarchical model of known family, or of `ft.gibbs` with a sampler that recorded sites.
+        draws: at least so many; of a sampler at most.
+        given, tolerance: as of `ranef`.
+        even: whether what is shared is spread evenly over q(φ), for means; it is drawn otherwise.
+    """
+    if run.algorithm.settings.get("algorithm") == "gibbs":
+        total, _ = drawn_coefficients(run)
+        every = max(1, -(-total.shape[0] * total.shape[1] // draws))
+        theta = total[:, ::every].flatten(0, 1).transpose(0, 1)
+        return SiteDraws(theta, run.algorithm.settings["local"].family)
+    drawn = (even_source if even and given is None else source)(run, draws, given, tolerance, _SEED)
+    theta = by_client(local_holder(run), [rows_at_hand(run)], [drawn], lambda every: every[0].theta)
+    return SiteDraws(theta, drawn.family, drawn.phi)
+
+
+def even_source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Source:
+    """Return what `source` does, of nodes that are spread evenly over q(φ), or drawn of the corrected posterior."""
+    drawn = source(run, draws, given, tolerance, seed)
+    if given is not None:
+        return drawn
+    q = ep.posterior(run, tolerance=torch.inf)
+    nodes, _ = spread_nodes(Moments(q.mean, q.covariance_matrix), draws)
+    return Source(drawn.model, drawn.family, nodes, random.key(seed))
 
 
 def _root(covariance: Tensor) -> Tensor:

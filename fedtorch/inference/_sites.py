@@ -9,13 +9,14 @@ the nodes.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.data import ClientData, FederatedData
+from fedtorch import random, tree
+from fedtorch.data import ClientData
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
@@ -24,6 +25,7 @@ from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import SITES
+from fedtorch.inference.holders import Form, Holder, Kind, ask
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
@@ -80,6 +82,13 @@ def _check_model(run: Run) -> None:
 
 def newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
     """Return the posterior of the coefficients of a site of which there are no rows, as those of all sites vary."""
+    if run.algorithm.settings.get("algorithm") == "gibbs":
+        return _drawn_newcomers(run)
+    return propagated_newcomers(run, given, tolerance)
+
+
+def propagated_newcomers(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
+    """Return what `newcomers` does of a run of `ft.ep`; raise TypeError of others."""
     model = run.algorithm.settings.get("model")
     if not isinstance(model, Model) or not model.hierarchy.coefficients:
         raise TypeError(
@@ -106,29 +115,13 @@ def other_sites(run: Run, sites: tuple[str, ...], posterior: DevicePosterior) ->
 def site_deviations(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:
     """Return what the random coefficients of sites deviate from those that all share, in the units of the frame."""
     _check_model(run)
-    model, data = run.algorithm.settings["model"], rows_at_hand(run)
+    model = run.algorithm.settings["model"]
     nodes, weights = _shared_nodes(run, given, tolerance, _POINTS)
-    q = ep.posterior(run, tolerance=torch.inf)
-    whole = gaussian.natural(Moments(q.mean, q.covariance_matrix))
-
-    def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
-        every = (tree.subtract(whole, Natural(**cavity)), model.prepare(block))
-        size = max(1, _NUMBERS // (len(nodes) * len(model.hierarchy.mean) ** 2))
-        parts = [slice(i, i + size) for i in range(0, max(1, len(block.count)), size)]
-        return tree.concatenate([of_some(tree.take(every, part), len(block.count[part])) for part in parts])
-
-    def of_some(some: tuple[Natural, Any], count: int) -> DevicePosterior:
-        site, rows = some
-        phi, each = tree.expand((nodes, weights), count)
-        if given is None:
-            quadratic = ((phi @ gaussian.unpack(site.precision)) * phi).sum(-1)
-            instead = (phi @ site.shift[..., None])[..., 0] - quadratic / 2
-            ratio = model.log_factor(phi, rows) - instead
-            each = torch.softmax(each.log() + torch.where(ratio.isfinite(), ratio, -torch.inf), 1)
-        posterior: DevicePosterior = model.given(phi, each, rows)
-        return posterior
-
-    posterior = run.clients.evaluate(run.outbox, data, own)
+    sent = {"phi": nodes, "weights": weights}
+    if given is None:
+        q = ep.posterior(run, tolerance=torch.inf)
+        sent |= gaussian.natural(Moments(q.mean, q.covariance_matrix))._asdict()
+    posterior = ask(run, DEVIATIONS, sent)
     shared = nodes[:, : model.hierarchy.mean.shape[1]] @ model.hierarchy.mean.to(nodes).mT
     moved = _moved(posterior._replace(means=posterior.means - shared), units(run))
     place = torch.tensor(model.hierarchy.random, dtype=torch.int64)
@@ -149,27 +142,82 @@ def _known_noise(run: Run, model: Model) -> float:
     known = getattr(model.family, "scale", None)
     if known is None or hasattr(run.population, "counts"):
         return float("nan")
-    values = _noise(run, model)
+    values: Tensor = ask(run, NOISE)
     return float(values[0]) if bool((values == values[0]).all()) else float("nan")
 
 
-def _noise(run: Run, model: Model) -> Tensor:
-    """Return the logarithms of the noise variances that are known of sites, `(K,)`."""
-    known = getattr(model.family, "scale", None)
-    assert known is not None
-    noise: Tensor = run.clients.evaluate(
-        run.outbox, rows_at_hand(run), lambda cavity, block: known(model.prepare(block)).log()
-    )
-    return noise
-
-
 def _propagated(run: Run, given: Corrected | None, tolerance: float) -> Coefficients:
-    rows_at_hand(run)
-    model = run.algorithm.settings["model"]
-    posterior = ep.devices(run, given=given, tolerance=tolerance)
-    if getattr(model.family, "scale", None) is not None and bool(posterior.log_noise.isnan().all()):
-        posterior = posterior._replace(log_noise=_noise(run, model)[:, None].expand_as(posterior.weights))
-    return other_sites(run, tuple(run.population.names), posterior)
+    ep.posterior(run, tolerance=tolerance)
+    sent = {} if given is None else {"phi": given.nodes, "weights": given.weights}
+    return other_sites(run, tuple(run.population.names), ask(run, COEFFICIENTS, sent))
+
+
+# -- what holders of rows compute ------------------------------------------------------------------------------------
+
+
+def _coefficients(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
+    """Return the posterior of each client's coefficients, from its cavity, or from nodes of what is shared."""
+    model = holder.algorithm.settings["model"]
+    known = getattr(model.family, "scale", None)
+
+    def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
+        rows = model.prepare(block)
+        if "phi" in sent:
+            posterior = model.given(*tree.expand((sent["phi"], sent["weights"]), len(block.count)), rows)
+        else:
+            posterior = model.devices(gaussian.moments(Natural(**cavity)), rows)
+        if known is None or not bool(posterior.log_noise.isnan().all()):
+            return posterior
+        return posterior._replace(log_noise=known(rows).log()[:, None].expand_as(posterior.weights))
+
+    return holder.evaluate(holder.data, own)
+
+
+def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
+    """Return the posterior of each client's coefficients over nodes of what is shared, which are weighed by its rows.
+
+    Without natural parameters of q(φ) the weights are taken as they are.
+    """
+    model, nodes, weights = holder.algorithm.settings["model"], sent["phi"], sent["weights"]
+
+    def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
+        every = (Natural(**cavity), model.prepare(block))
+        size = max(1, _NUMBERS // (len(nodes) * len(model.hierarchy.mean) ** 2))
+        parts = [slice(i, i + size) for i in range(0, max(1, len(block.count)), size)]
+        return tree.concatenate([of_some(tree.take(every, part), len(block.count[part])) for part in parts])
+
+    def of_some(some: tuple[Natural, Any], count: int) -> DevicePosterior:
+        cavity, rows = some
+        phi, each = tree.expand((nodes, weights), count)
+        if "precision" in sent:
+            site = tree.subtract(Natural(sent["shift"], sent["precision"]), cavity)
+            quadratic = ((phi @ gaussian.unpack(site.precision)) * phi).sum(-1)
+            instead = (phi @ site.shift[..., None])[..., 0] - quadratic / 2
+            ratio = model.log_factor(phi, rows) - instead
+            each = torch.softmax(each.log() + torch.where(ratio.isfinite(), ratio, -torch.inf), 1)
+        posterior: DevicePosterior = model.given(phi, each, rows)
+        return posterior
+
+    return holder.evaluate(holder.data, own)
+
+
+def _noise(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
+    """Return the logarithms of the noise variances that are known of clients, `(K,)`."""
+    model = holder.algorithm.settings["model"]
+    return holder.evaluate(holder.data, lambda cavity, block: model.family.scale(model.prepare(block)).log())
+
+
+def _posteriors(form: Form) -> DevicePosterior:
+    """Return room for the posteriors of clients' coefficients."""
+    size = len(form.algorithm.settings["model"].hierarchy.mean)
+    mixed = torch.empty(form.clients, form.nodes, dtype=torch.float64)
+    means = mixed[..., None].expand(-1, -1, size)
+    return DevicePosterior(mixed, means, means[..., None].expand(-1, -1, -1, size), mixed)
+
+
+COEFFICIENTS = Kind("coefficients", "effects", _coefficients, _posteriors, by_client=True)
+DEVIATIONS = Kind("deviations", "effects", _deviations, _posteriors, by_client=True)
+NOISE = Kind("noise", "effects", _noise, lambda form: torch.empty(form.clients, dtype=torch.float64), by_client=True)
 
 
 def _drawn(run: Run) -> Coefficients:
@@ -196,6 +244,31 @@ def _drawn(run: Run) -> Coefficients:
         family=local.family,
         intercept=f"{SITES}intercept" in draws,
     )
+
+
+def _drawn_newcomers(run: Run) -> Coefficients:
+    """Return what a sampler's draws of what sites share say of a site without rows."""
+    local, draws = run.algorithm.settings["local"], sampler_of(run).draws()
+    if local.newcomer is None or SHARED not in draws:
+        raise TypeError(
+            "Expected a kernel that knows what clients without rows are like, and a sampler with its global variables, "
+            "but got none; a site's intercept that is integrated out has no distribution, and a deviation of your own "
+            "needs its prior=; rows can be predicted of the run's own sites"
+        )
+    shared = {name: leaf for name, leaf in draws.items() if not name.startswith(SITES)}
+    every = max(1, -(-draws[SHARED].shape[0] * draws[SHARED].shape[1] // _DRAWS))
+    some = {name: leaf[:, ::every].flatten(0, 1) for name, leaf in shared.items()}
+    known = local.newcomer(some, random.key(0))
+    count, size = known.mean.shape
+    posterior = DevicePosterior(
+        known.mean.new_full((1, count), 1 / count), known.mean[None], torch.diag_embed(known.variance)[None],
+        known.noise.log()[None],
+    )  # fmt: skip
+    intercept = size > draws[SHARED].shape[-1]
+    names, columns = feature_names(run.population), size - intercept
+    names = names if len(names) == columns else tuple(map(str, range(columns)))
+    names = ("Intercept", *names) if intercept else names
+    return Coefficients(("new",), names, posterior, torch.eye(size).double(), local.family, intercept=intercept)
 
 
 def drawn_coefficients(run: Run) -> tuple[Tensor, Tensor]:
@@ -225,20 +298,6 @@ def drawn_names(run: Run, size: int) -> tuple[str, ...]:
     intercept = f"{SITES}intercept" in sampler_of(run).moments
     columns = columns if len(columns) == size - intercept else tuple(map(str, range(size - intercept)))
     return ("Intercept", *columns) if intercept else columns
-
-
-def rows_at_hand(run: Run) -> FederatedData:
-    """Return a run's rows.
-
-    Raises:
-        ValueError: they are elsewhere.
-    """
-    if hasattr(run.population, "counts"):
-        raise ValueError(
-            "Expected rows in this process, but they are at the sites, and what is known of one site stays there; "
-            "run.summary() and predictions of new sites need no rows"
-        )
-    return run.population.data
 
 
 def _moved(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:

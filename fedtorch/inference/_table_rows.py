@@ -46,7 +46,7 @@ class TableRows(NamedTuple):
         return self.rows.take(torch.from_numpy(places))
 
 
-class _Columns(NamedTuple):
+class Columns(NamedTuple):
     """Hold what the columns of x are."""
 
     names: tuple[str, ...]
@@ -56,7 +56,11 @@ class _Columns(NamedTuple):
 
 def table_rows(run: Run | Coefficients, rows: Any, site: str | int | None) -> TableRows:
     """Return rows to predict for; see `predict`."""
-    columns = _columns(run)
+    return read_rows(columns_of(run), rows, site)
+
+
+def read_rows(columns: Columns, rows: Any, site: str | int | None) -> TableRows:
+    """Return rows to predict for, by what the columns of x are; see `predict`."""
     alone = columns.alone if site is None else level_name(site)
     if isinstance(rows, FederatedData):
         check_design(rows, columns.design)
@@ -83,28 +87,23 @@ def check_design(data: FederatedData, design: Design | None) -> None:
         )
 
 
-def formula_or_names(run: Run) -> tuple[tuple[str, ...], Design | None]:
-    """Return the names of the columns of x, and the formula that they are of, where there is one."""
-    columns = _columns(run)
-    return columns.names, columns.design
-
-
-def _columns(run: Run | Coefficients) -> _Columns:
+def columns_of(run: Run | Coefficients) -> Columns:
+    """Return what the columns of x of a run or of other sites are."""
     if isinstance(run, Coefficients):
         names = run.names[1:] if run.intercept else run.names
-        return _Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
+        return Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
     if isinstance(run.algorithm.settings.get("model"), Model):
-        return _Columns(coefficient_names(run), design_of(run), NEW)
+        return Columns(coefficient_names(run), design_of(run), NEW)
     if run.algorithm.settings.get("algorithm") != "gibbs":
         raise TypeError(
             "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, but got "
             f"{run.algorithm.settings.get('algorithm', 'another')}; run.predict(data) has what its models predict"
         )
     size = drawn_coefficients(run)[0].shape[-1]
-    return _Columns(tuple(name for name in drawn_names(run, size) if name != "Intercept"), None, NEW)
+    return Columns(tuple(name for name in drawn_names(run, size) if name != "Intercept"), None, NEW)
 
 
-def _given(rows: Any, columns: _Columns) -> Rows:
+def _given(rows: Any, columns: Columns) -> Rows:
     """Return rows that are tensors: x alone, or with what is beside it, of which the response is left out."""
     x = rows[0] if isinstance(rows, tuple) else rows
     last = rows[-1] if isinstance(rows, tuple) else None
@@ -117,7 +116,7 @@ def _given(rows: Any, columns: _Columns) -> Rows:
     return Rows(x, extra.get("offset"), extra.get("trials"))
 
 
-def _from_frame(frame: pd.DataFrame, columns: _Columns) -> Rows:
+def _from_frame(frame: pd.DataFrame, columns: Columns) -> Rows:
     """Return the rows of a frame, by the formula or by the names of its columns."""
     if columns.design is not None:
         x, extra = columns.design.rows(frame, response=False)

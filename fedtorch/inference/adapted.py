@@ -13,7 +13,7 @@ from fedtorch.data.formulas.cells import as_frame
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.estimates import design_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._sites import Coefficients, newcomers, other_sites
+from fedtorch.inference._sites import Coefficients, other_sites, propagated_newcomers
 from fedtorch.inference._table_rows import NEW, check_design
 from fedtorch.models.hierarchical import linear_devices
 
@@ -47,7 +47,7 @@ def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 
         | :-- | :-- | --: | --: | --: |
         | ward 7 | level | 3.83 | 0.31 | 3.22 to 4.45 |
     """
-    newcomers(run, tolerance=tolerance)  # refuses what has none
+    propagated_newcomers(run, tolerance=tolerance)  # refuses what has none
     data = rows if isinstance(rows, FederatedData) else _as_data(run, rows, site)
     check_design(data, design_of(run))
     block = data.stack(torch.arange(len(data)))

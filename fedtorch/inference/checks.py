@@ -34,7 +34,7 @@ from fedtorch import tree
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
 from fedtorch.inference._rows import Drawn, by_client, masked_sum, origin, summed
-from fedtorch.inference._sites import rows_at_hand
+from fedtorch.inference.holders import local_holder, rows_at_hand
 from fedtorch.models.hierarchical.families import LOGISTIC
 
 _CELLS = 200  # of predicted probabilities
@@ -82,7 +82,7 @@ def calibration(run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.
         raise TypeError(
             f"Expected yes/no responses, but got a {one.family.name} model; see ft.plots.predictive_check(run)"
         )
-    sums = summed(run, [data], [one], lambda drawn: _cells(drawn[0]))
+    sums = summed(local_holder(run), [data], [one], lambda drawn: _cells(drawn[0]))
     known = sums["rows"] > 0
     rows, predicted, yes = (sums[name][known] for name in ("rows", "predicted", "yes"))
     before = rows.cumsum(0) - rows / 2
@@ -105,7 +105,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> 
     one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
     if one.family is LOGISTIC:
         raise TypeError('Expected responses that are not yes or no; ask for predictive_check(run, of="sites")')
-    power = summed(run, [data], [one], lambda drawn: _powers(drawn[0]))
+    power = summed(local_holder(run), [data], [one], lambda drawn: _powers(drawn[0]))
     mean = power[1] / power[0]
     sd = (power[2] / power[0] - mean.square()).clamp(min=1e-24).sqrt()
     counts = one.family.name == "poisson"
@@ -117,14 +117,14 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> 
         places = (edges[1:] + edges[:-1]) / 2
     width = float(places[1] - places[0])
     inner = (places[1:] + places[:-1]) / 2
-    found = summed(run, [data], [one], lambda drawn: _counted(drawn[0], inner))
+    found = summed(local_holder(run), [data], [one], lambda drawn: _counted(drawn[0], inner))
     return Histograms(places, width, found[:, 0], found[:, 1:].T, counts)
 
 
 def site_means(run: Run, *, draws: int = 200, seed: int = 0) -> SiteMeans:
     """Return each site's mean response, and those of responses drawn anew."""
     one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
-    found = by_client(run, [data], [one], lambda drawn: _totals(drawn[0]))
+    found = by_client(local_holder(run), [data], [one], lambda drawn: _totals(drawn[0]))
     return SiteMeans(
         tuple(data.names), found["observed"] / found["count"], found["replicated"] / found["count"][:, None]
     )

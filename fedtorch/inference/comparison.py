@@ -16,19 +16,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
-from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
-from fedtorch.inference._rows import Drawn, masked_sum, origin, source, summed
-from fedtorch.inference._sites import rows_at_hand
+from fedtorch.inference._rows import Drawn, Source, masked_sum, origin, sent_source, source, summed
+from fedtorch.inference.holders import Form, Holder, Kind, ask, local_holder, rows_at_hand
 from fedtorch.models import gaussian
 
 if TYPE_CHECKING:
@@ -74,8 +73,8 @@ def loo(
     """Compute the accuracy for rows left out by smoothed importance sampling, or for sites left out by their cavities.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, on rows at hand; or of `ft.gibbs` with a regression and a sampler
-            that recorded sites, for rows.
+        run: of `ft.ep` with a hierarchical model, on rows at hand or on sites whose policies have
+            `after_fit=("densities",)`; or of `ft.gibbs` with a regression and a sampler that recorded sites, for rows.
         out: "row", which is predicted with the other rows of its site, or "site", which is predicted as a new one.
         draws: of the posterior, at every client; for rows.
         given: what `corrected` has found, in place of q(φ); for rows.
@@ -84,7 +83,7 @@ def loo(
 
     Raises:
         TypeError: a run of something else.
-        ValueError: rows that are at sites.
+        RuntimeError: sites that do not tell densities.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -101,8 +100,9 @@ def loo(
     """
     _check(out=out)
     if out == "site":
-        return _of_sites(_site_densities(run, tolerance))
-    return _of_rows(_sums({"": run}, "loo", draws, {"": given}, tolerance, seed), 0, "loo")
+        _check_evidence(run, tolerance)
+        return _of_sites(ask(run, EVIDENCE), len(run.population.names))
+    return _of_rows(_asked(run, "loo", draws, given, tolerance, seed), 0, "loo")
 
 
 def waic(
@@ -124,7 +124,7 @@ def waic(
         >>> abs(waic(run).elpd - ft.inference.loo(run).elpd) < 0.5
         True
     """
-    return _of_rows(_sums({"": run}, "waic", draws, {"": given}, tolerance, seed), 0, "waic")
+    return _of_rows(_asked(run, "waic", draws, given, tolerance, seed), 0, "waic")
 
 
 def compare(
@@ -147,7 +147,7 @@ def compare(
         given: what `corrected` has found, by name.
 
     Raises:
-        ValueError: runs of other clients, rows or responses.
+        ValueError: runs of other clients, rows or responses; or rows that are at sites, which know one model at a time.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -167,9 +167,9 @@ def compare(
     _check(out=out)
     names = list(runs)
     if out == "site":
-        values = torch.stack([_site_densities(run, tolerance) for run in runs.values()])
+        values = torch.stack([_evidences(_with_evidence(run, tolerance)) for run in runs.values()])
         _same_clients(runs)
-        each = [_of_sites(row) for row in values]
+        each = [_of_sites({"elpd": row.sum(), "squares": row.square().sum()}, len(row)) for row in values]
         squares = (values[:, None] - values[None]).square().sum(-1)
     else:
         sums = _sums(runs, "loo", draws, given or {}, tolerance, seed)
@@ -202,13 +202,23 @@ def _sums(
     every = [rows_at_hand(run) for run in runs.values()]
     _same_clients(runs)
     sources = [origin(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
-    sums = summed(next(iter(runs.values())), every, sources, lambda drawn: _pointwise(drawn, method))
+    sums = summed(local_holder(next(iter(runs.values()))), every, sources, lambda drawn: _pointwise(drawn, method))
     if int(sums["different"]):
         raise ValueError(
             f"Expected runs of the same responses, but got {int(sums['different']):,} rows whose responses differ; "
             "densities of other responses, such as log y, cannot be compared"
         )
     return sums
+
+
+def _asked(
+    run: Run, method: str, draws: int, given: Corrected | None, tolerance: float, seed: int
+) -> dict[str, Tensor]:
+    """Return what `_sums` does of one run, whose rows may be at sites."""
+    drawn = origin(run, draws, given, tolerance, seed)
+    if isinstance(drawn, Source):
+        return ask(run, DENSITIES, drawn.sent, method=method)
+    return _sums({"": run}, method, draws, {"": given}, tolerance, seed)
 
 
 def _pointwise(every: list[Drawn], method: str) -> dict[str, Tensor]:
@@ -240,29 +250,24 @@ def _of_rows(sums: Mapping[str, Tensor], i: int, method: str) -> Accuracy:
     return Accuracy(elpd, error, float(sums["lppd"][i]) - elpd, rows, "row", method, doubtful, bad)
 
 
-def _of_sites(values: Tensor) -> Accuracy:
-    elpd, sites = float(values.sum()), len(values)
-    error = _error(elpd, float(values.square().sum()), sites)
-    return Accuracy(elpd, error, math.nan, sites, "site", "cavity", 0, 0)
+def _of_sites(sums: Mapping[str, Tensor], sites: int) -> Accuracy:
+    elpd = float(sums["elpd"])
+    return Accuracy(elpd, _error(elpd, float(sums["squares"]), sites), math.nan, sites, "site", "cavity", 0, 0)
+
+
+def _check_evidence(run: Run, tolerance: float) -> None:
+    if source(run, 1, None, tolerance, 0).model.log_evidence is None:
+        raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
+
+
+def _with_evidence(run: Run, tolerance: float) -> Holder:
+    _check_evidence(run, tolerance)
+    return local_holder(run)
 
 
 def _error(total: float, squares: float, count: int) -> float:
     """Return the standard error of a sum of independent terms, from the sum of their squares."""
     return max(squares - total * total / count, 0.0) ** 0.5
-
-
-def _site_densities(run: Run, tolerance: float) -> Tensor:
-    """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
-    ep.posterior(run, tolerance=tolerance)
-    model, data = source(run, 1, None, math.inf, 0).model, rows_at_hand(run)
-    if model.log_evidence is None:
-        raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
-    evidence = model.log_evidence
-
-    def own(cavity: dict[str, Tensor], block: ClientData) -> Tensor:
-        return evidence(gaussian.moments(gaussian.Natural(**cavity)), model.prepare(block))
-
-    return run.clients.evaluate(run.outbox, data, own)
 
 
 def _same_clients(runs: Mapping[str, Run]) -> None:
@@ -273,3 +278,40 @@ def _same_clients(runs: Mapping[str, Run]) -> None:
                 f"Expected runs of the same clients with the same rows, but got {one!r} of {first!r} and {data!r} of "
                 f"{name!r}; fit both to the rows that have all columns"
             )
+
+
+# -- what holders of rows compute ------------------------------------------------------------------------------------
+
+
+def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return sums over a holder's rows of what draws say of each."""
+    drawn, method = sent_source(holder, sent), str(about["method"])
+    return summed(holder, [holder.data], [drawn], lambda every: _pointwise(every, method))
+
+
+def _evidences(holder: Holder) -> Tensor:
+    """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
+    model = holder.algorithm.settings["model"]
+
+    def own(cavity: dict[str, Tensor], block: ClientData) -> Tensor:
+        evidence: Tensor = model.log_evidence(gaussian.moments(gaussian.Natural(**cavity)), model.prepare(block))
+        return evidence
+
+    return holder.evaluate(holder.data, own)
+
+
+def _evidence(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
+    values = _evidences(holder)
+    return {"elpd": values.sum(), "squares": values.square().sum()}
+
+
+def _sums_of_one(form: Form) -> dict[str, Tensor]:
+    """Return room for the sums over rows that `_pointwise` makes of one model."""
+    shapes = {"elpd": [1], "squares": [2, 2], "lppd": [1], "doubtful": [1], "bad": [1], "different": [], "rows": []}
+    return {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+DENSITIES = Kind("densities", "densities", _densities, _sums_of_one)
+EVIDENCE = Kind(
+    "evidence", "densities", _evidence, lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double())
+)

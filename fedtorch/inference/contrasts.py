@@ -92,7 +92,9 @@ def _labelled(combinations: tuple[Any, ...]) -> list[tuple[str, Combination]]:
 
 
 def _above_zero(found: Estimates) -> Tensor:
-    """Return the posterior probability of each quantity that it is above 0."""
+    """Return the posterior probability of each quantity that it is above 0, NaN of point estimates."""
+    if found.normal is None and len(found.nodes) == 1:
+        return torch.full_like(found.nodes[0], torch.nan)
     if found.normal is not None:
         return torch.special.ndtr(found.normal.mean / found.normal.covariance.diagonal().sqrt())
     if found.weights is None:

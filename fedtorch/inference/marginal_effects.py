@@ -11,10 +11,11 @@ effects", Stata Journal 12.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -22,21 +23,22 @@ from fedtorch.data.formulas.cells import as_frame
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._site_draws import SiteDraws, site_draws
-from fedtorch.inference._sites import rows_at_hand
-from fedtorch.inference._table_rows import Rows, TableRows, formula_or_names, table_rows
+from fedtorch.inference._rows import SiteDraws, by_client, even_source, sent_source, site_draws
+from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
+from fedtorch.inference.holders import Form, Holder, Kind, ask, rows_at_hand
 from fedtorch.models.estimates import Estimates
 from fedtorch.tables.result_frame import ResultFrame
 
 _DRAWS = 512
+_SEED = 0
 _STEP = 1e-4  # of a derivative, in sds of the variable
 _NUMBERS = 2**22  # of one array over rows and draws
+_KINDS = ("number", "binary", "factor")
 
 
 class _Change(NamedTuple):
     """Hold two values of all rows between which a variable changes."""
 
-    name: str
     low: Tensor  # (N, d)
     high: Tensor
     step: float  # between them
@@ -57,16 +59,18 @@ def marginal_effects(
     probabilities, of a Poisson model changes of the expected count, of a linear one sums of coefficients.
 
     Args:
-        run: as for `predict`, with its rows at hand.
-        frame: rows to average over, of the run's sites. With the run's formula effects are those of its variables,
-            splines and interactions included, and a frame has to be given; without one, those of the columns of x, and
-            rows are by default the run's own.
+        run: as for `predict`; or on sites whose policies have `after_fit=("margins",)`, which average over their own
+            rows, each with its clients' coefficients.
+        frame: rows to average over, of the run's sites, where they are at hand. With the run's formula effects are
+            those of its variables, splines and interactions included, and a frame has to be given; without one, those
+            of the columns of x, and rows are by default the run's own.
         variables: whose effects, by default all of them.
         level: of the intervals.
         given, tolerance: as those of `ranef`.
 
     Raises:
         ValueError: a variable that is not there, or rows of other sites.
+        RuntimeError: sites that do not tell marginal effects.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -81,41 +85,112 @@ def marginal_effects(
         | :-- | --: | --: | --: | --: |
         | dose | 0.185 | 0.022 | 0.140 to 0.224 | 300 |
     """
-    read = table_rows(run, rows_at_hand(run) if frame is None else frame, None)
-    names, design = formula_or_names(run)
-    if design is not None and frame is None:
+    names, design, _ = columns_of(run)
+    elsewhere = hasattr(run.clients, "ask")
+    if elsewhere and frame is not None:
+        raise ValueError("Expected no frame, for sites average over rows of their own, but got one; leave it out")
+    if design is not None and frame is None and not elsewhere:
         raise ValueError(
             f"Expected the frame whose rows to average over, but got none: effects of {design.formula!r} are those of "
             "its variables, which columns of x do not tell; pass the frame that the data were made of"
         )
-    made = _of_columns(names, read.rows) if design is None else _of_variables(design, as_frame(frame))
-    changes = [each for each in made if variables is None or each.name.partition(":")[0] in variables]
-    known = {each.name.partition(":")[0] for each in changes}
-    missing = [name for name in variables or () if name not in known]
-    if missing or not changes:
+    every = names if design is None else _variables(design)
+    table = None if elsewhere else _table(Columns(names, design, NEW), rows_at_hand(run) if frame is None else frame)
+    seen = ask(run, VARIABLES, ones=True) if table is None else table.seen(ones=False)
+    kinds = {name: kind for name, kind in _kinds(every, design, seen).items() if variables is None or name in variables}
+    missing = [name for name in variables or () if name not in kinds]
+    if missing or not kinds:
         raise ValueError(f"Expected variables that rows vary in, such as {list(names)}, but got {missing or 'none'}")
-    drawn = site_draws(run, _DRAWS, given, tolerance, even=True)
-    values = torch.stack([_effect(run, drawn, read, change) for change in changes], 1)
-    n = (len(read.sites),) * len(changes)
-    return Estimates(tuple(each.name for each in changes), values, coefficients=len(changes), n=n).table(level)
+    numbers = {str(every.index(name)): kind for name, kind in kinds.items()}
+    if table is None:
+        sums = ask(run, EFFECTS, even_source(run, _DRAWS, given, tolerance, _SEED).sent, kinds=numbers)
+    else:
+        drawn = site_draws(run, _DRAWS, given, tolerance, even=True)
+        sums = table.effects(drawn, run.population.names, numbers)
+    labels = [label for name, kind in kinds.items() for label in _labels(name, kind, design)]
+    values, n = sums["total"] / sums["rows"], (int(sums["rows"]),) * len(labels)
+    return Estimates(tuple(labels), values, coefficients=len(labels), n=n).table(level)
 
 
-def _effect(run: Run, drawn: SiteDraws, read: TableRows, change: _Change) -> Tensor:
-    """Return the average change of the mean response at each draw, `(S,)`."""
-    if drawn.family is None:
-        raise TypeError("Expected a model of known family, but got one without; see ft.inference.predict")
-    owners = np.array(read.sites, dtype=object)
-    strangers = sorted(set(read.sites) - set(run.population.names))
-    if strangers:
-        raise ValueError(f"Expected rows of the run's sites, but got some of {strangers[:5]}; leave them out")
-    total = torch.zeros(drawn.theta.shape[1], dtype=torch.float64)
-    for number, name in enumerate(run.population.names):
-        mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), drawn.theta[number]
-        for part in mine.split(max(1, _NUMBERS // len(theta))):
-            offset = 0.0 if read.rows.offset is None else read.rows.offset[part, None].to(theta)
-            means = [drawn.family.mean(_widened(x[part], theta) @ theta.mT + offset) for x in (change.high, change.low)]
-            total += (means[0] - means[1]).sum(0)
-    return total / (change.step * len(owners))
+class _Table(NamedTuple):
+    """Hold rows to average over, and how x is made of them."""
+
+    columns: Columns
+    read: TableRows
+    frame: pd.DataFrame | None  # of a formula's variables
+
+    @property
+    def variables(self) -> list[np.ndarray | None]:
+        """Return the values of each variable, None of factors."""
+        design = self.columns.design
+        if design is None or self.frame is None:
+            return list(self.read.rows.x.mT.numpy())
+        levels = design.encoding.levels
+        return [None if name in levels else self.frame[name].to_numpy(np.float64) for name in _variables(design)]
+
+    def seen(self, ones: bool) -> dict[str, Tensor]:
+        """Return of which variables rows have other values than 0 and 1, and which vary; if `ones`, are not all 1."""
+        other, varies = [], []
+        for values in self.variables:
+            other.append(values is not None and not np.isin(values, (0, 1)).all())
+            varies.append(values is None or len(np.unique(values)) > 1 or (ones and bool((values != 1).any())))
+        return {"other": torch.tensor(other).double(), "varies": torch.tensor(varies).double()}
+
+    def effects(self, drawn: SiteDraws, sites: Sequence[str], kinds: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows."""
+        if drawn.family is None:
+            raise TypeError("Expected a model of known family, but got one without; see ft.inference.predict")
+        strangers = sorted(set(self.read.sites) - set(sites))
+        if strangers:
+            raise ValueError(f"Expected rows of the run's sites, but got some of {strangers[:5]}; leave them out")
+        every = [change for number, kind in kinds.items() for change in self._changes(int(number), kind)]
+        totals = [self._total(drawn, sites, change) for change in every]
+        return {"total": torch.stack(totals, 1), "rows": torch.tensor(float(len(self.read.sites))).double()}
+
+    def _total(self, drawn: SiteDraws, sites: Sequence[str], change: _Change) -> Tensor:
+        assert drawn.family is not None
+        owners, offset = np.array(self.read.sites, dtype=object), self.read.rows.offset
+        total = torch.zeros(drawn.theta.shape[1], dtype=torch.float64)
+        for number, name in enumerate(sites):
+            mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), drawn.theta[number]
+            for part in mine.split(max(1, _NUMBERS // len(theta))):
+                more = 0.0 if offset is None else offset[part, None].to(theta)
+                means = [drawn.family.mean(_widened(x[part], theta) @ theta.mT + more) for x in change[:2][::-1]]
+                total += (means[0] - means[1]).sum(0)
+        return total / change.step
+
+    def _changes(self, number: int, kind: str) -> Iterator[_Change]:
+        """Yield changes of a variable; of a factor from its first level to each other."""
+        design = self.columns.design
+        if design is None or self.frame is None:
+            column = self.read.rows.x[:, number]
+            low, high, step = _edges(column.numpy(), kind, ddof=1)
+            x = lambda edge: self.read.rows.x.index_copy(1, torch.tensor([number]), torch.as_tensor(edge)[:, None])
+            yield _Change(x(low), x(high), step)
+            return
+        name = _variables(design)[number]
+        encode = lambda values: design.rows(self.frame.assign(**{name: values}), response=False)[0]
+        if kind == "factor":
+            first, *others = design.encoding.levels[name].names
+            low = encode(first)
+            yield from (_Change(low, encode(level), 1.0) for level in others)
+        else:
+            low, high, step = _edges(self.frame[name].to_numpy(np.float64), kind, ddof=0)
+            yield _Change(encode(low), encode(high), step)
+
+
+def _table(columns: Columns, rows: Any) -> _Table:
+    frame = None if columns.design is None else as_frame(rows)
+    return _Table(columns, read_rows(columns, rows, None), frame)
+
+
+def _edges(values: np.ndarray, kind: str, ddof: int) -> tuple[np.ndarray, np.ndarray, float]:
+    """Return the two values of each row between which a number changes, and by how much."""
+    if kind == "binary":
+        return np.zeros(len(values)), np.ones(len(values)), 1.0
+    spread = float(np.std(values, ddof=min(ddof, len(values) - 1)))
+    step = _STEP * (spread or max(1.0, abs(float(values[0]))))
+    return values - step, values + step, 2 * step
 
 
 def _widened(x: Tensor, theta: Tensor) -> Tensor:
@@ -123,33 +198,76 @@ def _widened(x: Tensor, theta: Tensor) -> Tensor:
     return x if x.shape[1] == theta.shape[1] else torch.cat([torch.ones_like(x[:, :1]), x], 1)
 
 
-def _of_columns(names: Sequence[str], rows: Rows) -> Iterator[_Change]:
-    """Yield changes of the columns of x, but for constant ones."""
-    for j, name in enumerate(names):
-        column = rows.x[:, j]
-        values = column.unique()
-        if len(values) < 2:
-            continue
-        binary = values.tolist() == [0.0, 1.0]
-        step = _STEP * float(column.std())
-        edges = (torch.zeros_like(column), torch.ones_like(column)) if binary else (column - step, column + step)
-        low, high = (rows.x.index_copy(1, torch.tensor([j]), edge[:, None]) for edge in edges)
-        yield _Change(name, low, high, 1.0 if binary else 2 * step)
-
-
-def _of_variables(design: Design, frame: Any) -> Iterator[_Change]:
-    """Yield changes of the variables of a formula: of a factor from its first level to each other."""
+def _variables(design: Design) -> list[str]:
+    """Return the variables of a formula, but for the response and the clients."""
     responses = (design.response, design.parsed.response.column)
-    for name in design.parsed.columns:
-        if name in responses or name not in {variable.quantity.column for variable in design.parsed.variables}:
-            continue
-        encode = lambda values, name=name: design.rows(frame.assign(**{name: values}), response=False)[0]
-        if name in design.encoding.levels:
-            first, *others = design.encoding.levels[name].names
-            low = encode(first)
-            yield from (_Change(f"{name}: {level} - {first}", low, encode(level), 1.0) for level in others)
-        elif frame[name].isin([0, 1]).all():
-            yield _Change(name, encode(0.0), encode(1.0), 1.0)
-        else:
-            step = _STEP * (float(frame[name].std(ddof=0)) or max(1.0, abs(float(frame[name].iloc[0]))))
-            yield _Change(name, encode(frame[name] - step), encode(frame[name] + step), 2 * step)
+    used = {variable.quantity.column for variable in design.parsed.variables}
+    return [name for name in design.parsed.columns if name not in responses and name in used]
+
+
+def _kinds(names: Sequence[str], design: Design | None, seen: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return what each variable is, without columns of x that are constant."""
+    kinds = {}
+    for name, other, varies in zip(names, seen["other"].tolist(), seen["varies"].tolist()):
+        if design is not None and name in design.encoding.levels:
+            kinds[name] = "factor"
+        elif design is not None or varies:
+            kinds[name] = "number" if other else "binary"
+    return kinds
+
+
+def _labels(name: str, kind: str, design: Design | None) -> list[str]:
+    """Return the names of a variable's effects."""
+    if kind != "factor" or design is None:
+        return [name]
+    first, *others = design.encoding.levels[name].names
+    return [f"{name}: {level} - {first}" for level in others]
+
+
+# -- what holders of rows compute ------------------------------------------------------------------------------------
+
+
+def _columns_of(algorithm: Any, data: Any = None) -> Columns:
+    """Return the columns of x of a model, by number where they have no formula."""
+    model = algorithm.settings["model"]
+    design = model.design or getattr(data, "design", None)
+    return Columns(tuple(map(str, range(len(model.hierarchy.mean)))), design, NEW)
+
+
+def _table_of(holder: Holder) -> _Table:
+    """Return the rows that a site averages over: its frame, where there is a formula, or those that it has."""
+    columns = _columns_of(holder.algorithm, holder.data)
+    return _table(columns, holder.data if columns.design is None else holder.frame)
+
+
+def _seen(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
+    return _table_of(holder).seen(bool(about["ones"]))
+
+
+def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
+    drawn, kinds = sent_source(holder, sent), about["kinds"]
+    table = _table_of(holder)
+    if not all(str(number).isdecimal() and kind in _KINDS for number, kind in kinds.items()):
+        raise ValueError(f"Expected kinds of variables by number, but got {str(kinds)[:100]}")
+    theta = by_client(holder, [holder.data], [drawn], lambda every: every[0].theta)
+    return table.effects(SiteDraws(theta, drawn.family), holder.data.names, kinds)
+
+
+def _count(form: Form) -> dict[str, Tensor]:
+    columns = _columns_of(form.algorithm)
+    number = len(columns.names if columns.design is None else _variables(columns.design))
+    return dict.fromkeys(("other", "varies"), torch.empty(number, dtype=torch.float64))
+
+
+def _totals(form: Form) -> dict[str, Tensor]:
+    design = _columns_of(form.algorithm).design
+    sizes = [
+        1 if design is None else len(_labels(_variables(design)[int(number)], kind, design))
+        for number, kind in form.about["kinds"].items()
+    ]
+    total = torch.empty(len(form.sent["phi"]), sum(sizes), dtype=torch.float64)
+    return {"total": total, "rows": torch.zeros(()).double()}
+
+
+VARIABLES = Kind("variables", "margins", _seen, _count)
+EFFECTS = Kind("effects", "margins", _effects, _totals)

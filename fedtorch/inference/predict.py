@@ -29,7 +29,8 @@ def predict(
     A row of a site of the run is predicted with that site's coefficients. Any other is one of a new site, whose
     coefficients spread as those of all sites do; `known` says which it is. Columns are `site`, `known`, `estimate` and
     `sd` of the mean response (a probability, of binary responses), the interval `low`, `high` of it, and the interval
-    `new_low`, `new_high` that holds a new response, a number of successes where rows have trials.
+    `new_low`, `new_high` that holds a new response, a number of successes where rows have trials. Sites of other
+    organisations are known as far as their policies have `after_fit=("effects",)`.
 
     Args:
         run: of `ft.ep` with a hierarchical model, or of `ft.gibbs` with a regression and a sampler that recorded sites;
@@ -44,6 +45,7 @@ def predict(
     Raises:
         TypeError: an algorithm that has no such posterior, or a likelihood of your own without a family.
         ValueError: rows of other columns.
+        RuntimeError: sites that do not tell effects.
 
     Example:
         >>> import torch, fedtorch as ft

@@ -28,7 +28,8 @@ def ranef(
     Of draws there are `r_hat` and `ess` too; of `ft.gibbs`, the run's `ft.Sampler` has to record sites.
 
     Args:
-        run: of `ft.ep` with a hierarchical model or of `ft.gibbs`, with its rows at hand; or sites, as by `adapted`.
+        run: of `ft.ep` with a hierarchical model, with its rows at hand or on sites whose policies have
+            `after_fit=("effects",)`; of `ft.gibbs` with its rows at hand; or sites, as by `adapted`.
         level: of the intervals.
         total: whether coefficients themselves are shown, those that all sites share among them; default: the deviations
             from what is shared, of the coefficients that differ.
@@ -37,7 +38,7 @@ def ranef(
 
     Raises:
         TypeError: an algorithm that has no such posterior, or a sampler without sites.
-        ValueError: rows that stay at their sites.
+        RuntimeError: sites that do not tell effects; the message says which line of their policy would.
 
     Example:
         >>> import torch, fedtorch as ft

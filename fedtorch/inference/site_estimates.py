@@ -24,15 +24,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.estimates import coefficient_names, units
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._rows import source
-from fedtorch.inference._sites import rows_at_hand
+from fedtorch.inference._rows import by_client, source
+from fedtorch.inference._sites import COEFFICIENTS, drawn_coefficients, site_coefficients
+from fedtorch.inference.holders import ask, local_holder, rows_at_hand
+from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.families import Family
 
 _WIDE = 25.0  # sds of the sites' coefficients, of a prior that says nothing
 _SCALES = {"gaussian": "effect on the response", "logistic": "log-odds", "poisson": "log rate"}
@@ -60,42 +62,122 @@ def site_estimates(run: Run, level: float, tolerance: float = 0.01) -> SiteEstim
     """Return own and pooled estimates of each site's coefficients, in the units of the data where a design is known.
 
     Args:
-        run: of `ft.ep` with a hierarchical model of a known family, on rows at hand.
+        run: of `ft.ep` with a hierarchical model of a known family, or of `ft.gibbs` with a regression and a sampler
+            that recorded sites.
         level: probability of the intervals.
         tolerance: see `ep.posterior`, which warns and raises alike.
 
     Raises:
         TypeError: a run of something else.
-        ValueError: rows that are at sites, or a model whose coefficients are the same for all sites.
+        ValueError: a model whose coefficients are the same for all sites.
+        RuntimeError: sites whose policy does not tell effects.
     """
-    model, data = source(run, 1, None, tolerance, 0).model, rows_at_hand(run)
-    names, place = _names(run, model), list(model.hierarchy.random)
-    back = units(run)
+    found = (
+        _of_draws(run, level) if run.algorithm.settings.get("algorithm") == "gibbs" else _of_ep(run, level, tolerance)
+    )
+    low, high = credible_interval(found.pooled.marginals(), level)
+    mean, variance = found.own.means[:, 0], found.own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
+    says = variance.sqrt() < _SAYS * _WIDE * found.spread
+    at = lambda part: part[..., found.place]
+    return SiteEstimates(
+        sites=tuple(run.population.names),
+        coefficients=tuple(found.names[j] for j in found.place),
+        mean=at(found.pooled.marginals().mean),
+        low=at(low),
+        high=at(high),
+        own=at(mean.where(says, torch.nan)),
+        own_sd=at(variance.sqrt().where(says, torch.nan)),
+        centre=at(found.centre),
+        centre_low=at(found.centre_low),
+        centre_high=at(found.centre_high),
+        spread=at(found.spread),
+        scale=_SCALES.get(found.family.name if found.family else "", "effect"),
+    )
+
+
+class _Found(NamedTuple):
+    """Hold what is known of all `d` coefficients, in the units of the data."""
+
+    names: tuple[str, ...]
+    place: list[int]  # of those that differ by site
+    pooled: DevicePosterior
+    own: DevicePosterior
+    centre: Tensor  # (d,)
+    centre_low: Tensor
+    centre_high: Tensor
+    spread: Tensor
+    family: Family | None
+
+
+def _of_ep(run: Run, level: float, tolerance: float) -> _Found:
+    model = source(run, 1, None, tolerance, 0).model
+    names, back = _names(run, model), units(run)
     q = ep.posterior(run, tolerance=tolerance)
-    pooled = _original(ep.devices(run, tolerance=tolerance), back)
-    low, high = (edge[:, place] for edge in credible_interval(pooled.marginals(), level))
-    own = _original(_alone(run, model, q.mean), back)
-    mean, variance = own.means[:, 0], own.covariances[:, 0].diagonal(dim1=-2, dim2=-1)
     size = len(back)
     centre = back @ q.mean[:size]
     sd = (back @ q.covariance_matrix[:size, :size] @ back.mT).diagonal().sqrt()
-    factor = torch.special.ndtri(torch.tensor((1 + level) / 2)).to(sd)
-    spread = (back @ _covariance(model, q.mean) @ back.mT).diagonal().sqrt()
-    says = variance.sqrt() < _SAYS * _WIDE * spread
-    return SiteEstimates(
-        sites=tuple(data.names),
-        coefficients=tuple(names[j] for j in place),
-        mean=pooled.distribution().mean[:, place],
-        low=low,
-        high=high,
-        own=mean.where(says, torch.nan)[:, place],
-        own_sd=variance.sqrt().where(says, torch.nan)[:, place],
-        centre=centre[place],
-        centre_low=(centre - factor * sd)[place],
-        centre_high=(centre + factor * sd)[place],
-        spread=spread[place],
-        scale=_SCALES.get(model.family.name if model.family else "", "effect"),
+    half = torch.special.ndtri(torch.tensor((1 + level) / 2)).to(sd) * sd
+    covariance = _covariance(model, q.mean)
+    alone = _wide(model, q.mean, covariance.diagonal().sqrt())
+    return _Found(
+        names,
+        list(model.hierarchy.random),
+        _original(ask(run, COEFFICIENTS), back),
+        _original(ask(run, COEFFICIENTS, {"phi": alone[None], "weights": torch.ones_like(alone[:1])}), back),
+        centre,
+        centre - half,
+        centre + half,
+        (back @ covariance @ back.mT).diagonal().sqrt(),
+        model.family,
     )
+
+
+def _of_draws(run: Run, level: float) -> _Found:
+    """Return what draws of all sites say; a site's own estimate has the noise that it was found to have."""
+    sites, (total, shared) = site_coefficients(run), drawn_coefficients(run)
+    if sites.family is None:
+        raise TypeError(
+            "Expected a sampler of regressions with all their coefficients, such as sparse.regression() or "
+            "logistic_regression(), but got another; add a column of ones to x in place of intercept=True"
+        )
+    total, shared = total.flatten(0, 1), shared[..., 0, :].flatten(0, 1)  # (S, K, d), (S, d)
+    known = ~shared.isnan() & bool((shared != 0).any())
+    known[:, : int(sites.intercept)] = False  # nothing is shared of intercepts but their mean
+    middle = shared.where(known, total.mean(1))
+    spread = (total - middle[:, None]).square().mean(1).sqrt().log().mean(0).exp()
+    low, high = (middle.quantile((1 + sign * level) / 2, 0) for sign in (-1, 1))
+    size, centre = len(spread), middle.mean(0)
+    hierarchy, gaussian = hierarchical.normal(size), sites.family.precise
+    model = (hierarchical.linear if gaussian else hierarchical.generalised.logistic)(hierarchy)
+    phi = _wide(model, torch.cat([centre, torch.zeros(len(model.names) - size).to(centre)]), spread)
+    every = phi.expand(len(sites.sites), -1).clone()
+    if gaussian:
+        every[:, -1] = sites.posterior.log_noise.mean(1)
+    alone = by_client(
+        local_holder(run), [rows_at_hand(run)], [_Alone(model, every, sites.intercept)], lambda drawn: drawn[0]
+    )
+    place = list(range(size))
+    return _Found(sites.names, place, sites.totals(), alone, centre, low, high, spread, sites.family)
+
+
+class _Alone(NamedTuple):
+    """Hold a prior of each client under which its rows alone are taken."""
+
+    model: Model
+    phi: Tensor  # (clients, p)
+    intercept: bool
+
+    @property
+    def family(self) -> Any:
+        """Return the distribution of one response."""
+        return self.model.family
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Any:
+        """Return the posterior of the coefficients of a block's clients."""
+        x, y = (part.to(torch.float64) for part in block.batch)
+        x = torch.cat([torch.ones_like(x[..., :1]), x], -1) if self.intercept else x
+        phi = self.phi[clients][:, None].to(x)
+        return self.model.given(phi, torch.ones_like(phi[..., 0]), self.model.prepare(ClientData((x, y), block.count)))
 
 
 def _names(run: Run, model: Model) -> tuple[str, ...]:
@@ -114,18 +196,12 @@ def _covariance(model: Model, mean: Tensor) -> Tensor:
     return model.hierarchy.covariance(mean[m:scales])
 
 
-def _alone(run: Run, model: Model, mean: Tensor) -> DevicePosterior:
-    """Return each site's coefficients from its own rows, under a wide prior around the sites' mean."""
+def _wide(model: Model, mean: Tensor, sd: Tensor) -> Tensor:
+    """Return φ of a prior around the sites' mean that is so wide that it says nothing."""
     m, scales = model.hierarchy.mean.shape[1], len(model.hierarchy.names)
-    variance = _covariance(model, mean).diagonal()
     phi = mean.clone()
-    phi[m:scales] = model.hierarchy.scales(torch.diag(_WIDE**2 * variance), mean.new_zeros(()))
-
-    def own(cavity: Any, block: ClientData) -> DevicePosterior:
-        every = tree.expand(phi[None], len(block.count))
-        return model.given(every, torch.ones_like(every[..., 0]), model.prepare(block))
-
-    return run.clients.evaluate(run.outbox, rows_at_hand(run), own)
+    phi[m:scales] = model.hierarchy.scales(torch.diag((_WIDE * sd) ** 2), mean.new_zeros(()))
+    return phi
 
 
 def _original(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:

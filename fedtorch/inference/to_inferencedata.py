@@ -14,8 +14,7 @@ from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import SITES, arviz_of
-from fedtorch.inference._rows import source
-from fedtorch.inference._site_draws import site_draws
+from fedtorch.inference._rows import site_draws, source
 from fedtorch.models.hierarchical import Model
 
 _SEED = 0

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -83,6 +84,35 @@ class Estimates(NamedTuple):
             n=(),
             diagnostics=None,
         )
+
+
+def over_clients(rows: Tensor, noise: Tensor, columns: Sequence[str], count: int) -> Estimates:
+    """Return means and sds over clients of their coefficients, and the sd of their noise: point estimates.
+
+    Args:
+        rows: coefficients of each client `(K, p)`.
+        noise: variances `(K,)`.
+        columns: names of the coefficients, where there are as many.
+        count: of rows of data that they were found from.
+
+    >>> import torch
+    >>> found = over_clients(torch.tensor([[1.0], [3.0]]).double(), torch.tensor([4.0, 4.0]).double(), ["age"], 40)
+    >>> print(found.table(0.95)[["estimate", "sd", "n"]].to_markdown())
+    | coefficient | estimate | sd | n |
+    | :-- | --: | --: | --: |
+    | age | 2.00 | – | 40 |
+    | sd(age) | 1.41 | – | 2 |
+    | sigma | 2.00 | – | 40 |
+    """
+    clients, size = rows.shape
+    names = tuple(columns) if len(columns) == size else tuple(map(str, range(size)))
+    return Estimates(
+        names=(*names, *(f"sd({name})" for name in names), "sigma"),
+        nodes=torch.cat([rows.mean(0), rows.std(0, correction=min(1, clients - 1)), noise.mean().sqrt()[None]])[None],
+        coefficients=size,
+        n=(*(count,) * size, *(clients,) * size, count),
+        about="point estimates, whose intervals would take all clients' rows together",
+    )
 
 
 def weighted_moments(nodes: Tensor, weights: Tensor | None = None) -> tuple[Tensor, Tensor]:

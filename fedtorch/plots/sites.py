@@ -39,12 +39,14 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
     """Draw each site's coefficients with their intervals, ordered, and what sites have in common below.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        run: of `ft.ep` with a hierarchical model, on rows at hand or on sites whose policies have
+            `after_fit=("effects",)`; or of `ft.gibbs` with a regression and a sampler that recorded sites.
         coefficient: one or several names; default: the first three that differ by site.
         level: probability of the intervals.
 
     Raises:
-        TypeError: a run of something else, or rows that are at sites.
+        TypeError: a run of something else.
+        RuntimeError: sites that do not tell effects.
         ValueError: no such coefficient.
     """
     return _forests([site_forest(*each, level=level) for each in _chosen(run, coefficient, level)])

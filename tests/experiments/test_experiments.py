@@ -175,6 +175,7 @@ def test_compositions(tmp_path):
     assert (tmp_path / "compositions.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_gtv_privacy(tmp_path):
     needs("fmi_weather")
     gtv_privacy.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
@@ -228,6 +229,7 @@ def test_gtv_trust(tmp_path):
     assert (tmp_path / "gtv_trust.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_robustness(tmp_path):
     robustness.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -237,6 +239,7 @@ def test_robustness(tmp_path):
     assert (tmp_path / "robustness.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_resilience(tmp_path):
     resilience.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -259,6 +262,7 @@ def test_robust_benchmark(tmp_path):
     assert all(value > 0 for value in found.values())
 
 
+@pytest.mark.slow
 def test_robust_peers(tmp_path, monkeypatch):
     given = robust_peers.tables(1)
     averages = {
@@ -296,6 +300,7 @@ def test_core_benchmark_parts(tmp_path, part):
     assert all(value == value for value in rows(tmp_path / "rows.json").values())
 
 
+@pytest.mark.slow
 def test_fedavg_family(tmp_path):
     fedavg_family.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -354,6 +359,7 @@ def test_fedlin_simulation(tmp_path):
     assert (tmp_path / "fedlin_simulation_correlation.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedlin_cmapss(tmp_path):
     needs("cmapss_fd001")
     fedlin_cmapss.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
@@ -380,6 +386,7 @@ def test_paired_differences_of_splits_that_overlap():
     assert fedlin_school.paired([3.0], [1.0]) == (2.0, None)
 
 
+@pytest.mark.slow
 def test_fedlin_benchmark(tmp_path):
     fedlin.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert len(rows(tmp_path / "rows.json")) == 20
@@ -399,6 +406,7 @@ def test_gtv_benchmark(tmp_path):
     assert (tmp_path / "gtv_edges.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedlin_selection(tmp_path):
     fedlin_selection.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     found = rows(tmp_path / "rows.json")
@@ -426,6 +434,7 @@ def test_fedmgp_extrapolation(tmp_path):
     assert (tmp_path / "fedmgp_extrapolation.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_fedmgp_scale(tmp_path):
     fedmgp_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
     assert rows(tmp_path / "rows.json")["(50, 6)", "CenMGP MSE"] < 0.02

@@ -87,8 +87,11 @@ def test_predictions_of_draws_have_the_noise_of_the_site(sampled: tuple[ft.Run, 
     assert row["low"] == pytest.approx(float(eta.quantile(0.025)), abs=0.3 * float(eta.std()))
     variance = float((1 / draws["sites.noise"][:, :, 1]).mean() + eta.var())
     assert row["new_high"] - row["estimate"] == pytest.approx(1.96 * variance**0.5, rel=0.1)
+    other = ft.inference.predict(run, x).iloc[0]
+    assert not other["known"]
+    assert other["high"] - other["low"] > row["high"] - row["low"]
     with pytest.raises(TypeError, match="by which coefficients of another site are known"):
-        ft.inference.predict(run, x)
+        ft.inference.adapted(run, (x, eta[:1]))
 
 
 def test_draws_have_the_names_of_columns_and_sites(sampled: tuple[ft.Run, ft.Sampler]) -> None:

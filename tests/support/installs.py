@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("fedtorch/", "tests/", "docs/", "experiments/")
-FILES = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile"}
+FILES = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "conftest.py"}
 FILES |= {"constraints.txt", "constraints-newest.txt", "constraints-zoo.txt"}
 USED = ("triton", "remote", "privacy", "tune", "export", "docs")  # the extras of people who use the package
 

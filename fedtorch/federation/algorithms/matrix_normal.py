@@ -39,8 +39,10 @@ from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.rows import private_rows
+from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.turn import Turn
 from fedtorch.models import low_rank
+from fedtorch.models.estimates import Estimates, over_clients
 from fedtorch.models.linear import LinearHead, SufficientStatistics, least_norm, residual_sum, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
@@ -226,8 +228,14 @@ def matrix_normal(
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
         prepare=partial(_prepare, local=local),
+        estimates=partial(_estimates, noise=chosen.noise),
         **solved_by(local, algorithm="matrix_normal", **chosen._asdict()),
     )
+
+
+def _estimates(run: Any, *, noise: float | Tensor | None) -> Estimates:
+    heard, columns, rows = run.server.heard, feature_names(run.population), int(row_counts(run.population).sum())
+    return over_clients(run.server.parameters[heard], noise_variance(run.server.summary, noise)[heard], columns, rows)
 
 
 def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[MatrixNormalServer, Tree]:

@@ -9,6 +9,7 @@ on them: only additions, multiplications, divisions and roots, which round alike
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -17,18 +18,20 @@ from torch import Tensor
 
 from fedtorch import random
 
-__all__ = ["horseshoe", "laplace", "normal"]
+__all__ = ["Deviation", "horseshoe", "laplace", "normal"]
 
 Noise = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Deviation:
-    """A prior of deviations.
+    """Hold a prior of deviations.
 
     Attributes:
         noise: (keys `(...)`, shape) -> random numbers `(..., *shape)` each, for many sweeps.
         update: (w, auxiliary u, δ²/(2τ²), one sweep's random numbers) -> (w, u), all of one shape.
+        prior: (keys `(...)`, shape) -> draws of λ² `(..., *shape)`, for predictions of clients without rows; None where
+            nobody says it.
 
     A prior of your own, of which λ² ~ IG(2, 2), so that deviations are Student's t of four degrees of freedom:
 
@@ -46,6 +49,7 @@ class Deviation:
 
     noise: Callable[[Tensor, tuple[int, ...]], Noise]
     update: Callable[[Tensor, Tensor, Tensor, Noise], tuple[Tensor, Tensor]]
+    prior: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None
 
 
 def horseshoe() -> Deviation:
@@ -74,7 +78,10 @@ def horseshoe() -> Deviation:
     def noise(keys: Tensor, shape: tuple[int, ...]) -> Noise:
         return tuple(random.exponential(key, shape, torch.float64) for key in random.split(keys, 2))
 
-    return Deviation(noise, update)
+    def prior(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
+        return (math.pi / 2 * random.uniform(keys, shape, torch.float64)).tan().square()
+
+    return Deviation(noise, update, prior)
 
 
 def laplace() -> Deviation:
@@ -105,7 +112,7 @@ def laplace() -> Deviation:
         smaller = mean * (2 / (2 + scaled + (scaled * (scaled + 4)).sqrt()))
         return torch.where(uniform * (mean + smaller) <= mean, smaller, mean * (mean / smaller)), u
 
-    return Deviation(noise, update)
+    return Deviation(noise, update, lambda keys, shape: 2 * random.exponential(keys, shape, torch.float64))
 
 
 def normal() -> Deviation:
@@ -116,4 +123,5 @@ def normal() -> Deviation:
     >>> prior.update(one, one, torch.tensor([0.1, 100.0]), ())[0]  # 1/λ², whatever the deviations are
     tensor([1., 1.])
     """
-    return Deviation(lambda keys, shape: (), lambda w, u, energy, noise: (w, u))
+    ones = lambda keys, shape: torch.ones(*keys.shape, *shape, dtype=torch.float64)
+    return Deviation(lambda keys, shape: (), lambda w, u, energy, noise: (w, u), ones)

@@ -23,11 +23,11 @@ from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.rows import refuse
 
-__all__ = ["imputing", "incomplete"]
+__all__ = ["Normal", "imputing", "incomplete"]
 
 
 class Normal(NamedTuple):
-    """A multivariate normal distribution of covariates and response, the response last."""
+    """Hold a multivariate normal distribution of covariates and response, the response last."""
 
     mean: Tensor  # (p + 1,)
     covariance: Tensor  # (p + 1, p + 1)
@@ -131,7 +131,8 @@ def imputing(regression: LocalKernel, normal: Normal) -> LocalKernel:
         after = regression.sweep(each[0], each[1], regression.prepare(rows), each[2], sweeps)
         return tree.map(lambda leaf: leaf.reshape(clients, chains, *leaf.shape[2:]), after)
 
-    return LocalKernel(regression.init, lambda data: _gaps(data, normal), sweep, regression.report, regression.family)
+    prepare = lambda data: _gaps(data, normal)
+    return LocalKernel(regression.init, prepare, sweep, regression.report, regression.family, regression.newcomer)
 
 
 def _check_regression(regression: LocalKernel, covariates: int) -> None:

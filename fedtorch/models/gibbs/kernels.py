@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +43,14 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.tree import Tree
 
 Sums = dict[str, tuple[Tensor, ...]]
+
+
+class Newcomer(NamedTuple):
+    """Hold what is known of the coefficients of a client without rows, a normal density for each draw of the others."""
+
+    mean: Tensor  # (S, d)
+    variance: Tensor  # (S, d)
+    noise: Tensor  # (S,) variance of a response, NaN of families without one
 
 
 @dataclass(frozen=True)
@@ -58,6 +66,8 @@ class LocalKernel:
             2¹⁴⁸; several numbers under one name are one number without rounding (see `fedtorch.exact.products`).
         family: of a response given its predictor, intercept + x'theta of the variables, for predictions; None where
             the variables do not say it.
+        newcomer: (draws of the global variables by name `(S, ...)`, a key) -> what they say of a client without rows,
+            its intercept first; None where nothing is known of one.
     """
 
     init: Callable[[Tensor], Tree]
@@ -65,6 +75,7 @@ class LocalKernel:
     sweep: Callable[[Tree, Tree, Any, Tensor, int], Tree]
     report: Callable[[Tree], Sums]
     family: Family | None = None
+    newcomer: Callable[[dict[str, Tensor], Tensor], Newcomer] | None = None
 
 
 @dataclass(frozen=True)

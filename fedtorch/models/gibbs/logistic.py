@@ -17,7 +17,7 @@ from torch import Tensor
 from fedtorch import linalg, random, tree
 from fedtorch.models.gibbs import _interweaving as interweaving, sparse
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
-from fedtorch.models.gibbs.kernels import LocalKernel, check_start
+from fedtorch.models.gibbs.kernels import LocalKernel, Newcomer, check_start
 from fedtorch.models.gibbs.polya_gamma import polya_gamma
 from fedtorch.models.hierarchical.families import LOGISTIC
 from fedtorch.models.rows import refuse, regression_rows
@@ -83,7 +83,13 @@ def logistic_regression(
             states.append(_sweep_one(deviation, intercept_scale**-2, own_heard, own_site, x, y, keys[k], sweeps))
         return tree.stack(states)
 
-    return LocalKernel(init, _prepare, sweep, sparse.report, LOGISTIC)
+    def newcomer(draws: dict[str, Tensor], key: Tensor) -> Newcomer:
+        mean, variance, _ = sparse.deviating(deviation, draws, key)
+        first = torch.zeros_like(mean[:, :1])
+        of_all = torch.cat([first + intercept_scale**2, variance], 1)
+        return Newcomer(torch.cat([first, mean], 1), of_all, torch.full_like(first[:, 0], torch.nan))
+
+    return LocalKernel(init, _prepare, sweep, sparse.report, LOGISTIC, None if deviation.prior is None else newcomer)
 
 
 def _sweep_one(

@@ -40,7 +40,7 @@ from fedtorch.models.gibbs._gaussian_conditional import (
 )
 from fedtorch.models.gibbs.deviations import Deviation, horseshoe
 from fedtorch.models.gibbs.global_priors import GlobalPrior, spike_and_slab
-from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums, check_start
+from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Newcomer, Sums, check_start
 from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.linear import (
     SufficientStatistics,
@@ -163,7 +163,21 @@ def regression(
     def prepare(data: Any) -> Design:
         return design(data, intercept) if statistics is None else _designed(statistics(data))
 
-    return LocalKernel(init, prepare, sweep, report, None if intercept else GAUSSIAN)
+    def newcomer(draws: dict[str, Tensor], key: Tensor) -> Newcomer:
+        mean, variance, for_noise = deviating(deviation, draws, key)
+        gamma = random.gamma(for_noise, noise_shape, mean.shape[:1], torch.float64)
+        return Newcomer(mean, variance, draws["noise"] / gamma)
+
+    known_of_others = None if intercept or deviation.prior is None else newcomer
+    return LocalKernel(init, prepare, sweep, report, None if intercept else GAUSSIAN, known_of_others)
+
+
+def deviating(deviation: Deviation, draws: dict[str, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return means and variances `(S, p)` of θ_k given draws of θ and 1/τ², and a key for the rest."""
+    assert deviation.prior is not None
+    for_scale, rest = random.split(key, 2)
+    theta = draws["theta"]
+    return theta, deviation.prior(for_scale, tuple(theta.shape)) / draws["precision"], rest
 
 
 def _by_program(

@@ -115,7 +115,7 @@ class Problem(NamedTuple):
         for _ in range(_STEPS):
             step = torch.linalg.solve_ex(at.information, at.gradient[..., None]).result[..., 0]
             moves = ((step * at.gradient).sum(-1) > near * near) & (share > _LEAST)
-            count = int(moves.sum(1).amax())
+            count = int(moves.sum(1).amax()) if moves.numel() else 0
             if not count:
                 break
             which = moves.to(torch.int8).argsort(dim=1, descending=True, stable=True)[:, :count]

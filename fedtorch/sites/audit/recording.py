@@ -27,7 +27,7 @@ from fedtorch.sites.rounds.sites import Ask, Question
 _LOG = logging.getLogger(__name__)
 _ASKS = ("run", "round", "sequence", "clients", "lost", "metrics", "question")  # of a request's metadata
 _BEGINS = ("run", "algorithm", "settings", "fingerprint", "clients", "first")
-_RELEASES = {"round", "evaluate", "agree"}  # what is on the disk before the answer leaves
+_RELEASES = {"round", "evaluate", "agree", "ask"}  # what is on the disk before the answer leaves
 _GROUP, _REASON = 20, 150  # sites in an entry, and characters of each one's reason
 Do = Callable[[Frame], bytes | None]
 READABLE = "the server reads what every site sends"
@@ -182,7 +182,7 @@ class ServerRecording:
         if run != self._run:
             self._begun(record, run)
         asked = frames.read(next(iter(requests.values())), "the server").about
-        about = {name: asked[name] for name in ("kind", "round", "sequence", "metrics") if name in asked}
+        about = {name: asked[name] for name in ("kind", "round", "sequence", "metrics", "question") if name in asked}
         for group in _groups(requests):
             counts = {site: wire.metadata(request).get("clients") for site, request in group.items()}
             clients: dict[str, Any] = {} if None in counts.values() else {"clients": counts}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,12 +17,15 @@ from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Traffic
 from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording
-from fedtorch.sites.rounds import _totals as totals
+from fedtorch.sites.rounds import _after_fit as after_fit, _totals as totals
 from fedtorch.sites.rounds._account import Account
 from fedtorch.sites.rounds._finished import state_of, tell_all
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.inference.holders import Kind
 
 
 class RemoteClients:
@@ -88,6 +91,14 @@ class RemoteClients:
         nobody = torch.zeros(len(data), dtype=torch.bool)
         parts = self.session.local.evaluate_parts(outbox, data, function, nobody)
         return self._drive(totals.scores(self.session, outbox, tree.take(parts[1][0], slice(0, 0))))[0]
+
+    def ask(self, outbox: Tree, kind: Kind, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tree:
+        """Return what sites answer to a question after the fit, a row per client or the sum of all.
+
+        Raises:
+            RuntimeError: a site does not answer; the message says why.
+        """
+        return self._drive(after_fit.asked(self.session, outbox, kind, sent, about))[0]
 
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
         session = self.session

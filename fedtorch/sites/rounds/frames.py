@@ -2,7 +2,8 @@
 
 A site says `hello` once connected, and when the server asks `who` it is; one that is not in the run hears that it may
 `wait` for another. The server's `begin` names what to run;
-`round`, `total` and `evaluate` ask for an answer, which has the number of what it answers; `over` ends the site's part.
+`round`, `total`, `evaluate` and, after a fit, `ask` are for an answer, which has the number of what it answers; `over`
+ends the site's part.
 Whatever a site cannot or does not want to do it answers with a `refusal`, whose reason is for people.
 """
 

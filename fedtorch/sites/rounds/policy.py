@@ -23,6 +23,13 @@ from fedtorch.tree import Tree
 _SECONDS = 30.0  # for another process of the site that counts
 
 
+AFTER_FIT = {
+    "effects": "the posterior of each of its clients' coefficients",
+    "densities": "sums over its rows of log densities at draws",
+    "margins": "sums over its rows of changes of the mean response",
+}
+
+
 class Refusal(ValueError):
     """Raised for what a site does not do; its message goes to the server."""
 
@@ -36,15 +43,16 @@ class Policy(NamedTuple):
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
     remember_sums: bool = True  # under masks, in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
-    minimum: int = 10  # rows behind any number or name that is told of a frame, for a formula
+    minimum: int = 10  # rows behind any number or name that is told of a frame, for a formula, or after a fit
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
+    after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins"
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""
         carry = self.carry
         said = {name: str(each) for name, each in carry.items()} if isinstance(carry, Mapping) else str(carry)
-        return {**self._asdict(), "carry": said}
+        return {**self._asdict(), "carry": said, "after_fit": list(self.after_fit)}
 
     def carry_of(self, algorithm: str) -> Carry:
         """Return how the messages of an algorithm, by name, have to be carried."""
@@ -61,6 +69,13 @@ class Policy(NamedTuple):
             raise ValueError(
                 "Expected a smallest cohort of at least 1, as many honest clients, and no negative number of rounds, "
                 f"but got {self}"
+            )
+        if isinstance(self.after_fit, str) or not set(self.after_fit) <= AFTER_FIT.keys():
+            raise ValueError(f"Expected after_fit= as a tuple of {sorted(AFTER_FIT)}, but got {self.after_fit!r}")
+        if self.after_fit and self.epsilon is not None:
+            raise ValueError(
+                f"Expected either epsilon= or after_fit=, for nothing that is told after a fit has noise, but got "
+                f"{self.epsilon} and {self.after_fit}"
             )
         if self.epsilon is not None and not self.epsilon > 0:
             raise ValueError(f"Expected a positive epsilon, but got {self.epsilon}")
@@ -116,6 +131,35 @@ class Watch:
             budget.spend(turn.round, ids, turn.key)
             if policy.epsilon is not None and budget.report()["epsilon"] > policy.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
+
+    def after_fit(self, what: str, rows: Tensor, each: bool) -> None:
+        """Count an answer to a question after the fit like a round, or refuse it before anything of it is computed.
+
+        Args:
+            what: is told, as `Policy.after_fit` has it.
+            rows: of the site's clients.
+            each: whether clients can be told from each other in the answer.
+        """
+        policy = self.policy
+        if what not in policy.after_fit:
+            raise Refusal(
+                f"the site's policy does not let it tell {AFTER_FIT[what]} after a fit; its side would allow it by "
+                f"Policy(after_fit={(*policy.after_fit, what)})"
+            )
+        if each and policy.smallest_cohort > 1:
+            raise Refusal(
+                f"the site answers with sums of at least {policy.smallest_cohort} clients, and does not tell "
+                f"{AFTER_FIT[what]}; its side would allow it by Policy(smallest_cohort=1)"
+            )
+        self.check_cohort(len(rows))
+        if int(rows.min() if each else rows.sum()) < policy.minimum:
+            raise Refusal(
+                f"the site does not tell {AFTER_FIT[what]} of fewer than {policy.minimum} rows; its side would allow "
+                "it by a smaller Policy(minimum=)"
+            )
+        if policy.rounds is not None:
+            with self._lock:
+                self._count(policy.rounds)
 
     def _count(self, most: int) -> None:
         """Count a round, or refuses it."""

@@ -15,14 +15,12 @@ from fedtorch.federation.algorithm import Algorithm, first_total, start_of
 from fedtorch.federation.exchanges.carry import Carry, check_need
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
-from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.federation.turn import Turn
-from fedtorch.metrics.scores import stacked_metrics
 from fedtorch.protocol.versions import FIRST, Versions
 from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
-from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
 from fedtorch.sites.rounds._began import check_begun
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
@@ -250,21 +248,22 @@ class SiteSession:
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
         self.watch.check_cohort(len(inboxes.ids))
-        metrics = stacked_metrics({name: self.configuration.metrics[name] for name in wanted})
-        predict, parts = self.algorithm.predict, []
-        if predict is None:
-            raise Refusal("the algorithm does not predict")
-        with torch.no_grad():
-            for rows, block in self.configuration.validation.select(inboxes.ids - self.first).buckets(
-                small=SMALL_BLOCK
-            ):
-                inputs, target = inputs_and_targets(block.batch)
-                prediction = predict(self.clients.tensors(inboxes, inboxes.ids[rows]), inputs)
-                sums = {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
-                parts.append((rows, sums))
-        order, every = tree.concatenate(parts)
-        sums = self.watch.in_one(tree.take(every, order.argsort()))
-        return frames.encode("answer", {"sums": sums}, sequence=frame.integer("sequence", 1))
+        sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
+        chosen = self.configuration.validation.select(inboxes.ids - self.first)
+        every = self.watch.in_one(after_fit.by_client(self.clients, inboxes, chosen, sums))
+        return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
+
+    def ask(self, frame: Frame) -> bytes:
+        """Return the answer to a question after the fit, if the site's policy lets it tell that."""
+        if self._keys is not None:
+            raise Refusal("the site lets the server read nothing, as its policy's carry= says, also after a fit")
+        kind, like = after_fit.question(frame, self.algorithm)
+        inboxes, sent, _ = self._hear(frame, like)
+        if len(inboxes.ids) != self._count:
+            raise frame.refused("all clients of the site", inboxes.ids.tolist())
+        self.watch.after_fit(kind.tells, self.configuration.data.counts, kind.by_client)
+        evaluate = partial(after_fit.by_client, self.clients, inboxes)
+        return after_fit.answer(frame, kind, sent, self.algorithm, self.configuration, evaluate, self.first)
 
     def end(self, frame: Frame) -> None:
         """Keep what the clients hear last; the run is over."""

@@ -275,6 +275,7 @@ class Site:
             "round": session.round,
             "total": session.total,
             "evaluate": session.evaluate,
+            "ask": session.ask,
             "envelopes": session.envelopes,
         }
         if frame.kind not in answers:

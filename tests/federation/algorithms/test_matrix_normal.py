@@ -458,3 +458,15 @@ def test_a_frozen_body_is_a_feature_map_and_a_trainable_one_is_refused() -> None
     net.requires_grad_(True)
     with pytest.raises(ValueError, match=r"coefficients alone are trained, .* feature_map\.1\.weight"):
         matrix_normal(steps(LinearHead(4, net, dtype=torch.float64)))
+
+
+def test_the_summary_has_means_and_sds_over_devices_without_intervals() -> None:
+    x = random.normal(random.key(3), (4, 9, 2), torch.float64)
+    data = ft.data.from_tensors([(x[k], x[k] @ torch.tensor([1.0, k]).double() + x[k, :, 0] ** 2) for k in range(4)])
+    head = LinearHead(2, intercept=False, dtype=torch.float64)
+    run = ft.run(ft.matrix_normal(ft.least_squares(head, steps=5)), ft.InProcess(data), rounds=4)
+    table, rows = run.summary(), run.server.parameters
+    assert list(table.index) == ["0", "1", "sd(0)", "sd(1)", "sigma"]
+    assert table["estimate"].tolist()[:4] == pytest.approx([*rows.mean(0).tolist(), *rows.std(0).tolist()])
+    assert table[["sd", "low", "high"]].isna().all(axis=None)
+    assert list(table["n"]) == [36, 36, 4, 4, 36]

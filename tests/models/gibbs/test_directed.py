@@ -237,6 +237,7 @@ def test_every_site_stays_stable() -> None:
     assert bool(((sites.accepted > 0.05) & (sites.accepted < 0.95)).all())
 
 
+@pytest.mark.slow
 def test_permuted_variables() -> None:
     """The posterior is that of the permuted problem, within Monte Carlo errors of the chains."""
     data, order, chains = cyclic_sites([40, 30]).map(lambda y: y[:, 1:]), [2, 0, 1], 8

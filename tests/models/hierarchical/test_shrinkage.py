@@ -160,6 +160,7 @@ def selection(runs: int) -> tuple[float, Tensor]:
     return min(correct), torch.tensor(wrong)
 
 
+@pytest.mark.slow
 def test_selection_includes_all_effects_and_a_tenth_of_the_others() -> None:
     correct, wrong = selection(2)
     assert correct == 1.0

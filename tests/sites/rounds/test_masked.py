@@ -20,6 +20,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.runs import run as running
+from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, Roster
 from fedtorch.sites.identity import identity, key_directory
 from fedtorch.sites.rounds import frames as frames, sites as meeting
@@ -442,3 +443,17 @@ def test_what_was_told_under_masks_cannot_be_withdrawn() -> None:
 def test_a_site_of_a_smallest_cohort_masks() -> None:
     run = Federation(masked(fedavg), policy=Policy(smallest_cohort=2)).run()
     assert run.step().ids.tolist() == list(range(6))
+
+
+def test_under_masks_nothing_is_told_of_a_fit() -> None:
+    """Whatever the policies say: answers to questions are readable."""
+    model = hierarchical.linear(hierarchical.normal(3), noise=1.0)
+    everything = Policy(after_fit=("effects", "densities", "margins"), minimum=1)
+    federation = Federation(masked(lambda: ft.ep(model), FINE), policy=everything)
+    run = federation.run()
+    run.step()
+    federation.frames.clear()
+    with pytest.raises(RuntimeError, match="lets the server read nothing"):
+        ft.inference.ranef(run, tolerance=torch.inf)
+    assert [frames.read(reply, name).kind for name, reply in federation.frames] == ["refusal"] * 3
+    assert len(run.summary(tolerance=torch.inf)) == 6, "what all share is the server's"

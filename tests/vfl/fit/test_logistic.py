@@ -42,6 +42,7 @@ def agrees(parties: int, width: int, rows: int, steps: int, draws: int, errors: 
     assert float(ours) == pytest.approx(float(theirs), abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_small_posterior_agrees_with_nuts() -> None:
     agrees(2, 2, 80, steps=500, draws=200, errors=4)
 

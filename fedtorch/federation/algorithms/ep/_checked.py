@@ -74,9 +74,10 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                 "prior's: the prior is in conflict with the data, and the posterior may have several modes of which "
                 "this is one; use a wider prior"
             )
-    last = run.last  # unknown after a resumption, until there is another round
+    last = run.last  # unknown after a resumption, until there is another round; under masks nobody tells figures
     for figure, why in _WHYS.items():
-        which = [] if last is None else [run.population.names[k] for k in last.ids[last.info[figure] > 0].tolist()]
+        told = None if last is None else last.info.get(figure)
+        which = [] if last is None or told is None else [run.population.names[k] for k in last.ids[told > 0].tolist()]
         if which:
             shown = ", ".join(map(repr, which[:_SHOWN])) + (", …" if len(which) > _SHOWN else "")
             expected = "Expected a new site of every client in the last round"

@@ -128,6 +128,7 @@ def test_settings_are_drawn_by_the_seed_and_no_global_generator_is_read() -> Non
     np.testing.assert_array_equal(np.random.get_state()[1], numpy_before)  # noqa: NPY002
 
 
+@pytest.mark.slow
 def test_runs_that_ended_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: weakref.WeakSet[ft.Run] = weakref.WeakSet()
     most = []

@@ -1,0 +1,125 @@
+"""What is asked after a fit of whoever has rows: this process with its ranks, or sites, each of its own clients.
+
+A `Kind` of question is a function of a `Holder`. Where rows are in this process it is called; sites are sent its name
+and tensors, look it up in `fedtorch.inference.questions`, compute, and answer as far as their policy says.
+
+>>> import torch, fedtorch as ft
+>>> x = torch.ones(4, 1).double()
+>>> data = ft.data.from_tensors([(x, 2 * x[:, 0]), (x, 4 * x[:, 0])])
+>>> run = ft.run(ft.ep(ft.models.hierarchical.linear(ft.models.hierarchical.normal(1))), ft.InProcess(data), rounds=2)
+>>> rows = Kind("rows", "densities", lambda holder, sent, about: holder.data.counts.sum(), lambda form: torch.zeros(()))
+>>> ask(run, rows)
+tensor(8)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.runs.run import Run
+from fedtorch.tree import Tree
+
+_MOST = 2**24  # numbers of one tensor that is sent
+_DTYPES = {"key": torch.int64}
+
+
+class Holder(NamedTuple):
+    """Hold what whoever has rows computes with."""
+
+    algorithm: Algorithm
+    data: FederatedData  # the rows of its clients
+    evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  # see `Clients.evaluate`
+    first: int = 0  # the number of its first client among all
+    frame: Any = None  # of which rows were made, or rows to average over
+
+    @property
+    def numbers(self) -> range:
+        """Return the numbers of its clients among all."""
+        return range(self.first, self.first + len(self.data))
+
+
+class Form(NamedTuple):
+    """Hold what the shape of an answer follows from."""
+
+    algorithm: Algorithm
+    clients: int  # of the holder
+    sent: Mapping[str, Tensor]
+    about: Mapping[str, Any]
+    nodes: int  # of the mixtures that are told
+
+
+class Kind(NamedTuple):
+    """Say what is computed for a question, by tensors that are sent and settings that are JSON."""
+
+    name: str
+    tells: str  # what a site's policy has to say: "effects", "densities" or "margins"
+    answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
+    like: Callable[[Form], Tree]  # how an answer looks
+    by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
+
+
+def ask(run: Run, kind: Kind, sent: Mapping[str, Tensor] | None = None, frame: Any = None, **about: Any) -> Tree:
+    """Return the answer of all who have rows of a run: a row per client, or a sum.
+
+    Args:
+        run: whose clients are asked.
+        kind: of question.
+        sent: tensors of names that `room` knows.
+        frame: rows in this process, in the place of those that the clients' were made of.
+        about: settings.
+
+    Raises:
+        RuntimeError: sites do not answer; the message says why, and what their policy would have to say.
+    """
+    clients, tensors = run.clients, dict(sent or {})
+    if hasattr(clients, "ask"):
+        return clients.ask(run.outbox, kind, tensors, about)
+    return kind.answer(local_holder(run, frame), tensors, about)
+
+
+def local_holder(run: Run, frame: Any = None) -> Holder:
+    """Return this process as the holder of a run's rows; raise ValueError where they are at sites."""
+    return Holder(run.algorithm, rows_at_hand(run), partial(run.clients.evaluate, run.outbox), 0, frame)
+
+
+def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return room for tensors of these shapes by name, as they are sent.
+
+    Raises:
+        ValueError: shapes that are none, or too large.
+
+    >>> room({"phi": [2, 3], "key": []})["phi"].shape
+    torch.Size([2, 3])
+    """
+    made = {}
+    for name, shape in shapes.items():
+        whole = isinstance(shape, list) and len(shape) <= 3 and all(type(n) is int and 0 <= n <= _MOST for n in shape)
+        size = 1
+        for n in shape if whole else ():
+            size *= max(n, 1)
+        if not whole or size > _MOST:
+            raise ValueError(f"Expected the shape of {name!r}, but got {str(shape)[:100]}")
+        made[name] = torch.empty(shape, dtype=_DTYPES.get(name, torch.float64))
+    return made
+
+
+def rows_at_hand(run: Run) -> FederatedData:
+    """Return a run's rows.
+
+    Raises:
+        ValueError: they are elsewhere.
+    """
+    if hasattr(run.population, "counts"):
+        raise ValueError(
+            "Expected rows in this process, but they are at the sites; run.summary() and predictions of new "
+            "sites need none, and ranef, predict, marginal_effects, loo, waic and forests what a site's policy tells, "
+            "Policy(after_fit=…)"
+        )
+    return run.population.data

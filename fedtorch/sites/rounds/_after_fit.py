@@ -1,0 +1,148 @@
+"""A site's answers beside rounds: scores, and questions after a fit, which are on a list; the server's half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.exchanges.exchange import is_finite
+from fedtorch.federation.populations.clients import LocalClients
+from fedtorch.federation.populations.in_process import SMALL_BLOCK
+from fedtorch.federation.runs.evaluation import inputs_and_targets
+from fedtorch.metrics.scores import stacked_metrics
+from fedtorch.protocol.halves import Half
+from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.frames import Frame, Inboxes
+from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.server import ServerSession
+from fedtorch.sites.rounds.sites import reasons
+from fedtorch.tree import Tree
+
+if TYPE_CHECKING:
+    from fedtorch.inference.holders import Kind
+
+_MOST_NODES = 2**16  # of the mixtures that sites tell
+_OF = "ep"  # the algorithm whose fits are asked about
+
+
+def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
+    """Return what makes metrics' sums of what clients predict with and their validation rows, `(K, ...)`.
+
+    Raises:
+        Refusal: the algorithm does not predict.
+    """
+    metrics, predict = stacked_metrics(wanted), algorithm.predict
+    if predict is None:
+        raise Refusal("the algorithm does not predict")
+
+    def sums(tensors: Tree, block: ClientData) -> Tree:
+        inputs, target = inputs_and_targets(block.batch)
+        prediction = predict(tensors, inputs)
+        return {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
+
+    return sums
+
+
+def by_client(
+    clients: LocalClients, inboxes: Inboxes, data: FederatedData, function: Callable[[Tree, ClientData], Tree]
+) -> Tree:
+    """Return what a function makes of clients' tensors and rows `(K, ...)`, in the order of their inboxes."""
+    parts = []
+    with torch.no_grad():
+        for rows, block in data.buckets(small=SMALL_BLOCK):
+            parts.append((rows, function(clients.tensors(inboxes, inboxes.ids[rows]), block)))
+    order, every = tree.concatenate(parts)
+    return tree.take(every, order.argsort())
+
+
+def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor]]:
+    """Return what is asked, and room for the tensors beside it.
+
+    Raises:
+        Refusal: it is not on the list, or about another algorithm.
+        PayloadError: the frame is not as it should be.
+    """
+    from fedtorch.inference.holders import room
+    from fedtorch.inference.questions import QUESTIONS
+
+    name, kind = frame.text("question"), algorithm.settings.get("algorithm")
+    if name not in QUESTIONS:
+        raise Refusal(f"the site answers the questions {sorted(QUESTIONS)}, but not {name!r}")
+    if kind != _OF:
+        raise Refusal(f"the site answers questions about runs of ft.ep, not of {kind}")
+    try:
+        return QUESTIONS[name], room(frame.names("shapes"))
+    except ValueError as error:
+        raise frame.refused("shapes of tensors", str(error)) from None
+
+
+def answer(
+    frame: Frame,
+    kind: Kind,
+    sent: Mapping[str, Tensor],
+    algorithm: Algorithm,
+    configuration: SiteConfiguration,
+    evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree],
+    first: int,
+) -> bytes:
+    """Return a site's answer.
+
+    Args:
+        frame: that asks.
+        kind, sent: the question.
+        algorithm: of the run.
+        configuration: of the site.
+        evaluate: applies a function to its clients, see `Clients.evaluate`.
+        first: the number of its first client.
+    """
+    from fedtorch.inference.holders import Holder
+
+    holder = Holder(algorithm, configuration.data, evaluate, first, configuration.frame)
+    told = kind.answer(holder, sent, frame.names("about"))
+    nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
+    return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
+
+
+def asked(
+    session: ServerSession, outbox: Tree, kind: Kind, sent: Mapping[str, Tensor], about: Mapping[str, Any]
+) -> Half:
+    """Ask all sites a question; return a row per client, or the sum of their answers.
+
+    Raises:
+        RuntimeError: a site has left or does not answer; the message says why.
+    """
+    from fedtorch.inference.holders import Form
+
+    sites = session.plan.sites
+    if left := set(sites.names) - set(session.members()):
+        raise RuntimeError(f"Expected answers of all sites, but {sorted(left)} have left the run; fit without them")
+    if session.plan.carry.network is not None:
+        yield from session.prepare([])
+    number, counts = sites.next_sequence(), dict(zip(sites.names, session.plan.counts))
+    shapes = {name: list(leaf.shape) for name, leaf in sent.items()}
+    for site in sites.names:
+        inboxes = session.inboxes(outbox, session.of_site(site))
+        yield session.request("ask", site, number, inboxes, dict(sent), question=kind.name, about=about, shapes=shapes)
+
+    def read(site: str, frame: Frame) -> Tree:
+        nodes = frame.integer("nodes", 1, _MOST_NODES)
+        told = frame.tree({"told": kind.like(Form(session.algorithm, counts[site], sent, about, nodes))}, finite=False)
+        if not kind.by_client and not is_finite(told["told"]):
+            raise frame.refused("finite sums", "NaN or Inf")
+        return told["told"]
+
+    answers = yield session.wait(sites.names, read)
+    if answers.missing:
+        raise RuntimeError(f"Expected answers of all sites, but got none of {reasons(answers.missing)}")
+    told = [answers.messages[site] for site in sites.names]
+    widths = {tree.leaves(each)[0].shape[1:] for each in told}
+    if kind.by_client and len(widths) > 1:
+        raise RuntimeError(f"Expected as many nodes of every site, but got {sorted(map(list, widths))}")
+    return tree.concatenate(told) if kind.by_client else tree.map(lambda *leaves: torch.stack(leaves).sum(0), *told)
