@@ -134,7 +134,6 @@ STARTS = {
     "gibbs": THETA,
     "without_server": THETA,
     "gtv_regressors": {},
-    "neighbour_search": {},
 }  # of algorithms without a local solver
 POOLED = {"pooled"}  # algorithms that want one client with all rows
 ROBUST_RULES = {

@@ -97,7 +97,7 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
         >>> data = ft.data.from_tensors([(torch.tensor([[z]]),) for z in (1.0, 5.0, 1.1, 5.2)])
         >>> search = ft.neighbour_search(path, k=1, width=1, relay=None)
         >>> for rounds in (1, 3):  # with neighbours alone, and with everybody
-        ...     run = ft.run(search, ft.InProcess(data), {}, rounds=rounds)
+        ...     run = ft.run(search, ft.InProcess(data), rounds=rounds)
         ...     ft.Network.from_neighbours(run.tensors()["neighbours"]).edges.tolist()
         [[0, 1], [1, 2], [2, 3]]
         [[0, 2], [1, 3]]
@@ -145,6 +145,7 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
             "edges": network.edges,
             "weights": network.weights,
         },
+        start={},
     )
 
 

@@ -63,7 +63,7 @@ def test_the_network_is_one_where_the_checks_can_fail() -> None:
 )
 @pytest.mark.parametrize("chunk", [None, 5])
 def test_the_nearest_of_all_so_many_edges_away(relay: int | None, rounds: int, reach: int, chunk: int | None) -> None:
-    found = ft.run(search(relay=relay), ft.InProcess(ROWS, chunk), {}, rounds=rounds).tensors()
+    found = ft.run(search(relay=relay), ft.InProcess(ROWS, chunk), rounds=rounds).tensors()
     neighbours, distances = nearest_within(hops(NETWORK) <= reach)
     assert torch.equal(found["neighbours"], neighbours)
     torch.testing.assert_close(found["distances"], distances, rtol=1e-12, atol=1e-12)
@@ -74,7 +74,7 @@ def test_a_relay_tells_of_the_nearest_and_hears_of_fewer_nodes() -> None:
     best = nearest_within(torch.ones(N, N, dtype=torch.bool))[1].sum()
     totals, known = [], []
     for relay in (0, K, None):
-        run = ft.run(search(relay=relay), ft.InProcess(ROWS), {}, rounds=9)
+        run = ft.run(search(relay=relay), ft.InProcess(ROWS), rounds=9)
         totals.append(float(run.tensors()["distances"].nan_to_num(posinf=100.0).sum()))
         known.append(run.last.info["known"])
     assert totals[0] > totals[1] > totals[2] == pytest.approx(float(best))
@@ -90,7 +90,7 @@ def test_weights_of_the_network_lost_messages_and_silent_nodes_do_not_matter() -
     algorithm = ft.neighbour_search(weighted, K, WIDTH, relay=None)
     lossy = algorithm | ft.unreliable_edges(weighted, loss=0.3, delay=2)
     for each, cohort in ((algorithm, N // 2), (lossy, None)):
-        run = ft.run(each, ft.InProcess(ROWS), {}, rounds=40, cohort=cohort)
+        run = ft.run(each, ft.InProcess(ROWS), rounds=40, cohort=cohort)
         assert torch.equal(run.tensors()["neighbours"], wanted)
 
 
@@ -101,7 +101,6 @@ def test_a_nodes_vector_is_the_mean_of_its_rows() -> None:
     run = ft.run(
         ft.neighbour_search(weighted_network(3), 2, 2, relay=None),
         ft.InProcess(ft.data.FederatedData((rows,), counts)),
-        {},
         rounds=3,
     )
     expected = ft.networks.discrepancy.distances(means).sort(dim=1).values[:, 1:]
@@ -114,17 +113,17 @@ def test_a_node_that_lies_deceives_only_where_its_messages_go() -> None:
     lies = VECTORS.clone()
     lies[liar] = VECTORS[victim]
     lying = ft.data.FederatedData((lies[:, :1], lies[:, 1]), ROWS.counts)
-    honest, deceived = (ft.run(search(), ft.InProcess(data), {}, rounds=3).tensors() for data in (ROWS, lying))
+    honest, deceived = (ft.run(search(), ft.InProcess(data), rounds=3).tensors() for data in (ROWS, lying))
     assert int(honest["neighbours"][victim, 0]) != liar == int(deceived["neighbours"][victim, 0])
     far = hops(NETWORK)[liar] > 1
     assert torch.equal(honest["neighbours"][far], deceived["neighbours"][far])
 
 
 def test_a_search_resumes_bit_for_bit(tmp_path: Path) -> None:
-    whole = ft.run(search(relay=2), ft.InProcess(ROWS), {}, rounds=5, cohort=9, seed=1)
-    begun = ft.run(search(relay=2), ft.InProcess(ROWS), {}, rounds=2, cohort=9, seed=1)
+    whole = ft.run(search(relay=2), ft.InProcess(ROWS), rounds=5, cohort=9, seed=1)
+    begun = ft.run(search(relay=2), ft.InProcess(ROWS), rounds=2, cohort=9, seed=1)
     begun.save(tmp_path / "run")
-    resumed = ft.Run(search(relay=2), ft.InProcess(ROWS), {}, cohort=9, seed=1)
+    resumed = ft.Run(search(relay=2), ft.InProcess(ROWS), cohort=9, seed=1)
     resumed.load(tmp_path / "run")
     for _ in resumed.rounds(5):
         pass
@@ -143,7 +142,7 @@ def test_the_server_between_sites_reads_no_vector(monkeypatch: pytest.MonkeyPatc
         host.after = lambda name, reply, frames=frames: frames.append(reply) or reply
         settings = {"seconds": 0.2, "quorum": 1.0, "roster": certified().roster, "rows": ROWS.rows}
         population = Remote(host, list(host.brought), "it", carry=carry_of(make), **settings)
-        run = ft.Run(make(), population, {}, seed=3)
+        run = ft.Run(make(), population, seed=3)
         run.step(), run.step()
         everything = b"".join(frames)
         assert any(number.numpy().tobytes() in everything for number in VECTORS.flatten()) is seen
@@ -157,9 +156,9 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="Expected a network"):
         ft.neighbour_search(NETWORK.edges, K, WIDTH)
     with pytest.raises(ValueError, match="rows of 3 numbers, the width of the search, but got 2"):
-        ft.run(ft.neighbour_search(NETWORK, K, 3), ft.InProcess(ROWS), {}, rounds=1)
+        ft.run(ft.neighbour_search(NETWORK, K, 3), ft.InProcess(ROWS), rounds=1)
     with pytest.raises(ValueError, match="as many nodes as there are clients, 24, but got 5"):
-        ft.Run(ft.neighbour_search(ft.Network.ring(5), K, WIDTH), ft.InProcess(ROWS), {})
+        ft.Run(ft.neighbour_search(ft.Network.ring(5), K, WIDTH), ft.InProcess(ROWS))
     empty = ft.data.FederatedData((torch.ones(3, 1),), torch.tensor([1, 0, 2]), allow_empty=True)
     with pytest.raises(ValueError, match="expected rows, the mean of which is the node's vector"):
-        ft.run(ft.neighbour_search(ft.Network.ring(3), 1, 1), ft.InProcess(empty), {}, rounds=1)
+        ft.run(ft.neighbour_search(ft.Network.ring(3), 1, 1), ft.InProcess(empty), rounds=1)
