@@ -92,7 +92,7 @@ def collapsed(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
     theta = torch.zeros(x.shape[1], dtype=x.dtype)
     for _ in range(30):
-        hessian = torch.func.hessian(log_density)(theta)
+        hessian = torch.autograd.functional.hessian(log_density, theta)
         theta = theta - torch.linalg.solve(hessian, torch.func.grad(log_density)(theta))
     around = torch.distributions.MultivariateNormal(theta, torch.linalg.inv(-hessian) * 1.2)
     noise = random.normal(random.key(0), (4000, len(theta)), torch.float64)
