@@ -61,6 +61,7 @@ from experiments.fedmgp import (
     battery as fedmgp_battery,
     extrapolation as fedmgp_extrapolation,
     faults as fedmgp_faults,
+    features as fedmgp_features,
     scale as fedmgp_scale,
 )
 from experiments.gtv import (
@@ -596,6 +597,16 @@ def test_nothing_beats_the_process_that_knows_the_parameters():
     (run,) = json.loads((result_pages.RESULTS / "fedmgp_scale.json").read_text())["runs"]
     assert bound < min(row["ours"] for row in run["rows"] if row["setting"] == "(20, 10)" and "MSE" in row["metric"])
     assert bound < fedmgp_scale.PUBLISHED[20, 10]["FedMGP"] < bound + 0.0008
+
+
+@pytest.mark.slow
+def test_fedmgp_features(tmp_path):
+    fedmgp_features.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    answers, categories = "answers of yes or no", "four categories"
+    assert found[f"{answers}: with units that measure", "rmse"] < found[f"{answers}: among themselves", "rmse"]
+    assert found[f"{categories}: a learnt point for each", "rmse"] < found[f"{categories}: category left out", "rmse"]
+    assert (tmp_path / "fedmgp_features.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
