@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -157,7 +158,7 @@ def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor],
         >>> mapped(lambda x, y: (x @ y, x.sum()), [torch.ones(3, 2), torch.ones(3, 2)], randomness="error")
         [tensor([2., 2., 2.]), tensor([2., 2., 2.])]
     """
-    lazy_load_decompositions()
+    _load_decompositions()
     maps, count = torch._C._functorch, len(stacked[0])
     level = maps._vmap_increment_nesting(count, randomness)
     try:
@@ -165,6 +166,9 @@ def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor],
         return [maps._remove_batch_dim(result, level, count, 0) for result in results]
     finally:
         maps._vmap_decrement_nesting()
+
+
+_load_decompositions = functools.cache(lazy_load_decompositions)  # which takes a lock whenever it is called
 
 
 def _named(module: nn.Module, names: Sequence[str]) -> list[Tensor]:

@@ -40,6 +40,23 @@ class Signals(NamedTuple):
     curves: Tensor  # (M, GRID)
 
 
+def latent_root() -> Tensor:
+    """A root of the covariance of the latent signal on the grid and its margins, `(L, L)`."""
+    step = 2 / (GRID - 1)
+    long = torch.arange(-_MARGIN, GRID + _MARGIN, dtype=DTYPE) * step
+    covariance = (-0.5 * ((long[:, None] - long) / 0.1).square()).exp()
+    return torch.linalg.cholesky(covariance + 1e-9 * torch.eye(len(long), dtype=DTYPE))
+
+
+def smoothing(units: int, width: tuple[float, float], seed: int) -> tuple[Tensor, Tensor]:
+    """Draws (amplitudes `(M,)`, smoothing windows `(M, W)`) of units of (19)."""
+    key = ft.random.fold_in(ft.random.key(seed), torch.arange(5))
+    amplitude = 0.5 + 2.5 * ft.random.uniform(key[1], (units,), DTYPE)
+    sigma = width[0] + (width[1] - width[0]) * ft.random.uniform(key[2], (units,), DTYPE)
+    window = (-0.5 * (torch.arange(-_MARGIN, _MARGIN + 1, dtype=DTYPE) / sigma[:, None]).square()).exp()
+    return amplitude, window / window.sum(1, keepdim=True)
+
+
 def signals(units: int, points: int, width: tuple[float, float], seed: int) -> Signals:
     """Draws units from (19) with amplitudes U(0.5, 3) and smoothing widths U(width).
 
@@ -48,14 +65,9 @@ def signals(units: int, points: int, width: tuple[float, float], seed: int) -> S
     key = ft.random.fold_in(ft.random.key(seed), torch.arange(5))
     grid = torch.linspace(-1, 1, GRID, dtype=DTYPE)
     step = float(grid[1] - grid[0])
-    long = torch.arange(-_MARGIN, GRID + _MARGIN, dtype=DTYPE) * step
-    covariance = (-0.5 * ((long[:, None] - long) / 0.1).square()).exp()
-    root = torch.linalg.cholesky(covariance + 1e-9 * torch.eye(len(long), dtype=DTYPE))
-    latent = root @ ft.random.normal(key[0], (len(long),), DTYPE)
-    amplitude = 0.5 + 2.5 * ft.random.uniform(key[1], (units,), DTYPE)
-    sigma = width[0] + (width[1] - width[0]) * ft.random.uniform(key[2], (units,), DTYPE)
-    window = (-0.5 * (torch.arange(-_MARGIN, _MARGIN + 1, dtype=DTYPE) / sigma[:, None]).square()).exp()
-    window = window / window.sum(1, keepdim=True)
+    root = latent_root()
+    latent = root @ ft.random.normal(key[0], (len(root),), DTYPE)
+    amplitude, window = smoothing(units, width, seed)
     curves = amplitude[:, None] * nn.functional.conv1d(latent[None, None], window[:, None])[0]
     keys = ft.random.fold_in(key[3], torch.arange(units))
     if points <= GRID:

@@ -1,6 +1,7 @@
 """Reference posteriors by Pyro's No-U-Turn sampler: of the collapsed, the plain and the augmented model.
 
 They see all parties' data at once and serve to judge what the parties find without pooling. Pyro is imported here only.
+Besides, parts of the package that experiments put together in another way.
 """
 
 from __future__ import annotations
@@ -12,7 +13,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.vfl.model.checks import prepared
+from fedtorch import vfl
+from fedtorch.vfl.fit.guide import initial
+from fedtorch.vfl.fit.part import parts
+from fedtorch.vfl.fit.soul import langevin as langevin, party_density as party_density
+from fedtorch.vfl.model.checks import prepared as prepared
 from fedtorch.vfl.model.collapsed import collapsed_log_likelihood
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
@@ -134,3 +139,19 @@ def nuts_posterior(
     """
     begin = torch.zeros(sum(model.sizes), dtype=data.features[0].dtype) if start is None else start
     return nuts(log_joint(model, data, collapsed=collapsed, points=points, adaptive=adaptive), begin, **settings)
+
+
+def nodes(
+    model: VerticalModel,
+    guide: vfl.Guide,
+    data: vfl.VerticalData,
+    key: Tensor,
+    optimizer: Callable[..., torch.optim.Optimizer],
+    start: vfl.Parameters | None = None,
+) -> tuple[vfl.ServerNode, list[vfl.PartyNode]]:
+    """The nodes of a model in one process: each draws its own noise and knows its own data, y the server alone."""
+    begin = start or initial(model, guide, len(data.response), 1, key, torch.float64)
+    server, *holders = parts(model, guide, begin, key=key)
+    known = data.known_to_parties(response=False)
+    parties = [vfl.PartyNode(part, rows, optimizer=optimizer) for part, rows in zip(holders, known)]
+    return vfl.ServerNode(server, data.known_to_server(), optimizer=optimizer), parties

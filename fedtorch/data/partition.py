@@ -71,7 +71,7 @@ def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None
             f"Expected clients in 0…{count - 1}, but the partitioner returned {int(assignment.min())}…"
             f"{int(assignment.max())}"
         )
-    order = assignment.to(torch.int32).argsort(stable=True)
+    order = _by_client(assignment, count)
     taken = tree.map(lambda leaf: gather_rows(leaf, order), rows)
     return FederatedData(taken, assignment.bincount(minlength=count))
 
@@ -82,8 +82,9 @@ def iid() -> Partitioner:
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         total = _count_rows(rows)
         count = _check_clients(clients, total)
-        assignment = torch.empty(total, dtype=torch.int64)
-        return assignment.scatter_(0, random.permutation(key, total), torch.arange(total) % count)
+        assignment = torch.empty(total, dtype=torch.int32)  # half the bytes to write at random
+        dealt = torch.arange(total, dtype=torch.int32).remainder_(count)
+        return assignment.scatter_(0, random.permutation(key, total), dealt).to(torch.int64)
 
     return assign
 
@@ -214,6 +215,16 @@ def split_features(x: Tensor, parties: int | Sequence[Sequence[int]]) -> list[Te
     if len(set(given)) < len(given):
         raise ValueError(f"Expected every column at one party at most, but got {parties}; remove the repetition")
     return [x[..., list(party)] for party in parties]
+
+
+def _by_client(assignment: Tensor, clients: int) -> Tensor:
+    """Return the rows of the first client, then those of the next, in their order: a counting sort."""
+    from scipy.sparse import coo_matrix
+
+    total = len(assignment)
+    place = assignment.to(torch.int32).numpy(), numpy.arange(total, dtype=numpy.int32 if total < 2**31 else numpy.int64)
+    rows = coo_matrix((numpy.ones(total, numpy.int8), place), shape=(clients, total)).tocsr().indices
+    return torch.from_numpy(rows).to(torch.int64)
 
 
 def _count_rows(rows: Tree) -> int:

@@ -59,7 +59,8 @@ class EmbedCategories(nn.Module):
             wrong = (code != code.round()) | (code < 0) | (code >= count)
             if bool(wrong.any()):
                 raise ValueError(
-                    f"Expected codes 0…{count - 1} in column {column}, but got {code[wrong].flatten()[0].item()}"
+                    f"Expected codes 0…{count - 1} in column {column}, but got {code[wrong].flatten()[0].item():g}, "
+                    "which has no point; count it among the levels and train again"
                 )
 
 

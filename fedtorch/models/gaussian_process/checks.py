@@ -146,7 +146,7 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
 
 
 def check_inputs(model: Geometry, x: Tensor) -> None:
-    """Raise ValueError unless x is `(*b, N, d)` in the model's dtype.
+    """Raise ValueError unless x is `(*b, N, d)` in the model's dtype and the features know it.
 
     >>> from fedtorch.models.gaussian_process import ConvolvedGP
     >>> check_inputs(ConvolvedGP(torch.zeros(3, 1)), torch.zeros(5))
@@ -158,6 +158,7 @@ def check_inputs(model: Geometry, x: Tensor) -> None:
         raise ValueError(
             f"Expected inputs (..., N, {dims}) in the model's {dtype}, but got {tuple(x.shape)} in {x.dtype}"
         )
+    _ask(model.features, x)
 
 
 def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
@@ -168,9 +169,14 @@ def check_values(model: Geometry, x: Tensor, *extra: Tensor) -> None:
     >>> model = ConvolvedGP(torch.zeros(3, 1), features=EmbedCategories(dims=1, levels={0: 4}))
     >>> check_values(model, torch.tensor([[3.0], [4.0]]))
     Traceback (most recent call last):
-    ValueError: Expected codes 0…3 in column 0, but got 4.0
+    ValueError: Expected codes 0…3 in column 0, but got 4, which has no point; ...
     """
-    for part, values in ((model.features, (x,)), (model.likelihood, extra)):
-        check = getattr(part, "check", None)
-        if check is not None:
-            check(*values)
+    _ask(model.features, x)
+    _ask(model.likelihood, *extra)
+
+
+def _ask(part: Any, *values: Tensor) -> None:
+    """Call a part's `check` with values, if it has one."""
+    check = getattr(part, "check", None)
+    if check is not None:
+        check(*values)

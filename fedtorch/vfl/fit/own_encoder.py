@@ -11,6 +11,7 @@ see: the predictor (C numbers) and, where the encoder is shown it, features of y
   is given this number, so that the draw is the same in one graph, among nodes and resumed.
 
 Its weights are trained as those of the built-in ones, a copy for each element of the batch; buffers stay as they are.
+Iterations with a distribution cannot be captured (`compile=True`), since it checks its arguments.
 """
 
 from __future__ import annotations

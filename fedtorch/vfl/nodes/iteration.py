@@ -33,8 +33,9 @@ step that is near the largest for s = 0 has to be smaller, for a quadratic of cu
 of twice as many.
 
 *Idle parties.* `Iteration.active` says who takes part, and all know it beforehand (`bounded_delay` is a function of
-its key). An idle party sends nothing, and the server goes on with what it last heard. The server does not decide by
-the clock whom it goes on without, since numbers would depend on the machines' load.
+its key). An idle party sends nothing, and the server goes on with what it last heard. A server that goes on by a clock
+of ticks is in `fedtorch.vfl.nodes.clock`; none goes by the clock on the wall, with which numbers would depend on the
+machines' load.
 
 Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
 hides nothing of z_j from the other nodes. Who does not know it sees g_j with other noise in every step, and the mean

@@ -10,8 +10,14 @@ from torch import Tensor
 from fedtorch.checkpoint import below
 from fedtorch.vfl.fit.part import predicted
 from fedtorch.vfl.fit.run import Iterated, VerticalRun
+from fedtorch.vfl.nodes.clock import Clock, Delays
 from fedtorch.vfl.nodes.iteration import exchange
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
+
+
+def _everybody(number: int) -> Iteration:
+    """Return an iteration in which all parties take part and every node draws its own noise."""
+    return Iteration(step=number)
 
 
 class NodesRun(VerticalRun):
@@ -22,6 +28,12 @@ class NodesRun(VerticalRun):
         parties: all parties.
         iteration: what all know of an iteration, from its number; by default every node draws its own noise.
         local_steps: steps that a party takes per exchange.
+        delays: (party, from 0 on, number of its message) -> ticks of the server's clock by which the message is late;
+            the server then goes on with the last values that it has, see `fedtorch.vfl.nodes.clock`. Every node draws
+            its own noise, and an iteration is a tick, whose active parties are those that were heard of.
+
+    Raises:
+        ValueError: delays with an `iteration` of one's own, a power model, or parts that draw no noise of their own.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -33,6 +45,9 @@ class NodesRun(VerticalRun):
         [True, True, True]
         >>> fit.history["train_loss"].is_monotonic_decreasing
         True
+        >>> late = ft.vfl.NodesRun(*network.nodes(data), delays=lambda party, number: 3 if party == 1 else 0)
+        >>> [round.ids.tolist() for round in late.rounds(6)]  # at first it has to hear of everybody
+        [[], [], [], [0, 1], [0], [0]]
     """
 
     def __init__(
@@ -40,8 +55,9 @@ class NodesRun(VerticalRun):
         server: ServerNode,
         parties: Sequence[PartyNode],
         *,
-        iteration: Callable[[int], Iteration] = lambda number: Iteration(step=number),
+        iteration: Callable[[int], Iteration] = _everybody,
         local_steps: int = 1,
+        delays: Delays | None = None,
     ) -> None:
         model, guide = server.model, server.guide
         settings = {
@@ -53,18 +69,28 @@ class NodesRun(VerticalRun):
             "local_steps": local_steps,
             "iteration": iteration,
         }
+        if delays is not None:
+            settings["delays"] = delays
         super().__init__([party.part.name for party in parties], settings)
         self.server, self.parties, self.likelihood = server, list(parties), model.likelihood
         self.iteration, self.local_steps = iteration, local_steps
+        if delays is not None and iteration is not _everybody:
+            raise ValueError("Expected delays= or iteration=, but got both; by the clock nodes draw their own noise")
+        self.clock = None if delays is None else Clock(server, parties, delays, local_steps)
 
     def _iterate(self, number: int) -> Iterated:
+        if self.clock is not None:
+            heard, moved = self.clock.tick(number)
+            return Iterated(self._report(), heard, *moved)
         known = self.iteration(number)
         traffic = exchange(self.server, self.parties, known, local_steps=self.local_steps)
         everybody = torch.arange(len(self.parties))
         active = everybody if known.active is None else everybody[torch.as_tensor(known.active)]
+        return Iterated(self._report(), active, *traffic)
+
+    def _report(self) -> dict[str, Tensor]:
         terms = self.server.terms
-        report = {} if terms is None else {"train_loss": -terms.mean()}
-        return Iterated(report, active, *traffic)
+        return {} if terms is None else {"train_loss": -terms.mean()}
 
     def predict(
         self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
@@ -80,8 +106,11 @@ class NodesRun(VerticalRun):
 
     def _state(self) -> dict[str, Tensor]:
         nodes = enumerate((self.server, *self.parties))
-        return {f"{j}.{name}": leaf for j, node in nodes for name, leaf in node.state_dict().items()}
+        flat = {f"{j}.{name}": leaf for j, node in nodes for name, leaf in node.state_dict().items()}
+        return flat | {f"clock.{name}": leaf for name, leaf in (self.clock.state_dict() if self.clock else {}).items()}
 
     def _load(self, flat: Mapping[str, Tensor]) -> None:
         for j, node in enumerate((self.server, *self.parties)):
             node.load_state_dict(below(f"{j}.", flat))
+        if self.clock is not None:
+            self.clock.load_state_dict(below("clock.", flat))

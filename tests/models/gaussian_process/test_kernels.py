@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fedtorch as ft
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
@@ -171,10 +172,26 @@ def test_categories_become_points() -> None:
     assert torch.equal(out[:, :2], x[:, [0, 2]])
     assert torch.equal(out[:, 2:], embed.points[0][[2, 0]])
     embed.check(x)
-    with pytest.raises(ValueError, match=r"Expected codes 0…3 in column 1, but got 7\.0"):
+    with pytest.raises(ValueError, match=r"Expected codes 0…3 in column 1, but got 7, which has no point"):
         embed.check(torch.tensor([[0.0, 7.0, 0.0]]))
     with pytest.raises(ValueError, match="at least 2 levels, but got 1 levels for column 0"):
         EmbedCategories(2, {0: 1})
+
+
+def test_a_category_without_a_point_is_named_at_prediction_and_with_its_client() -> None:
+    gp = ConvolvedGP(torch.tensor([[0.0, 0.0], [1.0, 2.0]], dtype=DTYPE), features=EmbedCategories(2, {1: 3}))
+    known, unknown = (torch.tensor([[0.5, code]], dtype=DTYPE) for code in (2.0, 3.0))
+    assert gp.predict(known).mean.shape == (1,)
+    for ask in (gp, gp.predict, gp.marginals, gp.interval):
+        with pytest.raises(ValueError, match=r"Expected codes 0…2 in column 1, but got 3, which has no point"):
+            ask(unknown)
+    y = torch.zeros(1, dtype=DTYPE)
+    data = ft.data.from_tensors([(known, y), (unknown, y)])
+    with pytest.raises(ValueError, match=r"Client '1': Expected codes 0…2 in column 1, but got 3"):
+        ft.Run(ft.fedmgp(gp, accept_disclosure=True), ft.InProcess(data))
+    run = ft.run(ft.fedmgp(gp, accept_disclosure=True), ft.InProcess(data.select([0])), rounds=1)
+    with pytest.raises(ValueError, match="in column 1, but got 3"):
+        run.evaluate(data.select([1]), {"error": ft.metrics.mean_squared_error()})
 
 
 def test_bad_settings() -> None:

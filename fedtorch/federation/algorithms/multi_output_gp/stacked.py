@@ -186,5 +186,18 @@ class StackedGP:
         empty = (data.count == 0).nonzero()[:, 0]
         if len(empty):
             raise BadClients(empty, "expected at least one row, but got none; leave such clients out with data.select")
-        check_values(self.module, rows[0], *rows[2:])
+        try:
+            check_values(self.module, rows[0], *rows[2:])
+        except ValueError as error:
+            refused = [k for k in range(len(data.count)) if _refuses(check_values, self.module, k, rows)]
+            raise BadClients(torch.tensor(refused), str(error)) from error
         return data
+
+
+def _refuses(check: Callable[..., None], module: ConvolvedGP, number: int, rows: tuple[Tensor, ...]) -> bool:
+    """Return whether a unit's rows have a value that the module's parts do not know."""
+    try:
+        check(module, rows[0][number], *(extra[number] for extra in rows[2:]))
+    except ValueError:
+        return True
+    return False

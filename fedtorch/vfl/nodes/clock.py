@@ -1,0 +1,136 @@
+r"""A server that goes on by its clock, whoever has answered: parties are late by any delay, each at its own pace.
+
+Time is counted in ticks of the server. A party sends a value and waits for its gradient before it goes on; a value that
+is late by d ticks is at the server d ticks later, and is answered in that tick. In every tick the server evaluates the
+likelihood at the last value of each party, however old, moves γ, and answers those that it has heard of anew. So one
+slow party holds up nobody, makes as many steps as its line lets it, and has γ and the others move many steps between
+two of its own. Without delays it is the synchronous iteration, bit by bit.
+
+*The bias.* A plain network of all rows has the same stationary points, since values that no longer move are no older
+than new ones. A variational fit has not quite: a value that stands for d ticks is one draw of z_j for all of them, to
+which γ answers in each, and the others' gradients are correlated for as long. To the first order in the learning rate
+that is noise and no bias, and both vanish with the rate; `experiments.vfl.clock` measures it.
+
+The delays are a function of the party and of the number of its message, and the clock counts ticks and no seconds, so
+that a run is the same on any machine and when it is resumed: a party in waiting has not moved since it sent, and what
+it sent is computed anew.
+
+Source: Chen, Jin, Sun, Yin, "VAFL: a method of vertical asynchronous federated learning", 2020, arXiv:2007.06081,
+whose server moves at each message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import wire
+from fedtorch.protocol.halves import Half, Send, Traffic
+from fedtorch.vfl.nodes.iteration import POWER, party_half, protocol_of
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Value
+
+Delays = Callable[[int, int], int]  # (party, from 0 on, number of its message) -> ticks
+
+
+class _Sent(NamedTuple):
+    """A value under way to the server, and the party that waits."""
+
+    due: int  # the tick in which it is there
+    value: Value
+    half: Half  # of the party, which waits for the answer
+
+
+class Clock:
+    """The ticks of a server and its parties.
+
+    Args:
+        server: the server.
+        parties: all parties.
+        delays: how many ticks a message is late.
+        local_steps: steps that a party takes per answer.
+
+    Attributes:
+        numbers: how many values each party has sent, `(J,)`.
+
+    Raises:
+        ValueError: a power model's protocol, parts that draw no noise of their own, or a negative delay.
+    """
+
+    def __init__(self, server: ServerNode, parties: Sequence[PartyNode], delays: Delays, local_steps: int = 1) -> None:
+        if protocol_of(server) is POWER:
+            raise ValueError("Expected an iteration of one message up and one down, but got a power model")
+        if any(node.part.key is None for node in (server, *parties)):
+            raise ValueError("Expected parts that draw their own noise, but got others; give vfl.parts(..., key=)")
+        self.server, self.parties, self.delays, self.local_steps = server, list(parties), delays, local_steps
+        self.numbers = torch.zeros(len(self.parties), dtype=torch.int64)
+        self.due = torch.zeros(len(self.parties), dtype=torch.int64)
+        self._under_way: dict[int, _Sent] = {}
+
+    def tick(self, now: int) -> tuple[Tensor, Traffic]:
+        """Do what is due in a tick; return the parties that were heard of, from 0 on, and the bytes that moved.
+
+        Args:
+            now: number of the tick, from 0 on, one after the other.
+        """
+        for j in range(len(self.parties)):
+            if j not in self._under_way:
+                self._under_way[j] = self._begun(j, now)
+        heard = [j for j, sent in sorted(self._under_way.items()) if sent.due <= now]
+        for j in heard:
+            self.server.values[j] = self._under_way[j].value
+        if any(value is None for value in self.server.values):
+            return torch.tensor([], dtype=torch.int64), Traffic(0, 0)
+        up = sum(wire.size(self._under_way[j].value) for j in heard)
+        return torch.tensor(heard, dtype=torch.int64), Traffic(up, self._answered(now, heard))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return what a resumed run needs besides the nodes' own states."""
+        return {"numbers": self.numbers.clone(), "due": self.due.clone()}
+
+    def load_state_dict(self, flat: dict[str, Tensor]) -> None:
+        """Go on from what `state_dict` returned, with nodes that have gone back to their states of then."""
+        self.numbers, self.due, self._under_way = flat["numbers"].clone(), flat["due"].clone(), {}
+        for j, number in enumerate(self.numbers.tolist()):
+            if number and int(self.due[j]) >= 0:
+                self._under_way[j] = self._sent(j, number - 1, int(self.due[j]))
+
+    def _begun(self, j: int, now: int) -> _Sent:
+        """Have a party send its next value."""
+        number = int(self.numbers[j])
+        delay = self.delays(j, number)
+        if delay < 0:
+            raise ValueError(f"Expected delays of at least 0 ticks, but got {delay} of {self.parties[j].part.name!r}")
+        self.numbers[j] += 1
+        self.due[j] = now + delay
+        return self._sent(j, number, now + delay)
+
+    def _sent(self, j: int, number: int, due: int) -> _Sent:
+        half = party_half(self.parties[j], [Iteration(step=number)], self.local_steps)
+        sent = next(half)
+        assert isinstance(sent, Send)
+        next(half)
+        return _Sent(due, sent.message, half)
+
+    def _answered(self, now: int, heard: Sequence[int]) -> int:
+        """Evaluate the likelihood at all last values, and answer those that were heard; return the bytes."""
+        down, ranks = 0, [j + 1 for j in heard]
+        drawn = self.server.draw(Iteration(step=now))
+        for step in protocol_of(self.server).server(self.server, drawn, ranks, None):
+            assert isinstance(step, Send)
+            assert isinstance(step.to, int)
+            down += wire.size(step.message)
+            _finish(self._under_way.pop(step.to - 1).half, step)
+            self.due[step.to - 1] = -1
+        return down
+
+
+def _finish(half: Half, step: Send) -> None:
+    """Give a waiting party its answer, by which it moves."""
+    try:
+        half.send(step.message)
+    except StopIteration:
+        return
+    raise RuntimeError("Expected a party that is done with one answer, but got one that wants more")
