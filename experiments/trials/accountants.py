@@ -1,13 +1,15 @@
 """Published ε of DP-SGD and DP-FTRL, by our accountants and those of other libraries.
 
-Rounds with Poisson sampling: the table of TensorFlow Privacy's MNIST tutorial (60 000 examples, batches of 256,
-234 steps an epoch, δ = 1e-5), by Rényi divergences and the conversion of Mironov (2017). DP-FTRL: a language model of Spanish Gboard, by trees without restarts: 2000
-rounds, noise 7, a device in at most 6 rounds with 313 others between them, δ = 1e-10. Its tree is one Gaussian release
-of the squared sensitivity that a search over all such rounds finds here.
+Rounds with Poisson sampling: the table of TensorFlow Privacy's MNIST tutorial (60 000 examples, batches of 256, 234
+steps an epoch, δ = 1e-5), by Rényi divergences and the conversion of Mironov (2017). DP-FTRL: a language model of
+Spanish Gboard, by trees without restarts: 2000 rounds, noise 7, a device in at most 6 rounds with 313 others between
+them, δ = 1e-10. Its tree is one Gaussian release of the squared sensitivity that a search over all such rounds finds
+here.
 
-Each published figure is compared with our Rényi account, our privacy-loss distributions, and, where they are installed,
-`opacus`, `autodp` and `prv_accountant` besides `dp_accounting` (`pip install opacus autodp prv_accountant`; one that is missing is left out). A
-smaller ε is a tighter account of the same rounds.
+Each published figure is compared with our Rényi account, by both conversions, our privacy-loss distributions, and,
+where they are installed, `opacus`, `autodp` and `prv_accountant` besides `dp_accounting`
+(`pip install opacus autodp prv_accountant`; one that is missing is left out). A smaller ε is a tighter account of the
+same rounds.
 
 Left out: the tables of McMahan et al. (2018) and Kairouz et al. (2021), whose texts were not at hand, so that a figure
 of theirs could not be checked against what is printed.

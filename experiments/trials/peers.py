@@ -8,8 +8,8 @@ and minibatches from one file, as `experiments.benchmarks.peers` does, each in a
 (`.venv-peers/`) of its own. What is compared are the last weights: where the arithmetic is the same they differ by
 rounding. Besides, the test losses of the seeds are compared as distributions (Kolmogorov-Smirnov, two samples).
 
-FedLab's handler averages without weights and its aggregator takes them: both are run. NVFlare adds clients' results up in
-the order in which they come, so that its last bits differ from run to run.
+FedLab's handler averages without weights and its aggregator takes them: both are run. NVFlare adds clients' results up
+in the order in which they come, so that its last bits differ from run to run.
 
 NVFlare's simulator takes minutes, most of them to start a process for each client, and is run when it is asked for:
 `--systems NVFlare`. A system whose environment cannot be made is left out with a message.

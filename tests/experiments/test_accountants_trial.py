@@ -45,8 +45,6 @@ def test_the_trial_runs(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     figures = {(row["setting"], row["metric"]): row["ours"] for row in rows}
     for setting in accountants.TUTORIAL:
-        loose, tight = (
-            figures[setting, f"ε, fedtorch, {name}"] for name in ("Rényi", "privacy-loss distributions")
-        )
+        loose, tight = (figures[setting, f"ε, fedtorch, {name}"] for name in ("Rényi", "privacy-loss distributions"))
         assert 0 < tight < loose
         assert loose == pytest.approx(figures[setting, "ε, dp-accounting, Rényi"], rel=2e-3)

@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def weights(parser: argparse.ArgumentParser) -> None:
     """FedLab's own mean, which is not weighted."""
-    parser.add_argument("--unweighted", action="store_true", help="its handler as it comes: each client counts the same")
+    parser.add_argument("--unweighted", action="store_true", help="as its handler does: clients count the same")
 
 
 if __name__ == "__main__":

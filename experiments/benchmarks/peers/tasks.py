@@ -81,7 +81,7 @@ def perceptron(dropout: float | None = None) -> nn.Module:
 
 
 class Softmaxes(nn.Module):
-    """Softmax regressions of 64 inputs and 10 classes beside each other: x `(n, count, 64)`, logits `(n, 10, count)`."""
+    """Softmax regressions, 64 inputs and 10 classes, beside each other: x `(n, count, 64)`, logits `(n, 10, count)`."""
 
     def __init__(self, count: int = SEEDS) -> None:
         super().__init__()
