@@ -20,6 +20,7 @@ from .federation.algorithm import (
     Quadratic as Quadratic,
     Reply as Reply,
 )
+from .federation.algorithms.acyclic import acyclic_graphs as acyclic_graphs
 from .federation.algorithms.consensus import without_server as without_server
 from .federation.algorithms.ditto import ditto as ditto
 from .federation.algorithms.ep import ep as ep
@@ -35,7 +36,7 @@ from .federation.algorithms.fedopt import (
 from .federation.algorithms.fedsgd import fedsgd as fedsgd
 from .federation.algorithms.gibbs import gibbs as gibbs
 from .federation.algorithms.gtv import gtv as gtv
-from .federation.algorithms.matrix_normal import matrix_normal as matrix_normal
+from .federation.algorithms.matrix_normal.algorithm import matrix_normal as matrix_normal
 from .federation.algorithms.maximum_likelihood import maximum_likelihood as maximum_likelihood
 from .federation.algorithms.multi_output_gp import fedmgp as fedmgp, fedmgp_average as fedmgp_average
 from .federation.algorithms.neighbour_search import neighbour_search as neighbour_search

@@ -44,7 +44,7 @@ from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.runs import run as running
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gibbs import imputation, sparse
+from fedtorch.models.gibbs import graphical, imputation, sparse
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
 from fedtorch.tree import Tree
@@ -92,6 +92,7 @@ def gaussian_process() -> torch.nn.Module:
 
 
 ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
+    "acyclic_graphs": lambda: ft.acyclic_graphs(1, spreads=(0.2,)),
     "ditto": lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
     "ep": hierarchical_ep,
     "fedadagrad": lambda: ft.fedadagrad(sgd(0.1, steps=2)),
@@ -128,6 +129,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
 THETA = torch.full((3,), 0.5, dtype=torch.float64)
 COMPLETE = imputation.Normal(torch.zeros(4).double(), torch.eye(4).double())
 STARTS = {
+    "acyclic_graphs": graphical.start(3),
     "normal_em": COMPLETE,
     "gibbs": THETA,
     "without_server": THETA,
@@ -290,6 +292,8 @@ def population(name: str, chunk: int | None = None) -> ft.InProcess:
     data = linear_clients(SIZES)
     if name == "normal_em":
         data = imputation.incomplete(list(data))
+    if name == "acyclic_graphs":
+        data = data.map(lambda rows: rows[0])
     return ft.InProcess(data.pool() if name in POOLED else data, chunk)
 
 

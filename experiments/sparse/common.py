@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import arviz as az
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -77,6 +78,12 @@ def standardised(data: ft.data.FederatedData) -> ft.data.FederatedData:
 def share(part: Tensor, whole: Tensor) -> float:
     """How many of `whole` are in `part`; 0 where there are none."""
     return float((part & whole).sum() / whole.sum().clamp(min=1))
+
+
+def largest_r_hat(draws: Tensor) -> float:
+    """The largest rank-normalised R-hat of quantities `(C, T, q)` that are not the same in all draws."""
+    each = draws.movedim(-1, 0).numpy()
+    return max((float(az.rhat(chains)) for chains in each if chains.min() < chains.max()), default=1.0)
 
 
 def interval(draws: Tensor) -> Tensor:

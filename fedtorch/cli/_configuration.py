@@ -25,7 +25,7 @@ from fedtorch.cli._predictions import write_predictions
 from fedtorch.data import FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.ep.algorithm import Factors
-from fedtorch.federation.algorithms.matrix_normal import Shrinkage
+from fedtorch.federation.algorithms.matrix_normal.algorithm import Shrinkage
 from fedtorch.federation.exchanges.exchange import Exchange
 from fedtorch.federation.exchanges.robust import Rule
 from fedtorch.federation.lightning.federation import Federation

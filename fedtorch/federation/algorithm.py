@@ -140,6 +140,7 @@ class LocalSolver:
             the rows; None where others make them of the rows.
         budget: what its rounds spend, where it protects the rows it trains on.
         schedule: its learning rates and minibatches; None where it follows no `rates` and `limit` of a turn.
+        family: of responses whose mean negative log-likelihood it minimises; "gaussian": the mean squared error.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -159,6 +160,7 @@ class LocalSolver:
     statistics: Callable[[Any], Any] | None = None
     budget: Budget | None = None
     schedule: LocalSchedule | None = None
+    family: str = "gaussian"
 
     def __repr__(self) -> str:
         return one_line(partial(method, {"solver": "LocalSolver", **self.settings}))
@@ -275,7 +277,10 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
     """
     if parameters is None:
         if algorithm.start is None:
-            raise ValueError("Expected parameters= to start from, because this algorithm has no start of its own")
+            raise ValueError(
+                "Expected parameters= to start from, because this algorithm has no start of its own; such as "
+                "ft.run(ft.gibbs(…), population, torch.zeros(3)) for three coefficients, or ft.normal_em(columns=3)"
+            )
         return algorithm.start
     if algorithm.start is not None:
         advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"

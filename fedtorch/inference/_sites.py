@@ -21,6 +21,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of, spread_nodes, units
+from fedtorch.federation.algorithms.matrix_normal import posterior as matrix_normal
 from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
 from fedtorch.federation.runs.run import Run
@@ -31,6 +32,7 @@ from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
+from fedtorch.models.hierarchical.penalised import outcome
 
 _POINTS, _FOR_OTHERS = 256, 1024  # nodes of φ, at least: for deviations of sites, and for a site without rows
 _NUMBERS = 2**23  # of covariances, of some sites at a time
@@ -66,6 +68,8 @@ def site_coefficients(run: Run, given: Corrected | None = None, tolerance: float
     """
     if run.algorithm.settings.get("algorithm") == "gibbs":
         return _drawn(run)
+    if run.algorithm.settings.get("algorithm") == "matrix_normal":
+        return _correlated(run)
     _check_model(run)
     return _propagated(run, given, tolerance)
 
@@ -243,6 +247,15 @@ def _drawn(run: Run) -> Coefficients:
         back=torch.eye(size, dtype=torch.float64),
         family=local.family,
         intercept=f"{SITES}intercept" in draws,
+    )
+
+
+def _correlated(run: Run) -> Coefficients:
+    """Return the posterior of the devices of HM1."""
+    posterior, names = matrix_normal.devices(run), matrix_normal.coefficient_names(run)
+    family = outcome(run.algorithm.settings.get("local.family", "gaussian"))
+    return Coefficients(
+        tuple(run.population.names), names, posterior, torch.eye(len(names), dtype=torch.float64), family
     )
 
 

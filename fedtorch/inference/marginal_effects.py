@@ -19,7 +19,7 @@ import pandas as pd
 import torch
 from torch import Tensor
 
-from fedtorch.data.formulas.cells import as_frame
+from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
@@ -169,7 +169,7 @@ class _Table(NamedTuple):
             yield _Change(x(low), x(high), step)
             return
         name = _variables(design)[number]
-        encode = lambda values: design.rows(self.frame.assign(**{name: values}), response=False)[0]
+        encode = lambda values: design.rows_of(Cells(self.frame.assign(**{name: values}), design.group), False)[0]
         if kind == "factor":
             first, *others = design.encoding.levels[name].names
             low = encode(first)

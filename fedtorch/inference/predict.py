@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._responses import Predicted, predicted
 from fedtorch.inference._sites import Coefficients, newcomers, site_coefficients
-from fedtorch.inference._table_rows import table_rows
+from fedtorch.inference._table_rows import TableRows, columns_of, table_rows
 from fedtorch.tables.result_frame import ResultFrame
 
 
@@ -67,6 +68,7 @@ def predict(
         raise ValueError(f"Expected an interval of a probability between 0 and 1, but got {interval}")
     names = run.sites if isinstance(run, Coefficients) else tuple(run.population.names)
     read = table_rows(run, rows, site)
+    _check_trials(run, read)
     unknown = [label for label in dict.fromkeys(read.sites) if label not in names]
     groups = dict.fromkeys(read.sites)
     if isinstance(run, Coefficients):
@@ -88,3 +90,15 @@ def predict(
     for i, field in enumerate(Predicted._fields):
         columns[field] = torch.cat([each[i] for each in found])[torch.from_numpy(order)].tolist() if found else []
     return ResultFrame.of(columns, read.index, level=interval)
+
+
+def _check_trials(run: Run | Coefficients, read: TableRows) -> None:
+    """Warn where rows lack the column of their numbers of trials."""
+    design = columns_of(run).design
+    trials = None if design is None else design.trials or design.parsed.trials
+    if trials is not None and read.rows.trials is None:
+        warnings.warn(
+            f"Expected numbers of trials in column {trials!r}, but the rows have none, and count as one trial each; "
+            "add the column for numbers of successes",
+            stacklevel=3,
+        )

@@ -58,7 +58,7 @@ def _rows(values: Tensor, design: Design | None) -> Tree:
     """Return completed columns `(n, q)` as rows."""
     if design is None:
         return values[:, :-1], values[:, -1]
-    return design.rows(RawColumns(design).frame(values))
+    return design.rows_of(RawColumns(design).cells(values))
 
 
 def _padded(leaf: Tensor, size: int) -> Tensor:

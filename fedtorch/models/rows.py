@@ -150,8 +150,8 @@ def regression_fields(batch: Tree, features: int | None = None) -> tuple[Tensor,
     if isinstance(batch, Incomplete):
         raise ValueError(
             "Expected complete rows (x, y), but got rows with missing cells; fit what ft.inference.imputed(data) "
-            "completes and pool the fits, or let a Gibbs sampler of linear regressions draw the cells by "
-            "imputation.imputing"
+            "completes and pool the fits, integrate cells out by hierarchical.regression(…, covariates=), or let a "
+            "Gibbs sampler of linear regressions draw the cells by imputation.imputing"
         )
     leaves = tree.leaves(batch)
     shapes = [tuple(leaf.shape[2:]) for leaf in leaves]

@@ -27,6 +27,7 @@ FOLDERS = {
     "fedmgp_battery": "battery",
     "gtv_fmi": "fmi_weather",
     "gtv_trust": "fmi_weather",
+    "sparse_acyclic": "tcga_brca_expression",
     "sparse_directed": "tcga_brca_expression",
     "sparse_network": "tcpa_brca_rppa",
 }

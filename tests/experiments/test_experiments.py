@@ -44,11 +44,18 @@ from experiments.benchmarks.against import __main__ as against, workloads
 from experiments.benchmarks.parts import gpu_kernels
 from experiments.compositions import table as compositions
 from experiments.fedlin import (
+    adaptation as fedlin_adaptation,
     cmapss as fedlin_cmapss,
+    generalised as fedlin_generalised,
+    intervals as fedlin_intervals,
+    mixed as fedlin_mixed,
+    printed as fedlin_printed,
+    scale as fedlin_scale,
     school as fedlin_school,
     selection as fedlin_selection,
     simulation as fedlin_simulation,
     student as fedlin_student,
+    tensor as fedlin_tensor,
 )
 from experiments.fedmgp import (
     battery as fedmgp_battery,
@@ -70,7 +77,14 @@ from experiments.mixed_models import (
     statsmodels as mixed_statsmodels,
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
-from experiments.sparse import directed as sparse_directed, network as sparse_network, regression as sparse_regression
+from experiments.sparse import (
+    acyclic as sparse_acyclic,
+    directed as sparse_directed,
+    extensions as sparse_extensions,
+    network as sparse_network,
+    power as sparse_power,
+    regression as sparse_regression,
+)
 from experiments.trials import jura as trials_jura, posteriordb as trials_posteriordb
 from experiments.vfl import (
     heart as vfl_heart,
@@ -341,6 +355,57 @@ def test_sparse_directed_expression(tmp_path):
         assert (tmp_path / f"sparse_directed_{name}.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_sparse_acyclic(tmp_path):
+    needs("tcga_brca_expression")
+    sparse_acyclic.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "effects found"] == 1
+    assert found["simulated", "found the wrong way"] == 0 < found["simulated, with a loop", "found the wrong way"]
+    assert (
+        found["expression", "largest R-hat of arrows"]
+        < 1.05
+        < found["with feedback", "largest R-hat of global effects"]
+    )
+    assert found["expression", "largest difference of a frequency from the probability"] < 0.2  # of 200 draws
+    for name in ("heat_map", "expression"):
+        assert (tmp_path / f"sparse_acyclic_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_sparse_extensions(tmp_path):
+    sparse_extensions.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert {setting.partition(", ")[0] for setting, _ in found} == {"splines", "missing"}
+    assert all(0 <= value <= 1 for value in found.values())
+    for name in ("splines", "missing"):
+        assert (tmp_path / f"sparse_extensions_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_sparse_power(tmp_path):
+    sparse_power.main(["--smoke", "--seeds", "2", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for setting in ("alike", "one site differs"):
+        for method in ('"or"', '"and"', "graphical lasso", "graphical lasso, sites averaged", "knockoffs"):
+            found_at = [found[f"{setting}, {method}", f"edges found, {level} of all false"] for level in ("10%", "20%")]
+            assert 0 <= found_at[0] <= found_at[1] <= 1
+    assert (tmp_path / "sparse_power.png").stat().st_size > 10_000
+
+
+def test_knockoffs_have_the_covariances_of_their_rows():
+    x = ft.random.normal(ft.random.key(0), (20_000, 3), torch.float64)
+    x[:, 1] += x[:, 0]
+    x = (x - x.mean(0)) / x.std(0)
+    joint = torch.cat([x, sparse_power.knockoffs(x, ft.random.key(1))], 1).T.cov()
+    off = ~torch.eye(3, dtype=torch.bool)
+    assert torch.allclose(joint[3:, 3:], joint[:3, :3], rtol=0, atol=0.05)
+    assert torch.allclose(joint[:3, 3:][off], joint[:3, :3][off], rtol=0, atol=0.05)
+    assert bool((joint[:3, 3:].diagonal() < 0.7).all())
+    assert sparse_power.knockoff_threshold(torch.tensor([5.0, 4.0, 3.0, 2.0, -1.0]), 0.25) == 2.0
+    assert sparse_power.knockoff_threshold(torch.ones(2), 0.25) == float("inf")
+
+
 def test_sparse_network(tmp_path):
     sparse_network.main(["--smoke", "--study", "simulated", "--json", str(tmp_path / "rows.json")])
     found = rows(tmp_path / "rows.json")
@@ -369,6 +434,77 @@ def test_fedlin_simulation(tmp_path):
     few_rows = "related, K = 12, d = 8, N = 20"
     assert found[few_rows, "knows Ω"] < found[few_rows, "HM1"] < found[few_rows, "least squares"]
     assert (tmp_path / "fedlin_simulation_correlation.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedlin_intervals(tmp_path):
+    fedlin_intervals.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    taken, whole = (found[f"{name}, K = 12, d = 3, N = 8", "length"] for name in ("HM1, Ω as estimated", "HM1"))
+    assert taken < whole < found["each device alone, K = 12, d = 3, N = 8", "length"]
+    assert (tmp_path / "fedlin_intervals.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedlin_printed_gets_the_package_s_numbers_in_numpy(tmp_path):
+    needs("cmapss_fd001")
+    fedlin_printed.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    gaps = {metric: value for (_, metric), value in found.items() if metric.endswith("differs by")}
+    names = ("separate", "as printed", "knows Ω", "HM1", "FedAvg", "Ditto")
+    assert set(gaps) == {f"{name} differs by" for name in names}
+    assert max(value for (_, metric), value in found.items() if metric.endswith("differs by")) < 1e-6
+    for school in (1, 2):
+        who = [found["Table 3, ridge", f"included, school {school}, {name}"] for name in ("package", "NumPy")]
+        assert who[0] == who[1] < 12
+    assert (tmp_path / "fedlin_printed.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedlin_adaptation(tmp_path):
+    needs("school")
+    fedlin_adaptation.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["HM2 with 2 pupils", "rmse"] < found["cold start with 2 pupils", "rmse"]
+    assert found["HM2 with 40 pupils", "rmse"] < found["the others' mean with 40 pupils", "rmse"]
+    assert (tmp_path / "fedlin_adaptation.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedlin_scale(tmp_path):
+    fedlin_scale.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert found["K = 1000", "off by"] < 0.3
+    assert 0.98 < found["K = 1000", "sds of maximum likelihood's, least"] < 1.02
+    assert (tmp_path / "fedlin_scale.png").stat().st_size > 5_000
+
+
+@pytest.mark.slow
+def test_fedlin_generalised(tmp_path):
+    fedlin_generalised.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for family in ("logistic", "poisson"):
+        assert found[f"knows Ω, {family}", "error"] < found[f"alone, {family}", "error"]
+        assert found[f"HM1, {family}", "error"] < found[f"alone, {family}", "error"]
+    assert (tmp_path / "fedlin_generalised.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedlin_mixed(tmp_path):
+    fedlin_mixed.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    for family in ("logistic", "poisson"):
+        assert (
+            found[f"{family}, EP", "farthest mean from Metropolis, in sds"] < 1
+        )  # of 270 draws that are not independent
+    assert (tmp_path / "fedlin_mixed.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedlin_tensor(tmp_path):
+    fedlin_tensor.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert all(0 < value < 5 for value in rows(tmp_path / "rows.json").values())
+    assert (tmp_path / "fedlin_tensor.png").stat().st_size > 5_000
 
 
 @pytest.mark.slow

@@ -38,9 +38,9 @@ def sites(seed: int, rows: int = 40, clients: int = 3) -> list[tuple[Tensor, Ten
     return [(x[k], y[k]) for k in range(clients)]
 
 
-def least_squares(data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
+def least_squares(data: ft.data.FederatedData, intercept: bool = True) -> tuple[Tensor, Tensor]:
     x, y = data.rows
-    x = torch.cat([torch.ones(len(x), 1).double(), x], 1)
+    x = torch.cat([torch.ones(len(x), 1).double(), x], 1) if intercept else x
     inverse = torch.linalg.inv(x.T @ x)
     beta = inverse @ x.T @ y
     return beta, (y - x @ beta).square().sum() / (len(y) - x.shape[1]) * inverse
@@ -221,3 +221,38 @@ def within_sites(data: ft.data.FederatedData) -> tuple[Tensor, Tensor]:
     x, y = torch.cat([intercepts[:, 1:], data.rows[0]], 1), data.rows[1]
     beta, covariance = least_squares(ft.data.FederatedData((x, y), torch.tensor([len(y)])))
     return beta[-2:], covariance[-2:, -2:]
+
+
+def graded(seed: int, rows: int = 80, clients: int = 3) -> pandas.DataFrame:
+    """Return y ~ x + grade with the grade missing where y is large: at random given what is observed."""
+    normal = random.normal(random.key(seed), (3, rows * clients), torch.float64).numpy()
+    score = normal[0] + normal[1]
+    grade = numpy.where(score < -0.6, "a", numpy.where(score < 0.6, "b", "c"))
+    effect = {"a": 0.0, "b": 0.5, "c": -0.5}
+    frame = pandas.DataFrame({"site": numpy.arange(len(grade)) % clients, "x": normal[0], "grade": grade})
+    frame["y"] = frame["x"] + frame["grade"].map(effect) + normal[2]
+    return frame.assign(grade=frame["grade"].where(frame["y"] < 0.7))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_intervals_cover_where_levels_of_a_factor_are_missing() -> None:
+    """Of 200 data sets a third of whose grades are missing; complete rows alone are biased."""
+    count, truth = 200, {"grade[T.b]": 0.5, "grade[T.c]": -0.5, "x": 1.0}
+    covered, of_complete = dict.fromkeys(truth, 0), dict.fromkeys(truth, 0)
+    settings = {"client": "site", "formula": "y ~ x + grade", "standardise": False}
+    for seed in range(count):
+        frame = graded(seed)
+        data = ft.data.from_frame(frame, **settings, missing="impute")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            fits = [least_squares(each, False) for each in imputed(data, 20, rounds=60, between=False)]
+        summary = pooled(fits, names=data.design.columns, freedom=236).summary()
+        beta, covariance = least_squares(ft.data.from_frame(frame, **settings, missing="drop"), False)
+        for name, value in truth.items():
+            covered[name] += int(summary.loc[name, "low"] <= value <= summary.loc[name, "high"])
+            j = data.design.columns.index(name)
+            of_complete[name] += int(abs(float((beta[j] - value) / covariance[j, j].sqrt())) <= 1.98)
+    for name in truth:
+        assert abs(covered[name] / count - 0.95) < 3 * (0.95 * 0.05 / count) ** 0.5, (covered, of_complete)
+    assert min(of_complete.values()) / count < 0.8, of_complete

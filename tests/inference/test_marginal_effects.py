@@ -100,3 +100,12 @@ def test_of_a_boolean_variable_of_a_formula_it_is_the_difference_from_false() ->
     ratio = np.exp(run.summary().loc["male", "estimate"])
     fitted = ft.inference.predict(run, rows[rows["male"]])["estimate"].mean()
     assert men["estimate"].iloc[0] == pytest.approx(fitted * (1 - 1 / ratio), rel=0.03)
+
+
+def test_steps_of_a_derivative_beyond_the_knots_are_not_warned_of() -> None:
+    rows = frame(60)
+    data = ft.data.from_frame(rows, client="ward", formula="count ~ bs(dose, 4) + (1 | ward)")
+    run = ft.run(ft.ep(hierarchical.regression(data.design, "poisson")), ft.InProcess(data), rounds=10, progress=False)
+    assert list(ft.inference.marginal_effects(run, rows).index) == ["dose"]  # warnings are errors
+    with pytest.warns(UserWarning, match="1 of bs"):
+        ft.inference.marginal_effects(run, rows.assign(dose=rows["dose"].where(rows.index > 0, 99.0)))

@@ -260,3 +260,13 @@ def test_data_that_were_encoded_by_themselves_are_refused() -> None:
     encoded = ft.data.from_frame(young, client="ward", design=run.design)
     expected = ft.inference.predict(run, young)
     np.testing.assert_array_equal(ft.inference.predict(run, encoded)["estimate"], expected["estimate"])
+
+
+def test_rows_without_their_numbers_of_trials_are_warned_of() -> None:
+    rows = pd.DataFrame({"site": list("aabb"), "x": [0.0, 1.0, 0.0, 1.0], "n": [5, 6, 7, 8], "y": [1, 3, 2, 6]})
+    data = ft.data.from_frame(rows, client="site", formula="y | trials(n) ~ x + (1 | site)")
+    run = ft.run(ft.ep(hierarchical.regression(data.design, "binomial")), ft.InProcess(data), rounds=8)
+    of_all = ft.inference.predict(run, rows)
+    with pytest.warns(UserWarning, match="numbers of trials in column 'n', but the rows have none"):
+        of_one = ft.inference.predict(run, rows.drop(columns="n"))
+    assert list(of_one["estimate"]) == list(of_all["estimate"])

@@ -79,10 +79,22 @@ def test_columns_of_a_formula_follow_from_completed_columns() -> None:
     assert torch.equal(response, y[0])
 
 
-def test_cells_of_factors_are_refused_by_name() -> None:
-    frame = FRAME.assign(sex=["f", None, "m", "f", "m", "f"])
-    with pytest.raises(ValueError, match=r"in the factor 'sex', but got 1, at first of client 'n', row 1; .*fillna"):
-        ft.data.from_frame(frame, client="site", formula="y ~ age + sex", missing="impute")
+def test_cells_of_factors_are_completed_as_shares_of_their_levels() -> None:
+    """Not rounded; contrasts and full indicators are of the same shares, which add up to one."""
+    frame = FRAME.assign(sex=["f", None, "m", "f", "d", "f"])
+    gaps = ft.data.from_frame(
+        frame, client="site", formula="y ~ 0 + sex + dose:sex", missing="impute", standardise=False
+    )
+    assert gaps.features == ("sex[T.f]", "sex[T.m]", "dose", "y")
+    assert gaps.missing().loc["n", "sex[T.m]"] == pytest.approx(1 / 3)
+    size = torch.zeros(4).double()
+    (x, _), _ = completed(gaps.stack([0]), SiteNormal(size, 0.1 * torch.eye(4).double(), size), KEY, gaps.design)
+    assert gaps.design is not None
+    assert x[0, 0].tolist() == [0, 1, 0, 0, 1, 0]
+    shares, products = x[0, 1, :3], x[0, 1, 3:]
+    assert float(shares.sum()) == pytest.approx(1)
+    assert not bool((shares == shares.round()).any())
+    assert products.tolist() == pytest.approx((2 * shares).tolist())  # dose is 2
 
 
 def test_weights_are_not_imputed() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -54,11 +55,21 @@ class Cells:
         group: the column of clients, if the frame has it.
         site: whose frame it is, where it has no such column.
         missing: whether numbers may be missing (NaN).
+        shares: of factors that were imputed, column -> how much of each row counts as each level, `(n, levels)`.
     """
 
-    def __init__(self, frame: Any, group: str = "", site: str = "", *, missing: bool = False) -> None:
+    def __init__(
+        self,
+        frame: Any,
+        group: str = "",
+        site: str = "",
+        *,
+        missing: bool = False,
+        shares: Mapping[str, numpy.ndarray] | None = None,
+    ) -> None:
         self.frame = as_frame(frame)
         self.group, self.site, self.missing = group, site, missing
+        self.shares = dict(shares or {})
 
     def __len__(self) -> int:
         return len(self.frame)

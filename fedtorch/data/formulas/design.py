@@ -65,7 +65,7 @@ class Design:
     correlated: bool = field(init=False)  # whether these are
     response: str = field(init=False)
     parsed: Formula = field(init=False, repr=False, compare=False)
-    _columns: tuple[Column, ...] = field(init=False, repr=False, compare=False)
+    made: tuple[Column, ...] = field(init=False, repr=False, compare=False)  # of which products each column of x is
 
     def __post_init__(self) -> None:
         parsed = parse(self.formula)
@@ -82,7 +82,7 @@ class Design:
         random, correlated = random_columns(parsed, names, self.encoding, self.group)
         values = {
             "columns": names, "random": random, "correlated": correlated, "response": parsed.response.name,
-            "parsed": parsed, "_columns": tuple(made),
+            "parsed": parsed, "made": tuple(made),
         }  # fmt: skip
         for name, value in values.items():
             object.__setattr__(self, name, value)
@@ -105,6 +105,12 @@ class Design:
             ValueError: a column or a cell is missing, or a level was not agreed on; the message names it.
         """
         cells = Cells(frame, self.group, site, missing=missing)
+        if not response and (lines := outside(self.parsed.variables, self.encoding, cells)):
+            warnings.warn(f"Some values count as the bound of their spline: {'; '.join(lines)}", stacklevel=2)
+        return self.rows_of(cells, response)
+
+    def rows_of(self, cells: Cells, response: bool = True) -> Any:
+        """Return the rows of cells, as `rows` does, but without a warning."""
         x = self.matrix(cells)
         for j, name in enumerate(self.columns):
             if (scale := self.encoding.standard.get(name)) is not None:
@@ -114,13 +120,11 @@ class Design:
         if response:
             y = torch.from_numpy(self._response(cells))
             return (columns, y, extra) if extra else (columns, y)
-        if lines := outside(self.parsed.variables, self.encoding, cells):
-            warnings.warn(f"Some values count as the bound of their spline: {'; '.join(lines)}", stacklevel=2)
         return columns, extra
 
     def matrix(self, cells: Cells) -> numpy.ndarray:
         """Return x `(n, d)` in the units of the columns."""
-        return design_matrix(self._columns, self.encoding, cells)
+        return design_matrix(self.made, self.encoding, cells)
 
     @property
     def reads(self) -> tuple[str, ...]:

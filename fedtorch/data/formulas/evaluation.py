@@ -58,6 +58,8 @@ def _variable(variable: Variable, encoding: Encoding, cells: Cells) -> Callable[
     """Return the columns that a variable can make, `(n,)` each, by their places."""
     column, log = variable.quantity
     if is_factor(variable, encoding):
+        if column in cells.shares:
+            return lambda place: cells.shares[column][:, place]
         codes = level_codes(column, encoding.levels[column], cells)
         return lambda place: codes == place
     values, name = cells.numbers(column, log=log), variable.name

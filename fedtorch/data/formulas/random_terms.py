@@ -15,6 +15,11 @@ from fedtorch.data.formulas.coding import columns
 from fedtorch.data.formulas.encoding import Encoding
 from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 
+_INSTEAD = (
+    ", which is there where the formula has neither 0 nor - 1: clients' intercepts differ about it, and the levels of "
+    "a factor then count from its first"
+)
+
 
 def random_columns(
     formula: Formula, names: Sequence[str], encoding: Encoding, group: str
@@ -38,7 +43,7 @@ def random_columns(
             absent = ", ".join("1" if name == INTERCEPT else name for name in lacking) or "1"
             raise ValueError(
                 f"Expected fixed effects for the coefficients of {random.name}, but got none for {lacking}; the "
-                f"formula has {list(names)}: add {absent} as a fixed effect too"
+                f"formula has {list(names)}: add {absent} as a fixed effect too{_INSTEAD * (INTERCEPT in lacking)}"
             )
         places = [names.index(name) for name in inner]
         blocks += [places] if random.correlated else [[place] for place in places]

@@ -60,10 +60,8 @@ class _Sums(NamedTuple):
 
 def augmentation(draws: int, between: bool, columns: int | Design | None) -> dict[str, Any]:
     """Return the fields of an `Algorithm`, data augmentation with so many chains; see `normal_em`."""
-    count = len(RawColumns(columns).names) if isinstance(columns, Design) else columns or 0
-    zeros = torch.zeros(count, dtype=torch.float64)
     return dict(
-        start=None if columns is None else Normal(zeros, torch.eye(count, dtype=torch.float64)),
+        start=start(columns),
         settings={"algorithm": "normal_em", "draws": draws, "between": between},
         init=partial(_init, draws=draws),
         outbox=lambda server: (server.normal, server.version),
@@ -72,6 +70,14 @@ def augmentation(draws: int, between: bool, columns: int | Design | None) -> dic
         server=partial(_server, between=between),
         model=lambda inbox, state: inbox[0],
     )
+
+
+def start(columns: int | Design | None) -> Normal | None:
+    """Return a normal distribution to start from, where it is known of how many columns."""
+    if columns is None:
+        return None
+    count = len(RawColumns(columns).names) if isinstance(columns, Design) else columns
+    return Normal(torch.zeros(count, dtype=torch.float64), torch.eye(count, dtype=torch.float64))
 
 
 def _init(parameters: Any, clients: int, *, draws: int) -> tuple[NormalDraws, tuple[()]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import Design
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.algorithms._augmentation import augmentation
+from fedtorch.federation.algorithms._augmentation import augmentation, start
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.turn import Turn
@@ -42,7 +42,7 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
         draws: None for the estimate. Otherwise so many chains of data augmentation, whose latest draws of mean and
             covariance are `server.normal`, `(draws, ...)`; where they start is forgotten after some rounds.
         between: of draws, whether the sites' means differ, by variances that are drawn too.
-        columns: how many there are, or the design that reads them, with which draws need no parameters to start from;
+        columns: how many there are, or the design that reads them, with which no parameters to start from are needed;
             so sites build it.
 
     Raises:
@@ -64,6 +64,7 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
     if draws is not None:
         return Algorithm(**augmentation(draws, between, columns))
     return Algorithm(
+        start=start(columns),
         settings={"algorithm": "normal_em"},
         init=lambda parameters, clients: (tree.to(parameters, torch.float64), ()),
         outbox=lambda server: server,

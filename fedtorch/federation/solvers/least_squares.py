@@ -36,11 +36,14 @@ from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.turn import Turn
+from fedtorch.models.hierarchical.penalised import Rows, check_family, negative_log_likelihood, observed, penalised_mode
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
 
 
-def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None) -> LocalSolver:
+def least_squares(
+    module: nn.Linear | LinearHead, *, steps: int | None = None, lr: float | None = None, family: str = "gaussian"
+) -> LocalSolver:
     """Return a local solver of the mean squared error of `module`: its minimiser, or the end of `steps` gradient steps.
 
     Where the minimiser is not unique (fewer rows than features, or features that depend on each other, and no
@@ -49,6 +52,9 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
     where full-batch `torch.optim.SGD` on `torch.nn.functional.mse_loss` stops. `Local.info` has the mean squared `loss`
     at the solution.
 
+    For logistic and Poisson regression it is iteratively reweighted least squares, the steps of Newton's method on the
+    mean negative log-likelihood; the module's output is the log-odds, or the log rate.
+
     Args:
         module: an `nn.Linear`, whose data are rows `(x, y)` with x `(N, d)` and y `(N, o)` or, for one output, `(N,)`;
             or a `LinearHead`, with the inputs of its feature map and y `(N,)`. A feature map that is a module, the
@@ -56,6 +62,10 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         steps: gradient steps T of a round; None for the minimiser.
         lr: their size η; default: 1 / the largest curvature of each client with its quadratic, by which its objective
             never increases.
+        family: "gaussian", "logistic" (responses 0 or 1) or "poisson" (counts); of the latter two `steps` are Newton's,
+            at most so many, without `lr`, and the module has one output. Where all responses of a client can be told
+            apart there is no finite minimiser without a quadratic, as `ft.matrix_normal` has; steps then end far out,
+            where they gain nothing more.
 
     Raises:
         TypeError: `module` is neither.
@@ -90,17 +100,66 @@ def least_squares(module: nn.Linear | LinearHead, *, steps: int | None = None, l
         raise ValueError(f"Expected steps to be a whole number of at least 1, or None, but got {steps}")
     if lr is not None:
         expected.positive(lr=lr)
+    normal = family == "gaussian"
+    if not normal:
+        _check_generalised(form, family, lr)
     return LocalSolver(
-        solve=partial(_solve, form, steps, lr),
+        solve=partial(_solve, form, steps, lr) if normal else partial(_reweighted, form, steps, family),
         parameters=functional.parameters(module),
         init=lambda parameters: LocalState({}, {}, None),
         predict=predictor(module),
         tensors=lambda parameters, state: parameters,
-        prepare=partial(_prepare, form),
+        prepare=partial(_prepare, form) if normal else partial(_observed, form, family),
         module=module,
-        settings={"solver": "least_squares", "module": type(module), "steps": steps, "lr": lr},
-        statistics=lambda prepared: prepared.statistics.all_rows(),
+        settings={"solver": "least_squares", "module": type(module), "steps": steps, "lr": lr}
+        | ({} if normal else {"family": family}),
+        statistics=(lambda prepared: prepared.statistics.all_rows()) if normal else None,
+        family=family,
     )
+
+
+def _check_generalised(form: LinearForm, family: str, lr: float | None) -> None:
+    check_family(family)
+    if lr is not None:
+        raise ValueError(f"Expected no lr with family={family!r}, whose steps are Newton's, but got {lr}")
+    if form.outputs != 1:
+        raise ValueError(f"Expected a module of one output with family={family!r}, but got {form.outputs}")
+
+
+def _observed(form: LinearForm, family: str, data: Any) -> Rows:
+    if not (isinstance(data.batch, tuple) and len(data.batch) == 2 and data.batch[0].is_floating_point()):
+        raise ValueError(
+            f"Expected rows (x, y) of real x, but got {described_rows(data.batch)}; see ft.data.from_tensors"
+        )
+    with torch.no_grad():
+        x = form.design(data.batch[0]).to(torch.float64)
+    return observed(family, data._replace(batch=(x, data.batch[1])), x.shape[-1])
+
+
+def _reweighted(
+    form: LinearForm,
+    steps: int | None,
+    family: str,
+    start: Tree,
+    state: Tree,
+    data: Rows,
+    quadratic: Quadratic | None,
+    turn: Turn,
+) -> Local:
+    old, rows = form.join(start)[..., 0].to(torch.float64), data.count.clamp(min=1).to(torch.float64)
+    precision, shift = torch.zeros_like(rows), torch.zeros_like(old)
+    if quadratic is not None:
+        added = _added(quadratic, start, form)
+        precision, shift = added.precision, added.shift[..., 0]
+        if precision.shape[1] != 1:
+            raise ValueError(
+                "Expected one precision for all coefficients, but got one for each; use ft.gradient_descent"
+            )
+        precision = precision[:, 0]
+    new = penalised_mode(family, data, old, rows * precision, rows[:, None] * shift, steps)
+    solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new[..., None]), start)
+    loss = negative_log_likelihood(family, data, new) / rows
+    return Local(solution, state, torch.zeros_like(rows), {"loss": loss})
 
 
 def _prepare(form: LinearForm, data: Any) -> Spectral:

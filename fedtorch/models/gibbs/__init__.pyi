@@ -6,5 +6,6 @@ from . import (
     imputation as imputation,
     logistic as logistic,
     sparse as sparse,
+    splines as splines,
 )
 from .kernels import LocalKernel as LocalKernel

@@ -133,6 +133,7 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
             torch.div(row, pivot, out=factor)
             torch.mul(factors, rest, out=product)
             below.sub_(product)
+        torch.maximum(diagonal, prior, out=diagonal)  # as they are, but for rounding where columns depend on each other
         torch.sqrt(diagonal, out=delta)
         delta.mul_(z).add_(vector)
         for value, pivot, above, column, product in backward:

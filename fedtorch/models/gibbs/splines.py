@@ -19,6 +19,8 @@ import torch
 from scipy.interpolate import BSpline
 from torch import Tensor
 
+__all__ = ["b_splines"]
+
 
 def b_splines(
     x: Tensor, *, lower: float | Tensor = 0.0, upper: float | Tensor = 1.0, pieces: int = 5, degree: int = 3
@@ -41,6 +43,20 @@ def b_splines(
 
     Raises:
         ValueError: an empty range, no pieces, a negative degree, or NaN.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gibbs import global_priors, sparse, splines
+        >>> x = 2 * ft.random.uniform(ft.random.key(0), (5, 80, 2), torch.float64) - 1
+        >>> y = 4 * x[..., 0].square()  # a parabola of the first covariate, nothing of the second
+        >>> bases = [splines.b_splines(rows, lower=-1.0, pieces=2) for rows in x]
+        >>> data, groups = ft.data.from_tensors([(b, y[k]) for k, (b, _) in enumerate(bases)]), bases[0][1]
+        >>> prior = global_priors.spike_and_slab(groups=groups)
+        >>> algorithm = ft.gibbs(sparse.regression(intercept=True), sparse.hierarchy(prior), sweeps=3, chains=2)
+        >>> sampler = ft.Sampler(burn_in=5)
+        >>> _ = ft.run(algorithm, ft.InProcess(data), torch.zeros(8), rounds=20, record=sampler)
+        >>> sampler.mean()["prior.included"][::4].round()  # one indicator for each covariate's block of four
+        tensor([1., 0.], dtype=torch.float64)
     """
     if pieces < 1 or degree < 0 or pieces + degree < 2:
         raise ValueError(f"Expected at least one piece and two splines, but got pieces={pieces}, degree={degree}")

@@ -13,6 +13,7 @@ Source: Vehtari et al. (2020), "Expectation propagation as a way of life", secti
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -191,13 +192,20 @@ def from_the_prior(project: Projection) -> Start:
     return Start(summary, estimate)
 
 
-def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tensor) -> tuple[Tensor, Tensor]:
+def minimised(
+    objective: Callable[[Tensor], Tensor],
+    start: Tensor,
+    metric: Tensor,
+    derivatives: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
+) -> tuple[Tensor, Tensor]:
     """Return Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
 
     Args:
         objective: `(K, p)` -> `(K,)`, each from its own row.
         start: `(K, p)`.
         metric: `(K, p, p)` positive definite, used for a step where the second derivatives are not.
+        derivatives: of the objective: value `(K,)`, gradient `(K, p)` and second derivatives `(K, p, p)`; default: by
+            automatic differentiation.
 
     >>> import torch
     >>> goal = torch.tensor([[1.0, 5.0], [0.0, -3.0]]).double()
@@ -205,9 +213,9 @@ def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tens
     >>> at, curvature[0]
     (tensor([[ 1.,  5.], [ 0., -3.]], dtype=torch.float64), tensor([[2., 0.], [0., 2.]], dtype=torch.float64))
     """
-    at = start
+    at, found = start, partial(_derivatives, objective) if derivatives is None else derivatives
     for _ in range(_NEWTON_STEPS):
-        value, gradient, curvature = _derivatives(objective, at)
+        value, gradient, curvature = found(at)
         bad = (torch.linalg.cholesky_ex(curvature).info != 0)[:, None, None]
         step = torch.linalg.solve_ex(torch.where(bad, metric, curvature), gradient[..., None]).result[..., 0]
         length = torch.ones_like(value)
@@ -221,7 +229,7 @@ def minimised(objective: Callable[[Tensor], Tensor], start: Tensor, metric: Tens
         at = at - length[:, None] * step
         if bool(((step * gradient).sum(1).abs() * length < 1e-18).all()):
             break
-    return at, _derivatives(objective, at)[2]
+    return at, found(at)[2]
 
 
 def _derivatives(objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -23,10 +23,9 @@ Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,10 +36,11 @@ from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical._pyro_program import Sites, filled_up, log_joint_of, may_be_filled, sites_of
+from fedtorch.models.hierarchical._smooth import Integrated, integrated
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.projections import from_the_prior, minimised, quadrature
+from fedtorch.models.hierarchical.projections import from_the_prior, quadrature
 from fedtorch.models.quadrature import QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
 from fedtorch.models.rows import refuse
 
@@ -49,14 +49,6 @@ __all__ = ["pyro_factor"]
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
 _AROUND = 7  # points for each of two latent variables around their mode
 _CHUNK = 2**21  # numbers in one array of the nodes of some clients' rows
-
-
-class _Latent(NamedTuple):
-    """Hold log f and the moments of θ in unconstrained coordinates, at every φ."""
-
-    log_factor: Tensor  # (K, R)
-    mean: Tensor  # (K, R, d)
-    covariance: Tensor  # (K, R, d, d)
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> PyroFactor:
@@ -174,15 +166,15 @@ class PyroFactor:
         """
         chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
 
-        def at(phi: Tensor) -> tuple[Tensor, _Latent]:
+        def at(phi: Tensor) -> tuple[Tensor, Integrated]:
             latent = self._latent(phi, data)
             return latent.log_factor, latent
 
         nodes = tilt(cavity, at, chosen)
-        latent: _Latent = nodes.values
+        latent: Integrated = nodes.values
         return DevicePosterior(nodes.weights, latent.mean, latent.covariance, torch.full_like(nodes.weights, torch.nan))
 
-    def _latent(self, phi: Tensor, data: Any) -> _Latent:
+    def _latent(self, phi: Tensor, data: Any) -> Integrated:
         """Return what is known of θ at every φ."""
         parts, order = self._parts(phi, data)
         sizes = {part.mean.shape[-1] for part in parts}
@@ -192,11 +184,13 @@ class PyroFactor:
                 "rows of a client has no posterior that is comparable"
             )
         if not parts:
-            return _Latent(phi.new_zeros(phi.shape[:2]), phi.new_zeros(0, phi.shape[1], 0), phi.new_zeros(0, 0, 0, 0))
-        latent: _Latent = tree.take(tree.concatenate(parts), order)
+            return Integrated(
+                phi.new_zeros(phi.shape[:2]), phi.new_zeros(0, phi.shape[1], 0), phi.new_zeros(0, 0, 0, 0)
+            )
+        latent: Integrated = tree.take(tree.concatenate(parts), order)
         return latent
 
-    def _parts(self, phi: Tensor, data: Any) -> tuple[list[_Latent], Tensor]:
+    def _parts(self, phi: Tensor, data: Any) -> tuple[list[Integrated], Tensor]:
         """Return what is known of θ, clients together that can be, and the order that puts these in theirs."""
         import pyro
 
@@ -228,7 +222,7 @@ class PyroFactor:
             return self.rule
         return gauss_hermite(2, _AROUND) if size == 2 else default_rule(size)
 
-    def _stacked(self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor) -> _Latent:
+    def _stacked(self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor) -> Integrated:
         """Return what is known of θ of some clients, filled up to the largest of them."""
         ids = ids.to(phi.device)
         phi, count = phi[ids], count[ids]
@@ -247,37 +241,7 @@ class PyroFactor:
 
             return torch.vmap(client)(theta, phi, mask, *filled)
 
-        return _integrated(log_joint, phi, sites.size, self._rule(sites.size))
-
-
-def _integrated(log_joint: Callable[[Tensor, Tensor], Tensor], phi: Tensor, size: int, rule: QuadratureRule) -> _Latent:
-    """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ."""
-    clients, count = phi.shape[:2]
-    if size == 0:
-        empty = phi.new_zeros(clients, count, 0)
-        return _Latent(log_joint(empty, phi), empty, empty[..., None])
-
-    def objective(theta: Tensor) -> Tensor:
-        return -log_joint(theta.reshape(clients, count, size), phi).reshape(-1)
-
-    eye = torch.eye(size, dtype=phi.dtype, device=phi.device)
-    mode, curvature = minimised(objective, phi.new_zeros((clients * count, size)), eye.expand(clients * count, -1, -1))
-    factor = torch.linalg.cholesky_ex(curvature).L
-    half = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
-    nodes, weights = rule.nodes.to(phi), rule.weights.to(phi)
-    moved = (mode[:, None] + nodes @ half.mT).reshape(clients, -1, size)  # (K, R Q, d)
-    value = log_joint(moved, phi.repeat_interleave(len(nodes), 1)).reshape(-1, len(nodes))
-    log = value + 0.5 * nodes.square().sum(1) + weights.log()
-    normal = size / 2 * math.log(2 * math.pi) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-    shares = log.softmax(1)
-    centre = shares @ nodes
-    away = nodes - centre[:, None]
-    spread = half @ ((shares[..., None] * away).mT @ away) @ half.mT
-    mean = mode + (half @ centre[..., None])[..., 0]
-    shape = (clients, count)
-    return _Latent(
-        (log.logsumexp(1) + normal).reshape(shape), mean.reshape(*shape, size), spread.reshape(*shape, size, size)
-    )
+        return integrated(log_joint, phi, sites.size, self._rule(sites.size))
 
 
 def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:

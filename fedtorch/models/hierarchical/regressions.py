@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import BadClients, Design
-from fedtorch.models.hierarchical import hyperpriors
+from fedtorch.models.gibbs.imputation import Normal
+from fedtorch.models.hierarchical import hyperpriors, missing_cells
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.generalised import logistic, poisson
 from fedtorch.models.hierarchical.hierarchy import normal
@@ -51,6 +52,7 @@ def regression(
     noise: Hyperprior | float | None = None,
     rule: QuadratureRule | None = None,
     inner: QuadratureRule | str | None = "default",
+    covariates: Normal | None = None,
 ) -> Model:
     """Return the model of a formula, ready for `ft.ep(model)`: which coefficients there are, and which of them differ.
 
@@ -63,7 +65,11 @@ def regression(
         variance: hyperprior of the logarithms of the variances between clients, one or one for each.
         noise: hyperprior of log σ², or σ² itself; of the Gaussian family only.
         rule: nodes over the variances; see `hierarchical.linear`.
-        inner: nodes over coefficients; see `hierarchical.generalised`. Not of the Gaussian family.
+        inner: nodes over coefficients; see `hierarchical.generalised`. Of the Gaussian family with
+            missing cells only.
+        covariates: of rows with missing cells, `from_frame(..., missing="impute")`, the normal distribution of their
+            columns, `ft.run(ft.normal_em(columns=data.design), ft.InProcess(data), rounds=100).server`: cells are
+            integrated out under it. See [missing values](../howto/missing.md).
 
     Raises:
         ValueError: another family; a binomial response without trials, or trials of another; names of coefficients that
@@ -104,7 +110,10 @@ def regression(
         raise ValueError(f"Expected noise= with the Gaussian family only, but got it with {family!r}; leave it out")
     else:
         settings["inner"] = inner
-    model = _FAMILIES[family](hierarchy, **settings)
+    if covariates is None:
+        model = _FAMILIES[family](hierarchy, **settings)
+    else:
+        model = missing_cells.regression(design, hierarchy, family, covariates, **{**settings, "inner": inner})
     return model._replace(prepare=partial(_prepare, model.prepare, design), design=design)
 
 

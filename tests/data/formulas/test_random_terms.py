@@ -41,7 +41,10 @@ def test_which_columns(right: str, wanted: tuple[tuple[int, ...], bool]) -> None
     [
         ("age + (1 | ward)", r"by the column of clients, 'h', but got \(1 \| ward\)"),
         ("age + (0 + bmi | h)", r"coefficients of \(0 \+ bmi \| h\), but got none for \['bmi'\].*add bmi"),
-        ("0 + age + (1 | h)", r"of \(1 \| h\), but got none for \['Intercept'\].*add 1 as a"),
+        (
+            "0 + age + (1 | h)",
+            r"of \(1 \| h\), but got none for \['Intercept'\].*add 1 as a fixed effect too, which is there",
+        ),
         ("age + sex + (0 + sex | h)", r"none for \['sex\[f\]', 'sex\[m\]'\]"),
         ("age + (1 | h) + (1 + age | h)", r"each coefficient in one random term, but got \['Intercept'\] in several"),
         (

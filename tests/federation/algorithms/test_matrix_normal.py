@@ -5,20 +5,23 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
+from scipy import optimize
 from support.oracles.closed_forms import ROUNDING, client_tensors, clock_clients, distance, linear_clients, same_bits
 from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random
-from fedtorch.federation.algorithms.matrix_normal import (
+from fedtorch.federation.algorithms.matrix_normal import devices
+from fedtorch.federation.algorithms.matrix_normal.algorithm import (
     MatrixNormalServer,
     in_every_step,
     matrix_normal,
-    noise_variance,
     proximal,
 )
+from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead, SufficientStatistics, sufficient_statistics
 from fedtorch.models.matrix_normal import (
@@ -460,7 +463,117 @@ def test_a_frozen_body_is_a_feature_map_and_a_trainable_one_is_refused() -> None
         matrix_normal(steps(LinearHead(4, net, dtype=torch.float64)))
 
 
-def test_the_summary_has_means_and_sds_over_devices_without_intervals() -> None:
+def test_devices_have_the_dense_posterior_given_the_covariance() -> None:
+    data, learn = related(SIZES), inverse_wishart(scale=3)
+    run = ft.run(matrix_normal(ft.least_squares(head()), covariance=learn), ft.InProcess(data), rounds=110)
+    known, noise = statistics(data), noise_variance(run.server.summary)
+    precision = torch.linalg.inv(run.server.covariance.dense()).contiguous()
+    matrix = torch.block_diag(*(known.gram / noise[:, None, None]))
+    covariance = torch.linalg.inv(matrix + torch.kron(precision, torch.eye(3, dtype=torch.float64)))
+    found = devices(run, known=True)
+    blocks = covariance.reshape(K, 3, K, 3).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    assert distance(found.means[:, 0], run.server.parameters) < 1e-9  # it is the mode where the run stands still
+    assert distance(found.covariances[:, 0], blocks) < 1e-9
+    table = run.summary(level=0.9, known=True)
+    assert list(table.index) == ["0", "1", "2", "sd(0)", "sd(1)", "sd(2)", "sigma"]
+    assert table["estimate"].to_numpy()[:3] == pytest.approx(run.server.parameters.mean(0).numpy())
+    sd = covariance.reshape(K, 3, K, 3).mean((0, 2)).diagonal().sqrt()
+    assert table["sd"].to_numpy()[:3] == pytest.approx(sd.numpy(), rel=1e-7)
+    assert (table["high"] - table["low"]).to_numpy()[:3] == pytest.approx(2 * 1.6448536 * sd.numpy(), rel=1e-6)
+    assert (run.summary()["sd"].to_numpy()[:3] > sd.numpy()).all()
+    sites = ft.inference.ranef(run, total=True, level=0.9)
+    assert sites["sd"].to_numpy() == pytest.approx(devices(run).marginals().stddev.flatten().numpy())
+    assert list(sites.index[:2]) == [("0", "0"), ("0", "1")]
+
+
+def test_posteriors_that_cannot_be_had() -> None:
+    run = ft.Run(matrix_normal(ft.least_squares(head())), ft.InProcess(related(SIZES)), cohort=2)
+    with pytest.raises(RuntimeError, match="heard all 6 devices, but 6 have not answered"):
+        devices(run)
+    with pytest.raises(TypeError, match=r"Expected a run of ft.matrix_normal on data at hand, but got one of separate"):
+        devices(ft.run(ft.separate(ft.least_squares(head())), ft.InProcess(related(SIZES)), rounds=1))
+
+
+def generalised(family: str, sizes: list[int], d: int = 2) -> ft.data.FederatedData:
+    """Related devices whose responses are 0 and 1, or counts; the first device's responses are all alike."""
+    generator = torch.Generator().manual_seed(5)
+    base, rows = torch.randn(2, d, generator=generator, dtype=torch.float64), []
+    for number, size in enumerate(sizes):
+        own = torch.randn(2, generator=generator, dtype=torch.float64) @ base / 2
+        x = torch.randn(size, d, generator=generator, dtype=torch.float64)
+        eta = x @ own
+        mean = eta.sigmoid() if family == "logistic" else eta.clamp(max=3).exp()
+        draws = torch.bernoulli if family == "logistic" else torch.poisson
+        y = draws(mean, generator=generator)
+        rows.append((x, torch.ones_like(y) if number == 0 and family == "logistic" else y))
+    return ft.data.from_tensors(rows)
+
+
+def penalised_by_scipy(family: str, data: ft.data.FederatedData, omega: Tensor, factor: float) -> Tensor:
+    """Θ from one minimisation over all devices' coefficients."""
+    inverse, pairs, size = (
+        torch.linalg.inv(omega).numpy(),
+        [(x.numpy(), y.numpy()) for x, y in data],
+        data[0][0].shape[1],
+    )
+
+    def value(flat: np.ndarray) -> tuple[float, np.ndarray]:
+        theta = flat.reshape(len(pairs), size)
+        total, slope = 0.5 * np.sum(theta * (inverse @ theta)), inverse @ theta
+        for k, (x, y) in enumerate(pairs):
+            eta = x @ theta[k]
+            mean = 1 / (1 + np.exp(-eta)) if family == "logistic" else np.exp(eta)
+            total += (np.logaddexp(0, eta) - y * eta if family == "logistic" else mean - y * eta).sum() / factor
+            slope[k] += x.T @ (mean - y) / factor
+        return total, slope.ravel()
+
+    found = optimize.minimize(value, np.zeros(len(pairs) * size), jac=True, method="BFGS", options={"gtol": 1e-9})
+    return torch.from_numpy(found.x).reshape(len(pairs), size)
+
+
+@pytest.mark.parametrize(("family", "factor"), [("logistic", None), ("poisson", 2.5)])
+def test_generalised_linear_models_find_the_mode_of_one_big_penalised_fit(family: str, factor: float | None) -> None:
+    data = generalised(family, [3, 8, 12, 20, 9])
+    local = ft.least_squares(head(2), family=family)
+    run = ft.run(matrix_normal(local, noise=factor), ft.InProcess(data), rounds=60)
+    server, size = run.server, len(data)
+    omega = server.covariance.dense()
+    assert distance(server.parameters, penalised_by_scipy(family, data, omega, factor or 1.0)) < 1e-7
+    theta, m = server.parameters, 2 + size + 1  # and Ω is the mode given Θ
+    psi = omega - theta @ theta.T / m
+    assert distance(psi, psi[0, 0] * torch.eye(size, dtype=torch.float64)) < 1e-7
+    assert float(psi[0, 0]) > 0
+    if family == "logistic":
+        assert server.parameters.isfinite().all()  # also of the device whose responses are all 1
+    found = devices(run, known=True)  # Laplace: the inverse of the second derivatives
+    assert distance(found.means[:, 0], theta) < 1e-7
+    blocks = []
+    for (x, _), own in zip(data, theta):
+        eta = x @ own
+        weight = eta.sigmoid() * (1 - eta.sigmoid()) if family == "logistic" else eta.exp()
+        blocks.append(x.T @ (weight[:, None] * x) / (factor or 1.0))
+    matrix = torch.block_diag(*blocks) + torch.kron(
+        torch.linalg.inv(omega).contiguous(), torch.eye(2, dtype=torch.float64)
+    )
+    expected = torch.linalg.inv(matrix).reshape(size, 2, size, 2).diagonal(dim1=0, dim2=2).permute(2, 0, 1)
+    assert distance(found.covariances[:, 0], expected) < 1e-7
+
+
+def test_generalised_linear_models_never_increase_the_objective() -> None:
+    data, omega = generalised("logistic", [3, 8, 12, 20, 9]), low_rank.identity(5, 2, 0.5)
+    local = ft.least_squares(head(2), family="logistic")
+    values = []
+    for round in ft.Run(matrix_normal(local, covariance=frozen(omega), start=0.5), ft.InProcess(data)).rounds(6):
+        theta = round.server.parameters
+        misfit = sum(
+            nn.functional.binary_cross_entropy_with_logits(x @ own, y, reduction="sum")
+            for (x, y), own in zip(data, theta)
+        )
+        values.append(float(misfit + omega.quadratic_form(theta) / 2))
+    assert all(after <= before + 1e-12 for before, after in itertools.pairwise(values))
+
+
+def test_the_summary_has_means_and_sds_over_devices() -> None:
     x = random.normal(random.key(3), (4, 9, 2), torch.float64)
     data = ft.data.from_tensors([(x[k], x[k] @ torch.tensor([1.0, k]).double() + x[k, :, 0] ** 2) for k in range(4)])
     head = LinearHead(2, intercept=False, dtype=torch.float64)
@@ -468,5 +581,8 @@ def test_the_summary_has_means_and_sds_over_devices_without_intervals() -> None:
     table, rows = run.summary(), run.server.parameters
     assert list(table.index) == ["0", "1", "sd(0)", "sd(1)", "sigma"]
     assert table["estimate"].tolist()[:4] == pytest.approx([*rows.mean(0).tolist(), *rows.std(0).tolist()])
-    assert table[["sd", "low", "high"]].isna().all(axis=None)
+    assert table[["sd", "low", "high"]].notna().all(axis=1).tolist() == [True, True, False, False, False]
+    some = ft.run(ft.matrix_normal(ft.least_squares(head, steps=5)), ft.InProcess(data), cohort=2, rounds=1).summary()
+    assert some[["sd", "low", "high"]].isna().all(axis=None)  # two devices have not been heard
+    assert some["n"].tolist() == [36, 36, 2, 2, 36]
     assert list(table["n"]) == [36, 36, 4, 4, 36]

@@ -300,3 +300,21 @@ def test_a_resumed_run_is_the_uninterrupted_one(gaussian: ft.data.FederatedData,
     for _ in again.rounds(6):
         pass
     assert torch.equal(again.server.at, ft.run(algorithm, ft.InProcess(gaussian), rounds=6).server.at)
+
+
+@pytest.mark.parametrize("family", ["gaussian", "logistic"])
+def test_dependent_columns_are_said_with_their_names(family: str) -> None:
+    """Of columns a, b and their sum, not of one that stands beside them, and not where the sum is another column."""
+    generator = np.random.default_rng(0)
+    frame = pandas.DataFrame(generator.normal(size=(120, 4)), columns=["a", "b", "c", "y"])
+    frame["site"] = np.repeat(list("abcd"), 30)
+    frame["y"] = frame["a"] + frame["y"] if family == "gaussian" else (frame["a"] + frame["y"] > 0).astype(float)
+    for dependent in (False, True):
+        rows = frame.assign(d=frame["a"] + 2 * frame["b"]) if dependent else frame.assign(d=frame["a"] * frame["b"])
+        data = ft.data.from_frame(rows, client="site", formula="y ~ a + b + c + d + (1 | site)")
+        run = ft.run(ft.ep(hierarchical.regression(data.design, family)), ft.InProcess(data), rounds=6)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            run.summary()
+        words = " ".join(str(each.message) for each in seen)
+        assert ("those of 'a', 'b' and 'd' are dependent, or nearly" in words) == dependent

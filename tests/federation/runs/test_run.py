@@ -243,7 +243,7 @@ def test_the_start_is_copied_and_carries_no_graph() -> None:
 
 
 def test_an_algorithm_without_a_module_needs_a_start() -> None:
-    with pytest.raises(ValueError, match="Expected parameters= to start from"):
+    with pytest.raises(ValueError, match=r"Expected parameters= to start from.*such as ft\.run\("):
         ft.Run(running_sum(), ft.InProcess(linear_clients(SIZES))).step()
 
 

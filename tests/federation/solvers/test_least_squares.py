@@ -426,3 +426,44 @@ def test_dependent_features_take_the_solution_nearest_to_the_start_in_their_unit
     excess = (1e-9 - first - 1000 * third) / (1 + 1000**2)  # along (1, 1000), which is orthogonal to what is open
     expected = [first + excess, 3.0, third + 1000 * excess, empty]
     assert found.tolist() == pytest.approx(expected, rel=1e-8)
+
+
+@pytest.mark.parametrize("family", ["logistic", "poisson"])
+def test_reweighted_least_squares_is_the_fit_of_statsmodels(family: str) -> None:
+    """Clients of different sizes alone, and the pooled rows, from a start that is not zero."""
+    api = pytest.importorskip("statsmodels.api")
+    generator = torch.Generator().manual_seed(3)
+    x = [torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (40, 25)]
+    draws = torch.bernoulli if family == "logistic" else torch.poisson
+    mean = torch.sigmoid if family == "logistic" else torch.exp
+    y = [draws(mean(0.8 * each[:, 0] - 0.3), generator=generator) for each in x]
+    module = nn.Linear(2, 1, dtype=torch.float64)
+    data = ft.data.from_tensors([(a, b[:, None]) for a, b in zip(x, y)])
+    run = ft.run(ft.separate(ft.least_squares(module, family=family)), ft.InProcess(data), rounds=1)
+    kind = api.families.Binomial() if family == "logistic" else api.families.Poisson()
+    for k in (0, 1):
+        found = api.GLM(y[k].numpy(), api.add_constant(x[k].numpy()), family=kind).fit(tol=1e-14)
+        ours = torch.cat([run.tensors()["bias"][k], run.tensors()["weight"][k, 0]])
+        assert ours.numpy() == pytest.approx(found.params, abs=1e-9)
+
+
+def test_responses_that_are_told_apart_end_far_out_and_finite() -> None:
+    x = torch.tensor([[-2.0], [-1.0], [1.0], [3.0]], dtype=torch.float64)
+    data = ft.data.from_tensors([(x, (x[:, 0] > 0).double()), (x, torch.ones(4, dtype=torch.float64))])
+    local = ft.least_squares(ft.LinearHead(1, dtype=torch.float64), family="logistic")
+    found = ft.run(ft.separate(local), ft.InProcess(data), rounds=1).tensors()["coefficients"]
+    assert found.isfinite().all()
+    assert float(found[0, 0]) > 10
+    assert float(found[1] @ torch.tensor([0.0, 1.0]).double()) > 10
+
+
+def test_families_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match="Expected the family 'gaussian' or 'logistic' or 'poisson', but got 'probit'"):
+        ft.least_squares(nn.Linear(2, 1), family="probit")
+    with pytest.raises(ValueError, match="Expected no lr with family='poisson'"):
+        ft.least_squares(nn.Linear(2, 1), family="poisson", steps=3, lr=0.1)
+    with pytest.raises(ValueError, match="Expected a module of one output with family='logistic', but got 2"):
+        ft.least_squares(nn.Linear(2, 2), family="logistic")
+    data = ft.data.from_tensors([(torch.ones(2, 2), torch.tensor([1.0, 0.5]))])
+    with pytest.raises(ValueError, match=r"Expected counts, but got 0\.5 to 1\.0 in y"):
+        ft.Run(ft.fedavg(ft.least_squares(nn.Linear(2, 1), family="poisson")), ft.InProcess(data))

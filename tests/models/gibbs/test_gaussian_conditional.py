@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fedtorch import random
-from fedtorch.models.gibbs._gaussian_conditional import columns, from_columns, least_norm
+from fedtorch.models.gibbs._gaussian_conditional import columns, elimination, from_columns, least_norm
 
 
 @pytest.mark.parametrize("shape", [(7, 4), (3, 6), (0, 3)])
@@ -24,3 +24,15 @@ def test_columns_and_back(clients: int) -> None:
     values = random.normal(random.key(0), (clients, 2, 4, 5), torch.float64)
     assert columns(values).shape == (4, 5, 2 * clients)
     assert torch.equal(from_columns(columns(values), clients, 2), values)
+
+
+def test_columns_that_almost_depend_on_each_other_give_finite_draws():
+    """Of which rounding makes a pivot negative; no pivot is below the prior's precision."""
+    x = random.normal(random.key(3), (20, 40, 2), torch.float64)
+    x = torch.cat([x, x.sum(-1, keepdim=True)], -1)
+    gram = x.mT @ x
+    zeros = torch.zeros(20, 3, dtype=torch.float64)
+    draw = elimination(gram, zeros, zeros[:, 0], zeros[:, None])
+    delta, rss = draw(torch.ones(20).double(), torch.full((3, 20), 1e-20).double(), torch.ones(3, 20).double())
+    assert bool(delta.isfinite().all())
+    assert bool(rss.isfinite().all())

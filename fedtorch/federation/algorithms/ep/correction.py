@@ -44,7 +44,6 @@ from fedtorch.progress import Progress
 from fedtorch.tree import Tree
 
 _FREEDOM = 2.0  # degrees of freedom of Student's nodes
-_ENOUGH = 750  # effective nodes, in many dimensions
 _LOW = 5  # dimensions up to which quasi-random nodes gain much more than their number says
 _FEWEST = 100  # effective nodes
 _PART = 512  # nodes at a time
@@ -85,7 +84,9 @@ class Corrected(NamedTuple):
         return ordered.gather(0, place[None])[0]
 
 
-def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: int | None = None) -> Corrected:
+def corrected(
+    run: Run, *, points: int = 8192, enough: float = 750.0, tolerance: float = 0.01, node: int | None = None
+) -> Corrected:
     """Compute moments of the posterior itself, in one more summed round of a run's clients, all of whom must answer.
 
     A `RuntimeWarning` says so where fewer than a hundred nodes' worth of weight is left: q is too far from the
@@ -93,8 +94,9 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: in
 
     Args:
         run: of `ep` with a hierarchical model, or with `Factors` that have their `log_factor`.
-        points: how many nodes at the most, so many numbers are sent by each client; half of them where there are
-            more than five shared parameters and these have 750 nodes' worth of weight.
+        points: how many nodes at the most, so many numbers are sent by each client.
+        enough: with more than five shared parameters, half of the nodes are taken where these have so many nodes' worth
+            of weight. Sds are then known to about 1 / √(2 · enough), of 750 to 2 or 3 per cent; `math.inf` takes all.
         tolerance: see `posterior`, which warns and raises alike.
         node: of a run `ft.without_server`, whose q and sums are used; default: the means of all. The sums are found by
             consensus there, too.
@@ -116,7 +118,7 @@ def corrected(run: Run, *, points: int = 8192, tolerance: float = 0.01, node: in
         centre = weights @ nodes
         away = nodes - centre
         size = effective(weights, away)
-        if size >= _ENOUGH:
+        if size >= enough:
             break
     if not size >= _FEWEST:
         warnings.warn(

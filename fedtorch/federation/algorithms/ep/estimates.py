@@ -21,6 +21,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
+from fedtorch.models.hierarchical.dependence import warn_of_dependence
 from fedtorch.models.hierarchical.families import LOGISTIC
 from fedtorch.models.hierarchical.separation import warn_of_separation
 from fedtorch.models.quadrature import quasi_random
@@ -58,6 +59,7 @@ def estimates(
     design = units(run) @ model.hierarchy.mean.to(nodes)
     m = design.shape[1]
     check_separation(run, q.mean[:m], q.covariance[:m, :m])
+    check_dependence(run, q.covariance[:m, :m])
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
@@ -74,6 +76,15 @@ def check_separation(run: Run, mean: Tensor, covariance: Tensor) -> None:
         back = model.hierarchy.mean.to(mean)
         sds = (back @ covariance @ back.mT).diagonal().sqrt()
         warn_of_separation(coefficient_names(run), back @ mean, sds, stacklevel=5)
+
+
+def check_dependence(run: Run, covariance: Tensor) -> None:
+    """Warn where rows say nothing of some combination of the means over clients, `(m, m)` being their covariance."""
+    names = coefficient_names(run)
+    if len(names) == len(covariance):
+        model = run.algorithm.settings["model"]
+        before = gaussian.moments(model.prior.completed()).covariance[: len(names), : len(names)].to(covariance)
+        warn_of_dependence(names, before, covariance, stacklevel=5)
 
 
 def quantities(run: Run, nodes: Tensor) -> Quantities:

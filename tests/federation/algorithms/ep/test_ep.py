@@ -479,6 +479,14 @@ def test_a_correction_shows_how_far_it_is(monkeypatch: pytest.MonkeyPatch, capsy
     assert lines[-1].startswith("Correction: 6,144 of 6,144 nodes")
 
 
+def test_half_of_the_nodes_are_taken_where_they_are_enough() -> None:
+    run = settle(algorithm(linear(3)), devices(8, 3))
+    half, every = (corrected(run, points=2048, enough=enough) for enough in (1.0, math.inf))
+    assert (len(half.nodes), len(every.nodes)) == (1024, 2048)
+    assert torch.equal(half.nodes, every.nodes[:1024])
+    assert every.effective > half.effective
+
+
 def test_a_prior_in_conflict_with_the_data_is_named() -> None:
     """Thirty devices at 20 ± 0.3 under μ ~ N(0, 1): a wide τ at μ near 0, or a small one at μ near 20."""
     levels = [20 + 0.3 * math.sin(7 * k) for k in range(30)]

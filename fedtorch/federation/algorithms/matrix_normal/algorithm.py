@@ -23,6 +23,10 @@ a spare row thus have the noise of the others. The first time that a device is h
 what has been heard the scale of Ω is taken: the median of σ_k² tr((X_k'X_k)⁺)/rank, the variance of a coefficient that
 a device estimates alone. Rescaling all X or all y therefore rescales the answer.
 
+**Generalised linear models.** In the place of ½‖y − Xθ‖²/σ² comes the negative log-likelihood over an overdispersion
+φ; all else is the same, and L descends alike. The sampling variance of a coefficient is that where all rows have one
+mean, and the first time a device is heard it shrinks its own estimate, which may be infinite, by about half.
+
 Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on linear models", section 3, Algorithm 1.
 """
 
@@ -30,37 +34,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
+from fedtorch.federation.algorithms.matrix_normal.noise import PreparedRows, Summary, noise_variance, of_each, prepare
+from fedtorch.federation.algorithms.matrix_normal.posterior import estimates
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.rows import private_rows
-from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.turn import Turn
 from fedtorch.models import low_rank
-from fedtorch.models.estimates import Estimates, over_clients
-from fedtorch.models.linear import LinearHead, SufficientStatistics, least_norm, residual_sum, sufficient_statistics
+from fedtorch.models.linear import LinearHead
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal import CovarianceUpdate, inverse_wishart
 from fedtorch.tree import Tree
 
-_POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
-_EXACT = 1e-14  # residuals below, relative to y'y, are rounding
 _HOPELESS = (
     "Expected a device with more rows than independent features, to estimate the noise from, but got none; pass noise="
 )
-
-
-class Summary(NamedTuple):
-    """Hold what a device knows of its noise; leaves `(K,)`, zeros for devices that have not been heard."""
-
-    residual: Tensor  # ‖y − Xθ̂‖² of its least squares fit
-    freedom: Tensor  # rows beyond the rank
-    spread: Tensor  # tr((X'X)⁺) / rank: times σ², the sampling variance of a coefficient
 
 
 class _Found(NamedTuple):
@@ -93,14 +87,6 @@ class _Outbox(NamedTuple):
     noise: Tensor  # (K,) σ_k²
     precision: Tensor  # (K,) λ_k
     shift: Tensor  # (K, p) h_k
-
-
-class _PreparedRows(NamedTuple):
-    """Hold a block's data as the local solver wants it, and what the devices tell of it."""
-
-    local: Tree
-    summary: Summary  # (K,)
-    rows: Tensor  # (K,)
 
 
 class Shrinkage(NamedTuple):
@@ -170,10 +156,12 @@ def matrix_normal(
     Args:
         local: how a device works on its mean squared error: `ft.least_squares(head, steps=20)` for full-batch gradient
             steps in closed form, without `steps` exactly; `ft.gradient_descent(head, ..., loss=mse_loss)` for
-            (stochastic) gradient steps, whose rate is the user's then.
+            (stochastic) gradient steps, whose rate is the user's then. With `ft.least_squares(head,
+            family="logistic")` or "poisson" devices have generalised linear models, solved by reweighted least squares.
         covariance: how Ω is learnt; default `inverse_wishart()`, see also `exponential_average`, `zhang_yeung`.
         shrinkage: default `in_every_step()`, see also `proximal`.
-        noise: σ², of every device or of each, `(K,)`; estimated unless given.
+        noise: σ², of every device or of each, `(K,)`; estimated unless given. Of logistic and Poisson models the
+            factor of the variance (overdispersion), 1 unless given.
         start: begin with Ω = start · I, the paper's 1; by default the first steps of a device have no prior.
         rank: of Ω beyond the multiple of the identity, at most.
 
@@ -214,8 +202,10 @@ def matrix_normal(
             "Expected a local solver without a budget, or one on noised sums, because devices also tell residual sums "
             "of their rows, which its noise does not protect; use privacy.sufficient_statistics"
         )
+    if noise is None and local.family != "gaussian":
+        noise = 1.0
     if isinstance(noise, (Tensor, Sequence)):
-        noise = _of_each(noise)
+        noise = of_each(noise)
     for name, value in (("noise", noise), ("start", start), ("rank", rank)):
         if value is not None and not isinstance(value, Tensor):
             expected.positive(**{name: value})
@@ -227,15 +217,10 @@ def matrix_normal(
         server=partial(_server, chosen=chosen),
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
-        prepare=partial(_prepare, local=local),
-        estimates=partial(_estimates, noise=chosen.noise),
+        prepare=partial(prepare, local=local),
+        estimates=estimates,
         **solved_by(local, algorithm="matrix_normal", **chosen._asdict()),
     )
-
-
-def _estimates(run: Any, *, noise: float | Tensor | None) -> Estimates:
-    heard, columns, rows = run.server.heard, feature_names(run.population), int(row_counts(run.population).sum())
-    return over_clients(run.server.parameters[heard], noise_variance(run.server.summary, noise)[heard], columns, rows)
 
 
 def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen) -> tuple[MatrixNormalServer, Tree]:
@@ -263,35 +248,20 @@ def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) 
     )
 
 
-def _prepare(data: Any, *, local: LocalSolver) -> _PreparedRows:
-    """Compute the statistics of a block's rows, once."""
-    prepared = local.prepare(data)
-    if local.statistics is None:
-        x, y = data.batch
-        with torch.no_grad():
-            statistics = sufficient_statistics(local.module.block_design(x), y, data.mask)
-    else:
-        statistics = _of_one_response(local.statistics(prepared))
-    fit = least_norm(statistics)
-    residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
-    freedom = statistics.count - fit.rank
-    summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return _PreparedRows(prepared, summary, statistics.count)
-
-
-def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
-    return statistics._replace(cross=statistics.cross[..., 0])
-
-
-def _client(inbox: _Outbox, state: Tree, data: _PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
+def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
     """Take the device's steps on its misfit with the prior in each, in units of its mean squared error."""
     if inbox.noise.ndim != 1:
         raise TypeError(
             "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
             "server needs every device's coefficients, of which no sum, under masks or not, will do"
         )
-    unit = 2 * inbox.noise / data.rows.clamp(min=1)  # the mean squared error is ½‖y − Xθ‖²/σ² times this
-    quadratic = Quadratic(unit * inbox.precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
+    # The mean squared error is ½‖y − Xθ‖²/σ² times this, a mean negative log-likelihood the whole one.
+    unit = (2.0 if local.family == "gaussian" else 1.0) * inbox.noise / data.rows.clamp(min=1)
+    precision = inbox.precision
+    if local.family != "gaussian":  # alone a device may have no finite estimate: it is shrunk by half
+        variance = inbox.noise * data.summary.spread
+        precision = torch.where((precision > 0) | (variance == 0), precision, 1 / variance)
+    quadratic = Quadratic(unit * precision, {"coefficients": unit[:, None].to(inbox.shift.dtype) * inbox.shift})
     solved = local.solve({"coefficients": inbox.parameters}, state, data.local, quadratic, turn)
     change = Sum(solved.parameters["coefficients"] - inbox.parameters)
     fresh = Mean(_Found(data.summary, solved.lr_sum * unit), torch.ones_like(unit))
@@ -320,22 +290,3 @@ def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen
     typical = torch.where(seen, variance * summary.spread, torch.nan).nanmedian()
     scale = torch.where(seen.any(), typical, 0.0)
     return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, units))
-
-
-def _of_each(noise: Tensor | Sequence[float]) -> Tensor:
-    """Return the devices' noise variances as float64 `(K,)`, or raise ValueError."""
-    known = torch.as_tensor(noise, dtype=torch.float64)
-    if known.ndim != 1 or not bool(((known > 0) & known.isfinite()).all()):
-        raise ValueError(f"Expected positive noise variances (K,), but got {known.tolist()}; bound them from below")
-    return known
-
-
-def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Tensor:
-    """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
-    if isinstance(noise, Tensor):
-        return noise.to(summary.residual)
-    if noise is not None:
-        return torch.full_like(summary.residual, noise)
-    freedom = summary.freedom.sum()
-    pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
-    return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)

@@ -1,0 +1,188 @@
+r"""Integrals of any smooth density about its mode, and devices whose rows have any smooth log likelihood.
+
+A row's log likelihood is a function of its predictor η = x'θ + offset and of a variance v = |R'θ|², where some columns
+are missing, with derivatives in both: of rows with missing cells (`missing_cells`) and of ordered responses
+(`ordinal`), which generalised linear models (`_exponential`) do not cover.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.models import gaussian
+from fedtorch.models.gaussian import Moments
+from fedtorch.models.hierarchical.factor import Conditional, derivatives
+from fedtorch.models.hierarchical.projections import minimised
+from fedtorch.models.quadrature import QuadratureRule
+from fedtorch.tree import Tree
+
+_NOWHERE = -1e30  # log density
+_AT_ONCE = 2**18  # rows at nodes that are evaluated together
+
+
+class Integrated(NamedTuple):
+    """Hold the logarithm of an integral over θ, and the moments of θ, at every node."""
+
+    log_factor: Tensor  # (K, R)
+    mean: Tensor  # (K, R, d)
+    covariance: Tensor  # (K, R, d, d)
+
+
+class Slopes(NamedTuple):
+    """Hold a row's log likelihood and its derivatives in η and v, `(K, R, N)` each; None where there is no v."""
+
+    value: Tensor
+    first: Tensor
+    second: Tensor
+    spread: Tensor | None = None  # in v
+    across: Tensor | None = None  # in η and v
+    spreads: Tensor | None = None  # in v twice
+
+
+class Rows(NamedTuple):
+    """Hold what predictors and their variances are made of, zero where there is no row."""
+
+    x: Tensor  # (K, N, d)
+    offset: Tensor  # (K, N)
+    root: Tensor  # (K, N, d, q) R
+    squares: tuple[Tensor, Tensor]  # (K, N, d (d + 1) / 2) xx' and RR'
+
+    @staticmethod
+    def of(x: Tensor, offset: Tensor, root: Tensor) -> Rows:
+        """Return these rows."""
+        outer = x[..., :, None] * x[..., None, :]
+        return Rows(x, offset, root, (gaussian.pack(outer), gaussian.pack(root @ root.mT)))
+
+    def predictors(self, theta: Tensor) -> tuple[Tensor, Tensor]:
+        """Return η `(K, R, N)` and R'θ `(K, R, N, q)`."""
+        inner = (theta @ self.root.permute(0, 2, 1, 3).flatten(2)).unflatten(-1, self.root.shape[1:4:2])
+        return theta @ self.x.mT + self.offset[:, None], inner
+
+
+# (rows' η, v, what is given at the nodes, whether with derivatives) -> `Slopes`, of which only `value` otherwise
+Density = Callable[[Tensor, Tensor, Any, bool], Slopes]
+
+
+def integrated(
+    log_joint: Callable[[Tensor, Any], Tensor],
+    given: Tree,
+    size: int,
+    rule: QuadratureRule | None,
+    slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]] | None = None,
+    rows: int = 1,
+) -> Integrated:
+    """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ.
+
+    Args:
+        log_joint: (θ `(K, R, d)`, what is given there) -> `(K, R)`.
+        given: what differs by node, `(K, R, ...)`.
+        size: d.
+        rule: over θ; None for Laplace's method.
+        slopes: of log_joint: value, gradient `(K, R, d)`, minus second derivatives `(K, R, d, d)`; default: by
+            automatic differentiation.
+        rows: of a client, by which the rule's nodes are taken some at a time.
+
+    >>> import torch
+    >>> from fedtorch.models.quadrature import gauss_hermite
+    >>> at = torch.tensor([[[2.0]]]).double()  # of one client, one node
+    >>> found = integrated(lambda theta, at: -(theta - at).square().sum(-1), at, 1, gauss_hermite(1, 3))
+    >>> found.log_factor.exp().square().round(decimals=3), found.mean.flatten()  # π, at 2
+    (tensor([[3.1420]], dtype=torch.float64), tensor([2.], dtype=torch.float64))
+    """
+    first = tree.leaves(given)[0]
+    clients, count = first.shape[:2]
+    if size == 0:
+        empty = first.new_zeros(clients, count, 0)
+        return Integrated(log_joint(empty, given), empty, empty[..., None])
+    shaped = lambda theta: theta.reshape(clients, count, size)
+
+    def objective(theta: Tensor) -> Tensor:
+        return -log_joint(shaped(theta), given).reshape(-1)
+
+    def about(theta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        value, gradient, information = slopes(shaped(theta), given)  # type: ignore[misc]
+        return -value.reshape(-1), -gradient.flatten(0, 1), information.flatten(0, 1)
+
+    eye = torch.eye(size, dtype=first.dtype, device=first.device)
+    start, metric = first.new_zeros((clients * count, size)), eye.expand(clients * count, -1, -1)
+    mode, curvature = minimised(objective, start, metric, None if slopes is None else about)
+    factor, info = torch.linalg.cholesky_ex(curvature)
+    lost = (info != 0)[:, None, None]  # nodes so far out that no mode was found: they have no weight
+    factor, mode = torch.where(lost, eye, factor), torch.where(lost[..., 0], 0.0, mode)
+    half = torch.linalg.solve_triangular(factor.mT, eye, upper=True)
+    missed = torch.where(lost[:, 0, 0], _NOWHERE, 0.0).reshape(clients, count)
+    normal, shape = size / 2 * math.log(2 * math.pi) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), (clients, count)
+    if rule is None:
+        peak, spread = log_joint(shaped(mode), given) + normal.reshape(shape) + missed, half @ half.mT
+        return Integrated(peak, shaped(mode), spread.reshape(*shape, size, size))
+    nodes, weights = rule.nodes.to(first), rule.weights.to(first)
+    parts = []
+    for part in nodes.split(max(1, _AT_ONCE // max(1, clients * count * rows))):
+        moved = (mode[:, None] + part @ half.mT).reshape(clients, -1, size)  # (K, R Q, d)
+        repeated = tree.map(partial(torch.repeat_interleave, repeats=len(part), dim=1), given)
+        parts.append(log_joint(moved, repeated).reshape(-1, len(part)))
+    log = torch.cat(parts, 1) + 0.5 * nodes.square().sum(1) + weights.log()
+    shares = log.softmax(1)
+    centre = shares @ nodes
+    away = nodes - centre[:, None]
+    spread = half @ ((shares[..., None] * away).mT @ away) @ half.mT
+    mean = mode + (half @ centre[..., None])[..., 0]
+    return Integrated(
+        (log.logsumexp(1) + normal).reshape(shape) + missed,
+        mean.reshape(*shape, size),
+        spread.reshape(*shape, size, size),
+    )
+
+
+def conditional(
+    density: Density, rows: Rows, mean: Tensor, covariance: Tensor, given: Tree, rule: QuadratureRule | None
+) -> Conditional:
+    """Return what rows say of θ ~ N(mean `(K, R, d)`, covariance `(K, R, d, d)`).
+
+    Args:
+        density: of a row.
+        rows: of the clients.
+        mean, covariance: of θ before the rows.
+        given: what else differs by node, `(K, R, ...)`.
+        rule: over θ about its mode; None for Laplace's method.
+    """
+    root, size = torch.linalg.cholesky_ex(covariance).L, mean.shape[-1]
+    eye = torch.eye(size, dtype=mean.dtype, device=mean.device)
+
+    def log_joint(u: Tensor, given: tuple[Tensor, Tensor, Tree]) -> Tensor:
+        centre, half, more = given
+        eta, inner = rows.predictors(centre + (half @ u[..., None])[..., 0])
+        return density(eta, inner.square().sum(-1), more, False).value.sum(-1) - 0.5 * u.square().sum(-1)
+
+    def slopes(u: Tensor, given: tuple[Tensor, Tensor, Tree]) -> tuple[Tensor, Tensor, Tensor]:
+        centre, half, more = given
+        value, gradient, information = _slopes(density, rows, centre + (half @ u[..., None])[..., 0], more)
+        gradient = (half.mT @ gradient[..., None])[..., 0] - u
+        return value - 0.5 * u.square().sum(-1), gradient, half.mT @ information @ half + eye
+
+    found = integrated(log_joint, (mean, root, given), size, rule, slopes, rows.x.shape[1])
+    after = Moments(mean + (root @ found.mean[..., None])[..., 0], root @ found.covariance @ root.mT)
+    evidence = found.log_factor - size / 2 * math.log(2 * math.pi)
+    return Conditional(evidence, lambda weights: derivatives(mean, covariance, after, weights), lambda: after)
+
+
+def _slopes(density: Density, rows: Rows, theta: Tensor, given: Tree) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log likelihood of θ, its gradient and minus its second derivatives."""
+    eta, inner = rows.predictors(theta)
+    at = density(eta, inner.square().sum(-1), given, True)
+    gradient, packed = at.first @ rows.x, at.second @ rows.squares[0]
+    if at.spread is None or at.across is None or at.spreads is None:
+        return at.value.sum(-1), gradient, -gaussian.unpack(packed)
+    bent = 2 * (rows.root[:, None] @ inner[..., None])[..., 0]  # the gradient of v, (K, R, N, d)
+    gradient = gradient + (at.spread[..., None, :] @ bent)[..., 0, :]
+    second = gaussian.unpack(packed + 2 * at.spread @ rows.squares[1])
+    mixed = rows.x.mT[:, None] @ (at.across[..., None] * bent)
+    second = second + mixed + mixed.mT + bent.mT @ (at.spreads[..., None] * bent)
+    return at.value.sum(-1), gradient, -second

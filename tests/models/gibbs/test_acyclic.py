@@ -1,0 +1,140 @@
+"""Acyclic graphs: probabilities against all graphs of four variables, evidence against integration on a grid."""
+
+from __future__ import annotations
+
+import math
+from itertools import permutations, product
+
+import pytest
+import torch
+from support.oracles.closed_forms import same_bits
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch.models.gibbs import acyclic, graphical
+
+
+def laplace(key: int, shape: tuple[int, ...]) -> Tensor:
+    keys = ft.random.split(ft.random.key(key), 2)
+    return ft.random.exponential(keys[0], shape, torch.float64) - ft.random.exponential(keys[1], shape, torch.float64)
+
+
+def posterior(parents: int, key: int = 0) -> acyclic.Graphs:
+    """Scores of four variables that differ by some nats, and effects."""
+    sets = acyclic.causes(4, parents)[0]
+    scores = 2 * ft.random.normal(ft.random.key(key), sets.shape[:2], torch.float64)
+    return acyclic.Graphs(scores, ft.random.normal(ft.random.key(key + 1), sets.shape, torch.float64))
+
+
+def enumerated(given: acyclic.Graphs) -> dict[tuple[int, ...], float]:
+    """The probability of every acyclic graph of four variables, by the set of causes that each variable has."""
+    p, parents = 4, given.effect.shape[-1]
+    sets, used = acyclic.causes(p, parents)
+    weights: dict[tuple[int, ...], float] = {}
+    for graph in product(range(sets.shape[1]), repeat=p):
+        causes = [set(sets[j, s][used[j, s]].tolist()) for j, s in enumerate(graph)]
+        orders = sum(
+            all(causes[j] <= set(order[:place]) for place, j in enumerate(order)) for order in permutations(range(p))
+        )
+        if orders:
+            weights[graph] = orders * math.exp(sum(float(given.score[j, s]) for j, s in enumerate(graph)))
+    total = sum(weights.values())
+    return {graph: weight / total for graph, weight in weights.items()}
+
+
+@pytest.mark.parametrize(("parents", "graphs"), [(1, 125), pytest.param(3, 543, marks=pytest.mark.slow)])
+def test_probabilities_and_effects_are_those_of_all_graphs(parents: int, graphs: int) -> None:
+    given = posterior(parents)
+    every, (sets, used) = enumerated(given), acyclic.causes(4, parents)
+    assert len(every) == graphs
+    inclusion, effects = torch.zeros(4, 4).double(), torch.zeros(4, 4).double()
+    for graph, probability in every.items():
+        for j, s in enumerate(graph):
+            inclusion[j, sets[j, s][used[j, s]]] += probability
+            effects[j, sets[j, s][used[j, s]]] += probability * given.effect[j, s][used[j, s]]
+    assert torch.allclose(given.inclusion(), inclusion, rtol=0, atol=1e-12)
+    assert torch.allclose(given.effects(), effects, rtol=0, atol=1e-12)
+
+
+def test_draws_have_the_probabilities_of_graphs() -> None:
+    given, count = posterior(1), 20_000
+    sets, used = acyclic.causes(4, 1)
+    drawn = given.draws(ft.random.key(5), count)
+    assert bool(((drawn.double().matrix_power(4)) == 0).all())  # no cycle
+    frequency: dict[bytes, int] = {}
+    for graph in drawn.flatten(1).tolist():
+        frequency[bytes(graph)] = frequency.get(bytes(graph), 0) + 1
+    for graph, probability in enumerated(given).items():
+        if probability > 0.01:
+            matrix = torch.zeros(4, 4, dtype=torch.bool)
+            for j, s in enumerate(graph):
+                matrix[j, sets[j, s][used[j, s]]] = True
+            share = frequency.get(bytes(matrix.flatten().tolist()), 0) / count
+            assert abs(share - probability) < 5 * math.sqrt(probability / count)
+
+
+def exact_evidence(sites: list[Tensor], spread: float, variance: float) -> float:
+    """log of the integral over θ and each site's θ_k of the likelihoods of y₁ given its cause y₀, on grids."""
+    theta = torch.linspace(-2, 2, 801, dtype=torch.float64)
+    step = float(theta[1] - theta[0])
+    normal = lambda gap, v: -gap.square() / (2 * v) - math.log(2 * math.pi * v) / 2
+    total = normal(theta, variance)
+    for y in sites:
+        absolute = (y[:, 1] - theta[:, None] * y[:, 0]).abs().sum(1)
+        inner = -(len(y) + 1) * absolute.log1p() + normal(theta[:, None] - theta, spread**2)
+        total = total + inner.logsumexp(1) + math.log(step)
+    return float(total.logsumexp(0)) + math.log(step)
+
+
+@pytest.mark.parametrize(
+    ("rows", "spread", "apart", "nats"),
+    [(30, 0.05, 0.1, 0.3), (200, 0.05, 0.05, 0.1), pytest.param(200, 0.8, 0.3, 0.1, marks=pytest.mark.slow)],
+)
+def test_evidence_is_the_integral_over_effects(rows: int, spread: float, apart: float, nats: float) -> None:
+    sites = []
+    for k in range(3):
+        y = laplace(k, (rows, 2))
+        y[:, 1] += (0.6 - apart * k) * y[:, 0]
+        sites.append(y)
+    said = [acyclic.evidence(y, 1, (spread,), 0.5) for y in sites]
+    given = acyclic.joined(acyclic.Messages(*(sum(part) for part in zip(*said))), 0.5)
+    with_cause = exact_evidence(sites, spread, 0.5)
+    without = sum(-(rows + 1) * math.log1p(float(y[:, 1].abs().sum())) for y in sites)
+    assert float(given.score[1, 0]) == pytest.approx(without, abs=1e-9)
+    assert float(given.score[1, 1]) == pytest.approx(with_cause, abs=nats)  # of 12 and more
+
+
+def test_two_causes_and_several_spreads() -> None:
+    """Of one site, whose evidence needs no normal function for the spread of the widest prior."""
+    y = laplace(7, (50, 3))
+    y[:, 2] += 0.5 * y[:, 0]
+    axis = torch.linspace(-2, 2, 401, dtype=torch.float64)
+    theta, step = torch.cartesian_prod(axis, axis), float(axis[1] - axis[0])
+    absolute = (y[:, 2:] - y[:, :2] @ theta.mT).abs().sum(0)
+    exact = []
+    for spread in (0.1, 0.5):
+        v = 0.5 + spread**2
+        prior = -theta.square().sum(1) / (2 * v) - math.log(2 * math.pi * v)
+        exact.append(float((prior - 51 * absolute.log1p()).logsumexp(0)) + 2 * math.log(step))
+    given = acyclic.joined(acyclic.evidence(y, 2, (0.1, 0.5), 0.5), 0.5)
+    assert float(given.score[2, 3]) == pytest.approx(math.log(sum(map(math.exp, exact)) / 2), abs=0.1)
+
+
+def test_a_site_tells_the_same_in_any_block() -> None:
+    y = [laplace(k, (20 + k, 3)) for k in range(3)]
+    algorithm, start = ft.acyclic_graphs(2), graphical.start(3)
+    whole = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(y)), start, rounds=1).server
+    parts = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(y), chunk=1), start, rounds=1).server
+    assert torch.allclose(whole.score, parts.score, rtol=0, atol=1e-9)
+    again = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(y)), start, rounds=2).server
+    assert same_bits(whole, again)  # a second round says the same
+
+
+def test_bad_input_is_refused() -> None:
+    with pytest.raises(ValueError, match="positive spreads"):
+        ft.acyclic_graphs(spreads=(0.1, 0.0))
+    data = ft.InProcess(ft.data.from_tensors([laplace(0, (9, 3))]))
+    with pytest.raises(ValueError, match="Expected 4 to 20 variables for parents=3, but got 3"):
+        ft.run(ft.acyclic_graphs(), data, graphical.start(3), rounds=1)
+    with pytest.raises(ValueError, match="Expected a start of 6 coefficients"):
+        ft.run(ft.acyclic_graphs(1), data, graphical.start(4), rounds=1)
