@@ -31,7 +31,6 @@ import numpy as np
 
 from experiments import common, result_pages
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.accounting.renyi import renyi_divergence, renyi_epsilon
 
 READING = result_pages.Reading(
     smaller="ε",
@@ -191,13 +190,13 @@ def ours(of: Released) -> float:
 
 def renyi(of: Released) -> float:
     """Our account by Rényi divergences."""
-    return renyi_epsilon(of.noise, of.delta, of.rounds, of.sampling_rate)
+    return privacy.renyi_epsilon(of.noise, of.delta, of.rounds, of.sampling_rate)
 
 
 def former(of: Released) -> float:
     """The same by the conversion of Mironov (2017), Proposition 3, at TensorFlow Privacy's orders."""
     orders = [*(1 + tenth / 10 for tenth in range(1, 100)), *range(12, 64)]
-    divergences = [(order, of.rounds * renyi_divergence(of.noise, of.sampling_rate, order)) for order in orders]
+    divergences = [(order, of.rounds * privacy.renyi_divergence(of.noise, of.sampling_rate, order)) for order in orders]
     return min(divergence - math.log(of.delta) / (order - 1) for order, divergence in divergences)
 
 
