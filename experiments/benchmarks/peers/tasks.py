@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 Arrays = dict[str, np.ndarray]
+SEEDS = 10  # of the softmax regressions
 
 
 class Size(NamedTuple):
@@ -79,6 +80,19 @@ def perceptron(dropout: float | None = None) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), *between, nn.Linear(128, 10))
 
 
+class Softmaxes(nn.Module):
+    """Softmax regressions, 64 inputs and 10 classes, beside each other: x `(n, count, 64)`, logits `(n, 10, count)`."""
+
+    def __init__(self, count: int = SEEDS) -> None:
+        super().__init__()
+        layers = [nn.Linear(64, 10) for _ in range(count)]
+        self.weight = nn.Parameter(torch.stack([layer.weight.detach() for layer in layers]))
+        self.bias = nn.Parameter(torch.stack([layer.bias.detach() for layer in layers]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("nsf,scf->ncs", x, self.weight) + self.bias.mT
+
+
 def convolutional(size: int) -> nn.Module:
     """Two convolutions and a linear layer on 1 × size × size."""
     return nn.Sequential(
@@ -101,6 +115,20 @@ def _digit_data(clients: int, *shape: int) -> Arrays:
     x, y = (images.reshape(-1, *shape) / 16).astype(np.float32)[order], labels[order]
     counts = np.diff(np.arange(clients + 1) * len(y) // clients)  # 17 or 18 of 100 clients, 35 or 36 of 50
     return {"x": x, "y": y, "counts": counts, "evaluation_x": x, "evaluation_y": y}
+
+
+def _seeds_data(clients: int) -> Arrays:
+    """Digits in another order for each of the seeds; clients of 1, 2, … parts of 1500 rows, the others to evaluate."""
+    images, labels = _digits()
+    orders = np.stack([np.random.default_rng(seed).permutation(len(labels)) for seed in range(SEEDS)], 1)
+    x, y = (images.reshape(-1, 64) / 16).astype(np.float32)[orders], labels[orders]
+    parts = np.cumsum([0, *range(1, clients + 1)])
+    counts = np.diff(parts * 1500 // parts[-1])
+    return {"x": x[:1500], "y": y[:1500], "counts": counts, "evaluation_x": x[1500:], "evaluation_y": y[1500:]}
+
+
+def _sum_over_seeds(output: Tensor, target: Tensor) -> Tensor:
+    return SEEDS * F.cross_entropy(output, target)
 
 
 def _image_data(clients: int) -> Arrays:
@@ -166,5 +194,18 @@ TASKS = {
         lr=0.1,
         cohort=50,
         full=Size(1000, 10),
+    ),
+}
+TRIALS = {  # of `experiments.trials.peers`, not timed
+    "softmax": Task(
+        f"softmax regressions of digits from {SEEDS} seeds beside each other, 20 SGD steps of 10 rows",
+        Softmaxes,
+        _seeds_data,
+        _sum_over_seeds,
+        torch.optim.SGD,
+        0.1,
+        20,
+        full=Size(10, 20),
+        smoke=Size(4, 2),
     ),
 }

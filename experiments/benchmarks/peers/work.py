@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from experiments.benchmarks.peers.tasks import TASKS, Size, Task
+from experiments.benchmarks.peers.tasks import TASKS, TRIALS, Size, Task
 
 DEVICE = os.environ.get("PEERS_DEVICE", "cpu")  # where clients are trained by hand
+EVERY = TASKS | TRIALS
 Rows = tuple[Tensor, Tensor]
 Schedule = Callable[[np.ndarray, "Task", int], tuple[np.ndarray, np.ndarray]]
 
@@ -33,7 +34,7 @@ class Work:
     def __init__(self, file: Path, name: str) -> None:
         stored = np.load(file)
         found = {key.removeprefix(f"{name}."): stored[key] for key in stored.files if key.startswith(f"{name}.")}
-        self.task = TASKS[name]
+        self.task = EVERY[name]
         x, y = _inputs(found["x"]), torch.from_numpy(found["y"])
         counts = found["counts"].tolist()
         self.clients: list[Rows] = list(zip(x.split(counts), y.split(counts)))
@@ -81,7 +82,7 @@ class Work:
         output = model(x)
         scores = {"loss": float(self.task.loss(output, y))}
         if not y.is_floating_point():
-            scores["accuracy"] = float((output.argmax(-1) == y).double().mean())
+            scores["accuracy"] = float((output.argmax(1) == y).double().mean())
         return scores
 
 
@@ -102,7 +103,7 @@ def write(file: Path, sizes: dict[str, Size], schedule: Schedule) -> None:
     """
     arrays: dict[str, np.ndarray] = {}
     for name, (clients, rounds) in sizes.items():
-        task = TASKS[name]
+        task = EVERY[name]
         stored = task.data(clients)
         stored["cohorts"], stored["order"] = schedule(stored["counts"], task, rounds)
         torch.manual_seed(0)
@@ -160,8 +161,9 @@ def command(
     """`program WORKFILE --task TASK --out FILE`: trains and writes seconds and scores."""
     parser = argparse.ArgumentParser(description=f"Runs a task of a work file in {system}.")
     parser.add_argument("file", help="written by work.write")
-    parser.add_argument("--task", choices=sorted(TASKS), required=True)
+    parser.add_argument("--task", choices=sorted(EVERY), required=True)
     parser.add_argument("--out", type=Path, required=True, help="the result, as JSON")
+    parser.add_argument("--parameters", type=Path, help="the model's parameters, as NumPy's .npz")
     if options is not None:
         options(parser)
     parser.add_argument("--threads", type=int, default=1, help="of this process (default 1)")
@@ -171,3 +173,5 @@ def command(
     figures = dict(zip(Trained._fields[1:], times))
     result = {"version": version, **figures, **load(given.file, given.task).scores(model)}
     given.out.write_text(json.dumps(result))
+    if given.parameters is not None:
+        np.savez(given.parameters, **{name: leaf.numpy(force=True) for name, leaf in model.state_dict().items()})
