@@ -14,11 +14,7 @@ they leave is not noise from cycle to cycle: taken for noise, it makes the inter
 narrow. "FedMGP, own processes" gives each cell an independent process besides, whose deviations are smooth and grow
 with the square of the cycle; their size is shared, since a test cell has shown little of it. Its intervals are wide,
 for six of the 23 cells die early, and they are no measure of the others; its mean is the worse one, for the shared
-processes then explain what is left beside the deviations and no longer the whole curve. A size of its own for each
-cell's process, with a normal prior of its logarithm that the others' sizes teach and integrated over by sampling when
-a cell joins, was tried on cells 2, 9 and 14: with two latent processes and three kernels its intervals cover
-everything and are wider than those of the shared size on the test cells, with three latent processes wider still. A
-likely reason are the cells that die early, a quarter of those that teach the prior. Intervals as narrow as FedMGP's
+processes then explain what is left beside the deviations and no longer the whole curve. Intervals as narrow as FedMGP's
 cannot be calibrated about its means, whose errors are several times as large. ModularGP's modules stand for eight
 values each; its lengthscales fall below the distance of the pseudo-inputs where modules vouch for these values to the
 precision of the noise, and predictions between these fall to zero. What came out is in `results/fedmgp_battery.md`.

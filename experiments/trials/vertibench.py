@@ -14,10 +14,10 @@ Beside the split network: the same of all columns in one place (one party), the 
 whose parties send every number in two bits (VertiBench's C-VFL compresses, too), and a Bayesian linear model of all
 columns (SFVI, without noise on what parties send). Three quarters of the rows train.
 
-Published are figures of other data sets (covtype, letter, gisette, …), which are not at hand, so that only their
-pattern can be compared: the accuracy of split networks hardly depends on α and β, and of four kinds of algorithms only
-the compressed one responds. "range" is the largest less the smallest mean over α (or β), beside it the standard error
-of a difference of two of the means.
+Published are figures of other data sets (covtype, letter, gisette, …), which are not at hand, nor was the paper: only
+a pattern can be compared, as the public reviews of the paper tell it of its Figure 5. The accuracy of split networks
+hardly depends on α and β, and of four kinds of algorithms only the compressed one responds. "range" is the largest
+less the smallest mean over α (or β), beside it the standard error of a difference of two of the means.
 
 Source: Wu, Hou, He (2024), "VertiBench: advancing feature distribution diversity in vertical federated learning
 benchmarks", ICLR; github.com/Xtra-Computing/VertiBench, `HyperParameters.md`.
