@@ -28,9 +28,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from experiments.fedmgp import models as fm
-from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gaussian_process.kernels import EmbedCategories
-from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
+from fedtorch.models.gaussian_process import ConvolvedGP, EmbedCategories, MixedLikelihood
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 UNITS, ROWS, LEVELS, GRID = 8, 40, 4, 100

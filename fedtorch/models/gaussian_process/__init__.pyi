@@ -1,4 +1,5 @@
 from . import quiet_gpytorch as quiet_gpytorch
-from .kernels import ConvolutionProcess as ConvolutionProcess
+from .kernels import ConvolutionProcess as ConvolutionProcess, EmbedCategories as EmbedCategories
+from .mixed_likelihood import MixedLikelihood as MixedLikelihood
 from .model import ConvolvedGP as ConvolvedGP
 from .training import fit as fit

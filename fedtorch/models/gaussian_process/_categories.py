@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class EmbedCategories(nn.Module):
-    """Categorical inputs beside continuous ones: each level becomes a learnt point, and continuous columns pass.
+    """Make each level of categorical inputs a learnt point, and let continuous columns pass.
 
     The kernel of the embedded inputs is a kernel of the categories, positive definite whatever the points; levels that
     behave alike come to lie close together. It is a feature extractor, shared by all units. Only differences of
@@ -27,6 +27,14 @@ class EmbedCategories(nn.Module):
 
     Source: Zhang, Tao, Chen and Apley (2020), "A latent variable approach to Gaussian process modeling with
     qualitative and quantitative factors"; the source of this package's model names such kernels as future work.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP, EmbedCategories
+        >>> x = torch.tensor([[0.1, 0.0], [0.5, 2.0]])  # a number, and the code of one of three levels
+        >>> EmbedCategories(2, {1: 3})(x).shape  # the number, and two coordinates of the level's point
+        torch.Size([2, 3])
+        >>> model = ConvolvedGP(x.double(), features=EmbedCategories(2, {1: 3}))
     """
 
     def __init__(self, dims: int, levels: dict[int, int], size: int = 2) -> None:

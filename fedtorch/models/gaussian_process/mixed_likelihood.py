@@ -12,7 +12,7 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 
 class MixedLikelihood(gpytorch.likelihoods.Likelihood):
-    """Rows of different likelihoods, for units that measure, count or classify what depends on the same processes.
+    """Give rows likelihoods of their own, for units that measure, count or classify what depends on the same processes.
 
     Rows are (x, y, kind): kind `(N,)` int64 is the place of the row's likelihood in `parts`.
 
@@ -22,6 +22,21 @@ class MixedLikelihood(gpytorch.likelihoods.Likelihood):
             softplus of f, not its exponential; units of other levels than 0 want `ConvolvedGP(mean=True)`.
 
     Source: Moreno-Muñoz, Artés and Álvarez (2018), "Heterogeneous multi-output Gaussian process prediction".
+
+    Raises:
+        ValueError: no likelihoods.
+
+    Example:
+        >>> import fedtorch as ft, torch
+        >>> from gpytorch.likelihoods import BernoulliLikelihood, GaussianLikelihood
+        >>> from fedtorch.models.gaussian_process import ConvolvedGP, MixedLikelihood
+        >>> x = torch.linspace(0.0, 1.0, 9)[:, None].double()
+        >>> measured = (x, x[:, 0], torch.zeros(9, dtype=torch.int64))  # the first likelihood
+        >>> answered = (x, (x[:, 0] > 0.5).double(), torch.ones(9, dtype=torch.int64))  # the second
+        >>> model = ConvolvedGP(x[::2], likelihood=MixedLikelihood([GaussianLikelihood(), BernoulliLikelihood()]))
+        >>> population = ft.InProcess(ft.data.from_tensors([measured, answered]))
+        >>> ft.run(ft.fedmgp(model, accept_disclosure=True), population, rounds=2, progress=False).number
+        2
     """
 
     def __init__(self, parts: Sequence[Any]) -> None:
