@@ -12,8 +12,6 @@ Network(nodes=4, edges=4)
 [[0, 1], [0, 3], [1, 2], [2, 3]]
 >>> ring.laplacian().to_dense()[0]
 tensor([ 2., -1.,  0., -1.], dtype=torch.float64)
->>> round(ring.algebraic_connectivity, 12)
-2.0
 """
 
 from __future__ import annotations

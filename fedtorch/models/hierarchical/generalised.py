@@ -1,8 +1,8 @@
 r"""Hierarchical logistic and Poisson regression: θ_k is integrated around its mode.
 
 Given its normal prior N(a, P), P = LL', a device's coefficients θ = a + L u have a mode û of
-:math:`\sum_i \log p(y_i \mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`_modes`), and the curvature H
-there. About it what the normal approximation N(û, H⁻¹) gets wrong is corrected (`_integrals`): the coefficients that
+:math:`\sum_i \log p(y_i \mid x_i'\theta) - \frac12 \|u\|^2`, found by Newton's method (`integrals.modes`), and the curvature H
+there. About it what the normal approximation N(û, H⁻¹) gets wrong is corrected (`integrals.moments`): the coefficients that
 differ between devices at the nodes of a rule, fixed effects to first order; `inner=None` leaves it at Laplace's method.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next models; Rue, Martino, Chopin (2009),
@@ -21,11 +21,11 @@ from torch import Tensor
 from fedtorch import linalg
 from fedtorch.models import gaussian, quadrature
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical._exponential import BINARY, COUNTS, ExponentialFamily, Rows, prepared
-from fedtorch.models.hierarchical._integrals import integral
-from fedtorch.models.hierarchical._modes import Problem, White
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
+from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, ExponentialFamily, Rows, prepared
+from fedtorch.models.hierarchical.integrals.modes import Problem, White
+from fedtorch.models.hierarchical.integrals.moments import integral
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite, two_shells
 
 __all__ = ["logistic", "poisson"]

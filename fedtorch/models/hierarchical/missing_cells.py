@@ -8,7 +8,7 @@ normal given θ, of variance :math:`v(\theta) = |R'\theta|^2`:
     p(y \mid \theta) = \int p(y \mid \hat x'\theta + s)\, N(s; 0, v(\theta))\, ds ,
 
 which for Gaussian y is :math:`N(y; \hat x'\theta, \sigma^2 + v(\theta))` and otherwise is found by Gauss–Hermite nodes
-in s. θ enters the variance, so that a device's factor is integrated about its mode over all coefficients (`_smooth`).
+in s. θ enters the variance, so that a device's factor is integrated about its mode over all coefficients (`integrals.smooth`).
 The normal distribution is taken as known: intervals do not know what is uncertain of it.
 
 Source: Ibrahim, Chen, Lipsitz, Herring (2005), "Missing-data methods for generalized linear models: a comparative
@@ -29,13 +29,13 @@ from fedtorch.data.formulas.coding import is_factor
 from fedtorch.data.frames.incomplete import Incomplete
 from fedtorch.data.frames.raw_columns import RawColumns
 from fedtorch.models.gibbs.imputation import Normal, conditional as conditional_cells
-from fedtorch.models.hierarchical import _smooth as smooth
-from fedtorch.models.hierarchical._exponential import BINARY, COUNTS, ExponentialFamily
 from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.families import GAUSSIAN, LOGISTIC, POISSON, Family
 from fedtorch.models.hierarchical.generalised import default_inner, default_rule
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.hierarchical.integrals import smooth
+from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, ExponentialFamily
 from fedtorch.models.quadrature import QuadratureRule, gauss_hermite
 from fedtorch.models.rows import Observations
 

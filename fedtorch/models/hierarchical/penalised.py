@@ -24,9 +24,9 @@ from torch import Tensor
 
 from fedtorch import linalg
 from fedtorch.models import gaussian
-from fedtorch.models.hierarchical._exponential import BINARY, COUNTS, Rows, log_likelihood, prepared
-from fedtorch.models.hierarchical._modes import Problem
 from fedtorch.models.hierarchical.families import GAUSSIAN, Family
+from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, Rows, log_likelihood, prepared
+from fedtorch.models.hierarchical.integrals.modes import Problem
 
 FAMILIES = {"logistic": BINARY, "poisson": COUNTS}
 

@@ -36,10 +36,10 @@ from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical._pyro_program import Sites, filled_up, log_joint_of, may_be_filled, sites_of
-from fedtorch.models.hierarchical._smooth import Integrated, integrated
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
+from fedtorch.models.hierarchical.integrals.smooth import Integrated, integrated
 from fedtorch.models.hierarchical.projections import from_the_prior, quadrature
 from fedtorch.models.quadrature import QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
 from fedtorch.models.rows import refuse

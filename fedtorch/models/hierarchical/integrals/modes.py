@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.models import gaussian
-from fedtorch.models.hierarchical._exponential import ExponentialFamily, Rows
 from fedtorch.models.hierarchical._forms import Powers, monomials
+from fedtorch.models.hierarchical.integrals.exponential import ExponentialFamily, Rows
 
 _STEPS = 40
 _NEAR = 0.03  # sds of the normal approximation, a step that is not made: what integrates about the mode sees the rest

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from fedtorch.models import gaussian
-from fedtorch.models.hierarchical._exponential import log_likelihood
 from fedtorch.models.hierarchical._forms import Powers, cubic, forms, twice, variances
-from fedtorch.models.hierarchical._modes import Expansion, Problem, White, taken
+from fedtorch.models.hierarchical.integrals.exponential import log_likelihood
+from fedtorch.models.hierarchical.integrals.modes import Expansion, Problem, White, taken
 from fedtorch.models.quadrature import QuadratureRule
 
 _BLOCKS = 2  # as many linear predictors at a time as caches hold

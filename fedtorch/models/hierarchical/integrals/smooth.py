@@ -1,8 +1,8 @@
 r"""Integrals of any smooth density about its mode, and devices whose rows have any smooth log likelihood.
 
 A row's log likelihood is a function of its predictor η = x'θ + offset and of a variance v = |R'θ|², where some columns
-are missing, with derivatives in both: of rows with missing cells (`missing_cells`) and of ordered responses
-(`ordinal`), which generalised linear models (`_exponential`) do not cover.
+are missing, with derivatives in both: of rows with missing cells (`missing_cells`), which generalised linear models
+(`integrals.exponential`) do not cover.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Integrals over coefficients of devices about their modes."""
