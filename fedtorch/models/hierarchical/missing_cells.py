@@ -8,7 +8,7 @@ normal given θ, of variance :math:`v(\theta) = |R'\theta|^2`:
     p(y \mid \theta) = \int p(y \mid \hat x'\theta + s)\, N(s; 0, v(\theta))\, ds ,
 
 which for Gaussian y is :math:`N(y; \hat x'\theta, \sigma^2 + v(\theta))` and otherwise is found by Gauss–Hermite nodes
-in s. θ enters the variance, so that a device's factor is integrated about its mode over all coefficients (`integrals.smooth`).
+in s. θ enters the variance, so that a device's factor is integrated about its mode over all coefficients.
 The normal distribution is taken as known: intervals do not know what is uncertain of it.
 
 Source: Ibrahim, Chen, Lipsitz, Herring (2005), "Missing-data methods for generalized linear models: a comparative
