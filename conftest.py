@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent
 
 
 def pytest_collect_file(file_path: Path) -> None:
-    """Import a module of the package by its name."""
-    if file_path.suffix == ".py" and file_path.is_relative_to(ROOT / "fedtorch"):
+    """Import a module of the package by its name, unless it is a program."""
+    if file_path.suffix == ".py" and file_path.is_relative_to(ROOT / "fedtorch") and file_path.stem != "__main__":
         parts = file_path.relative_to(ROOT).with_suffix("").parts
         importlib.import_module(".".join(parts[:-1] if parts[-1] == "__init__" else parts))

@@ -517,7 +517,7 @@ def test_a_site_says_what_is_not_for_it() -> None:
     assert "another run" in reason(frames.encode("total", run="0" * 32, sequence=5))
     assert "run of 32 hexadecimal digits" in reason(frames.encode("total", run="../../etc", sequence=5))
     run = site._session.run
-    assert "expected one of ['envelopes', 'evaluate', 'round', 'total'], but got 'fetch'" in reason(
+    assert "expected one of ['ask', 'envelopes', 'evaluate', 'round', 'total'], but got 'fetch'" in reason(
         frames.encode("fetch", run=run, sequence=5)
     )
     assert "tell nothing for good" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))
