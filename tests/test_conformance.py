@@ -522,9 +522,9 @@ def test_every_exchange_counts_bytes_by_client(name: str) -> None:
 
 def test_the_block_data_are_what_algorithms_get() -> None:
     """`prepare` of every algorithm accepts a `ClientData` block, also an empty one."""
-    data = linear_clients(SIZES)
-    for make in ALGORITHMS.values():
-        for ids in (range(K), []):
+    for name, make in ALGORITHMS.items():
+        data = population(name).data
+        for ids in (range(len(data)), []):
             block = data.stack(ids)
             assert isinstance(block, ClientData)
             assert all(len(leaf) == len(block.count) for leaf in tree.leaves(make().prepare(block)))

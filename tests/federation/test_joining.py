@@ -13,7 +13,13 @@ from test_conformance import ALGORITHMS, population, start
 import fedtorch as ft
 from fedtorch.trust import privacy
 
-NETWORKS = {"gtv", "gtv_regressors", "without_server", "fedmgp_average"}  # of as many nodes as there are clients
+NETWORKS = {
+    "gtv",
+    "gtv_regressors",
+    "neighbour_search",
+    "without_server",
+    "fedmgp_average",
+}  # of as many nodes as there are clients
 COVARIANCE = {"matrix_normal", "shared_body"}  # of clients with each other
 ONE = {"pooled"}
 JOINED = sorted(ALGORITHMS.keys() - NETWORKS - COVARIANCE - ONE)
