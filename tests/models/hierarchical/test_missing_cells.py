@@ -113,7 +113,8 @@ def test_one_fit_says_what_many_imputed_ones_do(family: str) -> None:
         model = hierarchical.regression(rows.design, family, covariates=covariates)
         return ft.run(ft.ep(model), ft.InProcess(rows), rounds=30, until=settled(), progress=False)
 
-    theirs = ft.inference.pooled(fit(rows) for rows in ft.inference.imputed(data, 30, rounds=600, between=False)).summary()
+    imputed = ft.inference.imputed(data, 30, rounds=600, between=False)
+    theirs = ft.inference.pooled(fit(rows) for rows in imputed).summary()
     ours = fit(data, found).summary()
     for name in ("Intercept", "x", "z"):
         gap = (ours.loc[name, "estimate"] - theirs.loc[name, "estimate"]) / theirs.loc[name, "sd"]
