@@ -34,6 +34,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common, result_pages
+from experiments.trials.flamby import compared, drawn
 from experiments.trials.flamby_optimizer import Adagrad
 from experiments.trials.flamby_published import AVERAGE, EACH, HOSPITALS, published
 from fedtorch.federation.algorithms.ep import settled
@@ -287,35 +288,14 @@ def own_methods(of: Rows, number: int, smoke: bool = False) -> dict[str, Fitted]
     return fitted
 
 
-def beside(name: str, runs: Sequence[Mapping[str, float]]) -> list[common.Row]:
-    """Rows of ours beside FLamby's, with the sd over its seeds where its seeds differ."""
-    theirs, made = published(name), []
-    for metric, values in common.by_metric(runs).items():
-        known = theirs.get(metric)
-        figures = () if known is None else (float(np.mean(known)), common.spread(known) or None)
-        made.append(common.row(name, metric, values, *figures))
-    return made
-
-
 def scored(methods: Sequence[tuple[Rows, Mapping[str, Fitted]]]) -> dict[str, list[dict[str, float]]]:
     """Accuracies by method, over seeds or splits."""
     return {name: [accuracies(fitted[name], of) for of, fitted in methods] for name in methods[0][1]}
 
 
-def draw(
-    rows: Sequence[common.Row], metric: str = AVERAGE, name: str = "flamby_heart", score: str = "accuracy"
-) -> dict[str, Figure]:
-    """The mean of hospitals, or another metric, by method, FLamby's beside ours."""
-    shown = [row for row in rows if row.metric == metric and "minus" not in row.setting]
-    figure, axis = common.subplots(figsize=(7.5, 0.24 * len(shown) + 1))
-    places = np.arange(len(shown))[::-1]
-    axis.errorbar([row.ours for row in shown], places, xerr=[row.sd or 0.0 for row in shown], fmt="o", label="ours")
-    theirs = [(place, row) for place, row in zip(places, shown) if row.published is not None]
-    axis.plot([row.published for _, row in theirs], [place for place, _ in theirs], "|", ms=14, label="published")
-    axis.set_yticks(places, [row.setting for row in shown])
-    axis.set_xlabel(f"{score}, {metric}")
-    axis.legend(frameon=False)
-    return {name: figure}
+def draw(rows: Sequence[common.Row]) -> dict[str, Figure]:
+    """The accuracy by method, FLamby's beside ours."""
+    return drawn(rows, AVERAGE, "flamby_heart", "accuracy")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -323,16 +303,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.arguments(__doc__).parse_args(argv)
     given = rows()
     theirs = [(given, published_methods(given, FIRST_SEED + i, options.smoke)) for i in range(options.seeds)]
-    made = [row for name, runs in scored(theirs).items() for row in beside(name, runs)]
-    for name, runs in scored([(given, own_methods(given, 0, options.smoke))]).items():
-        made += common.over_seeds(f"{name}, published split", runs)
+    own = scored([(given, own_methods(given, 0, options.smoke))])
     others = [rows(SPLIT + 1 + i) for i in range(0 if options.smoke else options.seeds)]
     splits = scored([(of, own_methods(of, i)) for i, of in enumerate(others)]) if others else {}
-    for name, runs in splits.items():
-        made += common.over_seeds(f"{name}, other splits", runs)
-    for other in (YOGI, "each hospital alone, to the end") if splits else ():
-        gaps = [{test: a[test] - b[test] for test in a} for a, b in zip(splits[INTERCEPT], splits[other])]
-        made += common.over_seeds(f"{INTERCEPT} minus {other}, other splits", gaps)
+    made = compared(scored(theirs), own, splits, published, INTERCEPT, (YOGI, "each hospital alone, to the end"))
     common.show_rows("Fed-Heart-Disease of FLamby", made)
     common.finish("trials.flamby_heart", made, options, lambda: draw(made))
 

@@ -28,11 +28,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
+from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common, result_pages
-from experiments.trials.flamby_heart import MOMENTS, client, cycle, draw, trained
+from experiments.trials.flamby import compared, drawn
+from experiments.trials.flamby_heart import MOMENTS, client, cycle, trained
 from experiments.trials.flamby_optimizer import Adagrad
 from experiments.trials.flamby_tcga_published import AVERAGE, EACH, REGIONS, published
 from fedtorch.federation.algorithms.ep import settled
@@ -132,7 +134,7 @@ def indices(risks: Risks, of: Rows, together: bool) -> dict[str, float]:
     scores = dict(zip(REGIONS, each))
     if together:
         scores["all rows"] = concordance(torch.cat([risk.reshape(-1) for risk in risks]), of.test.pool().rows[1])
-    return {**{name: score for name, score in scores.items() if np.isfinite(score)}, AVERAGE: float(np.nanmean(each))}
+    return {**scores, AVERAGE: float(np.mean(each))}
 
 
 def published_methods(of: Rows, seed: int, smoke: bool = False) -> dict[str, dict[str, float]]:
@@ -204,19 +206,14 @@ def own_methods(given: Rows, number: int, smoke: bool = False) -> dict[str, dict
     return {name: indices(each, of, name != "each region alone, to the end") for name, each in risks.items()}
 
 
-def beside(name: str, runs: Sequence[Mapping[str, float]]) -> list[common.Row]:
-    """Rows of ours beside FLamby's, with the sd over its seeds where its seeds differ."""
-    theirs, made = published(name), []
-    for metric, values in common.by_metric(runs).items():
-        known = theirs.get(metric)
-        figures = () if known is None else (float(np.mean(known)), common.spread(known) or None)
-        made.append(common.row(name, metric, values, *figures))
-    return made
-
-
 def by_method(runs: Sequence[Mapping[str, dict[str, float]]]) -> dict[str, list[dict[str, float]]]:
     """Indices by method, over seeds or splits."""
     return {name: [run[name] for run in runs] for name in runs[0]}
+
+
+def draw(rows: Sequence[common.Row]) -> dict[str, Figure]:
+    """The concordance by method, FLamby's beside ours."""
+    return drawn(rows, AVERAGE, "flamby_tcga", "concordance")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -224,18 +221,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = common.arguments(__doc__).parse_args(argv)
     given = rows()
     theirs = by_method([published_methods(given, FIRST_SEED + i, options.smoke) for i in range(options.seeds)])
-    made = [row for name, runs in theirs.items() for row in beside(name, runs)]
-    for name, runs in by_method([own_methods(given, 0, options.smoke)]).items():
-        made += common.over_seeds(f"{name}, published split", runs)
+    own = by_method([own_methods(given, 0, options.smoke)])
     others = [own_methods(resplit(given, i), i) for i in range(0 if options.smoke else options.seeds)]
     splits = by_method(others) if others else {}
-    for name, runs in splits.items():
-        made += common.over_seeds(f"{name}, other splits", runs)
-    for other in (ADAM, "FedAvg, to the end") if splits else ():
-        gaps = [{test: a[test] - b[test] for test in a if test in b} for a, b in zip(splits[INTERCEPT], splits[other])]
-        made += common.over_seeds(f"{INTERCEPT} minus {other}, other splits", gaps)
+    made = compared(theirs, own, splits, published, INTERCEPT, (ADAM, "FedAvg, to the end"))
     common.show_rows("Fed-TCGA-BRCA of FLamby", made)
-    common.finish("trials.flamby_tcga", made, options, lambda: draw(made, AVERAGE, "flamby_tcga", "concordance"))
+    common.finish("trials.flamby_tcga", made, options, lambda: draw(made))
 
 
 if __name__ == "__main__":

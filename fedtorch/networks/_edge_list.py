@@ -178,6 +178,15 @@ def of_networkx(
     return edges or torch.empty(0, 2, dtype=torch.int64), weights, names, known
 
 
+def of_neighbours(neighbours: Any) -> tuple[Tensor, int]:
+    """Return pairs of nodes and whom they have chosen, `(n, k)` with −1 for nobody, and how many nodes there are."""
+    chosen = torch.as_tensor(neighbours, dtype=torch.int64, device="cpu")
+    if chosen.ndim != 2:
+        raise ValueError(f"Expected a row of neighbours for each node, (n, k), but got shape {tuple(chosen.shape)}")
+    starts = torch.arange(len(chosen))[:, None].expand_as(chosen)
+    return torch.stack((starts, chosen), -1)[chosen >= 0], len(chosen)
+
+
 def on_sphere(places: Tensor) -> Tensor:
     """Return the unit vectors `(n, 3)` of latitudes and longitudes in degrees, whose chords order as great circles."""
     if places.ndim != 2 or places.shape[1] != 2 or bool((places[:, 0].abs() > 90).any()):

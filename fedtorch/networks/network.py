@@ -302,9 +302,8 @@ class Network:
         >>> Network.from_neighbours([[1, 2], [0, -1], [-1, -1]]).edges.tolist()
         [[0, 1], [0, 2]]
         """
-        chosen = torch.as_tensor(neighbours, dtype=torch.int64, device="cpu")
-        pairs = torch.stack((torch.arange(len(chosen))[:, None].expand_as(chosen), chosen), -1)[chosen >= 0]
-        return cls(pairs, nodes=len(chosen), names=names, positions=positions)
+        pairs, nodes = edge_list.of_neighbours(neighbours)
+        return cls(pairs, nodes=nodes, names=names, positions=positions)
 
     @classmethod
     def star(cls, nodes: int) -> Network:

@@ -175,6 +175,8 @@ def test_a_network_of_what_nodes_have_chosen():
     network = ft.Network.from_neighbours(torch.tensor([[2, 1], [0, -1], [3, -1], [-1, -1]]), list("abcd"))
     assert network.edges.tolist() == [[0, 1], [0, 2], [2, 3]]
     assert network.names == ("a", "b", "c", "d")
+    with pytest.raises(ValueError, match=r"a row of neighbours for each node, \(n, k\), but got shape \(2,\)"):
+        ft.Network.from_neighbours([1, 0])
 
 
 def test_equal_points_do_not_become_their_own_neighbours():

@@ -26,12 +26,12 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from fedtorch import random
 from fedtorch.models.gibbs import graphical
+from fedtorch.models.quadrature import gauss_hermite
 
 MOST = 20  # variables, of whose sets there are 2^p
 _POINTS = (5, 5, 7)  # of the quadrature in each direction: twice to find its place, then for good
@@ -178,10 +178,12 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
     mean = torch.linalg.solve(information, x.mT @ (y / scale**2))
     factor = _root(torch.linalg.inv(information))
     for points in _POINTS:
-        z, weight = (each.to(x.device) for each in _grid(points, d))
+        z, weight = (each.to(x) for each in gauss_hermite(d, points))
         theta = mean[:, None] + z @ factor.mT
         absolute = (y[:, None] - x @ theta.mT).abs().sum(1)
-        log = -(n + 1) * absolute.log1p() - theta.square().sum(-1) / (2 * wide) + (z.square().sum(-1) / 2 + weight)
+        log = (
+            -(n + 1) * absolute.log1p() - theta.square().sum(-1) / (2 * wide) + (z.square().sum(-1) / 2 + weight.log())
+        )
         total = log.logsumexp(-1)
         share = (log - total[:, None]).exp()[..., None]
         area = factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
@@ -201,14 +203,6 @@ def _root(covariance: Tensor) -> Tensor:
     """Return Cholesky factors `(M, d, d)`, NaN where there is none."""
     factor, failed = torch.linalg.cholesky_ex(covariance)
     return torch.where((failed > 0)[:, None, None], torch.nan, factor)
-
-
-def _grid(points: int, d: int) -> tuple[Tensor, Tensor]:
-    """Return the points `(G, d)` of the Gauss-Hermite rule for N(0, I) and the logarithms of its weights `(G,)`."""
-    nodes, weights = (torch.from_numpy(each) for each in np.polynomial.hermite_e.hermegauss(points))
-    weights = (weights / weights.sum()).log()
-    places = torch.cartesian_prod(*[torch.arange(points)] * d).reshape(-1, d)
-    return nodes[places], weights[places].sum(-1)
 
 
 def _completions(last: Tensor) -> Tensor:
