@@ -55,13 +55,18 @@ class Compared(NamedTuple):
 
 def average(rule: robust.Rule) -> Answer:
     """What a rule makes of messages of equal weights."""
-    return lambda messages: rule.average(messages, torch.full((len(messages),), 1 / len(messages), dtype=messages.dtype))
+
+    def answer(messages: Tensor) -> Tensor:
+        return rule.average(messages, torch.full((len(messages),), 1 / len(messages), dtype=messages.dtype))
+
+    return answer
 
 
 def attacked(attack: attacks.Attack) -> Answer:
     """What an attacker says who hears all these messages, which are honest."""
-    assert attack.together is not None
-    return lambda messages: attack.together(messages, messages[:1])[0]
+    together = attack.together
+    assert together is not None
+    return lambda messages: together(messages, messages[:1])[0]
 
 
 def of_sample(messages: Tensor) -> float:
@@ -91,9 +96,7 @@ def share(faulty: int) -> float:
 
 
 COMPARED: dict[str, Compared] = {
-    "average": Compared(
-        lambda f: average(robust.trimmed_mean(0.0)), lambda byzfl, f: byzfl.Average(), (4.0, 5.0, 6.0)
-    ),
+    "average": Compared(lambda f: average(robust.trimmed_mean(0.0)), lambda byzfl, f: byzfl.Average(), (4.0, 5.0, 6.0)),
     "median": Compared(lambda f: average(robust.median()), lambda byzfl, f: byzfl.Median(), (4.0, 5.0, 6.0)),
     "trimmed mean": Compared(
         lambda f: average(robust.trimmed_mean(share(f))), lambda byzfl, f: byzfl.TrMean(f), (4.0, 5.0, 6.0)

@@ -27,7 +27,7 @@ def test_documented_answers() -> None:
 def test_another_answer_is_seen() -> None:
     class Wrong:
         @staticmethod
-        def Median():  # noqa: N802 - byzfl's name
+        def Median():
             return lambda messages: messages.mean(0)
 
     largest, equal = byzfl.beside("median", Wrong, byzfl.sets(5))
