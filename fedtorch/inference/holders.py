@@ -30,6 +30,10 @@ _MOST = 2**24  # numbers of one tensor that is sent
 _DTYPES = {"key": torch.int64}
 
 
+class Unanswerable(ValueError):
+    """Raised by a holder that cannot answer a question; its message goes to who asks, and has nothing of rows."""
+
+
 class Holder(NamedTuple):
     """Hold what whoever has rows computes with."""
 

@@ -100,9 +100,9 @@ def answer(
         configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
 
     Raises:
-        Refusal: other runs are of algorithms, rows or clients that the site does not have.
+        Refusal: the site cannot, or other runs are of algorithms, rows or clients that it does not have.
     """
-    from fedtorch.inference.holders import sent_beside
+    from fedtorch.inference.holders import Unanswerable, sent_beside
 
     data, beside = holder.data, []
     for number, other in enumerate(_others(frame)):
@@ -111,7 +111,10 @@ def answer(
             raise Refusal("the site's rows of another model are not of the same clients, or not as many")
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
         beside.append((one, sent_beside(sent, number)))
-    told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
+    try:
+        told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
+    except Unanswerable as error:
+        raise Refusal(str(error)) from error
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 
