@@ -41,8 +41,8 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
     Ω itself is estimated, each device's row of it from that device's coefficients alone; what this adds is in
     `fedtorch.models.matrix_normal_posterior`. Noise variances are taken as known.
 
-    Between sites each computes its own devices', given what all tell of the factors that they share: sums over its devices,
-    of which none is for one of them. A site hears its own devices' rows of Ω and no other's.
+    Between sites each computes its own devices', given the factors of Ω that all share, of which it tells sums over its
+    devices first. A site hears its own devices' rows of Ω and no other's.
 
     Args:
         run: of `ft.matrix_normal`, with its rows at hand or on sites whose policies have `after_fit=("effects",)`.
