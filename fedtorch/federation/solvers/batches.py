@@ -126,7 +126,9 @@ class Batches:
             self._widths: list[int] = []
             self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
-            self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=self._permutations.device)
+            self._order = torch.zeros(
+                len(count), self._ahead * self._width, dtype=torch.int64, device=self._permutations.device
+            )
 
     @property
     def together(self) -> bool:

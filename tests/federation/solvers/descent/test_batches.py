@@ -102,7 +102,13 @@ def test_full_batches_of_a_module_that_draws_nothing_need_no_keys(counts):
         return keys(len(counts))
 
     def solved(batch_size):
-        local = ft.gradient_descent(module, steps=2, batch_size=batch_size, loss=lambda out, y: (out[:, 0] - y).mean())
+        local = ft.gradient_descent(
+            module,
+            steps=2,
+            batch_size=batch_size,
+            loss=lambda output, y: (output[:, 0] - y).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
         rows = data._replace(batch=(data.batch["b"], data.batch["a"]))
         start = tree.expand(local.parameters, len(counts))
         return local.solve(start, tree.expand(local.init(local.parameters), len(counts)), rows, None, ft.Turn(made, 0))
