@@ -216,7 +216,8 @@ class Site:
             if frame.kind == "who":
                 return self.hello(again=True)
             if frame.kind in ("begin", "over"):
-                (self._begin if frame.kind == "begin" else self._end)(frame)
+                with TURNS.taken():
+                    (self._begin if frame.kind == "begin" else self._end)(frame)
                 return None
             sequence = frame.integer("sequence", 1)
             with TURNS.taken():
