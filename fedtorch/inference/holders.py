@@ -30,6 +30,10 @@ _MOST = 2**24  # numbers of one tensor that is sent
 _DTYPES = {"key": torch.int64}
 
 
+class Unanswerable(ValueError):
+    """Raised by a holder that cannot answer a question; its message goes to who asks, and has nothing of rows."""
+
+
 class Holder(NamedTuple):
     """Hold what whoever has rows computes with."""
 
@@ -66,6 +70,7 @@ class Kind(NamedTuple):
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
+    of: str = "ep"  # the algorithm whose fits it is about
 
 
 def ask(
@@ -101,7 +106,7 @@ def ask(
             tensors |= {f"{name} {i}": leaf for name, leaf in source.sent.items()}
         if beside:
             about["beside"] = [_described(other) for other, _ in beside]
-        return clients.ask(run.outbox, kind, tensors, about)
+        return clients.ask(run.outbox, kind.name, tensors, about)
     others: list[tuple[Holder, Mapping[str, Tensor]]] = [
         (local_holder(other)._replace(drawn=source), {}) for other, source in beside
     ]

@@ -238,6 +238,19 @@ def test_nothing_is_told_of_few_rows(both: Both) -> None:
         ft.inference.ranef(run, tolerance=torch.inf)
 
 
+def test_a_site_with_rows_and_no_frame_says_that_it_has_none(both: Both) -> None:
+    """The rows have a formula, whose variables only a frame has."""
+    design = both.here.algorithm.settings["model"].design
+    policy, algorithms = Policy(after_fit=("margins",)), {"it": lambda family: regression(design, family)}
+    brought = {
+        name: SiteConfiguration(ft.data.from_frame(each, client="ward", design=design), algorithms, policy)
+        for name, each in FRAMES.items()
+    }
+    run = over_sites(Loopback(brought, None), design, rounds=1)
+    with pytest.raises(RuntimeError, match=r"'north': the site has rows and no frame.*SiteConfiguration\.of_frame"):
+        ft.inference.marginal_effects(run, tolerance=torch.inf)
+
+
 def test_questions_count_as_rounds(both: Both) -> None:
     run = both.under(after_fit=EVERYTHING, rounds=1)
     ft.inference.loo(run, draws=20, tolerance=torch.inf)
