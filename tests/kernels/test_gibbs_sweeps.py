@@ -54,8 +54,7 @@ def test_a_chain_does_not_see_the_others(device) -> None:
 
 
 def test_columns_that_are_alike(device) -> None:
-    """A pivot of zero between others; products of powers of two round nowhere, so that the torch sampler says the same.
-    """
+    """A pivot of zero between others; powers of two round nowhere, so that the torch sampler says the same."""
     ones, key = torch.ones(1, 1, 4, dtype=torch.float64), random.key(7).reshape(1, 1)
     rows = Rows(torch.full((1, 4, 4), 2.0**60), ones[0] / 4, ones[0, :, 0], ones[0, :, 0])
     rows = Rows(*(each.double() for each in rows))
