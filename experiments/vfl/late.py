@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,10 +26,6 @@ from torch import Tensor
 from experiments import common, result_pages
 from experiments.vfl import clock, oracles
 from fedtorch import random, vfl
-from fedtorch.protocol.halves import Half, Receive, Send, wrapped
-from fedtorch.sites import Hub, Roster, connect, serve
-from fedtorch.sites.identity import identity
-from fedtorch.sites.streams.hub import Link
 from fedtorch.sites.vertical import over_hub, over_link
 from fedtorch.vfl.model import likelihoods
 
@@ -44,23 +40,6 @@ class Course(NamedTuple):
     means: Tensor  # (moves, d)
     seconds: Tensor  # (moves,)
     late: int
-
-
-class Connected(NamedTuple):
-    """A hub that listens, and how each party connects."""
-
-    hub: Hub
-    links: dict[str, Callable[[], Link]]
-
-
-def connected(folder: Path) -> Connected:
-    """A server and two parties with certificates of one authority."""
-    own, roster = identity.make_server(folder), Roster(folder / "roster.json")
-    made = {name: identity.make_site(folder, name) for name in NAMES}
-    for name, each in made.items():
-        roster.add(name, identity.fingerprint(each.certificate))
-    hub = serve("127.0.0.1:0", own, roster)
-    return Connected(hub, {name: partial(connect, f"127.0.0.1:{hub.port}", each) for name, each in made.items()})
 
 
 def nodes(data: vfl.VerticalData, seed: int) -> tuple[vfl.ServerNode, list[vfl.PartyNode]]:
@@ -87,16 +66,10 @@ def fit(data: vfl.VerticalData, seed: int, delay: float, tick: float | None, sec
                     return
             yield vfl.Iteration(step=step)
 
-    def delayed(step: Send | Receive) -> Half:
-        if isinstance(step, Send):
-            time.sleep(delay)
-            late[0] += 1
-        return (yield step)
-
     prompt, other = (vfl.party_half(party, iterations(False), clocked=True) for party in parties)
-    halves = [prompt, wrapped(other, delayed)]
+    halves = [prompt, oracles.delayed(other, delay, late)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(NAMES)) as pool:
-        hub, links = connected(Path(folder))
+        hub, links = oracles.connected(Path(folder), NAMES)
         try:
             futures = [pool.submit(over_link, half, links[name]()) for half, name in zip(halves, NAMES)]
             over_hub(vfl.server_half(server, iterations(True), tick=600.0 if tick is None else tick), hub, NAMES)
