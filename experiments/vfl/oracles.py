@@ -6,14 +6,21 @@ Besides, parts of the package that experiments put together in another way.
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import vfl
+from fedtorch.protocol.halves import Half, Receive, Send, wrapped
+from fedtorch.sites import Hub, Roster, connect, serve
+from fedtorch.sites.identity import identity
+from fedtorch.sites.streams.hub import Link
 from fedtorch.vfl.fit.guide import initial
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.fit.soul import langevin as langevin, party_density as party_density
@@ -155,3 +162,32 @@ def nodes(
     known = data.known_to_parties(response=False)
     parties = [vfl.PartyNode(part, rows, optimizer=optimizer) for part, rows in zip(holders, known)]
     return vfl.ServerNode(server, data.known_to_server(), optimizer=optimizer), parties
+
+
+def delayed(half: Half, seconds: float, sent: list[int]) -> Half:
+    """A half that is late with each message; the first of `sent` counts them."""
+
+    def around(step: Send | Receive) -> Half:
+        if isinstance(step, Send):
+            time.sleep(seconds)
+            sent[0] += 1
+        return (yield step)
+
+    return wrapped(half, around)
+
+
+class Connected(NamedTuple):
+    """A hub that listens, and how each party connects."""
+
+    hub: Hub
+    links: dict[str, Callable[[], Link]]
+
+
+def connected(folder: Path, names: Sequence[str]) -> Connected:
+    """A server and parties with certificates of one authority."""
+    own, roster = identity.make_server(folder), Roster(folder / "roster.json")
+    made = {name: identity.make_site(folder, name) for name in names}
+    for name, each in made.items():
+        roster.add(name, identity.fingerprint(each.certificate))
+    hub = serve("127.0.0.1:0", own, roster)
+    return Connected(hub, {name: partial(connect, f"127.0.0.1:{hub.port}", each) for name, each in made.items()})
