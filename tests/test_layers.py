@@ -63,19 +63,24 @@ def source(path: Path) -> ast.Module:
     """Return a module's program; of a package that has a stub also what the stub imports, whoever asks for it when."""
     stub = path.with_suffix(".pyi")
     program = ast.parse(path.read_text() + (stub.read_text() if stub.exists() else ""))
-    for node in ast.walk(program):
-        if isinstance(node, ast.ImportFrom) and node.level == 1 and stub.exists():
+    for node in ast.walk(program) if stub.exists() else ():
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
             node.module, node.level = ".".join([name_of(path), *([node.module] if node.module else [])]), 0
     return program
 
 
 SOURCES = {name_of(path): source(path) for path in sorted(ROOT.rglob("*.py"))}
-MODULES = {name: source for name, source in SOURCES.items() if name != "fedtorch"}
+# Of each module what imports and what takes a name from something: walks over whole programs take seconds.
+MODULES = {
+    name: [node for node in ast.walk(source) if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute)]
+    for name, source in SOURCES.items()
+    if name != "fedtorch"
+}
 
 
 def imports(name: str) -> Iterator[tuple[str, str, str]]:
     """(module, the name taken from it or "", what it is called here) of all imports from the package."""
-    for node in ast.walk(MODULES[name]):
+    for node in MODULES[name]:
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name in SOURCES:
@@ -154,7 +159,7 @@ def test_no_private_names_of_other_modules(name: str) -> None:
     private = lambda found: found.startswith("_") and not found.startswith("__")
     taken = [(module, part) for module, part, _ in imports(name)]
     called = {called: module for module, part, called in imports(name) if not part}
-    for node in ast.walk(MODULES[name]):
+    for node in MODULES[name]:
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
             taken.append((called[node.value.id], node.attr))
     found = [(name, f"{module}.{part}") for module, part in taken if private(part)]

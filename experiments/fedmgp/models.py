@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import fedtorch as ft
-from fedtorch.models.gaussian_process import ConvolutionProcess, ConvolvedGP, fit
+from fedtorch.models.gaussian_process import ConvolutionProcess, ConvolvedGP, fit, fit_modules
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 DTYPE = torch.float64
@@ -268,56 +268,27 @@ def polynomial(
 
 
 def modular(x: Sequence[Tensor], y: Sequence[Tensor], whole: ConvolvedGP, pseudo: int, at: Tensor) -> Prediction:
-    """ModularGP: units fit sparse GPs alone and send what they say of their pseudo-targets; predictions of unit 0.
-
-    With q_m(u_m) / p_m(u_m) ∝ exp(h'u_m − ½ u_m'P u_m) from unit m's module, the server maximises
-    Σ_m E_q[log q_m(u_m) / p_m(u_m)] − KL(q(g) ‖ p(g)) of the multi-output model, of which u_m is unit m's output at its
-    pseudo-inputs (Moreno-Muñoz, Artés and Álvarez 2021, "Modular Gaussian processes for transfer learning").
-    """
-    precisions, shifts, places, noises = [], [], [], []
+    """ModularGP: units fit processes alone and send what these say of their pseudo-targets; predictions of unit 0."""
+    modules, places, noises = [], [], []
     for a, b in zip(x, y):
         gp = exact_gp(a, b)
         z = torch.linspace(float(a.min()), float(a.max()), pseudo, dtype=DTYPE)
-        with torch.no_grad():
-            noise = gp.likelihood.noise
-            kzz = gp.covar_module(z[:, None]).to_dense()
-            kzz = kzz + 1e-6 * kzz.diagonal().mean() * torch.eye(pseudo, dtype=DTYPE)
-            weights = torch.linalg.solve(kzz, gp.covar_module(z[:, None], a[:, None]).to_dense())
-            precisions.append(weights @ weights.T / noise)
-            shifts.append(weights @ b / noise)
-            noises.append(noise)
+        modules.append(pseudo_targets(gp, a, b, z))
+        noises.append(gp.likelihood.noise.detach())
         places.append(z)
-    z, p, h = torch.stack(places)[..., None], torch.stack(precisions), torch.stack(shifts)
     block = federated(x, y).stack(range(len(x)))
     whole.start(block.batch[1], block.mask)
-    size = whole.points
-
-    def sums() -> tuple[Tensor, Tensor, Tensor]:
-        seen = whole.see(z)
-        residual = whole.kernel.covariance(z, z) - seen.basis @ seen.basis.mT
-        precision = (seen.basis.mT @ p @ seen.basis).sum(0)
-        return precision, (seen.basis.mT @ h[..., None])[..., 0].sum(0), -0.5 * (p * residual).sum()
-
-    def bound() -> Tensor:
-        precision, shift, constant = sums()
-        factor = torch.linalg.cholesky(torch.eye(size, dtype=DTYPE) + 0.5 * (precision + precision.T))
-        solved = torch.linalg.solve_triangular(factor, shift[:, None], upper=False)
-        return constant + 0.5 * solved.square().sum() - factor.diagonal().log().sum()
-
-    optimizer = torch.optim.LBFGS(whole.kernel.parameters(), max_iter=100, line_search_fn="strong_wolfe")
-
-    def loss() -> Tensor:
-        optimizer.zero_grad()
-        value = -bound() - whole.log_prior(True).sum()
-        value.backward()
-        return value
-
-    optimizer.step(loss)
+    precision, shift = (torch.stack(part) for part in zip(*modules))
+    fit_modules(whole, torch.stack(places)[..., None], (precision, shift, torch.zeros(len(x), dtype=DTYPE)))
     with torch.no_grad():
-        whole.rebase()
-        precision, shift, _ = sums()
-        covariance = torch.linalg.inv(torch.eye(size, dtype=DTYPE) + 0.5 * (precision + precision.T))
-        whole.posterior_mean = covariance @ shift
-        whole.posterior_root = torch.linalg.cholesky(covariance)
         mean, variance = whole.marginals(at[None, :, None].expand(len(x), -1, -1))
         return Prediction(mean[0], (variance[0] + noises[0]).sqrt())
+
+
+def pseudo_targets(gp: _Exact, x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    """A unit's module at pseudo-inputs z `(J,)`: (B, a) of q(u) / p(u) ∝ exp(a'u − ½ u'B u), q the best of its rows."""
+    with torch.no_grad():
+        kzz = gp.covar_module(z[:, None]).to_dense()
+        kzz = kzz + 1e-6 * kzz.diagonal().mean() * torch.eye(len(z), dtype=DTYPE)
+        weights = torch.linalg.solve(kzz, gp.covar_module(z[:, None], x[:, None]).to_dense())
+        return weights @ weights.T / gp.likelihood.noise, weights @ y / gp.likelihood.noise

@@ -40,6 +40,8 @@ def predicted(sites: Coefficients, place: int, rows: Rows, level: float) -> Pred
     """Return predictions for the rows of the site at `place`."""
     one = DevicePosterior(*(part[place : place + 1] for part in sites.posterior))
     x = rows.x.to(one.means)
+    if sites.features is not None:
+        x = sites.features(x)
     if sites.intercept:
         x = torch.cat([torch.ones_like(x[:, :1]), x], 1)
     if sites.family is None:
@@ -69,6 +71,8 @@ def _of_some(sites: Coefficients, one: DevicePosterior, rows: Rows, level: float
     if family.precise:
         variance = sd.square() + one.log_noise[0].exp()
         new = _normal_edges(one.weights[0], mean, variance.sqrt(), level)
+    elif bool((one.log_noise.nan_to_num(0.0) != 0).any()):  # overdispersed: mean and variance, but no distribution
+        new = (torch.full_like(estimate, torch.nan),) * 2
     else:
         new = _drawn_edges(sites, one.weights[0], mean, sd, rows.trials, level)
     return Predicted(estimate, spread, family.mean(low), family.mean(high), *new)

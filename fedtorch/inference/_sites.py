@@ -9,7 +9,8 @@ the nodes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ class Coefficients(NamedTuple):
     family: Family | None
     design: Design | None = None
     intercept: bool = False  # whether the first one is an intercept that rows have no column for
+    features: Callable[[Tensor], Tensor] | None = None  # rows x `(N, q)` -> `(N, d)`, where coefficients are of these
 
     def __repr__(self) -> str:
         sites = ", ".join(self.sites[:3]) + (", …" if len(self.sites) > 3 else "")
@@ -78,7 +80,7 @@ def _check_model(run: Run) -> None:
     settings = run.algorithm.settings
     if not isinstance(settings.get("model"), Model) or not settings["model"].hierarchy.coefficients:
         raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, but got "
+            "Expected a run of ft.ep with a hierarchical model, of ft.gibbs or of ft.matrix_normal, but got "
             f"{settings.get('algorithm', 'another')}, which has no posterior of sites' coefficients; its models are in "
             "run.client_module(client)"
         )
@@ -255,7 +257,12 @@ def _correlated(run: Run) -> Coefficients:
     posterior, names = matrix_normal.devices(run), matrix_normal.coefficient_names(run)
     family = outcome(run.algorithm.settings.get("local.family", "gaussian"))
     return Coefficients(
-        tuple(run.population.names), names, posterior, torch.eye(len(names), dtype=torch.float64), family
+        tuple(run.population.names),
+        names,
+        posterior,
+        torch.eye(len(names), dtype=torch.float64),
+        family,
+        features=partial(matrix_normal.features, run),
     )
 
 

@@ -14,6 +14,7 @@ from fedtorch.data import FederatedData
 from fedtorch.data.formulas.cells import as_frame, level_name
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of
+from fedtorch.federation.algorithms.matrix_normal import posterior as matrix_normal
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names
 from fedtorch.models.hierarchical import Model
@@ -94,9 +95,11 @@ def columns_of(run: Run | Coefficients) -> Columns:
         return Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
     if isinstance(run.algorithm.settings.get("model"), Model):
         return Columns(coefficient_names(run), design_of(run), NEW)
+    if run.algorithm.settings.get("algorithm") == "matrix_normal":
+        return Columns(*matrix_normal.inputs(run), NEW)
     if run.algorithm.settings.get("algorithm") != "gibbs":
         raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model or of ft.gibbs, but got "
+            "Expected a run of ft.ep with a hierarchical model, of ft.gibbs or of ft.matrix_normal, but got "
             f"{run.algorithm.settings.get('algorithm', 'another')}; run.predict(data) has what its models predict"
         )
     size = drawn_coefficients(run)[0].shape[-1]

@@ -30,7 +30,7 @@ def ranef(
     Args:
         run: of `ft.ep` with a hierarchical model, with its rows at hand or on sites whose policies have
             `after_fit=("effects",)`; of `ft.gibbs` with its rows at hand; of
-            `ft.matrix_normal` with its rows at hand and `total=True`; or sites, as by `adapted`.
+            `ft.matrix_normal` with `total=True`, likewise; or sites, as by `adapted`.
         level: of the intervals.
         total: whether coefficients themselves are shown, those that all sites share among them; default: the deviations
             from what is shared, of the coefficients that differ.

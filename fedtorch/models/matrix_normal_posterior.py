@@ -52,35 +52,117 @@ from fedtorch.models.linear import SufficientStatistics
 from fedtorch.models.low_rank import LowRank
 
 
-class _Parts(NamedTuple):
-    """Hold what the posterior is made of, in the letters of the text above."""
+class Units(NamedTuple):
+    """Hold what some of the units know: their statistics and their own part of Ω; in the letters of the text above."""
 
+    statistics: SufficientStatistics
+    noise: Tensor  # (K,) σ²
     factor: Tensor  # (K, r) f
+    multiple: Tensor  # (1,) a
+
+
+class Factors(NamedTuple):
+    """Hold what is known of the factors that all units share."""
+
+    inner: Tensor  # (r d, r d) Cholesky factor of C⁻¹
+    shared: Tensor  # (r, d) Ẑ
+    precision: Tensor  # (r,) K / s
+
+
+class Sums(NamedTuple):
+    """Hold sums over units, of which the factors are known."""
+
+    informed: Tensor  # (r d, r d) Σ f f' ⊗ M
+    right: Tensor  # (r d,) Σ f ⊗ A b
+
+
+class Averaged(NamedTuple):
+    """Hold sums over units, of which the mean of their coefficients is known."""
+
+    means: Tensor  # (d,)
+    own: Tensor  # (d, d) covariances without what units share
+    loadings: Tensor  # (d, r d) Σ A (f ⊗ I)'
+
+
+class _Parts(NamedTuple):
+    """Hold what each unit's rows say given the factors."""
+
     alone: Tensor  # (K, d, d) B
     reach: Tensor  # (K, d, d) A
-    inner: Tensor  # (r d, r d) Cholesky factor of C⁻¹
-    means: Tensor  # (K, d)
-    row: Tensor  # (K, d, d) Ẑ' H⁻¹ Ẑ
+    informed: Tensor  # (K, d, d) M
+    cross: Tensor  # (K, d) b
 
 
-def _parts(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank) -> _Parts:
-    a, vectors, values = covariance.trimmed()
-    factor = vectors * values.sqrt()
-    gram, cross = statistics.gram / noise[:, None, None], statistics.cross / noise[:, None]
-    units, d = cross.shape
-    r = factor.shape[1]
-    alone = _inverse(gram + torch.eye(d, dtype=gram.dtype, device=gram.device) / a)
+def _parts(units: Units) -> _Parts:
+    noise, a = units.noise, units.multiple
+    gram, cross = units.statistics.gram / noise[:, None, None], units.statistics.cross / noise[:, None]
+    alone = _inverse(gram + torch.eye(cross.shape[1], dtype=gram.dtype, device=gram.device) / a)
     reach = alone / a
     informed = gram @ reach
-    informed = (informed + informed.mT) / 2  # M
+    return _Parts(alone, reach, (informed + informed.mT) / 2, cross)
+
+
+def sums(units: Units) -> Sums:
+    """Return what the factors are known of; sums of several holders of units are added up."""
+    parts, factor = _parts(units), units.factor
+    (_, d), r = parts.cross.shape, factor.shape[1]
     pairs = (factor[:, :, None] * factor[:, None]).flatten(1)
-    blocks = (pairs.mT @ informed.flatten(1)).reshape(r, r, d, d).permute(0, 2, 1, 3).reshape(r * d, r * d)
-    inner = torch.linalg.cholesky(blocks + torch.eye(r * d, dtype=gram.dtype, device=gram.device))
-    right = (factor.mT @ (reach @ cross[..., None])[..., 0]).reshape(-1, 1)
-    shared = torch.cholesky_solve(right, inner).reshape(r, d)  # Ẑ
-    means = (alone @ cross[..., None])[..., 0] + (reach @ (factor @ shared)[..., None])[..., 0]
-    row = shared.mT @ _inverse(shared @ informed @ shared.mT + torch.diag(units / values)) @ shared
-    return _Parts(factor, alone, reach, inner, means, row)
+    blocks = (pairs.mT @ parts.informed.flatten(1)).reshape(r, r, d, d).permute(0, 2, 1, 3).reshape(r * d, r * d)
+    return Sums(blocks, (factor.mT @ (parts.reach @ parts.cross[..., None])[..., 0]).flatten())
+
+
+def factors(total: Sums, covariance: LowRank) -> Factors:
+    """Return the posterior of the factors of Ω, from the sums over all units."""
+    _, vectors, values = covariance.trimmed()
+    eye = torch.eye(len(total.right), dtype=total.right.dtype, device=total.right.device)
+    inner = torch.linalg.cholesky(total.informed + eye)
+    size = len(total.right) // max(1, len(values))
+    shared = torch.cholesky_solve(total.right[:, None], inner).reshape(len(values), size)
+    return Factors(inner, shared, len(vectors) / values)
+
+
+def units_of(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank) -> Units:
+    """Return all units with their parts of Ω."""
+    a, vectors, values = covariance.trimmed()
+    return Units(statistics, noise, vectors * values.sqrt(), a.reshape(1))
+
+
+def _means(units: Units, parts: _Parts, known: Factors) -> Tensor:
+    """Return the posterior means `(K, d)`."""
+    shared = units.factor @ known.shared.reshape(units.factor.shape[1], parts.cross.shape[1])
+    return (parts.alone @ parts.cross[..., None])[..., 0] + (parts.reach @ shared[..., None])[..., 0]
+
+
+def _row(parts: _Parts, known: Factors) -> Tensor:
+    """Return what an uncertain row of Ω leaves open of Z'f, Ẑ'H⁻¹Ẑ `(K, d, d)`."""
+    z = known.shared.reshape(len(known.precision), parts.cross.shape[1])
+    return z.mT @ _inverse(z @ parts.informed @ z.mT + torch.diag(known.precision)) @ z
+
+
+def posterior_of(units: Units, given: Factors, *, known: bool) -> DevicePosterior:
+    """Return the posterior of some units' coefficients; see `posterior`."""
+    parts, factor = _parts(units), units.factor
+    means = _means(units, parts, given)
+    (count, r), d = factor.shape, means.shape[1]
+    pairs = (factor[:, :, None] * factor[:, None]).flatten(1)
+    uncertain = torch.cholesky_inverse(given.inner).reshape(r, d, r, d).permute(0, 2, 1, 3).reshape(r * r, d * d)
+    spread = (pairs @ uncertain).reshape(count, d, d) + (0 if known else _row(parts, given))
+    covariances = (parts.alone + parts.reach @ spread @ parts.reach.mT)[:, None]
+    return DevicePosterior(means.new_ones(count, 1), means[:, None], covariances, units.noise[:, None].log().to(means))
+
+
+def averaged(units: Units, given: Factors, *, known: bool) -> Averaged:
+    """Return some units' part of the mean of all; sums of several holders of units are added up."""
+    parts = _parts(units)
+    own = parts.alone if known else parts.alone + parts.reach @ _row(parts, given) @ parts.reach.mT
+    loadings = torch.einsum("kab,kr->arb", parts.reach, units.factor).reshape(parts.cross.shape[1], -1)
+    return Averaged(_means(units, parts, given).sum(0), own.sum(0), loadings)
+
+
+def mean_of(total: Averaged, given: Factors, units: int) -> Moments:
+    """Return the posterior of the mean of the coefficients of so many units, `(d,)`, from sums over all of them."""
+    root = torch.linalg.solve_triangular(given.inner, total.loadings.mT, upper=False)
+    return Moments(total.means / units, (total.own + root.mT @ root) / units**2)
 
 
 def posterior(
@@ -94,15 +176,8 @@ def posterior(
         covariance: Ω, of a finite multiple of the identity.
         known: whether Ω is taken as known; else with the uncertainty of each unit's row of it, to first order.
     """
-    factor, alone, reach, inner, means, row = _parts(statistics, noise, covariance)
-    (units, r), d = factor.shape, means.shape[1]
-    pairs = (factor[:, :, None] * factor[:, None]).flatten(1)
-    uncertain = torch.cholesky_inverse(inner).reshape(r, d, r, d).permute(0, 2, 1, 3).reshape(r * r, d * d)
-    spread = (pairs @ uncertain).reshape(units, d, d) + (0 if known else row)
-    one = means.new_ones(units, 1)
-    return DevicePosterior(
-        one, means[:, None], (alone + reach @ spread @ reach.mT)[:, None], noise[:, None].log().to(means)
-    )
+    units = units_of(statistics, noise, covariance)
+    return posterior_of(units, factors(sums(units), covariance), known=known)
 
 
 def average(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank, *, known: bool = False) -> Moments:
@@ -110,12 +185,9 @@ def average(statistics: SufficientStatistics, noise: Tensor, covariance: LowRank
 
     Rows of Ω are taken as independent between units.
     """
-    factor, alone, reach, inner, means, row = _parts(statistics, noise, covariance)
-    units, d = means.shape
-    loadings = torch.einsum("kab,kr->arb", reach, factor).reshape(d, -1)  # Σ A_k (f_k ⊗ I)', (d, r d)
-    root = torch.linalg.solve_triangular(inner, loadings.mT, upper=False)
-    own = (alone if known else alone + reach @ row @ reach.mT).sum(0)
-    return Moments(means.mean(0), (own + root.mT @ root) / units**2)
+    units = units_of(statistics, noise, covariance)
+    given = factors(sums(units), covariance)
+    return mean_of(averaged(units, given, known=known), given, len(noise))
 
 
 def _inverse(matrix: Tensor) -> Tensor:

@@ -59,9 +59,11 @@ from experiments.fedlin import (
 )
 from experiments.fedmgp import (
     battery as fedmgp_battery,
+    deep as fedmgp_deep,
     extrapolation as fedmgp_extrapolation,
     faults as fedmgp_faults,
     features as fedmgp_features,
+    models as fedmgp_models,
     scale as fedmgp_scale,
 )
 from experiments.gtv import (
@@ -607,6 +609,29 @@ def test_fedmgp_features(tmp_path):
     assert found[f"{answers}: with units that measure", "rmse"] < found[f"{answers}: among themselves", "rmse"]
     assert found[f"{categories}: a learnt point for each", "rmse"] < found[f"{categories}: category left out", "rmse"]
     assert (tmp_path / "fedmgp_features.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_deep(tmp_path):
+    fedmgp_deep.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    assert len(rows(tmp_path / "rows.json")) == 4 * 3  # one and two layers, alone and shared; three scores
+    assert (tmp_path / "fedmgp_deep.png").stat().st_size > 10_000
+
+
+def test_fedpoly_is_ditto_of_least_squares():
+    """Where units have the same inputs, the average of their polynomials is the one of all their rows."""
+    x = torch.linspace(-1, 1, 30, dtype=torch.float64)
+    y = [x.sin(), 2 * x.sin() + 0.1 * x**4]
+    found = fedmgp_models.polynomial([x, x], y, x, degrees=[3], pull=0.1)
+
+    def chebyshev(inputs):
+        return torch.cat([torch.special.chebyshev_polynomial_t(inputs, k) for k in range(1, 4)], -1)
+
+    head = ft.LinearHead(3, chebyshev, dtype=torch.float64)
+    data = ft.data.from_tensors([(x[:, None], each) for each in y])
+    run = ft.run(ft.ditto(ft.least_squares(head), strength=2 * 0.1), ft.InProcess(data), rounds=2)
+    with torch.no_grad():
+        assert torch.allclose(run.client_module(0)(x[:, None]), found.mean, rtol=0, atol=1e-9)
 
 
 @pytest.mark.slow

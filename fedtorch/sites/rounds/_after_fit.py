@@ -19,6 +19,7 @@ from fedtorch.metrics.scores import stacked_metrics
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, Inboxes
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.rounds.server import ServerSession
@@ -26,10 +27,10 @@ from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.inference.holders import Kind
+    from fedtorch.inference.holders import Holder, Kind
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
-_OF = "ep"  # the algorithm whose fits are asked about
+_MOST_BESIDE = 100  # other runs in one question
 
 
 def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
@@ -75,8 +76,8 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
     name, kind = frame.text("question"), algorithm.settings.get("algorithm")
     if name not in QUESTIONS:
         raise Refusal(f"the site answers the questions {sorted(QUESTIONS)}, but not {name!r}")
-    if kind != _OF:
-        raise Refusal(f"the site answers questions about runs of ft.ep, not of {kind}")
+    if kind != QUESTIONS[name].of:
+        raise Refusal(f"the site answers the question {name!r} about runs of ft.{QUESTIONS[name].of}, not of {kind}")
     try:
         return QUESTIONS[name], room(frame.names("shapes"))
     except ValueError as error:
@@ -87,33 +88,56 @@ def answer(
     frame: Frame,
     kind: Kind,
     sent: Mapping[str, Tensor],
-    algorithm: Algorithm,
-    configuration: SiteConfiguration,
-    evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree],
-    first: int,
+    holder: Holder,
+    configured: Callable[[str | None], SiteConfiguration],
 ) -> bytes:
     """Return a site's answer.
 
     Args:
         frame: that asks.
         kind, sent: the question.
-        algorithm: of the run.
-        configuration: of the site.
-        evaluate: applies a function to its clients, see `Clients.evaluate`.
-        first: the number of its first client.
-    """
-    from fedtorch.inference.holders import Holder
+        holder: the site in this run.
+        configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
 
-    holder = Holder(algorithm, configuration.data, evaluate, first, configuration.frame)
-    told = kind.answer(holder, sent, frame.names("about"))
+    Raises:
+        Refusal: the site cannot, or other runs are of algorithms, rows or clients that it does not have.
+    """
+    from fedtorch.inference.holders import Unanswerable, sent_beside
+
+    data, beside = holder.data, []
+    for number, other in enumerate(_others(frame)):
+        its = configured(None if other.about.get("design") is None else other.text("design"))
+        if its.data.names != data.names or not its.data.counts.equal(data.counts):
+            raise Refusal("the site's rows of another model are not of the same clients, or not as many")
+        one = holder._replace(algorithm=built(its, other)[0], data=its.data)
+        beside.append((one, sent_beside(sent, number)))
+    try:
+        told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
+    except Unanswerable as error:
+        raise Refusal(str(error)) from error
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 
 
+def _others(frame: Frame) -> list[Frame]:
+    """Return what a question says of other runs, as the frames that begin them say it."""
+    said = frame.names("about").get("beside", [])
+    if not isinstance(said, list) or len(said) > _MOST_BESIDE or not all(isinstance(one, dict) for one in said):
+        raise frame.refused(f"at most {_MOST_BESIDE} other runs", said)
+    return [frame._replace(kind="begin", about=one) for one in said]
+
+
 def asked(
-    session: ServerSession, outbox: Tree, kind: Kind, sent: Mapping[str, Tensor], about: Mapping[str, Any]
+    session: ServerSession,
+    outbox: Tree,
+    kind: Kind,
+    sent: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+    each: Mapping[str, Tensor],
 ) -> Half:
     """Ask all sites a question; return a row per client, or the sum of their answers.
+
+    A site is sent `sent`, and of `each` `(K, ...)` the rows of its own clients.
 
     Raises:
         RuntimeError: a site has left or does not answer; the message says why.
@@ -126,14 +150,20 @@ def asked(
     if session.plan.carry.network is not None:
         yield from session.prepare([])
     number, counts = sites.next_sequence(), dict(zip(sites.names, session.plan.counts))
-    shapes = {name: list(leaf.shape) for name, leaf in sent.items()}
+
+    def tensors(site: str) -> dict[str, Tensor]:
+        own = session.of_site(site)
+        return {**sent, **{name: leaf[own] for name, leaf in each.items()}}
+
     for site in sites.names:
-        inboxes = session.inboxes(outbox, session.of_site(site))
-        yield session.request("ask", site, number, inboxes, dict(sent), question=kind.name, about=about, shapes=shapes)
+        inboxes, its = session.inboxes(outbox, session.of_site(site)), tensors(site)
+        shapes = {name: list(leaf.shape) for name, leaf in its.items()}
+        yield session.request("ask", site, number, inboxes, its, question=kind.name, about=about, shapes=shapes)
 
     def read(site: str, frame: Frame) -> Tree:
         nodes = frame.integer("nodes", 1, _MOST_NODES)
-        told = frame.tree({"told": kind.like(Form(session.algorithm, counts[site], sent, about, nodes))}, finite=False)
+        form = Form(session.algorithm, counts[site], tensors(site), about, nodes)
+        told = frame.tree({"told": kind.like(form)}, finite=False)
         if not kind.by_client and not is_finite(told["told"]):
             raise frame.refused("finite sums", "NaN or Inf")
         return told["told"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from fedtorch.sites.rounds._finished import state_of, tell_all
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.tree import Tree
-
-if TYPE_CHECKING:
-    from fedtorch.inference.holders import Kind
 
 
 class RemoteClients:
@@ -92,13 +89,33 @@ class RemoteClients:
         parts = self.session.local.evaluate_parts(outbox, data, function, nobody)
         return self._drive(totals.scores(self.session, outbox, tree.take(parts[1][0], slice(0, 0))))[0]
 
-    def ask(self, outbox: Tree, kind: Kind, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tree:
+    def ask(
+        self,
+        outbox: Tree,
+        question: str,
+        sent: Mapping[str, Tensor],
+        about: Mapping[str, Any],
+        each: Mapping[str, Tensor] | None = None,
+    ) -> Tree:
         """Return what sites answer to a question after the fit, a row per client or the sum of all.
+
+        Args:
+            outbox: of the run.
+            question: its name in `fedtorch.inference.questions`.
+            sent: tensors that all sites are sent.
+            about: settings.
+            each: tensors with a row per client `(K, ...)`, of which a site is sent those of its own.
 
         Raises:
             RuntimeError: a site does not answer; the message says why.
         """
-        return self._drive(after_fit.asked(self.session, outbox, kind, sent, about))[0]
+        from fedtorch.inference.questions import QUESTIONS
+
+        return self._drive(after_fit.asked(self.session, outbox, QUESTIONS[question], sent, about, each or {}))[0]
+
+    def described(self) -> dict[str, Any]:
+        """Return what sites run, as JSON."""
+        return self.session.described()
 
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
         session = self.session

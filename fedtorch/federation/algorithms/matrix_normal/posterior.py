@@ -2,20 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedtorch.data import ClientData
+from fedtorch.data.formulas.design import Design
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, over_clients
+from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.penalised import observed, score_and_information
-from fedtorch.models.linear import SufficientStatistics, sufficient_statistics
+from fedtorch.models.linear import LinearHead, SufficientStatistics, raw, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
-from fedtorch.models.matrix_normal_posterior import average, posterior
+from fedtorch.models.matrix_normal_posterior import (
+    Averaged,
+    Factors,
+    Sums,
+    Units,
+    average,
+    averaged,
+    factors,
+    mean_of,
+    posterior,
+    posterior_of,
+    sums,
+)
 
 
 def devices(run: Any, *, known: bool = False) -> DevicePosterior:
@@ -24,14 +41,17 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
     Ω itself is estimated, each device's row of it from that device's coefficients alone; what this adds is in
     `fedtorch.models.matrix_normal_posterior`. Noise variances are taken as known.
 
+    Between sites each computes its own devices', given the factors of Ω that all share, of which it tells sums over its
+    devices first. A site hears its own devices' rows of Ω and no other's.
+
     Args:
-        run: of `ft.matrix_normal`, with its rows at hand.
+        run: of `ft.matrix_normal`, with its rows at hand or on sites whose policies have `after_fit=("effects",)`.
         known: whether Ω̂ is taken for the truth, with which intervals are too short: those of 90 % cover some 81 %
             where a hundred devices have eight coefficients each.
 
     Raises:
         TypeError: a run of another algorithm, or rows that are elsewhere.
-        RuntimeError: not all devices have been heard.
+        RuntimeError: not all devices have been heard, or sites that do not tell effects.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -47,32 +67,111 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
         >>> bool((low[:, 0] > 0).all()), bool((high[:, 1] < 0).all())  # of all six devices
         (True, True)
     """
-    return posterior(*_known(run), known=known)
+    noise, covariance = _fitted(run)
+    if not _at_sites(run):
+        return posterior(_statistics(run), noise, covariance, known=known)
+    given, sent, each = _factors(run, noise, covariance)
+    return run.clients.ask(run.outbox, "devices", {**sent, **given._asdict()}, {"known": known}, each)
 
 
 def estimates(run: Any, *, known: bool = False) -> Estimates:
     """Return means of the coefficients over devices, their SDs over devices and the noise's SD, by name.
 
-    Means have intervals where all devices have been heard and their rows are at hand; each device's are in `devices`
-    and `ft.inference.ranef`.
+    Means have intervals where all devices have been heard and their rows are at hand, or at sites that tell effects;
+    each device's are in `devices` and `ft.inference.ranef`.
     """
     server, rows = run.server, int(row_counts(run.population).sum())
     variance = noise_variance(server.summary, run.algorithm.settings["noise"])
     found = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
     if run.algorithm.settings.get("local.family", "gaussian") != "gaussian":  # which has no sigma
         found = found._replace(names=found.names[:-1], nodes=found.nodes[:, :-1], n=found.n[:-1])
-    if not bool(server.heard.all()) or run.algorithm.budget is not None or not hasattr(run.population, "data"):
+    asked = _at_sites(run)
+    if (
+        not bool(server.heard.all())
+        or run.algorithm.budget is not None
+        or not (asked or hasattr(run.population, "data"))
+    ):
         return found
-    normal = average(*_known(run), known=known)._replace(mean=found.nodes[0, : found.coefficients])
+    try:
+        normal = _average(run, known=known)._replace(mean=found.nodes[0, : found.coefficients])
+    except RuntimeError as error:
+        if not asked:
+            raise
+        return found._replace(about=f"point estimates: {error}")
     return found._replace(normal=normal, about="")
 
 
-def _known(run: Any) -> tuple[SufficientStatistics, Tensor, LowRank]:
-    """Return statistics, in generalised linear models of working responses, noise variances and Ω."""
-    algorithm, data = run.algorithm, getattr(run.population, "data", None)
-    if algorithm.settings.get("algorithm") != "matrix_normal" or data is None:
+def _average(run: Any, *, known: bool) -> Moments:
+    """Return the posterior of the mean of all devices' coefficients."""
+    noise, covariance = _fitted(run)
+    if not _at_sites(run):
+        return average(_statistics(run), noise, covariance, known=known)
+    given, sent, each = _factors(run, noise, covariance)
+    told = run.clients.ask(run.outbox, "average", {**sent, **given._asdict()}, {"known": known}, each)
+    return mean_of(told, given, len(noise))
+
+
+# -- between sites ---------------------------------------------------------------------------------------------------
+
+
+def _at_sites(run: Any) -> bool:
+    return hasattr(run.clients, "ask")
+
+
+def _factors(run: Any, noise: Tensor, covariance: LowRank) -> tuple[Factors, dict[str, Tensor], dict[str, Tensor]]:
+    """Return the factors by the sums that sites tell; what all are sent; and what each of its own devices, `(K, …)`."""
+    a, vectors, values = covariance.trimmed()
+    sent, each = {"multiple": a.reshape(1)}, {"noise": noise, "factor": vectors * values.sqrt()}
+    return factors(run.clients.ask(run.outbox, "factors", sent, {}, each), covariance), sent, each
+
+
+def _units(holder: Any, sent: Mapping[str, Tensor]) -> Units:
+    """Return the devices of whoever has rows."""
+    known = partial(device_statistics, holder.algorithm)
+    return Units(holder.evaluate(holder.data, known), sent["noise"], sent["factor"], sent["multiple"])
+
+
+def _given(sent: Mapping[str, Tensor]) -> Factors:
+    return Factors(sent["inner"], sent["shared"], sent["precision"])
+
+
+def tell_sums(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Sums:
+    """Return a site's sums over its devices, of which the factors are known."""
+    return sums(_units(holder, sent))
+
+
+def tell_devices(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
+    """Return the posterior of each of a site's devices."""
+    return posterior_of(_units(holder, sent), _given(sent), known=bool(about["known"]))
+
+
+def tell_average(holder: Any, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Averaged:
+    """Return a site's part of the mean of all devices' coefficients."""
+    return averaged(_units(holder, sent), _given(sent), known=bool(about["known"]))
+
+
+def room_for(form: Any) -> tuple[Sums, DevicePosterior, Averaged]:
+    """Return the shapes of a site's answers, of the form of a question."""
+    size, rank = form.algorithm.module.coefficients.numel(), form.sent["factor"].shape[1]
+    new = partial(torch.empty, dtype=torch.float64)
+    one, means = new(form.clients, 1), new(form.clients, 1, size)
+    return (
+        Sums(new(rank * size, rank * size), new(rank * size)),
+        DevicePosterior(one, means, new(form.clients, 1, size, size), one),
+        Averaged(new(size), new(size, size), new(size, rank * size)),
+    )
+
+
+# -- where rows are ----------------------------------------------------------------------------------------------------
+
+
+def _fitted(run: Any) -> tuple[Tensor, LowRank]:
+    """Return noise variances and Ω."""
+    algorithm = run.algorithm
+    at_hand = _at_sites(run) or getattr(run.population, "data", None) is not None
+    if algorithm.settings.get("algorithm") != "matrix_normal" or not at_hand:
         raise TypeError(
-            f"Expected a run of ft.matrix_normal on data at hand, but got one of "
+            f"Expected a run of ft.matrix_normal on data at hand or on sites, but got one of "
             f"{algorithm.settings.get('algorithm', 'another')} on {run.population!r}"
         )
     if algorithm.budget is not None:
@@ -86,23 +185,28 @@ def _known(run: Any) -> tuple[SufficientStatistics, Tensor, LowRank]:
             f"Expected a run that has heard all {len(server.heard)} devices, but {int((~server.heard).sum())} have not "
             "answered yet; allow more rounds"
         )
-    variance = noise_variance(server.summary, algorithm.settings["noise"])
+    return noise_variance(server.summary, algorithm.settings["noise"]), server.covariance
+
+
+def _statistics(run: Any) -> SufficientStatistics:
+    return run.clients.evaluate(run.outbox, run.population.data, partial(device_statistics, run.algorithm))
+
+
+def device_statistics(algorithm: Algorithm, tensors: dict[str, Tensor], block: ClientData) -> SufficientStatistics:
+    """Return statistics of devices, in generalised linear models of working responses."""
     head, family = algorithm.module, algorithm.settings.get("local.family", "gaussian")
-
-    def statistics(tensors: dict[str, Tensor], block: ClientData) -> SufficientStatistics:
-        x, y = block.batch
-        with torch.no_grad():
-            x = head.block_design(x).to(torch.float64)
-        if family == "gaussian":
-            return sufficient_statistics(x, y.reshape(block.mask.shape), block.mask)
-        theta = tensors["coefficients"].to(torch.float64)
-        rows = observed(family, block._replace(batch=(x, y)), x.shape[-1])
-        score, information = score_and_information(family, rows, theta)
-        working = (information @ theta[..., None])[..., 0] + score
-        count = block.count.to(working)
-        return SufficientStatistics(information, working, torch.zeros_like(count), count)
-
-    return run.clients.evaluate(run.outbox, data, statistics), variance, server.covariance
+    assert isinstance(head, LinearHead)
+    x, y = block.batch
+    with torch.no_grad():
+        x = head.block_design(x).to(torch.float64)
+    if family == "gaussian":
+        return sufficient_statistics(x, y.reshape(block.mask.shape), block.mask)
+    theta = tensors["coefficients"].to(torch.float64)
+    rows = observed(family, block._replace(batch=(x, y)), x.shape[-1])
+    score, information = score_and_information(family, rows, theta)
+    working = (information @ theta[..., None])[..., 0] + score
+    count = block.count.to(working)
+    return SufficientStatistics(information, working, torch.zeros_like(count), count)
 
 
 def coefficient_names(run: Any) -> tuple[str, ...]:
@@ -112,3 +216,32 @@ def coefficient_names(run: Any) -> tuple[str, ...]:
     if len(columns) + head.intercept != size:
         columns = tuple(map(str, range(size - head.intercept)))
     return (*columns, "Intercept") if head.intercept else columns
+
+
+def inputs(run: Any) -> tuple[tuple[str, ...], Design | None]:
+    """Return the names of the columns of x, and the formula that they are of, if it is known.
+
+    Raises:
+        TypeError: a feature map of inputs that are at sites, so that nobody here knows their columns.
+    """
+    head, population = run.algorithm.module, run.population
+    design = None if _at_sites(run) else getattr(population.data, "design", None)
+    if head.feature_map is raw:
+        names = coefficient_names(run)[: head.features]
+    elif _at_sites(run):
+        raise TypeError(
+            "Expected a LinearHead on the columns of x, but got a feature map and rows at sites, whose columns are not "
+            "known here; let sites keep features in place of inputs"
+        )
+    else:
+        rows = population.data.rows
+        width = (rows[0] if isinstance(rows, tuple) else rows).shape[-1]
+        names = feature_names(population) or tuple(map(str, range(width)))
+    return names, design if design is not None and len(design.columns) == len(names) else None
+
+
+def features(run: Any, x: Tensor) -> Tensor:
+    """Return the design matrix of rows x, `(N, q)` -> `(N, d)` float64."""
+    head = run.algorithm.module
+    with torch.no_grad():
+        return head.block_design(x[None].to(head.coefficients.dtype))[0].to(torch.float64)

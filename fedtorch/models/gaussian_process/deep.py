@@ -1,0 +1,212 @@
+r"""Deep Gaussian processes of units that share a warp of their inputs.
+
+Unit m's outputs are y = f_m(g(x)) + noise: the inner layers g are what units have in common, the outer process f_m is
+the unit's own. Every layer is a sparse Gaussian process with q(u) on inducing inputs, and a layer's input is a draw of
+the layer before, so that the bound
+
+.. math:: \sum_m \Big( E_q \log p(y_m | f_m(g(x_m))) - KL(q(f_m) \| p) \Big) - KL(q(g) \| p)
+
+is estimated without bias, whatever the layers (doubly stochastic: draws, and rows). A unit's loss is minus its own part
+by row, with KL(q(g) ‖ p) by row of all units: the mean of units' losses, weighted by rows, is minus the bound of all,
+by row. Hyperparameters and inducing inputs of all layers are shared; the outer q(u) and the noise, `DeepGP.own`, stay
+with the unit.
+
+Source: Salimbeni and Deisenroth (2017), "Doubly stochastic variational inference for deep Gaussian processes".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Categorical, MixtureSameFamily, Normal
+
+from fedtorch import expected
+from fedtorch.models.gaussian_process._kernel_parts import extent_of, gaussian
+
+__all__ = ["DeepGP"]
+
+_NODES = 64  # draws of the inner layers in predictions
+_START = 0.01  # sd of the inner layers' q, in units of the prior's
+
+
+class DeepPosterior(NamedTuple):
+    """Hold what a unit's q says of its outputs, and how far q is from the prior."""
+
+    mean: Tensor  # (S, N) of f_m, by draw of the inner layers
+    variance: Tensor  # (S, N)
+    noise: Tensor  # () variance
+    own: Tensor  # () KL of the outer q
+    shared: Tensor  # () KL of the inner layers' q
+    rows: Tensor  # () of all units together
+
+    def fit(self, y: Tensor) -> Tensor:
+        """Return E_q log p(y | f), summed over rows."""
+        square = (y - self.mean).square() + self.variance
+        return -0.5 * ((2 * math.pi * self.noise).log() + square / self.noise).mean(0).sum()
+
+
+class SparseLayer(nn.Module):
+    """Independent sparse Gaussian processes of one input each or of several, with RBF kernels.
+
+    Args:
+        inducing: `(J, d)`.
+        outputs: how many processes.
+        identity: whether the prior's mean is the input; then as many outputs as inputs.
+        variance: of the prior, to begin with.
+        sd: of q's whitened values, to begin with.
+        jitter: of the inducing values, relative to the variance.
+    """
+
+    inducing: Tensor
+
+    def __init__(
+        self, inducing: Tensor, outputs: int, identity: bool, variance: float, sd: float, jitter: float
+    ) -> None:
+        super().__init__()
+        size, dims = inducing.shape
+        self.identity, self.jitter = identity, jitter
+        self.inducing = nn.Parameter(inducing.clone())
+        self.log_lengthscale = nn.Parameter((extent_of(inducing) / 10).log().expand(outputs, dims).clone())
+        self.log_variance = nn.Parameter(torch.full((outputs,), math.log(variance)).to(inducing))
+        self.mean = nn.Parameter(inducing.new_zeros(outputs, size))  # of q(v), u = mean(Z) + L v
+        self.root = nn.Parameter((sd * torch.eye(size)).repeat(outputs, 1, 1).to(inducing))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and variances of the processes at x `(*b, N, d)`, `(*b, N, outputs)` each."""
+        square = (2 * self.log_lengthscale).exp()
+        prior = gaussian(self.inducing, self.inducing, square)  # (outputs, J, J), of variance 1
+        factor = torch.linalg.cholesky(prior + self.jitter * torch.eye(len(self.inducing)).to(x))
+        cross = gaussian(self.inducing, x, square)  # (*b, outputs, J, N)
+        basis = torch.linalg.solve_triangular(factor, cross, upper=False)
+        told = self.root.tril().mT @ basis
+        unit = 1 - basis.square().sum(-2) + told.square().sum(-2)
+        mean = (self.mean[:, None] @ basis)[..., 0, :] * (0.5 * self.log_variance).exp()[:, None]
+        variance = unit.clamp(min=1e-12) * self.log_variance.exp()[:, None]
+        return mean.mT + x if self.identity else mean.mT, variance.mT
+
+    def divergence(self) -> Tensor:
+        """Return KL(q(u) ‖ p(u)) of all its processes."""
+        root = self.root.tril()
+        logs = root.diagonal(dim1=-1, dim2=-2).abs().log().sum()
+        return 0.5 * (root.square().sum() + self.mean.square().sum() - self.mean.numel()) - logs
+
+
+class DeepGP(nn.Module):
+    """A deep Gaussian process of one unit: `layers` sparse processes one after the other, all but the outer one shared.
+
+    In training it gives what the loss needs; in `eval()` the predicted mean of each output, `(N,)`. Train it by
+    `ft.gradient_descent(module, loss=DeepGP.loss, …)` without `batch_size`, for the loss takes a batch for all of a
+    unit's rows, in `ft.personal_layers(local, DeepGP.own)`.
+
+    Args:
+        inducing: inducing inputs `(J, d)` of every layer to begin with; inner layers have d outputs.
+        rows: of all units together.
+        layers: 1 is a sparse Gaussian process.
+        draws: of the inner layers, in a step of training.
+        noise: standard deviation of the outputs' noise, to begin with.
+        jitter: of inducing values, relative to their variance.
+
+    Raises:
+        ValueError: inducing inputs that are not finite or not `(J, d)`, or a number out of range.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> from fedtorch.models.gaussian_process import DeepGP
+        >>> x = torch.linspace(0, 1, 10)[:, None]
+        >>> step = (x[:, 0] > 0.5).float()
+        >>> data = ft.data.from_tensors([(x, step), (x, -2 * step)])
+        >>> module = DeepGP(torch.linspace(0, 1, 6)[:, None], rows=20)
+        >>> adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)
+        >>> local = ft.gradient_descent(module, steps=10, loss=DeepGP.loss, optimizer=adam, reset="never")
+        >>> run = ft.run(ft.personal_layers(local, DeepGP.own), ft.InProcess(data), rounds=3)
+        >>> found = [run.client_module(k).predict(x) for k in range(2)]
+        >>> [bool(q.mean[-1] > 0) for q in found]  # each unit's own level after the step that both have
+        [True, False]
+    """
+
+    own: ClassVar[tuple[str, ...]] = ("outer.mean", "outer.root", "log_noise")
+    total: Tensor
+    nodes: Tensor
+
+    def __init__(
+        self,
+        inducing: Tensor,
+        rows: int,
+        *,
+        layers: int = 2,
+        draws: int = 10,
+        noise: float = 0.1,
+        jitter: float = 1e-6,
+    ) -> None:
+        super().__init__()
+        if inducing.ndim != 2 or not bool(inducing.isfinite().all()):
+            raise ValueError(f"Expected finite inducing inputs (J, d), but got shape {tuple(inducing.shape)}")
+        for name, value in (("rows", rows), ("layers", layers), ("draws", draws)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
+        expected.positive(noise=noise, jitter=jitter)
+        dims = inducing.shape[1]
+        self.draws = draws if layers > 1 else 1
+        inner = (SparseLayer(inducing, dims, True, 0.1, _START, jitter) for _ in range(layers - 1))
+        self.inner = nn.ModuleList(inner)
+        self.outer = SparseLayer(inducing, 1, False, 1.0, 1.0, jitter)
+        self.log_noise = nn.Parameter(torch.tensor(math.log(noise)).to(inducing))  # of the standard deviation
+        self.register_buffer("total", torch.tensor(float(rows)).to(inducing))
+        self.register_buffer("nodes", _normal_nodes(layers - 1, dims).to(inducing))
+
+    def forward(self, x: Tensor) -> DeepPosterior | Tensor:
+        """Return what q says of the outputs at x `(N, d)`: in training for `loss`, else their means `(N,)`."""
+        if not self.training:
+            return self._moments(x, self.nodes[:, None])[0].mean(0)
+        noise = torch.randn(self.draws, len(x), len(self.inner), x.shape[-1], dtype=x.dtype, device=x.device)
+        mean, variance = self._moments(x, noise)
+        shared = self.total.new_zeros(())
+        for layer in self.inner:
+            shared = shared + layer.divergence()  # type: ignore[operator]
+        return DeepPosterior(mean, variance, self._noise(), self.outer.divergence(), shared, self.total)
+
+    @staticmethod
+    def loss(found: DeepPosterior, y: Tensor) -> Tensor:
+        """Return minus the unit's part of the bound, by row.
+
+        Args:
+            found: what the module gives in training, of all of a unit's rows.
+            y: their outputs `(N,)`.
+        """
+        return (found.own - found.fit(y)) / len(y) + found.shared / found.rows
+
+    def predict(self, x: Tensor) -> MixtureSameFamily:
+        """Return the distribution of outputs at x `(N, d)`, noise included: a mixture over values of inner layers."""
+        with torch.no_grad():
+            mean, variance = self._moments(x, self.nodes[:, None])
+            parts = Normal(mean.T, (variance + self._noise()).sqrt().T)
+            return MixtureSameFamily(Categorical(torch.ones_like(mean.T)), parts)
+
+    def warp(self, x: Tensor) -> Tensor:
+        """Return the inner layers' mean at x `(N, d)`, `(N, d)`: where the outer process sees each input."""
+        for layer in self.inner:
+            x = layer(x)[0]
+        return x
+
+    def _noise(self) -> Tensor:
+        return (2 * self.log_noise).exp()
+
+    def _moments(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+        """Return means and variances of f `(S, N)` by normal numbers `(S, N or 1, layers, d)` of the inner layers."""
+        x = x.expand(len(noise), *x.shape)
+        for number, layer in enumerate(self.inner):
+            mean, variance = layer(x)
+            x = mean + variance.sqrt() * noise[:, :, number]
+        mean, variance = self.outer(x)
+        return mean[..., 0], variance[..., 0]
+
+
+def _normal_nodes(layers: int, dims: int) -> Tensor:
+    """Return evenly spread points of the standard normal distribution, `(_NODES, layers, dims)`; one without layers."""
+    if layers == 0:
+        return torch.zeros(1, 0, dims, dtype=torch.float64)
+    uniform = torch.quasirandom.SobolEngine(layers * dims, scramble=True, seed=0).draw(_NODES, dtype=torch.float64)
+    return torch.special.ndtri(uniform.clamp(1e-6, 1 - 1e-6)).unflatten(1, (layers, dims))

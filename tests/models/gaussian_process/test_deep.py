@@ -1,0 +1,157 @@
+"""Deep Gaussian processes beside GPyTorch's, quadrature and a plain loop."""
+
+from __future__ import annotations
+
+import math
+
+import numpy
+import pytest
+import torch
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch.models.gaussian_process import DeepGP
+from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
+
+DTYPE = torch.float64
+JITTER = 1e-10
+PLACES = torch.linspace(0, 1, 5, dtype=DTYPE)[:, None]
+
+
+def draw(number: int, *shape: int) -> Tensor:
+    return ft.random.normal(ft.random.fold_in(ft.random.key(3), number), shape, DTYPE)
+
+
+def rows(units: int = 2, size: int = 7) -> ft.data.FederatedData:
+    x = torch.linspace(0, 1, size, dtype=DTYPE)[:, None]
+    return ft.data.from_tensors([(x + 0.01 * k, (5 * x[:, 0] + k).sin()) for k in range(units)])
+
+
+def moved(layers: int, inducing: Tensor = PLACES, total: int = 14, draws: int = 10) -> DeepGP:
+    """A process whose parameters are away from where they begin."""
+    module = DeepGP(inducing, total, layers=layers, draws=draws, jitter=JITTER)
+    with torch.no_grad():
+        for number, parameter in enumerate(module.parameters()):
+            parameter.add_(0.2 * draw(number, *parameter.shape))
+    return module
+
+
+def sparse(layer: torch.nn.Module) -> gpytorch.models.ApproximateGP:
+    """GPyTorch's sparse process with the parameters of an outer layer."""
+    size, variance = len(layer.inducing), layer.log_variance.detach().exp()[0]
+    jitter = float(JITTER * variance)
+
+    class Process(gpytorch.models.ApproximateGP):
+        def __init__(self) -> None:
+            posterior = gpytorch.variational.CholeskyVariationalDistribution(size)
+            places = layer.inducing.detach()
+            super().__init__(gpytorch.variational.VariationalStrategy(self, places, posterior, jitter_val=jitter))
+            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=layer.inducing.shape[1]))
+
+        def forward(self, x: Tensor) -> object:
+            return gpytorch.distributions.MultivariateNormal(torch.zeros_like(x[..., 0]), self.kernel(x))
+
+    process = Process().to(DTYPE)
+    process.kernel.base_kernel.lengthscale = layer.log_lengthscale.detach().exp()
+    process.kernel.outputscale = variance
+    strategy = process.variational_strategy
+    strategy.variational_params_initialized.fill_(1)
+    posterior = strategy._variational_distribution
+    posterior.variational_mean.data, posterior.chol_variational_covar.data = layer.mean[0].data, layer.root[0].data
+    return process
+
+
+@pytest.mark.parametrize("inducing", [PLACES, torch.cat([PLACES, PLACES.flip(0).square()], 1)], ids=["one", "two"])
+@torch.no_grad()
+def test_one_layer_is_gpytorchs_sparse_process(inducing: Tensor) -> None:
+    module = moved(1, inducing)
+    x, y = 0.5 + 0.3 * draw(90, 7, inducing.shape[1]), draw(91, 7)
+    process, likelihood = sparse(module.outer), gpytorch.likelihoods.GaussianLikelihood().to(DTYPE)
+    likelihood.noise = (2 * module.log_noise.detach()).exp()
+    bound = gpytorch.mlls.VariationalELBO(likelihood, process, num_data=7)(process(x), y)
+    assert float(module.loss(module(x), y)) == pytest.approx(-float(bound), abs=1e-8)
+    theirs, ours = likelihood(process.eval()(x)), module.eval().predict(x)
+    assert torch.allclose(ours.mean, theirs.mean, rtol=0, atol=1e-8)
+    assert torch.allclose(ours.variance, theirs.variance, rtol=0, atol=1e-8)
+    assert torch.equal(module(x), ours.mean)
+
+
+def quadrature(module: DeepGP, x: Tensor, y: Tensor) -> Tensor:
+    """The fit of two layers: a row's inner value is normal, and its mean over it by 60 Gauss–Hermite nodes."""
+    nodes, weights = (torch.from_numpy(part) for part in numpy.polynomial.hermite_e.hermegauss(60))
+    mean, variance = module.inner[0](x)
+    places = mean + variance.sqrt() * nodes  # (N, nodes)
+    level, spread = module.outer(places.reshape(-1, 1))
+    noise = (2 * module.log_noise).exp()
+    gap = (y[:, None] - level.reshape(places.shape)).square() + spread.reshape(places.shape)
+    return -0.5 * ((math.log(2 * math.pi) + noise.log() + gap / noise) * weights / weights.sum()).sum()
+
+
+@torch.no_grad()
+def test_the_bound_of_two_layers_is_that_of_quadrature() -> None:
+    module, (x, y) = moved(2), rows()[0]
+    exact = quadrature(module, x, y)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        fits = torch.stack([module(x).fit(y) for _ in range(400)])
+    assert abs(float(fits.mean() - exact)) < 4 * float(fits.std()) / 20
+    assert float(fits.std()) > 0
+    found = module.eval().predict(x)
+    assert float((found.mean - module.train()(x).mean.mean(0)).abs().max()) < 0.2  # nodes, and ten draws
+
+
+@torch.no_grad()
+def test_a_second_layer_is_gpytorchs_deep_process() -> None:
+    """What the outer process says at draws of the inner one, and both divergences."""
+    module, (x, _) = moved(2), rows()[0]
+    inner = sparse(module.inner[0])
+    found = inner.train()(x)
+    assert torch.allclose(module.warp(x)[:, 0], found.mean + x[:, 0], rtol=0, atol=1e-8)
+    assert torch.allclose(module.inner[0](x)[1][:, 0], found.variance, rtol=0, atol=1e-8)
+    posterior = module(x)
+    assert float(posterior.shared) == pytest.approx(float(inner.variational_strategy.kl_divergence()), abs=1e-8)
+    outer = sparse(module.outer).train()
+    outer(x)
+    assert float(posterior.own) == pytest.approx(float(outer.variational_strategy.kl_divergence()), abs=1e-8)
+
+
+def test_a_round_is_a_step_up_the_bound_of_all_units() -> None:
+    """Of one layer, whose bound has no draws: the shared parameters move by the gradient of the bound, by row."""
+    data, lr = ft.data.from_tensors([rows(1, 7)[0], rows(1, 4)[0]]), 0.01
+    module = moved(1, total=11)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=lr)
+    local = ft.gradient_descent(module, steps=1, loss=DeepGP.loss, optimizer=sgd)
+    run = ft.run(ft.personal_layers(local, DeepGP.own), ft.InProcess(data), rounds=1)
+    found = [module(x) for x, _ in data]
+    bound = sum(q.fit(y) - q.own for q, (_, y) in zip(found, data)) / 11
+    shared = {n: p for n, p in module.named_parameters() if n not in DeepGP.own}
+    for (name, parameter), gradient in zip(shared.items(), torch.autograd.grad(bound, [*shared.values()])):
+        assert torch.allclose(run.tensors()[name][0], parameter + lr * gradient, rtol=0, atol=1e-12), name
+
+
+def test_inner_layers_are_shared_and_the_outer_q_is_not() -> None:
+    """Draws come from clients' keys: the same run twice, and torch's generator where it was."""
+    before = torch.random.get_rng_state()
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.05)
+    local = ft.gradient_descent(moved(2), steps=3, loss=DeepGP.loss, optimizer=adam, reset="never")
+    first, again = (ft.run(ft.personal_layers(local, DeepGP.own), ft.InProcess(rows()), rounds=2) for _ in range(2))
+    assert all(torch.equal(one, first.tensors()[name]) for name, one in again.tensors().items())
+    assert torch.equal(before, torch.random.get_rng_state())
+    one, two = (dict(first.client_module(k).named_parameters()) for k in range(2))
+    assert {name for name in one if not torch.equal(one[name], two[name])} == set(DeepGP.own)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"inducing": torch.zeros(3)}, "finite inducing inputs"),
+        ({"inducing": torch.full((3, 1), torch.nan)}, "finite inducing inputs"),
+        ({"rows": 0}, "rows to be a whole number"),
+        ({"layers": 0}, "layers to be a whole number"),
+        ({"draws": 1.5}, "draws to be a whole number"),
+        ({"noise": 0.0}, "noise"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DeepGP(**{"inducing": PLACES, "rows": 14, **arguments})
