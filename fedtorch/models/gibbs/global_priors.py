@@ -56,16 +56,14 @@ class GlobalPrior:
         """Return log densities of estimates of given variances, θ integrated out.
 
         >>> import torch
-        >>> at_two = torch.tensor([[2.0]]).double()
-        >>> gaussian(1.0).evidence({}, at_two, torch.tensor([[0.0], [3.0]]).double())  # log N(2; 0, 1) and N(2; 0, 4)
-        tensor([[-2.0000],
-                [-1.1931]], dtype=torch.float64)
+        >>> at_two, variances = torch.tensor([2.0]).double(), torch.tensor([0.0, 3.0]).double()
+        >>> gaussian(1.0).evidence({}, at_two, variances)  # log N(2; 0, 1) and N(2; 0, 4)
+        tensor([-2.0000, -1.1931], dtype=torch.float64)
         """
         if self.marginal is not None:
             return self.marginal(variables, estimate, variance)
-        precision = self.precision(variables)
-        ratio = 1 + precision * variance
-        return -0.5 * (ratio.log() + estimate.square() * precision / ratio)
+        ratio = 1 + self.precision(variables) * variance
+        return -0.5 * (ratio.log() + estimate.square() * self.precision(variables) / ratio)
 
 
 class SpikeAndSlab(NamedTuple):
@@ -120,10 +118,9 @@ def spike_and_slab(
         \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad
         \rho \sim \text{Beta}(a_\rho, b_\rho),\quad \eta_j \sim IG(a_\eta, b_\eta)
 
-    γ_j is drawn twice: first with θ integrated out, for coefficients of which the data say little, and given ρ, so that
-    the scale of the sites' deviations can be drawn before it without γ_j (of groups: one after another with ρ
-    integrated out); then, after θ, one after another with η and ρ integrated out, for those that the data tell, whose η
-    would hold γ where it is: θ_j given γ_j is then Student's t of 2 a_η degrees of freedom and variance scale c₀^{1−γ_j} b_η/a_η.
+    γ_j is drawn twice: given ρ with θ integrated out (of groups: one after another with ρ integrated out), for
+    coefficients of which the data say little; then, after θ, one after another with η and ρ integrated out, for those
+    that the data tell, whose η would hold γ where it is: θ_j is then Student's t of 2 a_η degrees of freedom.
     Then η_j ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}), and ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws
     γ_j given θ_j, η and ρ, and mixes far worse.)
 
@@ -173,7 +170,8 @@ def spike_and_slab(
             coins = random.uniform(for_flips, (p,), torch.float64)
             each = (coins.logit() < evidence + state.inclusion.logit()[:, None]).to(evidence.dtype)
         else:
-            each = flip_blocks(state.included[:, _first_of_each(index)], evidence, for_flips)
+            first = torch.stack([(index == g).nonzero()[0, 0] for g in range(count)])  # of each block
+            each = flip_blocks(state.included[:, first], evidence, for_flips)
         posterior = precision + 1 / (_factor(each, spike)[:, index] * state.variance)
         theta = precision * estimate / posterior
         theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
@@ -342,11 +340,6 @@ def flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float
         new = (threshold[:, g] < odds).to(result.dtype)
         result[:, g], count = new, others + new
     return result
-
-
-def _first_of_each(index: Tensor) -> Tensor:
-    """Return the place of each block's first coefficient."""
-    return torch.stack([(index == g).nonzero()[0, 0] for g in range(int(index.max()) + 1)])
 
 
 def _check_groups(groups: Sequence[int] | Tensor) -> Tensor:
