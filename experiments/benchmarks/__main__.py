@@ -33,6 +33,7 @@ NAMES = (
     "kills",
     "loaders",
     "mixed",
+    "modules",
     "privacy",
     "remote",
     "remote_flower",

@@ -1,4 +1,4 @@
-r"""pFedMe on MNIST: what its authors' repository has stored of 800 rounds, and peers at the same setting.
+r"""pFedMe on MNIST: what its authors' repository has stored of its rounds.
 
 20 users of two digits each, rows as the authors' script gave them (`pfedme_data`), softmax regression, 5 users a round.
 In a round a user goes on through its rows in R minibatches of 20; on each it takes K = 5 steps of rate η' on
@@ -13,7 +13,8 @@ round 0 has one value.
 
 What the authors stored of users is w_k, not the personal θ_k of the paper: `test_persionalized_model` loads what
 `update_parameters` has just set to w_k. Nothing is stored of θ_k. The tables of README and paper were not at hand (the
-README's are pictures elsewhere).
+README's are pictures elsewhere). The losses of the server's model come out 5 to 7 % above the stored ones from round 50
+on while accuracies agree; no command is printed for that file, and we have found no reason.
 
 Sources: github.com/CharlieDinh/pFedMe, `results/Mnist_pFedMe_0.005_1.0_15_5u_20b_10_5_0.09_avg.h5` (commit 378a4d4) and
 `results/Mnist_pFedMe_p_0.005_1_15_5u_20b_20_5_0.1_avg.h5` (5a74360), `fedl/users/userpsnl.py`,
@@ -56,6 +57,7 @@ class Setting(NamedTuple):
     lr: float  # of θ, η'
     strength: float = 15.0  # λ
     outer: float = 0.005  # η
+    size: int = BATCH  # rows of a minibatch
 
 
 class State(NamedTuple):
@@ -85,25 +87,26 @@ def linear() -> nn.Linear:
         return nn.Linear(784, 10)
 
 
-def minibatch(rows: Tree, data: ClientData, number: int) -> ClientData:
+def minibatch(rows: Tree, data: ClientData, number: int, size: int) -> ClientData:
     """Minibatch `number` of every client, which goes through its places in `rows` in order again and again."""
-    first = number % ((data.count + BATCH - 1) // BATCH) * BATCH
-    count = (data.count - first).clamp(max=BATCH)
-    within = torch.arange(BATCH).expand(len(count), BATCH)
+    first = number % ((data.count + size - 1) // size) * size
+    count = (data.count - first).clamp(max=size)
+    within = torch.arange(size).expand(len(count), size)
     within = torch.where(within < count[:, None], first[:, None] + within, first[:, None])  # the first again is masked
     places = data.batch.gather(1, within)
     return ClientData(tree.map(lambda leaf: leaf[places], rows), count)
 
 
-def pfedme(setting: Setting, rows: Tree) -> ft.Algorithm:
+def pfedme(setting: Setting, rows: Tree, module: nn.Module | None = None) -> ft.Algorithm:
     """pFedMe with β = 1, of minibatches in order; clients' data are places in `rows`."""
     optimizer = partial(torch.optim.SGD, lr=setting.lr, weight_decay=RIDGE)
-    local = ft.gradient_descent(linear(), steps=INNER, loss=F.cross_entropy, optimizer=optimizer)
+    module = linear() if module is None else module
+    local = ft.gradient_descent(module, steps=INNER, loss=F.cross_entropy, optimizer=optimizer)
 
     def client(inbox: Tree, state: State, data: ClientData, turn: ft.Turn) -> ft.Reply:
         shared = personal = inbox
         for number in range(setting.batches):
-            batch = minibatch(rows, data, turn.round * setting.batches + number)
+            batch = minibatch(rows, data, turn.round * setting.batches + number, setting.size)
             solved = local.solve(personal, state.solver, batch, proximal(shared, setting.strength), turn)
             personal = solved.parameters
             shared = tree.add_scaled(shared, tree.subtract(personal, shared), setting.strength * setting.outer)
@@ -222,8 +225,10 @@ def draw(rows: Sequence[common.Row]) -> dict[str, Figure]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run both stored settings; with --smoke, their first round."""
-    options = common.arguments(__doc__).parse_args(argv)
-    of, at = pfedme_data.users(), [0] if options.smoke else list(pfedme_data.OWN)
+    parser = common.arguments(__doc__)
+    parser.add_argument("--last", type=int, default=799, help="the last of the stored rounds that is run (default 799)")
+    options = parser.parse_args(argv)
+    of, at = pfedme_data.users(), [number for number in pfedme_data.OWN if number <= options.last * (not options.smoke)]
     curves = {name: courses(name, of, options.seeds, at) for name in SETTINGS}
     rows = [row for name, runs in curves.items() for row in rows_of(name, runs)]
     common.show_rows("pFedMe on MNIST", rows, ".4f")

@@ -39,12 +39,19 @@ class StepKeys:
     """Make the draws of a step: `keys[t]` are `Draws` of the clients' keys, folded with t.
 
     Args:
-        keys: `(K,)`.
+        keys: `(K,)`, or a function that makes them when the first draw asks.
     """
 
-    def __init__(self, keys: Tensor) -> None:
-        self.keys, self._first = keys, 0
-        self._steps, self._calls = keys.new_empty(0, len(keys)), keys.new_empty(0, len(keys), AHEAD)
+    def __init__(self, keys: Tensor | Callable[[], Tensor]) -> None:
+        self._keys, self._first = keys, 0
+        self._steps = self._calls = torch.empty(0)  # of so many steps from the first, none yet
+
+    @property
+    def keys(self) -> Tensor:
+        """Return the clients' keys."""
+        if not isinstance(self._keys, Tensor):
+            self._keys = self._keys()
+        return self._keys
 
     def __getitem__(self, step: int) -> Draws:
         if not 0 <= step - self._first < len(self._steps):

@@ -82,6 +82,22 @@ def test_every_program_has_bounds() -> None:
         assert min(least, *bounds) > 0
 
 
+def test_a_reference_is_measured_beside_its_compiled_form() -> None:
+    line = kernel_bounds.compiled("stacked_step", small=True, compile=lambda work, dynamic: work)
+    assert len(line) == len(kernel_bounds.COMPILED)
+    reference, library, compiled, *ratios, starting = map(float, line[2:8])
+    assert min(reference, library, compiled, starting) > 0
+    assert ratios[0] == pytest.approx(reference / compiled, rel=0.05)
+    assert ratios[1] <= ratios[0] + 0.01
+
+
+def test_what_a_compiler_refuses_is_said() -> None:
+    line = kernel_bounds.compiled("moments", small=True, compile=lambda work, dynamic: lambda: work(1, 2, 3, 4))
+    assert len(line) == len(kernel_bounds.COMPILED)
+    assert line[4] == "refused (TypeError)"
+    assert line[-1] == "never"
+
+
 @pytest.mark.slow
 def test_the_scripts(tmp_path: Path) -> None:
     file = tmp_path / "rows.json"

@@ -59,6 +59,7 @@ from experiments.fedlin import (
 )
 from experiments.fedmgp import (
     battery as fedmgp_battery,
+    conformal as fedmgp_conformal,
     deep as fedmgp_deep,
     extrapolation as fedmgp_extrapolation,
     faults as fedmgp_faults,
@@ -609,6 +610,28 @@ def test_fedmgp_features(tmp_path):
     assert found[f"{answers}: with units that measure", "rmse"] < found[f"{answers}: among themselves", "rmse"]
     assert found[f"{categories}: a learnt point for each", "rmse"] < found[f"{categories}: category left out", "rmse"]
     assert (tmp_path / "fedmgp_features.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_conformal(tmp_path):
+    try:
+        fedmgp_battery.cells()
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    fedmgp_conformal.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    assert len(found) == 2 * (1 + 2 * 3)  # FedMGP's own; three scales, of the test cell and of all in turn
+    assert (tmp_path / "fedmgp_conformal.png").stat().st_size > 10_000
+
+
+def test_conformal_intervals_hold_the_cells_that_they_should():
+    """Of ten cells of one error each the tenth is the 90 % quantile of eleven; of eight there is none."""
+    one = torch.ones(1, dtype=torch.float64)
+    cell = lambda error: fedmgp_conformal.Errors(one, error * one, fedmgp_models.Prediction(0 * one, one))
+    flat = fedmgp_conformal.SCALES["conformal, one width"]
+    found = fedmgp_conformal.half_width(cell(0.0), [cell(float(k)) for k in range(1, 11)], flat)
+    assert float(found) == 10.0  # ⌈0.9 · 11⌉ = 10
+    assert torch.isinf(fedmgp_conformal.half_width(cell(0.0), [cell(1.0)] * 8, flat)).all()
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from experiments.benchmarks import scaling
+from experiments.benchmarks import modules, scaling
 from experiments.benchmarks.peers import __main__ as peers, ours, tasks, work
 
 
@@ -50,3 +50,12 @@ def test_scaling(tmp_path):
     found = figures(tmp_path / "rows.json")
     assert {name for _, name in found} >= {"s a round", "times faster with two (at most 2)", "ms"}
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["LSTM of 256 units", "attention with a mask"])
+def test_kinds_of_modules(tmp_path, kind):
+    modules.main(["--smoke", "--part", kind, "--json", str(tmp_path / "rows.json")])
+    found = figures(tmp_path / "rows.json")
+    assert {f"{way}, × the loop's speed" for way in ("bound", *modules.WAYS)} <= {name for _, name in found}
+    assert min(found.values()) > 0

@@ -11,6 +11,8 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.kernels.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
 from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs._gaussian_conditional import elimination
+from fedtorch.random import philox
 
 
 def problem(clients: int, chains: int, size: int) -> tuple[Rows, SweepPrior, Chains, Tensor]:
@@ -49,6 +51,20 @@ def test_a_chain_does_not_see_the_others(device) -> None:
         one = tree.take((rows, heard, chains, keys), slice(k, k + 1))
         alone = gibbs_sweeps(*one, 1)
         assert all(torch.equal(part[0], together[k]) for part, together in zip(alone, whole))
+
+
+def test_columns_that_are_alike(device) -> None:
+    """A pivot of zero between others; powers of two round nowhere, so that the torch sampler says the same."""
+    ones, key = torch.ones(1, 1, 4, dtype=torch.float64), random.key(7).reshape(1, 1)
+    rows = Rows(torch.full((1, 4, 4), 2.0**60), ones[0] / 4, ones[0, :, 0], ones[0, :, 0])
+    rows = Rows(*(each.double() for each in rows))
+    heard, chains = SweepPrior(0 * ones, ones, ones[..., 0]), Chains(0 * ones, ones, ones, ones[..., 0])
+    found = gibbs_sweeps(*tree.to((rows, heard, chains, key), device), 1)
+    z = philox.normal(philox.folded(key, 0), (1, 4), torch.float64).reshape(4, 1)
+    draw = elimination(rows.gram, rows.estimate, rows.rss, heard.centre)
+    delta, _ = draw(torch.ones(1).double(), torch.ones(4, 1).double(), z)
+    torch.testing.assert_close(found.deviation.cpu().reshape(4, 1), delta, rtol=1e-12, atol=1e-12)
+    assert all(bool(part.isfinite().all()) for part in found)
 
 
 def test_strides_and_many_coefficients(device, monkeypatch) -> None:

@@ -247,7 +247,10 @@ def of_kernels(options: argparse.Namespace, before: float) -> None:
         command = "`python -m experiments.benchmarks.cost_model --kernels --write`"
         text = ["# What programs can save: bounds", "", f"By {command} on", *measure.circumstances(before), ""]
         text += [*(kernel_bounds.__doc__ or "").strip().splitlines()[2:], ""]
-        common.write_results(KERNELS, "\n".join([*text, *measure.table(kernel_bounds.COLUMNS, lines), ""]))
+        text += [*measure.table(kernel_bounds.COLUMNS, lines), "", "## As C++ by torch.compile", ""]
+        cpp = [kernel_bounds.compiled(name, options.smoke) for name in kernel_bounds.CASES]
+        text += [*kernel_bounds.ABOUT_COMPILED.strip().splitlines(), "", *measure.table(kernel_bounds.COMPILED, cpp)]
+        common.write_results(KERNELS, "\n".join([*text, ""]))
 
 
 def main(argv: Sequence[str] | None = None) -> None:

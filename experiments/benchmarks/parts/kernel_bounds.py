@@ -9,16 +9,19 @@ faster than their bound says; one program stands for a Triton program on a GPU a
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from experiments.benchmarks.parts.cost_formulas import H100, Device
 from experiments.benchmarks.parts.gpu_kernels import CASES, Kind
+from experiments.benchmarks.parts.gpu_timing import kernels
 
 
 class Spent(NamedTuple):
@@ -125,3 +128,47 @@ def lines(small: bool) -> list[list[str]]:
             line += [f"{1e3 * reference:.3g}", f"{1e3 * program:.3g}", f"{reference / program:.1f}"]
         found.append(line)
     return found
+
+
+COMPILED = ["program", "sizes", "reference, ms", "library, ms", "C++, ms", "reference / C++", "best other / C++"]
+COMPILED += ["s to compile", "calls until it has paid"]
+ABOUT_COMPILED = """
+References here, what a library has for the same result (for steps `torch.optim.Adam(fused=True)`, which descent takes;
+for rows on a graph the sparse product that is the reference), and the references as C++ by `torch.compile`: processor
+time, medians of seven calls in turns. "Best other" is the quicker of the first two. Compiling is timed by the first
+call, without a cache.
+"""
+
+
+def compiled(name: str, small: bool, compile: Callable[..., Any] = torch.compile) -> list[str]:
+    """Return the line of `COMPILED` of an operation at its counted size."""
+    kind = CASES[name]
+    sizes = kind.small if small else kind.counted
+    case = kind.case(sizes, "cpu")
+    program = compile(case.ours, dynamic=False)
+    with kernels("off"), torch._inductor.config.patch(force_disable_caches=True):
+        library = min(case.vendor.values(), key=_processor_seconds)
+        ways = {"reference": case.ours, "library": library}
+        began = time.perf_counter()
+        try:
+            program()
+            ways["C++"] = program
+        except Exception as error:  # whatever the compiler refuses
+            reason = type(error).__name__
+        starting = time.perf_counter() - began
+        each = [{way: _processor_seconds(work) for way, work in ways.items()} for _ in range(7)]
+    spent = {way: statistics.median(times[way] for times in each) for way in ways}
+    line = [name, " × ".join(f"{size:,}" for size in sizes)]
+    line += [f"{1e3 * spent[way]:.3g}" for way in ("reference", "library")]
+    if "C++" not in spent:
+        return [*line, f"refused ({reason})", "", "", f"{starting:.3g}", "never"]
+    gained = min(spent["reference"], spent["library"]) - spent["C++"]
+    ratios = (spent["reference"] / spent["C++"], 1 + gained / spent["C++"])
+    paid = f"{starting / gained:,.0f}" if gained > 0 else "never"
+    return [*line, f"{1e3 * spent['C++']:.3g}", *(f"{ratio:.2f}" for ratio in ratios), f"{starting:.3g}", paid]
+
+
+def _processor_seconds(work: Callable[[], object]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began

@@ -32,7 +32,7 @@ BLOCK_ROWS = 65_536  # rows of a block in evaluation
 SMALL_BLOCK = 16_384  # rows of a block, padding included, that are not worth dividing by size
 _MOST_VALIDATIONS = 4  # sets of rows whose stacked blocks are kept for the next evaluation
 _MERGE_EVERY = 32  # partial aggregates that are held before they are merged
-_BYTES = 512 * 2**20  # of clients that run at once on the CPU, where more than caches hold gains nothing
+_BYTES = 128 * 2**20  # of clients that run at once on the CPU, which more would fault in anew at every step
 _SHARE = 4  # of a CUDA device's free memory, a quarter: activations and what an optimiser keeps want the rest
 
 Block = tuple[Rows, Tree]  # the clients' ids, and their prepared data
@@ -343,7 +343,7 @@ def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[
 
 
 def block_bytes(device: torch.device) -> int:
-    """Return the bytes that a block of clients may take: 512 MiB, or a quarter of a CUDA device's free memory."""
+    """Return the bytes that a block of clients may take: 128 MiB, or a quarter of a CUDA device's free memory."""
     if device.type != "cuda":
         return _BYTES
     free, _ = torch.cuda.mem_get_info(device)

@@ -41,7 +41,7 @@ class Distributed:
     Args:
         data: the rows of all clients, of which a rank keeps blocks of its own only; or their loaders, of which a rank
             goes through its own only.
-        chunk: at most so many clients at once on a rank. Default: as many as fit 512 MiB, or a quarter of what is free
+        chunk: at most so many clients at once on a rank. Default: as many as fit 128 MiB, or a quarter of what is free
             on a CUDA device.
         device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
             on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, gloo else.

@@ -24,7 +24,7 @@ class InProcess:
     Args:
         data: the clients' rows; of those on disk, see `FederatedData.from_file`, a round reads and prepares those of
             its clients. Or their loaders, see `ft.data.from_loaders`, of which a round takes the batches.
-        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 512 MiB, or a quarter
+        chunk: at most so many clients at once; 1 runs one after another. Default: as many as fit 128 MiB, or a quarter
             of what is free on a CUDA device; of clients with loaders 8, or 64 whose batches are padded.
         device: where blocks and states live; default: where the data are.
         carry: how messages are carried; sums under masks are simulated, with every key, share and signature, and

@@ -70,7 +70,7 @@ class Batches:
         batch_size: rows of a batch, None for all of a client's rows.
         epochs: passes over the data, or None.
         steps: number of batches if `epochs` is None.
-        key: `(K,)` the clients' keys.
+        key: `(K,)` the clients' keys, or a function that makes them when they are needed.
         drop_last: whether a smaller last batch of an epoch is left out.
         limit: batches of an epoch that are taken; see `Turn`.
         share: `(K,)` of the epochs, or steps, that each client does; see `Turn`.
@@ -93,7 +93,7 @@ class Batches:
         batch_size: int | None,
         epochs: int | None,
         steps: int | None,
-        key: Tensor,
+        key: Tensor | Callable[[], Tensor],
         drop_last: bool = False,
         limit: float | None = None,
         share: Tensor | None = None,
@@ -120,13 +120,15 @@ class Batches:
         self._everything: Batch | None = None
         if not self._full:
             self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
-            self._permutations = random.fold_in(key, PERMUTATIONS)
+            self._permutations = random.fold_in(key() if callable(key) else key, PERMUTATIONS)
             passes = -(-self.longest // max(1, int(self.per_epoch.min()))) if epochs is None else epochs
             self._passes, self._planned = passes, 0  # of epochs; the first step whose rows are chosen
             self._widths: list[int] = []
             self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
-            self._order = torch.zeros(len(count), self._ahead * self._width, dtype=torch.int64, device=key.device)
+            self._order = torch.zeros(
+                len(count), self._ahead * self._width, dtype=torch.int64, device=self._permutations.device
+            )
 
     @property
     def together(self) -> bool:

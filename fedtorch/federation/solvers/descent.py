@@ -154,9 +154,9 @@ class Descent:
             return self._through_loaders(start, state, data, quadratic, turn)
         if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
             self._learn(data)
-        key = turn.key
+        device, key = data.count.device, lambda: turn.key  # which full batches of a module without draws never ask for
         if len(count := data.count.to("cpu")) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=key.device), {})
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
         limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit, turn.share)
         if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
             return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
@@ -167,9 +167,9 @@ class Descent:
             return _Stack(self, start, state, Batches(data.batch, count, *limits, key, *last), quadratic, turn).run()
         done = []
         for rows in groups:
-            some = (start, state, data.batch, quadratic, key)
-            first, old, batch, pull, keys = tree.take(some, rows.to(key.device))
+            first, old, batch, pull = tree.take((start, state, data.batch, quadratic), rows.to(device))
             share = None if turn.share is None else turn.share[rows]
+            keys = lambda rows=rows: turn.key[rows.to(device)]
             batches = Batches(batch, count[rows], *limits, keys, *last[:2], share)
             done.append(_Stack(self, first, old, batches, pull, turn.with_key(keys)).run())
         return joined(groups, done)
@@ -213,11 +213,13 @@ class Descent:
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
             traits.extend(ever_trained(parts) for parts in state.optimizer.values() if parts)
+        traits = [trait for trait in traits if not bool((trait == trait[0]).all())]
+        if not traits:
+            return [torch.arange(len(per_epoch))]
         group = torch.zeros_like(per_epoch)
         for trait in traits:  # one after another: `unique` of rows takes microseconds a row
-            if not bool((trait == trait[0]).all()):
-                _, code = trait.unique(return_inverse=True)
-                _, group = (group * len(per_epoch) + code).unique(return_inverse=True)
+            _, code = trait.unique(return_inverse=True)
+            _, group = (group * len(per_epoch) + code).unique(return_inverse=True)
         return [(group == g).nonzero()[:, 0] for g in range(int(group.max()) + 1)]
 
 
@@ -233,11 +235,11 @@ class _Stack:
         quadratic: Quadratic | None,
         turn: Turn,
     ) -> None:
-        key = turn.key
-        descent.move(key.device)
+        self.device = device = next(iter(start.values())).device
+        descent.move(device)
         self.descent, self.state, self.batches = descent, state, batches
         drawn = descent.loss.random if descent.loss.batched else batches.known
-        self.keys = StepKeys(random.fold_in(key, MODULE) if drawn else key)
+        self.keys = StepKeys(lambda: random.fold_in(turn.key, MODULE) if drawn else turn.key)
         contiguous = lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format)
         tensors = tree.map(contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
@@ -249,7 +251,7 @@ class _Stack:
         self.rates = turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
-        fused = possible(key.device) and batches.known and FusedSteps.knows(self.optimizer)
+        fused = possible(device) and batches.known and FusedSteps.knows(self.optimizer)
         self.direct = DirectSteps(self.optimizer)
         self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
 
@@ -326,7 +328,7 @@ class _Stack:
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
-            rates[total].to(self.keys.keys.device),
+            rates[total].to(self.device),
             info,
         )
 

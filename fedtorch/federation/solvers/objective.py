@@ -276,7 +276,7 @@ class Objective(nn.Module):
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
         logs = dict(self._logs)
         self._logs.clear()
-        return loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
+        return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 
     def _log(
         self,

@@ -272,7 +272,7 @@ def _short_products() -> Iterator[None]:
 
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
-    return torch.autograd.grad(losses.sum(), trained, allow_unused=True)
+    return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
 
 
 def _joined(parts: Sequence[Gradients], places: Tensor) -> Gradients:

@@ -9,13 +9,23 @@ from fedtorch.random.philox_program import gammas, new_key, wide_exponential, wi
 
 
 @triton.jit
-def eliminated(matrix, right, z, index, size):
-    """Return a draw of N(A⁻¹ b, A⁻¹): U δ = c + √u z, of A `(B, P, P)`, b and z `(B, P)`."""
+def eliminated(matrix, right, prior, z, index, size):
+    """Return a draw of N(A⁻¹ b, A⁻¹): U δ = c + √u z, of A `(B, P, P)`, b, z and the prior's part of A `(B, P)`.
+
+    A pivot is no less than the prior's part; one that is, by rounding where columns depend on each other, is that, with
+    nothing beside it.
+    """
     for j in range(size):
         at = index == j
         row = tl.sum(tl.where(at[None, :, None], matrix, 0.0), 1)
         pivot = tl.sum(tl.where(at[None, :], row, 0.0), 1)
         own = tl.sum(tl.where(at[None, :], right, 0.0), 1)
+        least = tl.sum(tl.where(at[None, :], prior, 0.0), 1)
+        short = pivot < least
+        pivot, own = tl.where(short, least, pivot), tl.where(short, 0.0, own)
+        row = tl.where(at[None, :], pivot[:, None], tl.where(short[:, None], 0.0, row))
+        matrix = tl.where(at[None, :, None], row[:, None, :], matrix)
+        right = tl.where(at[None, :], own[:, None], right)
         factor = tl.where((index > j)[None, :], row / pivot[:, None], 0.0)
         matrix -= factor[:, :, None] * row[:, None, :]
         right -= factor * own[:, None]
@@ -83,8 +93,9 @@ def horseshoe(
     for s in range(sweeps):
         element = zero + (s * size + index)[None, :]
         z = tl.where(inside, wide_normal(for_normals[:, None] + element * 0, element), 0.0)
-        matrix = products * noise[:, None, None] + tl.where(same[None, :, :], (w * precision)[:, :, None], 0.0)
-        delta = tl.where(inside, eliminated(matrix, right * noise[:, None], z, index, size), 0.0)
+        prior = w * precision
+        matrix = products * noise[:, None, None] + tl.where(same[None, :, :], prior[:, :, None], 0.0)
+        delta = tl.where(inside, eliminated(matrix, right * noise[:, None], prior, z, index, size), 0.0)
         error = delta - tl.where(inside, gap, 0.0)
         squares = rest + tl.sum(tl.sum(products * error[:, None, :], 2) * error, 1)
         w = wide_exponential(for_first[:, None] + element * 0, element) / (u + delta * delta * precision / 2)

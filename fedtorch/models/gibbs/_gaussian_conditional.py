@@ -102,6 +102,8 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
     """Return Elimination of the columns of (A, s X'r) side by side.
 
     With A = U' diag(u)⁻¹ U, u the diagonal of U, elimination leaves (U, c); then U δ = c + √u z for standard normal z.
+    No pivot is less than the prior's part of it; one that is, by rounding where columns depend on each other, is that,
+    with nothing beside it.
 
     Args:
         gram: G, `(K, p, p)`.
@@ -125,15 +127,23 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
     forward = [_forward_step(work, j) for j in range(p - 1)]
     backward = [(delta[j], work[j, j], delta[:j], work[:j, j], torch.empty_like(delta[:j])) for j in reversed(range(p))]
 
-    def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+    def eliminate(noise: Tensor, prior: Tensor, checked: bool) -> None:
         torch.mul(gram, noise, out=matrix)
         torch.mul(right, noise, out=vector)
         diagonal.add_(prior)
-        for row, pivot, factor, factors, rest, product, below in forward:
+        for j, (row, pivot, factor, factors, rest, product, below) in enumerate(forward):
+            if checked:
+                _bounded(work[j, j:], prior[j])
             torch.div(row, pivot, out=factor)
             torch.mul(factors, rest, out=product)
             below.sub_(product)
-        torch.maximum(diagonal, prior, out=diagonal)  # as they are, but for rounding where columns depend on each other
+        if checked:
+            _bounded(work[p - 1, p - 1 :], prior[p - 1])
+
+    def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
+        eliminate(noise, prior, checked=False)
+        if not bool((diagonal >= prior).all()):
+            eliminate(noise, prior, checked=True)  # which changes no other problem
         torch.sqrt(diagonal, out=delta)
         delta.mul_(z).add_(vector)
         for value, pivot, above, column, product in backward:
@@ -146,6 +156,13 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
         return delta, least + of_errors()
 
     return draw
+
+
+def _bounded(row: Tensor, least: Tensor) -> None:
+    """Let a row of a pivot and what is beside it be (least, 0, ...) where the pivot is less."""
+    short = row[0] < least
+    row.masked_fill_(short, 0.0)
+    torch.maximum(row[0], least, out=row[0])
 
 
 def _forward_step(work: Tensor, j: int) -> tuple[Tensor, ...]:

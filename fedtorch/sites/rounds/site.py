@@ -187,12 +187,12 @@ class Site:
         self._known: SiteSession | None = None  # the last that began, also where the server then wants something else
         self._why: str | None = None  # the last run was refused, None if none was begun
 
-    def hello(self) -> bytes:
-        """Return the first frame on every stream, which says who is here."""
+    def hello(self, again: bool = False) -> bytes:
+        """Return the first frame on every stream, which says who is here; `again` on one that has begun with it."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
         about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema, **design}
-        return frames.encode("hello", protocol=PROTOCOL, **about)
+        return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
 
     def half(self, server: Name = 0) -> Half:
         """Say who is here, and answer the server's frames until its run is over; return the site's part in it."""
@@ -214,9 +214,10 @@ class Site:
                 self.log.unlisted(frame.text("reason"))
                 return None
             if frame.kind == "who":
-                return self.hello()
+                return self.hello(again=True)
             if frame.kind in ("begin", "over"):
-                (self._begin if frame.kind == "begin" else self._end)(frame)
+                with TURNS.taken():
+                    (self._begin if frame.kind == "begin" else self._end)(frame)
                 return None
             sequence = frame.integer("sequence", 1)
             with TURNS.taken():

@@ -239,6 +239,8 @@ class Sites:
             if frame.kind == "hello" and peer not in self.names:
                 self._turn_away(peer)
                 return None
+            if frame.kind == "hello" and frame.about.get("again") is True and peer in self._here:
+                return None  # on the stream with which it came, where all stands as it stood
             if frame.kind == "hello":
                 self._greet(frame)
             elif peer not in self._here:

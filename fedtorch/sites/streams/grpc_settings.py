@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
+from queue import Empty, SimpleQueue
 from typing import Any
 
 from fedtorch.sites.identity.identity import SERVER, Identity
@@ -11,6 +13,7 @@ from fedtorch.sites.streams._chunks import CHUNK, HEAD
 from fedtorch.sites.streams.hub import Limits
 
 _PROBE = 5.0  # seconds in which a server is asked why it cannot be spoken to
+_IDLE = 0.25  # seconds after which a channel that is idle is asked again to connect
 
 
 def library() -> Any:
@@ -43,15 +46,35 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
     pair = (None, None) if identity is None else (identity.key, identity.certificate)
     settings = [*options(limits), ("grpc.ssl_target_name_override", SERVER)]
     channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *pair), settings)
-    try:
-        grpc.channel_ready_future(channel).result(limits.seconds)
-    except grpc.FutureTimeoutError:
+    if not is_ready(channel, limits.seconds):
         channel.close()
         raise ConnectionError(
             f"Expected the server of this identity at {address} within {limits.seconds:g} s, but got no connection: "
             f"{_why_none(address, authority, identity)}"
-        ) from None
+        )
     return channel
+
+
+def is_ready(channel: Any, seconds: float) -> bool:
+    """Wait until a channel is ready, and return whether it is in time.
+
+    A connection may be made and closed again, as by a server that has too many without a stream, before anybody sees
+    that it was ready. The channel is idle then, for good unless it is asked anew to connect.
+    """
+    states, state, ends = SimpleQueue[Any](), library().ChannelConnectivity, time.monotonic() + seconds
+    seen, last = states.put, None
+    channel.subscribe(seen, try_to_connect=True)
+    try:
+        while last is not state.READY and (left := ends - time.monotonic()) > 0:
+            try:
+                last = states.get(timeout=min(left, _IDLE))
+            except Empty:
+                if last is state.IDLE:
+                    channel.unsubscribe(seen)
+                    channel.subscribe(seen, try_to_connect=True)
+    finally:
+        channel.unsubscribe(seen)
+    return last is state.READY
 
 
 def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:

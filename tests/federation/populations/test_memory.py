@@ -18,7 +18,7 @@ def test_a_block_takes_a_quarter_of_what_is_free(monkeypatch: pytest.MonkeyPatch
     reading = lambda device: (asked.append(device), (80 * 2**30, 141 * 2**30))[1]
     monkeypatch.setattr(torch.cuda, "mem_get_info", reading)
     assert block_bytes(torch.device("cuda", 1)) == 20 * 2**30
-    assert block_bytes(torch.device("cpu")) == 512 * 2**20
+    assert block_bytes(torch.device("cpu")) == 128 * 2**20
     assert asked == [torch.device("cuda", 1)]
 
 

@@ -137,8 +137,9 @@ def test_refusals_are_on_both_sides(ran: Place) -> None:
 def test_a_refused_run_is_on_record(place: Place) -> None:
     with pytest.raises(RuntimeError, match="does not run"):
         place.run(settings={"lr": 1})
-    (begin,) = [entry for entry in place.events("a") if entry["event"] == "begin"]
-    assert "does not run 'it'" in begin["refused"]
+    refused = [entry["refused"] for name in NAMES for entry in place.events(name) if entry["event"] == "begin"]
+    assert refused, "at one site at least: the server waits for no other after the first refusal"
+    assert all("does not run 'it'" in each for each in refused)
 
 
 def test_there_are_no_rows_and_no_models(ran: Place) -> None:

@@ -96,6 +96,18 @@ def test_an_answer_that_is_lost_leaves_the_site_where_it_was() -> None:
     assert distance(states(made), in_process(wanted)) < ROUNDING
 
 
+def test_a_site_that_says_twice_who_it_is_on_one_stream_is_asked_once() -> None:
+    """It connects, and is asked who it is before what it says by itself arrives: a round counts once there."""
+    made, asked = Federation(), list[str]()
+    made.host.before = lambda name, frame: asked.append(frames.read(frame, "server").kind) or True
+    made.host.frames.extend((name, site.answer(frames.encode("who"))) for name, site in made.host.sites.items())
+    run = made.run()
+    made.host.frames.extend((name, site.answer(frames.encode("who"))) for name, site in made.host.sites.items())
+    run.step()
+    assert [kind for kind in asked if kind != "who"] == ["begin", "round"] * 3
+    assert distance(run.server, alone(rounds=1).server) < ROUNDING
+
+
 def test_a_late_answer_is_not_taken_for_another_round() -> None:
     made, late = Federation(quorum=0.5, seconds=0.01), []
     run = made.run()

@@ -6,9 +6,10 @@ import contextlib
 import socket
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,10 +17,10 @@ from fedtorch.sites import Roster, connect, serve
 from fedtorch.sites.identity import identity
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.identity.roster import Member
-from fedtorch.sites.streams import grpc_streams
+from fedtorch.sites.streams import grpc_settings, grpc_streams
 from fedtorch.sites.streams.hub import LIMITS, Limits, Link
 
-pytest.importorskip("grpc")
+grpc = pytest.importorskip("grpc")
 QUICK = Limits(seconds=1.0)
 
 
@@ -246,3 +247,27 @@ def test_a_site_that_hears_of_the_server_s_end(place: Place) -> None:
     with pytest.raises(ConnectionError):
         link.receive(5.0)
     link.close()
+
+
+class _ClosedBeforeItWasSeen:
+    """A channel whose first connection is made and closed between two looks at it."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.callbacks: list[Callable[[Any], None]] = []
+
+    def subscribe(self, callback: Callable[[Any], None], try_to_connect: bool = False) -> None:
+        self.asked += try_to_connect
+        self.callbacks.append(callback)
+        callback(grpc.ChannelConnectivity.IDLE if self.asked < 2 else grpc.ChannelConnectivity.READY)
+
+    def unsubscribe(self, callback: Callable[[Any], None]) -> None:
+        self.callbacks.remove(callback)
+
+
+def test_a_channel_that_was_closed_before_it_was_seen_to_be_ready_connects_again() -> None:
+    channel = _ClosedBeforeItWasSeen()
+    assert grpc_settings.is_ready(channel, 5.0)
+    assert (channel.asked, channel.callbacks) == (2, [])
+    never = _ClosedBeforeItWasSeen()
+    assert not grpc_settings.is_ready(never, 0.05)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.solvers.batches import PERMUTATIONS, Batches
@@ -90,3 +91,29 @@ def test_orders_change_with_epoch_and_client():
     first, second = batches[0].rows["a"], batches[1].rows["a"]
     assert not torch.equal(first, second)
     assert not torch.equal(first[0] - first[0].min(), first[1] - first[1].min())
+
+
+@pytest.mark.parametrize("counts", [(5, 5), (4, 5)], ids=["alike", "ragged"])
+def test_full_batches_of_a_module_that_draws_nothing_need_no_keys(counts):
+    data, module, asked = block(counts), torch.nn.Linear(2, 1), []
+
+    def made():
+        asked.append(len(asked))
+        return keys(len(counts))
+
+    def solved(batch_size):
+        local = ft.gradient_descent(
+            module,
+            steps=2,
+            batch_size=batch_size,
+            loss=lambda output, y: (output[:, 0] - y).square().mean(),
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        )
+        rows = data._replace(batch=(data.batch["b"], data.batch["a"]))
+        start = tree.expand(local.parameters, len(counts))
+        return local.solve(start, tree.expand(local.init(local.parameters), len(counts)), rows, None, ft.Turn(made, 0))
+
+    solved(None)
+    assert asked == []
+    solved(2)
+    assert asked == [0]  # made once

@@ -1,0 +1,73 @@
+"""The trial of PFLlib: users are as said, and the rounds that are written for it are plain loops'."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedtorch as ft
+from experiments.trials import pfllib
+
+
+def a_few(count: int = 3) -> pfllib.Users:
+    draws = torch.Generator().manual_seed(0)
+    rows = [(torch.rand(8, 784, generator=draws), torch.randint(10, (8,), generator=draws)) for _ in range(count)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return pfllib.Users(rows, rows, pfllib.Network())
+
+
+def step(module: torch.nn.Module, parameters: list[torch.Tensor], x: torch.Tensor, y: torch.Tensor) -> list:
+    gradients = torch.autograd.grad(F.cross_entropy(module(x), y), parameters)
+    with torch.no_grad():
+        for leaf, gradient in zip(parameters, gradients):
+            leaf -= pfllib.LR * gradient
+    return gradients
+
+
+@pytest.mark.slow
+def test_fedrep_trains_the_head_then_the_body() -> None:
+    of = a_few()
+    run = pfllib.run(pfllib.fedrep(of.network), of.train, 1)
+    bodies = []
+    for k, (x, y) in enumerate(of.train):
+        module = copy.deepcopy(of.network)
+        for part in (module.head, module.base):
+            for _ in range(pfllib.EPOCHS):
+                step(module, list(part.parameters()), x, y)
+        torch.testing.assert_close(run.tensors()["head.weight"][k], module.head.weight.detach(), atol=1e-6, rtol=0)
+        bodies.append(module.base[1].weight.detach())
+    torch.testing.assert_close(run.server["base.1.weight"], torch.stack(bodies).mean(0), atol=1e-6, rtol=0)
+
+
+def test_apfl_mixes_by_its_own_alpha() -> None:
+    of = a_few(1)
+    run = pfllib.run(pfllib.apfl(of.network), of.train, 1)
+    shared, personal, alpha = copy.deepcopy(of.network), copy.deepcopy(of.network), pfllib.ALPHA
+    ((x, y),) = of.train
+    for _ in range(pfllib.EPOCHS):
+        of_shared = step(shared, list(shared.parameters()), x, y)
+        of_personal = step(personal, list(personal.parameters()), x, y)
+        slope = 0.02 * alpha
+        for a, b, g, h in zip(personal.parameters(), shared.parameters(), of_personal, of_shared, strict=True):
+            slope += float(((a - b).detach() * (alpha * g + (1 - alpha) * h)).sum())
+        alpha = min(max(alpha - pfllib.LR * slope, 0.0), 1.0)
+    for name, leaf in run.tensors().items():
+        mixed = (1 - alpha) * shared.get_parameter(name) + alpha * personal.get_parameter(name)
+        torch.testing.assert_close(leaf[0], mixed.detach(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.slow
+def test_the_trial_runs(tmp_path: Path) -> None:
+    try:
+        ft.data.mnist(train=False)
+    except FileNotFoundError as error:
+        pytest.skip(str(error))
+    pfllib.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert {row["setting"] for row in rows} == set(pfllib.OURS) == set(pfllib.CLIENTS)
