@@ -30,6 +30,8 @@ class GlobalPrior:
         init: start of θ, `(C, p)` -> its variables, `(C, ...)`.
         update: (variables, θ̂ `(C, p)`, its precision h `(C, p)`, keys `(C,)`) -> (θ `(C, p)`, variables).
         precision: variables -> the precisions of θ given them, `(C, p)` or a number; it is normal of mean zero then.
+        marginal: (variables, θ̂ `(..., C, p)`, its variance `(..., C, p)`) -> log density of θ̂, up to a constant, with θ
+            integrated out and whatever else `update` draws before it looks at its value; default: θ alone.
 
     A prior of your own, θ_j ~ N(0, 1), which is `gaussian(1.0)`:
 
@@ -48,6 +50,20 @@ class GlobalPrior:
     init: Callable[[Tensor], Tree]
     update: Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
     precision: Callable[[Tree], Tensor]
+    marginal: Callable[[Tree, Tensor, Tensor], Tensor] | None = None
+
+    def evidence(self, variables: Tree, estimate: Tensor, variance: Tensor) -> Tensor:
+        """Return log densities of estimates of given variances, θ integrated out.
+
+        >>> import torch
+        >>> at_two, variances = torch.tensor([2.0]).double(), torch.tensor([0.0, 3.0]).double()
+        >>> gaussian(1.0).evidence({}, at_two, variances)  # log N(2; 0, 1) and N(2; 0, 4)
+        tensor([-2.0000, -1.1931], dtype=torch.float64)
+        """
+        if self.marginal is not None:
+            return self.marginal(variables, estimate, variance)
+        ratio = 1 + self.precision(variables) * variance
+        return -0.5 * (ratio.log() + estimate.square() * self.precision(variables) / ratio)
 
 
 class SpikeAndSlab(NamedTuple):
@@ -102,9 +118,9 @@ def spike_and_slab(
         \theta_j \mid \gamma_j \sim N(0, c_0^{1-\gamma_j} \eta_j),\quad \gamma_j \sim \text{Bernoulli}(\rho),\quad
         \rho \sim \text{Beta}(a_\rho, b_\rho),\quad \eta_j \sim IG(a_\eta, b_\eta)
 
-    γ_j is drawn twice, each time one after another with ρ integrated out: first with θ integrated out, for coefficients
-    of which the data say little; then, after θ, with η integrated out, for those that the data tell, whose η would hold
-    γ where it is: θ_j given γ_j is then Student's t of 2 a_η degrees of freedom and variance scale c₀^{1−γ_j} b_η/a_η.
+    γ_j is drawn twice: given ρ with θ integrated out (of groups: one after another with ρ integrated out), for
+    coefficients of which the data say little; then, after θ, one after another with η and ρ integrated out, for those
+    that the data tell, whose η would hold γ where it is: θ_j is then Student's t of 2 a_η degrees of freedom.
     Then η_j ~ IG(a_η + ½, b_η + ½ θ_j²/c₀^{1−γ_j}), and ρ. (Kidd et al. 2023, section 2.2.2; their Algorithm 3 draws
     γ_j given θ_j, η and ρ, and mixes far worse.)
 
@@ -150,7 +166,12 @@ def spike_and_slab(
 
         evidence = _log_density(estimate, state.variance + 1 / precision)
         evidence = evidence - _log_density(estimate, spike * state.variance + 1 / precision)
-        each = flip_blocks(state.included[:, _first_of_each(index)], evidence, for_flips)
+        if blocks is None:
+            coins = random.uniform(for_flips, (p,), torch.float64)
+            each = (coins.logit() < evidence + state.inclusion.logit()[:, None]).to(evidence.dtype)
+        else:
+            first = torch.stack([(index == g).nonzero()[0, 0] for g in range(count)])  # of each block
+            each = flip_blocks(state.included[:, first], evidence, for_flips)
         posterior = precision + 1 / (_factor(each, spike)[:, index] * state.variance)
         theta = precision * estimate / posterior
         theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
@@ -168,7 +189,12 @@ def spike_and_slab(
         rho = random.beta(for_inclusion, a + slabs, b + count - slabs, (), torch.float64)
         return theta, SpikeAndSlab(each[:, index], eta, rho)
 
-    return GlobalPrior(init, update, lambda state: 1 / (_factor(state.included, spike) * state.variance))
+    def marginal(state: SpikeAndSlab, estimate: Tensor, variance: Tensor) -> Tensor:
+        slab = state.inclusion[:, None] if blocks is None else state.included
+        log_density = lambda factor: _log_density(estimate, variance + factor * state.variance)
+        return torch.logaddexp(slab.log() + log_density(1.0), (-slab).log1p() + log_density(spike))
+
+    return GlobalPrior(init, update, lambda state: 1 / (_factor(state.included, spike) * state.variance), marginal)
 
 
 def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
@@ -314,11 +340,6 @@ def flip(included: Tensor, evidence: Tensor, uniform: Tensor, a: float, b: float
         new = (threshold[:, g] < odds).to(result.dtype)
         result[:, g], count = new, others + new
     return result
-
-
-def _first_of_each(index: Tensor) -> Tensor:
-    """Return the place of each block's first coefficient."""
-    return torch.stack([(index == g).nonzero()[0, 0] for g in range(int(index.max()) + 1)])
 
 
 def _check_groups(groups: Sequence[int] | Tensor) -> Tensor:

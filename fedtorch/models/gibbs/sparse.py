@@ -10,9 +10,9 @@ sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
 
 - θ_k ~ N(A⁻¹(X'y/σ² + D⁻¹θ), A⁻¹), A = X'X/σ² + D⁻¹, D = diag(λ_k² τ²), drawn as a deviation from θ
 - λ_kj² as `fedtorch.models.gibbs.deviations` says, 1/σ_k² ~ Gamma(a_σ + n_k/2, b_σ + ½ RSS_k)
-- 1/τ_j² ~ Gamma((M+1)/2, 1/ξ_j + ½ Σ_k (θ_kj − θ_j)²/λ_kj²), ξ_j ~ IG(1, 1 + 1/τ_j²), M counting the clients heard
-- θ_j from Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k 1/λ_kj², and before that θ with all θ_k − θ held fixed, from the sites'
-  likelihoods: see `fedtorch.models.gibbs._interweaving`.
+- τ_j with θ_j integrated out and θ_j given τ_j, from Σ_k 1/λ_kj², Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k (θ_kj − θ_j)²/λ_kj²
+  of the M clients heard: see `fedtorch.models.gibbs._scales`
+- before that θ with all θ_k − θ held fixed, from the sites' likelihoods: see `fedtorch.models.gibbs._interweaving`
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.2. Their Algorithm 2 is
 missing from the text and Algorithm 3 lacks the factors ½ of the conditionals of τ_j² and η.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.kernels import gibbs_sweeps
-from fedtorch.models.gibbs import _interweaving as interweaving
+from fedtorch.models.gibbs import _interweaving as interweaving, _scales as scales
 from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
     Design,
@@ -83,7 +83,6 @@ class Global(NamedTuple):
     theta: Tensor  # (C, p)
     centre: Tensor  # (C, p) θ less all moves that every θ_k has made with it
     precision: Tensor  # (C, p) 1/τ²
-    auxiliary: Tensor  # (C, p) 1/ξ
     noise: Tensor  # (C,) b_σ
     prior: Tree  # of the global prior
 
@@ -234,11 +233,10 @@ def hierarchy(
     def init(start: Tensor) -> Global:
         ones = torch.ones_like(start)
         precision = ones if scale is None else ones / scale**2
-        return Global(start, start, precision, ones, noise_scale * ones[:, 0], prior.init(start))
+        return Global(start, start, precision, noise_scale * ones[:, 0], prior.init(start))
 
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
-        p = state.theta.shape[-1]
-        for_scale, for_auxiliary, for_prior, for_noise, for_move = random.split(keys, 5)
+        for_scale, for_prior, for_noise, for_move = random.split(keys, 4)
         *read, middle = exact.read(*sums.values(), exact.limbs(state.centre))
         known, before = dict(zip(sums, read)), state.theta
         clients = exact.value(known["clients"])
@@ -246,19 +244,19 @@ def hierarchy(
             told_of = exact.value(known["score"]), exact.value(known["information"])
             before = interweaving.move(*told_of, before, state.centre, prior.precision(state.prior), for_move)
         weight, first, second = exact.about(known["precision"], known["first"], known["second"], middle)
-        precision, auxiliary = state.precision, state.auxiliary
+        shift, precision = first / weight, state.precision
         if scale is None:
-            gamma = random.gamma(for_scale, (clients[:, None] + 1) / 2, (p,), torch.float64)
-            precision = gamma / (auxiliary + second / 2)
-            auxiliary = random.exponential(for_auxiliary, (p,), torch.float64) / (1 + precision)
-        theta, variables = prior.update(state.prior, before + first / weight, weight * precision, for_prior)
+            scatter = (second - first * shift).clamp_min(0)
+            of_scales = scales.Heard(clients[:, None], weight, before + shift, scatter)
+            precision = scales.draw(of_scales, precision, partial(prior.evidence, state.prior), for_scale)
+        theta, variables = prior.update(state.prior, before + shift, weight * precision, for_prior)
         centre = theta + (state.centre - before)
         noise = state.noise
         if noise_prior is not None:
             shape, rate = noise_prior
             gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
             noise = gamma / (rate + exact.value(known["noise"]))
-        return Global(theta, centre, precision, auxiliary, noise, variables)
+        return Global(theta, centre, precision, noise, variables)
 
     def send(state: Global) -> GlobalVariables:
         return GlobalVariables(state.theta, state.centre, state.precision, state.noise)

@@ -92,7 +92,7 @@ def test_summary_and_trace() -> None:
 def test_quantities_of_the_model_are_watched() -> None:
     """And not where the sampler keeps θ less its moves, which wanders."""
     assert set(sampler(2).draws()) == {
-        "theta", "precision", "auxiliary", "noise", "prior.included", "prior.variance", "prior.inclusion"
+        "theta", "precision", "noise", "prior.included", "prior.variance", "prior.inclusion"
     }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ def draw_joint(count: int, p: int, purpose: int) -> geweke.Joint:
         local = theta.repeat_interleave(SITES, 0) + SCALE * z / w.sqrt()
         noise = random.gamma(random.fold_in(each, 2), SHAPE, (p,), torch.float64)
         ones = torch.ones_like(theta)
-        shared = sparse.Global(theta, theta, ones / SCALE**2, ones, ones[:, 0], {})
+        shared = sparse.Global(theta, theta, ones / SCALE**2, ones[:, 0], {})
         zero = torch.zeros(len(each), dtype=torch.float64)
         sites = directed.DirectedSite(*(leaf[:, None] for leaf in (local, w, u, noise, zero)))
         drawn = geweke.Joint(shared, tree.map(lambda leaf: leaf.unflatten(0, (-1, SITES)), sites))

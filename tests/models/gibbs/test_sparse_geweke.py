@@ -148,7 +148,7 @@ def test_noise_that_sites_share_and_known_scales(length: tuple[int, int]) -> Non
     check(geweke.run(sparse.regression(noise_shape=SHAPE), shared, setting, no_statistics, *length))
 
 
-@pytest.mark.parametrize("length", [pytest.param((12, 16), id="short"), LENGTHS[1]])
+@pytest.mark.parametrize("length", [pytest.param((40, 6), id="short"), LENGTHS[1]])
 @pytest.mark.parametrize("rows", [3, 9], ids=["fewer rows than coefficients", "more rows"])
 def test_one_problem_after_another(rows: int, length: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse, "gaussian_conditional", gaussian_conditional.factorisation)

@@ -97,11 +97,11 @@ def draw_joint(setting: Setting, count: int, purpose: int) -> Joint:
     p, sites = setting.x.shape[1], setting.sites
     own = keys(purpose, count)
     theta, prior = setting.prior(random.fold_in(own, 0), p)
-    precision, auxiliary = horseshoe_scales(random.fold_in(own, 1), (p,))
+    precision, _ = horseshoe_scales(random.fold_in(own, 1), (p,))
     if setting.scale is not None:
-        precision, auxiliary = torch.full_like(precision, setting.scale**-2), torch.ones_like(precision)
+        precision = torch.full_like(precision, setting.scale**-2)
     rate = setting.noise(random.fold_in(own, 2))
-    shared = sparse.Global(theta, theta, precision, auxiliary, rate, prior)
+    shared = sparse.Global(theta, theta, precision, rate, prior)
     each = random.fold_in(random.fold_in(own, 3)[:, None], torch.arange(sites)).flatten()
     repeat = lambda leaf: leaf.repeat_interleave(sites, 0)
     w, u = setting.scales(random.fold_in(each, 0), (p,))
