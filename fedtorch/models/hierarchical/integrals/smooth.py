@@ -100,7 +100,7 @@ def integrated(
     clients, count = first.shape[:2]
     if size == 0:
         empty = first.new_zeros(clients, count, 0)
-        return Integrated(log_joint(empty, given), empty, empty[..., None])
+        return Integrated(log_joint(empty, given), empty, first.new_zeros(clients, count, 0, 0))
     shaped = lambda theta: theta.reshape(clients, count, size)
 
     def objective(theta: Tensor) -> Tensor:
