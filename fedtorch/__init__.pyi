@@ -23,6 +23,7 @@ from .federation.algorithm import (
 from .federation.algorithms.acyclic import acyclic_graphs as acyclic_graphs
 from .federation.algorithms.consensus import without_server as without_server
 from .federation.algorithms.ditto import ditto as ditto
+from .federation.algorithms.edge_weights import edge_weights as edge_weights
 from .federation.algorithms.ep import ep as ep
 from .federation.algorithms.fedavg import fedavg as fedavg, fedprox as fedprox
 from .federation.algorithms.fedbn import fedbn as fedbn

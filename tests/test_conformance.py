@@ -94,6 +94,7 @@ def gaussian_process() -> torch.nn.Module:
 ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "acyclic_graphs": lambda: ft.acyclic_graphs(1, spreads=(0.2,)),
     "ditto": lambda: ft.ditto(sgd(0.1, steps=2, batch_size=3), 0.5),
+    "edge_weights": lambda: ft.edge_weights(ft.Network.ring(K), width=4, degree=1),
     "ep": hierarchical_ep,
     "fedadagrad": lambda: ft.fedadagrad(sgd(0.1, steps=2)),
     "fedadam": lambda: ft.fedadam(sgd(0.1, steps=2)),

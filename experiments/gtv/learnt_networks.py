@@ -3,7 +3,10 @@
 Stations look for the four most like them, by the level and the daily course of their temperatures, over a network of
 great-circle neighbours: choosing among neighbours, passing on what they have heard of the nearest, passing on all of
 it, and by another search over what was chosen with some random edges besides. Beside them what a place that has all
-vectors finds. Then the networks: errors of GTV minimisation over each, and maps. Source: Jung, "Federated learning:
+vectors finds. Then stations settle the weights of their edges by prices that they tell each other (`ft.edge_weights`),
+for one degree of all (7.6) and for a budget of edges (7.7), beside the programs of one place with all discrepancies:
+"cost against one place" is Σ A_ij D(i, j) of both, less one. At last the networks: errors of GTV minimisation over
+each, and maps. Source: Jung, "Federated learning:
 from theory to practice", sections 7.4 and 7.6. Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR, or downloads the
 course's file.
 """
@@ -26,7 +29,8 @@ from fedtorch.networks import clustering, discrepancy, learning, solvers
 
 CHOSEN, TALKING, RANDOM = 4, 6, 3  # neighbours to find, to talk to, and of them at random in repeated searches
 ROUNDS, PHASES, ALPHA, CLUSTERS = 8, 4, 0.5, 5
-READING = result_pages.Reading(smaller="error", larger="share found")
+SETTLING, CANDIDATES = 2000, 12  # rounds of prices, and neighbours that a station may be joined to
+READING = result_pages.Reading(smaller="error|lack|cost", larger="share found")
 
 
 class Search(NamedTuple):
@@ -99,13 +103,54 @@ def within_two(network: ft.Network) -> Tensor:
     return (near + near @ near) > 0
 
 
+class Settled(NamedTuple):
+    """How stations settled their edges, by round."""
+
+    cost: list[float]  # against one place, less one
+    lack: list[float]  # of any station, largest
+    network: ft.Network
+
+
+def settle(algorithm: ft.Algorithm, vectors: Tensor, wanted: ft.Network, rounds: int) -> Settled:
+    """Rounds of prices, beside the network that a place with all discrepancies finds."""
+    data = ft.data.FederatedData((vectors,), torch.ones(len(vectors), dtype=torch.int64))
+    run, costs, lacks, apart = ft.Run(algorithm, ft.InProcess(data)), [], [], discrepancy.distances(vectors)
+    best = float((wanted.adjacency().to_dense() * apart).sum())
+    for round in run.rounds(rounds):
+        weights = run.tensors()["weights"]
+        costs.append(float((weights * apart).sum()) / best - 1)
+        lacks.append(float(round.info["lack"].max()))
+    rounded = torch.where(weights < 1e-6, 0.0, (weights + weights.mT) / 2)
+    return Settled(costs, lacks, ft.Network.from_matrix(torch.where(rounded.mT > 0, rounded, 0.0)))
+
+
+def settled(vectors: Tensor, talking: ft.Network, rounds: int) -> dict[str, Settled]:
+    """For a degree and for a budget, among candidates; over these and the edges of `talking`."""
+    apart, near = discrepancy.distances(vectors), ft.Network.k_nearest(vectors, min(CANDIDATES, len(vectors) - 1))
+    pairs = torch.cat((near.edges, talking.edges)).unique(dim=0)
+    network, budget = ft.Network(pairs, nodes=len(vectors)), CHOSEN * len(vectors) // 2
+    width = vectors.shape[1]
+    cheapest = pairs[apart[pairs[:, 0], pairs[:, 1]].argsort(stable=True)[:budget]]
+    return {
+        "(7.6)": settle(
+            ft.edge_weights(network, width, degree=CHOSEN),
+            vectors,
+            learning.regular(apart, CHOSEN, candidates=pairs),
+            rounds,
+        ),
+        "(7.7)": settle(
+            ft.edge_weights(network, width, edges=budget), vectors, ft.Network(cheapest, nodes=len(vectors)), rounds
+        ),
+    }
+
+
 def error(split: gtv_fmi.Split, network: ft.Network) -> float:
     """The validation error of GTV minimisation."""
     w = solvers.direct(solvers.linear_problem(split.training, network, ALPHA)).parameters
     return gtv_fmi.mean_error(split.validation, w)
 
 
-def stations(seed: int, number: int | None) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
+def stations(seed: int, number: int | None, rounds: int) -> tuple[dict[tuple[str, str], float], dict[str, Any]]:
     """Searches and networks of one split: figures by setting and metric, and what is drawn."""
     split = gtv_fmi.load(seed, number)
     vectors = vectors_of(split)
@@ -122,8 +167,14 @@ def stations(seed: int, number: int | None) -> tuple[dict[tuple[str, str], float
         rows[f"7.4 {name}", "share found"] = each.found[-1]
         rows[f"7.4 {name}", "vectors seen by a station"] = each.known[-1]
         rows[f"7.4 {name}", "validation error (°C²)"] = error(split, each.network)
+    by_prices = settled(vectors, talking, rounds)
+    for name, made in by_prices.items():
+        setting = f"{name} by messages, {rounds} rounds"
+        rows[setting, "cost against one place"] = made.cost[-1]
+        rows[setting, "largest lack of a station"] = made.lack[-1]
+        rows[setting, "validation error (°C²)"] = error(split, made.network)
     apart = discrepancy.distances(vectors)
-    candidates = ft.Network.k_nearest(vectors, min(12, len(vectors) - 1)).edges
+    candidates = ft.Network.k_nearest(vectors, min(CANDIDATES, len(vectors) - 1)).edges
     networks = {
         "great circles": ft.Network.k_nearest(split.coordinates, CHOSEN, great_circle=True),
         "raw degrees": ft.Network.k_nearest(split.coordinates, CHOSEN),
@@ -140,13 +191,13 @@ def stations(seed: int, number: int | None) -> tuple[dict[tuple[str, str], float
     scaled = (vectors - vectors.mean(0)) / vectors.std(0)
     labels = clustering.gaussian_mixture(scaled, CLUSTERS, key)
     places = split.coordinates.flip(1)
-    drawn = {"searches": searches, "networks": networks, "labels": labels, "places": places}
+    drawn = {"searches": searches, "settled": by_prices, "networks": networks, "labels": labels, "places": places}
     return rows, drawn
 
 
 def draw(drawn: dict[str, Any]) -> dict[str, Figure]:
     """Searches by round, and maps of the networks."""
-    figure, (left, middle) = common.subplots(1, 2, figsize=(10, 3.8))
+    figure, (left, middle, right) = common.subplots(1, 3, figsize=(13, 3.8))
     for name, each in drawn["searches"].items():
         left.plot(range(1, len(each.found) + 1), each.found, "o-", label=name)
         middle.plot(range(1, len(each.known) + 1), each.known, "o-", label=name)
@@ -154,7 +205,13 @@ def draw(drawn: dict[str, Any]) -> dict[str, Figure]:
     middle.set_ylabel("vectors that a station has seen")
     left.set_ylim(0, 1.05)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
-    for axes in (left, middle):
+    for i, (name, each) in enumerate(drawn["settled"].items()):
+        rounds = range(1, len(each.cost) + 1)
+        right.plot(rounds, [abs(value) + 1e-16 for value in each.cost], f"C{4 + i}-", label=f"cost, {name}")
+        right.plot(rounds, [value + 1e-16 for value in each.lack], f"C{4 + i}:", label=f"lack, {name}")
+    right.set(ylabel="|cost against one place|, largest lack", yscale="log", ylim=(1e-10, None))
+    right.legend(frameon=False)
+    for axes in (left, middle, right):
         axes.set_xlabel("round")
     return {"gtv_learnt_networks": figure, "gtv_learnt_maps": draw_maps(drawn)}
 
@@ -179,7 +236,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Search, compare the networks, and draw."""
     warnings.filterwarnings("ignore", message="Expected columns of rank")  # the year of a station is constant
     options = common.arguments(__doc__).parse_args(argv)
-    runs = [stations(1 + seed, 30 if options.smoke else None) for seed in range(options.seeds)]
+    number, rounds = (30, 50) if options.smoke else (None, SETTLING)
+    runs = [stations(1 + seed, number, rounds) for seed in range(options.seeds)]
     rows = [common.row(*key, [table[key] for table, _ in runs]) for key in runs[0][0]]
     common.show_rows("Networks learnt by messages", rows)
     common.finish("gtv.learnt_networks", rows, options, lambda: draw(runs[0][1]))

@@ -133,7 +133,7 @@ class Source(NamedTuple):
         return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
 
 
-def origin(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Origin:
+def origin(run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int) -> Source | Kept:
     """Return where draws of a run's posterior come from; raise like `source`, and like `kept` of a Gibbs sampler."""
     if run.algorithm.settings.get("algorithm") == "gibbs":
         return kept(run, draws, random.fold_in(random.key(seed), 0))
@@ -171,6 +171,11 @@ class Kept(NamedTuple):
     scale: Tensor  # (clients, S)
     key: Tensor
     efficiency: float
+
+    @property
+    def sent(self) -> dict[str, Tensor]:
+        """Return nothing, for these draws are where the rows are."""
+        return {}
 
     def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
         """Return the draws of a block of the clients of these numbers."""
@@ -248,8 +253,11 @@ def by_client(
     return holder.evaluate(joined, own)
 
 
-def sent_source(holder: Holder, sent: Mapping[str, Tensor]) -> Source:
-    """Return the draws that were sent to a holder; see `Source.sent`."""
+def sent_source(holder: Holder, sent: Mapping[str, Tensor]) -> Origin:
+    """Return the draws that were sent to a holder, see `Source.sent`, or those that it has."""
+    if holder.drawn is not None:
+        source: Origin = holder.drawn
+        return source
     model = holder.algorithm.settings["model"]
     return Source(model, model.family, sent["phi"], sent["key"])
 

@@ -7,6 +7,9 @@
   means and variances, so that no site tells its extremes.
 - `site_means`: each site's mean response beside those of replicated responses.
 
+Between organisations a site joins neighbouring cells, or bins, until each has as many rows as its policy wants behind
+what it tells, and tells sums of these (`joined`).
+
 >>> import torch, fedtorch as ft
 >>> from fedtorch.federation.algorithms.ep import settled
 >>> from fedtorch.models import hierarchical
@@ -25,7 +28,8 @@ True
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,8 +37,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
-from fedtorch.inference._rows import Drawn, by_client, masked_sum, origin, summed
-from fedtorch.inference.holders import local_holder, rows_at_hand
+from fedtorch.inference._rows import Drawn, by_client, masked_sum, origin, sent_source, summed
+from fedtorch.inference.holders import Form, Holder, Kind, ask
 from fedtorch.models.hierarchical.families import LOGISTIC
 
 _CELLS = 200  # of predicted probabilities
@@ -71,18 +75,21 @@ class SiteMeans(NamedTuple):
     replicated: Tensor  # (K, S)
 
 
-def calibration(run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.9, seed: int = 0) -> Calibration:
+def calibration(
+    run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.9, tolerance: float = 0.01, seed: int = 0
+) -> Calibration:
     """Return how often yes/no responses came true by their predicted probability.
 
     Raises:
         TypeError: responses that are not yes or no.
+        RuntimeError: sites that do not tell checks.
     """
-    one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
+    one = origin(run, draws, None, tolerance, seed)
     if one.family is not LOGISTIC:
         raise TypeError(
             f"Expected yes/no responses, but got a {one.family.name} model; see ft.plots.predictive_check(run)"
         )
-    sums = summed(local_holder(run), [data], [one], lambda drawn: _cells(drawn[0]))
+    sums = ask(run, CALIBRATION, one.sent, drawn=one)
     known = sums["rows"] > 0
     rows, predicted, yes = (sums[name][known] for name in ("rows", "predicted", "yes"))
     before = rows.cumsum(0) - rows / 2
@@ -96,16 +103,17 @@ def calibration(run: Run, *, bins: int = 10, draws: int = 500, level: float = 0.
     return Calibration((total(predicted)[filled] / count), share, low, high, count, curve)
 
 
-def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> Histograms:
+def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float = 0.01, seed: int = 0) -> Histograms:
     """Return histograms of the observed responses and of responses drawn anew.
 
     Raises:
         TypeError: yes/no responses, whose histogram says nothing.
+        RuntimeError: sites that do not tell checks.
     """
-    one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
+    one = origin(run, draws, None, tolerance, seed)
     if one.family is LOGISTIC:
         raise TypeError('Expected responses that are not yes or no; ask for predictive_check(run, of="sites")')
-    power = summed(local_holder(run), [data], [one], lambda drawn: _powers(drawn[0]))
+    power = ask(run, POWERS, one.sent, drawn=one)
     mean = power[1] / power[0]
     sd = (power[2] / power[0] - mean.square()).clamp(min=1e-24).sqrt()
     counts = one.family.name == "poisson"
@@ -117,16 +125,18 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, seed: int = 0) -> 
         places = (edges[1:] + edges[:-1]) / 2
     width = float(places[1] - places[0])
     inner = (places[1:] + places[:-1]) / 2
-    found = summed(local_holder(run), [data], [one], lambda drawn: _counted(drawn[0], inner))
-    return Histograms(places, width, found[:, 0], found[:, 1:].T, counts)
+    rows = ask(run, HISTOGRAM, {**one.sent, "edges": inner}, drawn=one)
+    return Histograms(places, width, rows[:, 0], rows[:, 1:].T, counts)
 
 
-def site_means(run: Run, *, draws: int = 200, seed: int = 0) -> SiteMeans:
-    """Return each site's mean response, and those of responses drawn anew."""
-    one, data = origin(run, draws, None, 0.01, seed), rows_at_hand(run)
-    found = by_client(local_holder(run), [data], [one], lambda drawn: _totals(drawn[0]))
+def site_means(run: Run, *, draws: int = 200, tolerance: float = 0.01, seed: int = 0) -> SiteMeans:
+    """Return each site's mean response, and those of responses drawn anew; raise RuntimeError like `histograms`."""
+    one = origin(run, draws, None, tolerance, seed)
+    totals = ask(run, MEANS, one.sent, drawn=one)
     return SiteMeans(
-        tuple(data.names), found["observed"] / found["count"], found["replicated"] / found["count"][:, None]
+        tuple(run.population.names),
+        totals["observed"] / totals["count"],
+        totals["replicated"] / totals["count"][:, None],
     )
 
 
@@ -136,15 +146,16 @@ def is_binary(run: Run) -> bool:
 
 
 def _cells(drawn: Drawn) -> dict[str, Tensor]:
-    """Return rows, predicted and observed yes responses by cells of the predicted probability, `(K, cells)`."""
+    """Return rows and trials, predicted and observed yes responses by cells of predicted probability, `(K, cells)`."""
     parts = []
     for part in drawn.parts():
         weights = smoothed(-drawn.log_density(part), drawn.efficiency).log_weights.exp()
         p = (weights * drawn.family.mean(drawn.predictor(part))).sum(-1)
-        trials = torch.where(drawn.mask[:, part], drawn.scales(part)[..., 0].expand(p.shape), 0.0)
+        mask = drawn.mask[:, part]
+        trials = torch.where(mask, drawn.scales(part)[..., 0].expand(p.shape), 0.0)
         cell = (p * _CELLS).long().clamp(max=_CELLS - 1)
         empty = p.new_zeros(len(p), _CELLS)
-        columns = {"rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}
+        columns = {"members": mask.to(p), "rows": trials, "predicted": trials * p, "yes": drawn.rows.y[:, part]}
         parts.append(tree.map(lambda column, cell=cell, empty=empty: empty.scatter_add(1, cell, column), columns))
     return tree.map(lambda *leaves: torch.stack(leaves).sum(0), *parts)
 
@@ -186,3 +197,78 @@ def _isotonic(share: Tensor, weight: Tensor) -> Tensor:
     from sklearn.isotonic import isotonic_regression
 
     return torch.from_numpy(isotonic_regression(share.cpu().numpy(), sample_weight=weight.cpu().numpy()))
+
+
+# -- what holders of rows compute ------------------------------------------------------------------------------------
+
+
+def joined(rows: Tensor, minimum: int) -> Tensor:
+    """Return the number of the group of each cell, `(B,)`: neighbours, until a group has enough rows of all columns.
+
+    What is left at the end joins the last group. A minimum of 1 leaves every cell alone, also an empty one.
+
+    >>> joined(torch.tensor([[0.0], [3.0], [1.0], [5.0], [2.0]]), minimum=4)
+    tensor([0, 0, 0, 1, 1])
+    >>> joined(torch.tensor([[0.0], [3.0]]), minimum=1)
+    tensor([0, 1])
+    """
+    if minimum <= 1:
+        return torch.arange(len(rows))
+    groups, group, total = [], 0, torch.zeros_like(rows[0])
+    for cell in rows:
+        groups.append(group)
+        total = total + cell
+        if bool((total >= minimum).all()):
+            group, total = group + 1, torch.zeros_like(total)
+    return torch.tensor(groups).clamp(max=max(group - 1, 0))
+
+
+def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the sums of a holder's cells; those of a group are in the cell of its mean prediction."""
+    sums = summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _cells(drawn[0]))
+    group = joined(sums.pop("members")[:, None], holder.minimum)
+    if holder.minimum <= 1:
+        return sums
+    totals = {name: torch.zeros_like(column).index_add(0, group, column) for name, column in sums.items()}
+    mean = totals["predicted"] / totals["rows"].where(totals["rows"] > 0, 1.0)
+    cell = (mean * _CELLS).long().clamp(max=_CELLS - 1)
+    return {name: torch.zeros_like(column).index_add(0, cell, column) for name, column in totals.items()}
+
+
+def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
+    """Return a holder's rows by bins `(B, 1 + S)`; those of a group are spread evenly over its bins.
+
+    Groups have enough observed rows, and enough replicated ones in the mean.
+    """
+    edges = sent["edges"]
+    rows = summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _counted(drawn[0], edges))
+    group = joined(torch.stack([rows[:, 0], rows[:, 1:].mean(1)], 1), holder.minimum)
+    totals, sizes = torch.zeros_like(rows).index_add(0, group, rows), torch.bincount(group)
+    return totals[group] / sizes[group, None]
+
+
+def _responses(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
+    return summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _powers(drawn[0]))
+
+
+def _means(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
+    return by_client(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _totals(drawn[0]))
+
+
+def _room(*sizes: int) -> Tensor:
+    return torch.empty(sizes, dtype=torch.float64)
+
+
+def _of_clients(form: Form) -> dict[str, Tensor]:
+    each = dict.fromkeys(("observed", "count"), _room(form.clients))
+    return {**each, "replicated": _room(form.clients, len(form.sent["phi"]))}
+
+
+CALIBRATION = Kind(
+    "calibration", "checks", _calibrated, lambda form: dict.fromkeys(("rows", "predicted", "yes"), _room(_CELLS))
+)
+POWERS = Kind("powers", "checks", _responses, lambda form: _room(3))
+HISTOGRAM = Kind(
+    "histogram", "checks", _histogram, lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"]))
+)
+MEANS = Kind("means", "checks", _means, _of_clients, by_client=True)

@@ -24,10 +24,11 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
-from fedtorch.inference._rows import Drawn, Source, masked_sum, origin, sent_source, source, summed
-from fedtorch.inference.holders import Form, Holder, Kind, ask, local_holder, rows_at_hand
+from fedtorch.inference._rows import Drawn, masked_sum, origin, sent_source, source, summed
+from fedtorch.inference.holders import Form, Holder, Kind, ask, local_holder
 from fedtorch.models import gaussian
 
 if TYPE_CHECKING:
@@ -102,7 +103,7 @@ def loo(
     if out == "site":
         _check_evidence(run, tolerance)
         return _of_sites(ask(run, EVIDENCE), len(run.population.names))
-    return _of_rows(_asked(run, "loo", draws, given, tolerance, seed), 0, "loo")
+    return _of_rows(_sums({"": run}, "loo", draws, {"": given}, tolerance, seed), 0, "loo")
 
 
 def waic(
@@ -124,7 +125,7 @@ def waic(
         >>> abs(waic(run).elpd - ft.inference.loo(run).elpd) < 0.5
         True
     """
-    return _of_rows(_asked(run, "waic", draws, given, tolerance, seed), 0, "waic")
+    return _of_rows(_sums({"": run}, "waic", draws, {"": given}, tolerance, seed), 0, "waic")
 
 
 def compare(
@@ -141,13 +142,18 @@ def compare(
     All models are evaluated together, row by row where the rows are, so that their differences are of pairs. A
     difference below 4, or of less than two standard errors, is none to rely on.
 
+    Sites whose policies have `after_fit=("densities",)` make the rows of each model again, by formulas that they have
+    agreed on before, and tell sums of differences. They have to be in the run that comes last in `runs` still.
+
     Args:
         runs: fitted to the same responses, by name; their covariates may differ.
         out: see `loo`, like the rest.
         given: what `corrected` has found, by name.
 
     Raises:
-        ValueError: runs of other clients, rows or responses; or rows that are at sites, which know one model at a time.
+        ValueError: runs of other clients, rows or responses; or out="site" of rows that are at sites, which have
+            what other clients say of one run at a time.
+        RuntimeError: sites that do not tell densities, or are in another run.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -198,27 +204,17 @@ def _sums(
     tolerance: float,
     seed: int,
 ) -> dict[str, Tensor]:
-    """Return sums over all rows of what the runs' draws say of each."""
-    every = [rows_at_hand(run) for run in runs.values()]
+    """Return sums over all rows of what the runs' draws say of each; the last one's clients are asked."""
     _same_clients(runs)
     sources = [origin(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
-    sums = summed(local_holder(next(iter(runs.values()))), every, sources, lambda drawn: _pointwise(drawn, method))
+    *before, (run, last) = zip(runs.values(), sources)
+    sums: dict[str, Tensor] = ask(run, DENSITIES, last.sent, drawn=last, beside=before, method=method)
     if int(sums["different"]):
         raise ValueError(
-            f"Expected runs of the same responses, but got {int(sums['different']):,} rows whose responses differ; "
-            "densities of other responses, such as log y, cannot be compared"
+            "Expected runs of the same responses, but got rows whose responses differ; densities of other responses, "
+            "such as log y, cannot be compared"
         )
     return sums
-
-
-def _asked(
-    run: Run, method: str, draws: int, given: Corrected | None, tolerance: float, seed: int
-) -> dict[str, Tensor]:
-    """Return what `_sums` does of one run, whose rows may be at sites."""
-    drawn = origin(run, draws, given, tolerance, seed)
-    if isinstance(drawn, Source):
-        return ask(run, DENSITIES, drawn.sent, method=method)
-    return _sums({"": run}, method, draws, {"": given}, tolerance, seed)
 
 
 def _pointwise(every: list[Drawn], method: str) -> dict[str, Tensor]:
@@ -271,12 +267,12 @@ def _error(total: float, squares: float, count: int) -> float:
 
 
 def _same_clients(runs: Mapping[str, Run]) -> None:
-    (first, one), *others = [(name, rows_at_hand(run)) for name, run in runs.items()]
-    for name, data in others:
-        if data.names != one.names or not data.counts.equal(one.counts):
+    (first, one), *others = [(name, run.population) for name, run in runs.items()]
+    for name, population in others:
+        if tuple(population.names) != tuple(one.names) or not row_counts(population).equal(row_counts(one)):
             raise ValueError(
-                f"Expected runs of the same clients with the same rows, but got {one!r} of {first!r} and {data!r} of "
-                f"{name!r}; fit both to the rows that have all columns"
+                f"Expected runs of the same clients with the same rows, but got {one!r} of {first!r} and "
+                f"{population!r} of {name!r}; fit both to the rows that have all columns"
             )
 
 
@@ -284,9 +280,11 @@ def _same_clients(runs: Mapping[str, Run]) -> None:
 
 
 def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return sums over a holder's rows of what draws say of each."""
-    drawn, method = sent_source(holder, sent), str(about["method"])
-    return summed(holder, [holder.data], [drawn], lambda every: _pointwise(every, method))
+    """Return sums over a holder's rows of what draws of each run say of them; of responses only whether any differ."""
+    pairs, method = [*holder.beside, (holder, sent)], str(about["method"])
+    sources = [sent_source(one, of_one) for one, of_one in pairs]
+    sums = summed(holder, [one.data for one, _ in pairs], sources, lambda every: _pointwise(every, method))
+    return {**sums, "different": (sums["different"] > 0).to(sums["different"])}
 
 
 def _evidences(holder: Holder) -> Tensor:
@@ -305,13 +303,15 @@ def _evidence(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, An
     return {"elpd": values.sum(), "squares": values.square().sum()}
 
 
-def _sums_of_one(form: Form) -> dict[str, Tensor]:
-    """Return room for the sums over rows that `_pointwise` makes of one model."""
-    shapes = {"elpd": [1], "squares": [2, 2], "lppd": [1], "doubtful": [1], "bad": [1], "different": [], "rows": []}
+def _sums_of(form: Form) -> dict[str, Tensor]:
+    """Return room for the sums over rows that `_pointwise` makes of some models."""
+    size = 1 + len(form.about.get("beside", ()))
+    shapes = {name: [size] for name in ("elpd", "lppd", "doubtful", "bad")}
+    shapes |= {"squares": [size + 1, size + 1], "different": [], "rows": []}
     return {name: torch.empty(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
-DENSITIES = Kind("densities", "densities", _densities, _sums_of_one)
+DENSITIES = Kind("densities", "densities", _densities, _sums_of)
 EVIDENCE = Kind(
     "evidence", "densities", _evidence, lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double())
 )

@@ -14,9 +14,9 @@ tensor(8)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,10 @@ _MOST = 2**24  # numbers of one tensor that is sent
 _DTYPES = {"key": torch.int64}
 
 
+class Unanswerable(ValueError):
+    """Raised by a holder that cannot answer a question; its message goes to who asks, and has nothing of rows."""
+
+
 class Holder(NamedTuple):
     """Hold what whoever has rows computes with."""
 
@@ -38,6 +42,9 @@ class Holder(NamedTuple):
     evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  # see `Clients.evaluate`
     first: int = 0  # the number of its first client among all
     frame: Any = None  # of which rows were made, or rows to average over
+    minimum: int = 1  # rows behind each number that it tells by cells or bins
+    drawn: Any = None  # where draws come from, if they are not sent
+    beside: Sequence[tuple[Holder, Mapping[str, Tensor]]] = ()  # of other runs' rows, and what is sent of these
 
     @property
     def numbers(self) -> range:
@@ -59,13 +66,22 @@ class Kind(NamedTuple):
     """Say what is computed for a question, by tensors that are sent and settings that are JSON."""
 
     name: str
-    tells: str  # what a site's policy has to say: "effects", "densities" or "margins"
+    tells: str  # what a site's policy has to say: "effects", "densities", "margins" or "checks"
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
 
 
-def ask(run: Run, kind: Kind, sent: Mapping[str, Tensor] | None = None, frame: Any = None, **about: Any) -> Tree:
+def ask(
+    run: Run,
+    kind: Kind,
+    sent: Mapping[str, Tensor] | None = None,
+    frame: Any = None,
+    *,
+    drawn: Any = None,
+    beside: Sequence[tuple[Run, Any]] = (),
+    **about: Any,
+) -> Tree:
     """Return the answer of all who have rows of a run: a row per client, or a sum.
 
     Args:
@@ -73,15 +89,42 @@ def ask(run: Run, kind: Kind, sent: Mapping[str, Tensor] | None = None, frame: A
         kind: of question.
         sent: tensors of names that `room` knows.
         frame: rows in this process, in the place of those that the clients' were made of.
+        drawn: where draws come from in this process, in the place of those that are sent.
+        beside: other runs on the same clients, and where their draws come from.
         about: settings.
 
     Raises:
+        ValueError: only some of the runs are on sites.
         RuntimeError: sites do not answer; the message says why, and what their policy would have to say.
     """
     clients, tensors = run.clients, dict(sent or {})
+    if len({hasattr(each.clients, "ask") for each in (run, *(other for other, _ in beside))}) > 1:
+        raise ValueError("Expected runs that are all on sites or all on rows in this process, but got some of each")
     if hasattr(clients, "ask"):
+        for i, (_, source) in enumerate(beside):
+            tensors |= {f"{name} {i}": leaf for name, leaf in source.sent.items()}
+        if beside:
+            about["beside"] = [_described(other) for other, _ in beside]
         return clients.ask(run.outbox, kind, tensors, about)
-    return kind.answer(local_holder(run, frame), tensors, about)
+    others: list[tuple[Holder, Mapping[str, Tensor]]] = [
+        (local_holder(other)._replace(drawn=source), {}) for other, source in beside
+    ]
+    return kind.answer(local_holder(run, frame)._replace(drawn=drawn, beside=others), tensors, about)
+
+
+def sent_beside(sent: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
+    """Return what is sent of the other run of a number.
+
+    >>> sent_beside({"phi": torch.zeros(1), "phi 0": torch.ones(1)}, 0)
+    {'phi': tensor([1.])}
+    """
+    return {name.removesuffix(f" {number}"): leaf for name, leaf in sent.items() if name.endswith(f" {number}")}
+
+
+def _described(run: Run) -> dict[str, Any]:
+    """Return how a site makes the algorithm and the rows of a run on sites again."""
+    design, clients = getattr(run.algorithm.settings.get("model"), "design", None), cast(Any, run.clients)
+    return {**clients.described(), "design": None if design is None else design.to_json()}
 
 
 def local_holder(run: Run, frame: Any = None) -> Holder:
@@ -106,7 +149,7 @@ def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
             size *= max(n, 1)
         if not whole or size > _MOST:
             raise ValueError(f"Expected the shape of {name!r}, but got {str(shape)[:100]}")
-        made[name] = torch.empty(shape, dtype=_DTYPES.get(name, torch.float64))
+        made[name] = torch.empty(shape, dtype=_DTYPES.get(name.split()[0], torch.float64))
     return made
 
 
@@ -119,7 +162,7 @@ def rows_at_hand(run: Run) -> FederatedData:
     if hasattr(run.population, "counts"):
         raise ValueError(
             "Expected rows in this process, but they are at the sites; run.summary() and predictions of new "
-            "sites need none, and ranef, predict, marginal_effects, loo, waic and forests what a site's policy tells, "
-            "Policy(after_fit=…)"
+            "sites need none, and ranef, predict, marginal_effects, loo, waic, compare of rows, checks and forests "
+            "what a site's policy tells, Policy(after_fit=…)"
         )
     return run.population.data

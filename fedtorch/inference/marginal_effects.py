@@ -25,7 +25,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._rows import SiteDraws, by_client, even_source, sent_source, site_draws
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
-from fedtorch.inference.holders import Form, Holder, Kind, ask, rows_at_hand
+from fedtorch.inference.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.hierarchical.families import CUMULATIVE
 from fedtorch.tables.result_frame import ResultFrame
@@ -243,6 +243,11 @@ def _columns_of(algorithm: Any, data: Any = None) -> Columns:
 def _table_of(holder: Holder) -> _Table:
     """Return the rows that a site averages over: its frame, where there is a formula, or those that it has."""
     columns = _columns_of(holder.algorithm, holder.data)
+    if columns.design is not None and holder.frame is None:
+        raise Unanswerable(
+            f"the site has rows and no frame, and effects of {columns.design.formula!r} are those of a frame's "
+            "columns; its side would bring one by SiteConfiguration.of_frame(...)"
+        )
     return _table(columns, holder.data if columns.design is None else holder.frame)
 
 

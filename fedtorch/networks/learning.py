@@ -5,7 +5,8 @@ Given discrepancies D(i, j) ≥ 0 of the nodes' data sets, choose weights A that
 .. math:: \sum_{i, j} A_{ij} D(i, j), \quad A_{ij} = A_{ji} \in [0, 1], \quad A_{ii} = 0
 
 small (7.4), under one condition more: `nearest` gives every node its k nearest, `regular` fixes every node's degree
-(7.6), `edge_budget` the number of edges (7.7).
+(7.6), `edge_budget` the number of edges (7.7). `ft.neighbour_search` and `ft.edge_weights` do so without a place that
+has all discrepancies.
 
 >>> import torch
 >>> from fedtorch.networks import learning

@@ -36,12 +36,14 @@ def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
     """Draw how often yes/no responses came true by their predicted probability, with intervals and the isotonic curve.
 
     Args:
-        run: of `ft.ep` with a hierarchical logistic model, on rows at hand.
+        run: of `ft.ep` with a hierarchical logistic model, on rows at hand or on sites whose policies have
+            `after_fit=("checks",)`; or of `ft.gibbs` with a sampler that recorded sites.
         bins: of about equally many rows.
         level: probability of the intervals.
 
     Raises:
-        TypeError: a run of something else, or rows that are at sites.
+        TypeError: a run of something else.
+        RuntimeError: sites that do not tell checks.
     """
     figure = new_figure(5.2, 4.8)
     axes = figure.subplots()
@@ -56,14 +58,15 @@ def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
     """Draw observed responses beside those that the model draws anew.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, on rows at hand.
+        run: as for `calibration`, with any hierarchical model.
         of: "rows", the density of numbers or the square roots of how often each count is there (a rootogram); or
             "sites", each site's mean, of yes/no responses its share of yes. Default: rows, and sites of yes/no
             responses.
         level: probability of the bands.
 
     Raises:
-        TypeError: a run of something else, rows that are at sites, or `of="rows"` of yes/no responses.
+        TypeError: a run of something else, or `of="rows"` of yes/no responses.
+        RuntimeError: sites that do not tell checks.
     """
     if of not in ("", "rows", "sites"):
         raise ValueError(f"Expected of= 'rows' or 'sites', but got {of!r}")

@@ -68,6 +68,12 @@ class Receive(NamedTuple):
     most: int = 10_000_000  # so many rows at most, where the payload says it
     least: int = 0  # of several senders, so many are waited for also where they are not connected
     seconds: float | None = None  # the longest wait; None for the driver's own
+    likes: tuple[Any, ...] = ()  # `like` of each of several senders, where their messages look different
+
+    def of(self, sender: Name, seconds: float | None = None) -> Receive:
+        """Return what is wanted of one of several senders, for `seconds` at most."""
+        like = self.likes[self.sender.index(sender)] if self.likes else self.like
+        return self._replace(sender=sender, like=like, likes=(), seconds=self.seconds if seconds is None else seconds)
 
 
 class Heard(NamedTuple):
@@ -178,7 +184,7 @@ def drive(
     """
 
     def everybody(wanted: Receive) -> Heard:
-        return Heard({name: receive(wanted._replace(sender=name)) for name in wanted.sender}, {})
+        return Heard({name: receive(wanted.of(name)) for name in wanted.sender}, {})
 
     wanted, result = _advance(half, None, send)
     while wanted is not None:

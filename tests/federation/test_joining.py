@@ -14,6 +14,7 @@ import fedtorch as ft
 from fedtorch.trust import privacy
 
 NETWORKS = {
+    "edge_weights",
     "gtv",
     "gtv_regressors",
     "neighbour_search",

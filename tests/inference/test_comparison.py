@@ -210,7 +210,7 @@ def test_rows_at_sites_are_refused_by_name(runs: dict[str, ft.Run]) -> None:
     away = SimpleNamespace(**{name: getattr(run, name) for name in ("algorithm", "server", "number", "log", "last")})
     away.population = SimpleNamespace(names=run.population.names, counts=run.population.data.counts)
     with pytest.raises(ValueError, match="Expected rows in this process, but they are at the sites"):
-        compare({"away": away})  # type: ignore[dict-item]
+        compare({"away": away}, out="site")  # type: ignore[dict-item]
 
 
 def test_offsets_weights_and_trials_are_of_the_densities() -> None:

@@ -86,7 +86,7 @@ class AnswerLog:
 
     def count(self, design: str, most: int) -> None:
         """Count a design that rows are made by; raise `Refused` for one too many."""
-        name = hashlib.sha256(design.encode()).hexdigest()
+        name = _digest(design)
         with self._lock():
             before = self._read()["designs"]
             if name in before:
@@ -95,6 +95,11 @@ class AnswerLog:
                 raise Refused(f"the site has made rows by {most} designs, and does not by more")
             before.append(name)
             self._write()
+
+    def has_counted(self, design: str) -> bool:
+        """Return whether rows were made by a design."""
+        with self._lock():
+            return _digest(design) in self._read()["designs"]
 
     def _lock(self) -> AbstractContextManager[Any]:
         if self._path is None:
@@ -110,6 +115,10 @@ class AnswerLog:
     def _write(self) -> None:
         if self._path is not None:
             files.replace(self._path, json.dumps(self._held).encode())
+
+
+def _digest(design: str) -> str:
+    return hashlib.sha256(design.encode()).hexdigest()
 
 
 def _as_read(value: Any) -> Any:

@@ -102,6 +102,10 @@ class Answers:
         self.agreed = design
         return {"rows": len(self._cells)}
 
+    def has_made(self, design: str) -> bool:
+        """Return whether rows were made by a design, as JSON."""
+        return self._log.has_counted(design)
+
     def _formula(self, text: str) -> Formula:
         try:
             formula = parse(text)

@@ -45,7 +45,7 @@ from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 
-class _Vectors(NamedTuple):
+class Vectors(NamedTuple):
     """Hold vectors of some of the n nodes, or a sum of such over neighbours."""
 
     present: Tensor  # (K, n) one where the vector is there, else zero; summed, Σ A_ij of those that told it
@@ -55,7 +55,7 @@ class _Vectors(NamedTuple):
 class _State(NamedTuple):
     """Hold a node's own state; leaves `(K, ...)`."""
 
-    known: _Vectors
+    known: Vectors
     told: Tensor  # (n,) one for the nodes whose vectors it tells
 
 
@@ -68,7 +68,7 @@ class NeighboursServer(NamedTuple):
 class _Outbox(NamedTuple):
     """Hold what a node works with; only the heard part of it has travelled."""
 
-    heard: _Vectors
+    heard: Vectors
     number: Tensor  # (n,) of the node
 
 
@@ -116,16 +116,16 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
                 f"Expected a network of as many nodes as there are clients, {clients}, but got {nodes} nodes"
             )
         nothing = torch.zeros(nodes, dtype=torch.float64)
-        return NeighboursServer(), _State(_Vectors(nothing, nothing.new_zeros(nodes, width)), nothing)
+        return NeighboursServer(), _State(Vectors(nothing, nothing.new_zeros(nodes, width)), nothing)
 
     def client(inbox: Neighbourhood, state: _State, data: Tensor, turn: Turn) -> Reply:
         own = inbox.heard.number[:, None] == torch.arange(nodes, device=data.device)
-        known = _with(_heard(inbox, state.known, least), own, data[:, None])
+        known = with_vectors(heard(inbox, state.known, least), own, data[:, None])
         told = state.told.to(torch.bool) | own | _passed_on(known, inbox, relay)
         return Reply(None, _State(known, told.to(torch.float64)), {"known": known.present.sum(1) - 1})
 
     def model(inbox: Neighbourhood, state: _State) -> dict[str, Tensor]:
-        order, distances = _nearest(_heard(inbox, state.known, least), inbox, k)
+        order, distances = _nearest(heard(inbox, state.known, least), inbox, k)
         return {"neighbours": torch.where(distances.isfinite(), order, -1), "distances": distances}
 
     return Algorithm(
@@ -135,8 +135,8 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
         server=lambda server, aggregate, key: server,
         model=model,
         exchange=graph(network),
-        prepare=lambda data: _means(data, width),
-        told=Told(lambda state: _Vectors(state.told, state.known.vectors * state.told[..., None]), counts=("present",)),
+        prepare=lambda data: means(data, width),
+        told=Told(lambda state: Vectors(state.told, state.known.vectors * state.told[..., None]), counts=("present",)),
         settings={
             "algorithm": "neighbour_search",
             "k": k,
@@ -149,21 +149,21 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
     )
 
 
-def _with(known: _Vectors, new: Tensor, vectors: Tensor) -> _Vectors:
+def with_vectors(known: Vectors, new: Tensor, vectors: Tensor) -> Vectors:
     """Return vectors with those of the nodes `new` `(K, n)` in place."""
-    return _Vectors(
+    return Vectors(
         torch.where(new, 1.0, known.present), torch.where(new[..., None], vectors.to(torch.float64), known.vectors)
     )
 
 
-def _heard(inbox: Neighbourhood, known: _Vectors, least: float) -> _Vectors:
+def heard(inbox: Neighbourhood, known: Vectors, least: float) -> Vectors:
     """Return what nodes know with what is in their memory; those that several have told are the same."""
-    heard: _Vectors = inbox.heard.heard
+    heard: Vectors = inbox.heard.heard
     there = heard.present > least
-    return _with(known, there, heard.vectors / torch.where(there, heard.present, 1.0)[..., None])
+    return with_vectors(known, there, heard.vectors / torch.where(there, heard.present, 1.0)[..., None])
 
 
-def _nearest(known: _Vectors, inbox: Neighbourhood, count: int) -> tuple[Tensor, Tensor]:
+def _nearest(known: Vectors, inbox: Neighbourhood, count: int) -> tuple[Tensor, Tensor]:
     """Return the nearest known others of each node and their distances, infinite ones last, `(K, count)`."""
     number = inbox.heard.number
     own = known.vectors.gather(1, number[:, None, None].expand(-1, 1, known.vectors.shape[2]))
@@ -172,7 +172,7 @@ def _nearest(known: _Vectors, inbox: Neighbourhood, count: int) -> tuple[Tensor,
     return order[:, :count], distances[:, :count]
 
 
-def _passed_on(known: _Vectors, inbox: Neighbourhood, relay: int | None) -> Tensor:
+def _passed_on(known: Vectors, inbox: Neighbourhood, relay: int | None) -> Tensor:
     """Return the nodes whose vectors are told, besides one's own, `(K, n)` bool."""
     if relay is None:
         return known.present > 0
@@ -180,7 +180,7 @@ def _passed_on(known: _Vectors, inbox: Neighbourhood, relay: int | None) -> Tens
     return torch.zeros_like(known.present, dtype=torch.bool).scatter(1, order, distances.isfinite())
 
 
-def _means(data: ClientData, width: int) -> Tensor:
+def means(data: ClientData, width: int) -> Tensor:
     """Return the mean row of each client, `(K, m)` float64."""
     fields = [
         leaf.to(torch.float64).flatten(2) if leaf.ndim > 2 else leaf[..., None] for leaf in tree.leaves(data.batch)

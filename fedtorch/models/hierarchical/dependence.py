@@ -13,13 +13,18 @@ _SHOWN = 8  # names
 _PART = 0.02  # of the largest coefficient of a direction, below which a column has no part in it
 
 
-def warn_of_dependence(names: Sequence[str], before: Tensor, after: Tensor, *, stacklevel: int = 3) -> None:
+def warn_of_dependence(
+    names: Sequence[str], before: Tensor, after: Tensor, *, shown: str = "the prior", stacklevel: int = 3
+) -> bool:
     """Warn of coefficients of which rows say nothing in some direction, as of columns that are linearly dependent.
+
+    Returns whether it has.
 
     Args:
         names: of the coefficients.
         before, after: covariances of their means, `(d, d)`, without and with the rows: no more need be known of the
             columns, of which sites tell nothing.
+        shown: what estimates are in such a direction.
         stacklevel: as that of `warnings.warn`.
 
     Example:
@@ -29,7 +34,7 @@ def warn_of_dependence(names: Sequence[str], before: Tensor, after: Tensor, *, s
         >>> after = torch.linalg.inv(before.inverse() + rows.T @ rows)
         >>> with warnings.catch_warnings(record=True) as seen:
         ...     warnings.simplefilter("always")
-        ...     warn_of_dependence(["Intercept", "a", "b"], before, after)
+        ...     warned = warn_of_dependence(["Intercept", "a", "b"], before, after)
         >>> str(seen[0].message)[:90]
         "Expected columns that are linearly independent, but those of 'Intercept', 'a' and 'b' are "
     """
@@ -38,15 +43,16 @@ def warn_of_dependence(names: Sequence[str], before: Tensor, after: Tensor, *, s
     left, directions = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
     empty = root @ directions[:, left > _NOTHING]
     if empty.shape[1] in (0, len(before)):  # rows that say nothing at all have not been taken in yet
-        return
+        return False
     involved = (empty.abs() > _PART * empty.abs().amax(0)).any(1)
     listed = [repr(name) for name, each in zip(names, involved.tolist()) if each]
-    shown = listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"]
-    together = " and ".join([", ".join(shown[:-1]), shown[-1]] if shown[1:] else shown)
+    some = listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"]
+    together = " and ".join([", ".join(some[:-1]), some[-1]] if some[1:] else some)
     warnings.warn(
         f"Expected columns that are linearly independent, but those of {together} are dependent, or nearly "
         f"beside their prior: rows say nothing of {empty.shape[1]} combination{'s' * (empty.shape[1] > 1)} of their "
-        "coefficients, and what is shown of these is the prior; leave as many of the terms out",
+        f"coefficients, and what is shown of these is {shown}; leave as many of the terms out",
         RuntimeWarning,
         stacklevel=stacklevel,
     )
+    return True

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedtorch import _files as files
-from fedtorch.data import Design, from_frame
+from fedtorch.data import Design, FederatedData, from_frame
 from fedtorch.data.agreement.disclosure import Disclosure, Refused
 from fedtorch.data.agreement.site import Answers
 from fedtorch.sites.rounds import frames as frames
@@ -74,6 +74,9 @@ class SiteFrame:
         return answer
 
     def _make(self, design: Design) -> None:
+        self.configuration = replace(self.configuration, data=self._rows(design))
+
+    def _rows(self, design: Design) -> FederatedData:
         table, client, missing = self.configuration.frame, self.configuration.client, self.configuration.missing
         empty = [column for column in design.reads if bool(table[column].isna().any())]
         if empty and missing == "refuse":
@@ -81,9 +84,19 @@ class SiteFrame:
             raise Refused(f"the site's column {empty[0]!r} has missing cells; {remedy}")
         if design.group != client:
             raise Refused(f"the site's column of clients is {client!r}, not {design.group!r}")
-        self.configuration = replace(
-            self.configuration, data=from_frame(table, client=client, design=design, missing=missing)
-        )
+        return from_frame(table, client=client, design=design, missing=missing)
+
+    def beside(self, text: str | None) -> SiteConfiguration:
+        """Return the configuration with the rows of another run, by a design as JSON that the site has agreed on.
+
+        Raises:
+            Refusal: it has not.
+        """
+        if text is None:
+            return self.configuration
+        if self._answers is None or not self._answers.has_made(text):
+            raise Refusal("the site has not made rows by the design of another model; begin with sites.agree(...)")
+        return replace(self.configuration, data=self._rows(Design.from_json(text)))
 
 
 def by_design(configuration: SiteConfiguration) -> dict[str, str]:

@@ -19,6 +19,7 @@ from fedtorch.metrics.scores import stacked_metrics
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, Inboxes
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.rounds.server import ServerSession
@@ -26,9 +27,10 @@ from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.inference.holders import Kind
+    from fedtorch.inference.holders import Holder, Kind
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
+_MOST_BESIDE = 100  # other runs in one question
 _OF = "ep"  # the algorithm whose fits are asked about
 
 
@@ -87,27 +89,43 @@ def answer(
     frame: Frame,
     kind: Kind,
     sent: Mapping[str, Tensor],
-    algorithm: Algorithm,
-    configuration: SiteConfiguration,
-    evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree],
-    first: int,
+    holder: Holder,
+    configured: Callable[[str | None], SiteConfiguration],
 ) -> bytes:
     """Return a site's answer.
 
     Args:
         frame: that asks.
         kind, sent: the question.
-        algorithm: of the run.
-        configuration: of the site.
-        evaluate: applies a function to its clients, see `Clients.evaluate`.
-        first: the number of its first client.
-    """
-    from fedtorch.inference.holders import Holder
+        holder: the site in this run.
+        configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
 
-    holder = Holder(algorithm, configuration.data, evaluate, first, configuration.frame)
-    told = kind.answer(holder, sent, frame.names("about"))
+    Raises:
+        Refusal: the site cannot, or other runs are of algorithms, rows or clients that it does not have.
+    """
+    from fedtorch.inference.holders import Unanswerable, sent_beside
+
+    data, beside = holder.data, []
+    for number, other in enumerate(_others(frame)):
+        its = configured(None if other.about.get("design") is None else other.text("design"))
+        if its.data.names != data.names or not its.data.counts.equal(data.counts):
+            raise Refusal("the site's rows of another model are not of the same clients, or not as many")
+        one = holder._replace(algorithm=built(its, other)[0], data=its.data)
+        beside.append((one, sent_beside(sent, number)))
+    try:
+        told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
+    except Unanswerable as error:
+        raise Refusal(str(error)) from error
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
+
+
+def _others(frame: Frame) -> list[Frame]:
+    """Return what a question says of other runs, as the frames that begin them say it."""
+    said = frame.names("about").get("beside", [])
+    if not isinstance(said, list) or len(said) > _MOST_BESIDE or not all(isinstance(one, dict) for one in said):
+        raise frame.refused(f"at most {_MOST_BESIDE} other runs", said)
+    return [frame._replace(kind="begin", about=one) for one in said]
 
 
 def asked(

@@ -100,6 +100,10 @@ class RemoteClients:
         """
         return self._drive(after_fit.asked(self.session, outbox, kind, sent, about))[0]
 
+    def described(self) -> dict[str, Any]:
+        """Return what sites run, as JSON."""
+        return self.session.described()
+
     def _drive(self, half: Half) -> tuple[Any, Traffic]:
         session = self.session
         return self.plan.sites.drive(half, session.run, session.begin, self._ask)

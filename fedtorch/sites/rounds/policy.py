@@ -27,6 +27,7 @@ AFTER_FIT = {
     "effects": "the posterior of each of its clients' coefficients",
     "densities": "sums over its rows of log densities at draws",
     "margins": "sums over its rows of changes of the mean response",
+    "checks": "sums over its rows of responses, observed and drawn anew",
 }
 
 
@@ -46,7 +47,7 @@ class Policy(NamedTuple):
     minimum: int = 10  # rows behind any number or name that is told of a frame, for a formula, or after a fit
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
-    after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins"
+    after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""

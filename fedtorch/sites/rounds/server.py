@@ -326,13 +326,17 @@ class ServerSession:
         if self._envelopes is not None:
             self._envelopes.forget()
 
+    def described(self) -> dict[str, Any]:
+        """Return what sites are to run."""
+        plan = self.plan
+        compared = fingerprint(self.algorithm, plan.carry)
+        return {"algorithm": plan.algorithm, "settings": plan.settings, "fingerprint": compared}
+
     def begin(self, site: str) -> bytes:
         """Make the frame that begins the run at a site."""
         about = {
             "run": self.run,
-            "algorithm": self.plan.algorithm,
-            "settings": self.plan.settings,
-            "fingerprint": fingerprint(self.algorithm, self.plan.carry),
+            **self.described(),
             "clients": len(self.plan.names),
             **({"anyway": True} if self.anyway else {}),
             "first": self._own[site].start,

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 from fedtorch import checkpoint, functional, tree
-from fedtorch.federation.algorithm import Algorithm, first_total, start_of
-from fedtorch.federation.exchanges.carry import Carry, check_need
+from fedtorch.federation.algorithm import first_total, start_of
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
@@ -24,7 +23,7 @@ from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
 from fedtorch.sites.rounds._began import check_begun
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
-from fedtorch.sites.rounds.fingerprint import fingerprint
+from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.past_sums import PastSums, Step
 from fedtorch.sites.rounds.policy import Refusal, Watch
@@ -71,7 +70,7 @@ class SiteSession:
     ) -> None:
         self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
-        self.algorithm, self._carry = _built(configuration, begin)
+        self.algorithm, self._carry = built(configuration, begin)
         self._count = len(configuration.data)
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
@@ -253,17 +252,26 @@ class SiteSession:
         every = self.watch.in_one(after_fit.by_client(self.clients, inboxes, chosen, sums))
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
-    def ask(self, frame: Frame) -> bytes:
-        """Return the answer to a question after the fit, if the site's policy lets it tell that."""
+    def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
+        """Return the answer to a question after the fit, if the site's policy lets it tell that.
+
+        Args:
+            frame: that asks.
+            beside: returns the configuration with the rows of another run, by its design.
+        """
+        from fedtorch.inference.holders import Holder
+
         if self._keys is not None:
             raise Refusal("the site lets the server read nothing, as its policy's carry= says, also after a fit")
         kind, like = after_fit.question(frame, self.algorithm)
         inboxes, sent, _ = self._hear(frame, like)
         if len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site", inboxes.ids.tolist())
-        self.watch.after_fit(kind.tells, self.configuration.data.counts, kind.by_client)
+        configuration, minimum = self.configuration, self.watch.policy.minimum
+        self.watch.after_fit(kind.tells, configuration.data.counts, kind.by_client)
         evaluate = partial(after_fit.by_client, self.clients, inboxes)
-        return after_fit.answer(frame, kind, sent, self.algorithm, self.configuration, evaluate, self.first)
+        holder = Holder(self.algorithm, configuration.data, evaluate, self.first, configuration.frame, minimum)
+        return after_fit.answer(frame, kind, sent, holder, beside)
 
     def end(self, frame: Frame) -> None:
         """Keep what the clients hear last; the run is over."""
@@ -310,36 +318,3 @@ class SiteSession:
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
         return inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device)), came["more"], blobs
-
-
-def _by_design(configuration: SiteConfiguration) -> dict[str, Any]:
-    """Return the argument of algorithms where the site has a frame: the design that sites have agreed on."""
-    if configuration.frame is None:
-        return {}
-    if configuration.data.design is None:
-        raise Refusal("the site has a frame, and sites have not agreed on a design yet; begin with sites.agree(...)")
-    return {"design": configuration.data.design}
-
-
-def _built(configuration: SiteConfiguration, begin: Frame) -> tuple[Algorithm, Carry]:
-    """Return the algorithm that is asked for and how it is carried, if the site would run what the server does."""
-    name, settings = begin.text("algorithm"), begin.names("settings")
-    if name not in configuration.algorithms:
-        raise Refusal(f"the site offers the algorithms {sorted(configuration.algorithms)}, but not {name!r}")
-    try:
-        algorithm = configuration.algorithms[name](**_by_design(configuration), **settings)
-    except Refusal:
-        raise
-    except Exception as error:
-        raise Refusal(f"the site does not run {name!r} with settings {settings}: {type(error).__name__}") from error
-    carry = configuration.policy.carry_of(name)
-    mine, theirs = fingerprint(algorithm, carry), begin.names("fingerprint")
-    for setting in {**mine, **theirs}:
-        if mine.get(setting) != theirs.get(setting):
-            raise Refusal(f"under {name!r} the site runs {setting} {mine.get(setting)}, not {theirs.get(setting)}")
-    try:
-        check_need(algorithm, carry, f"the site's policy with carry={carry!r}")
-        carry.carried(algorithm)
-    except ValueError as error:
-        raise Refusal(str(error)) from None
-    return algorithm, carry

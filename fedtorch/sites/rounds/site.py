@@ -271,11 +271,11 @@ class Site:
         within = {"keys": session.keys, "phase": session.phase}  # a round, of which the server does not know yet
         if frame.kind in within:
             return within[frame.kind](frame)
-        answers = {
+        answers: dict[str, Callable[[Frame], bytes]] = {
             "round": session.round,
             "total": session.total,
             "evaluate": session.evaluate,
-            "ask": session.ask,
+            "ask": partial(session.ask, beside=self._frame.beside),
             "envelopes": session.envelopes,
         }
         if frame.kind not in answers:

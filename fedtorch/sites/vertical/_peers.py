@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from fedtorch import wire
-from fedtorch.protocol.halves import Half, Name, Receive, Send, decode, drive, encode
+from fedtorch.protocol.halves import Half, Heard, Name, Receive, Send, decode, drive, encode
 from fedtorch.sites.streams.hub import Hub, Link
 from fedtorch.tree import Tree
 
@@ -17,6 +17,10 @@ _END = b""  # no payload is empty
 
 class PeerLost(ConnectionError):
     """A node's stream has ended, or nothing came on it in time; it may connect again."""
+
+
+class PeerLate(PeerLost):
+    """Nothing came of a node in time."""
 
 
 class Peer:
@@ -74,7 +78,21 @@ def drive_with(half: Half, peers: Mapping[str, Peer]) -> Any:
     """Run the server's half with parties by their names and, in the same order, by number from 1 on."""
     nodes: dict[Name, Peer] = dict(enumerate(peers.values(), start=1))
     nodes.update(peers)
-    return drive(half, lambda step: nodes[step.to].send(step), lambda step: nodes[step.sender].receive(step))
+
+    def several(step: Receive) -> Heard:
+        """Wait until all have said something, or the time is over."""
+        ends, heard = None if step.seconds is None else time.monotonic() + step.seconds, Heard({}, {})
+        for name in step.sender:
+            left = None if ends is None else max(ends - time.monotonic(), 0.0)
+            try:
+                heard.messages[name] = nodes[name].receive(step.of(name, left))
+            except PeerLate as error:
+                if ends is None:
+                    raise
+                heard.missing[name] = str(error)
+        return heard
+
+    return drive(half, lambda step: nodes[step.to].send(step), lambda step: nodes[step.sender].receive(step), several)
 
 
 def give_up(hub: Hub, parties: Sequence[str], error: BaseException) -> None:
@@ -91,5 +109,7 @@ def naming(name: str) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise ConnectionError(f"{name} is lost: {error}") from error
+    except TimeoutError as error:
+        raise PeerLate(f"{name} is lost: {error}") from error
     except OSError as error:
         raise PeerLost(f"{name} is lost: {error}") from error

@@ -11,9 +11,10 @@ than new ones. A variational fit has not quite: a value that stands for d ticks 
 which γ answers in each, and the others' gradients are correlated for as long. To the first order in the learning rate
 that is noise and no bias, and both vanish with the rate; `experiments.vfl.clock` measures it.
 
-The delays are a function of the party and of the number of its message, and the clock counts ticks and no seconds, so
-that a run is the same on any machine and when it is resumed: a party in waiting has not moved since it sent, and what
-it sent is computed anew.
+Between organisations ticks are seconds: `server_half(…, tick=)` of `fedtorch.vfl.nodes.iteration`. Here the delays are
+a function of the party and of the number of its message, and the clock counts ticks and no seconds, so that a run is
+the same on any machine and when it is resumed: a party in waiting has not moved since it sent, and what it sent
+is computed anew.
 
 Source: Chen, Jin, Sun, Yin, "VAFL: a method of vertical asynchronous federated learning", 2020, arXiv:2007.06081,
 whose server moves at each message.
@@ -29,8 +30,9 @@ from torch import Tensor
 
 from fedtorch import wire
 from fedtorch.protocol.halves import Half, Send, Traffic
-from fedtorch.vfl.nodes.iteration import POWER, party_half, protocol_of
+from fedtorch.vfl.nodes.iteration import party_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Value
+from fedtorch.vfl.nodes.protocols import POWER, protocol_of
 
 Delays = Callable[[int, int], int]  # (party, from 0 on, number of its message) -> ticks
 

@@ -33,9 +33,13 @@ step that is near the largest for s = 0 has to be smaller, for a quadratic of cu
 of twice as many.
 
 *Idle parties.* `Iteration.active` says who takes part, and all know it beforehand (`bounded_delay` is a function of
-its key). An idle party sends nothing, and the server goes on with what it last heard. A server that goes on by a clock
-of ticks is in `fedtorch.vfl.nodes.clock`; none goes by the clock on the wall, with which numbers would depend on the
-machines' load.
+its key). An idle party sends nothing, and the server goes on with what it last heard.
+
+*By the clock.* With `tick=` seconds at the server and `clocked=True` at the parties, the server goes on when a tick is
+over, whoever has answered, or as soon as all have; who is late, by whatever delay, is answered in the tick in which its
+value comes. The numbers then depend on the machines' load: they are those of `fedtorch.vfl.nodes.clock` with the delays
+that there were, and the result of the server's half says which. One who never comes back ends the protocol after the
+last tick, by its driver's longest wait, with its name; a stream that ends does so at once.
 
 Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
 hides nothing of z_j from the other nodes. Who does not know it sees g_j with other noise in every step, and the mean
@@ -50,32 +54,36 @@ learning", 2020, arXiv:2007.06081, whose clients' delay is bounded; the largest 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import expected, random
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
-from fedtorch.vfl.fit.bound import ascend, server_bound, shared_terms
-from fedtorch.vfl.model.vertical import summed
-from fedtorch.vfl.nodes.node import Drawn, Gradient, Iteration, PartyNode, Proposal, ServerNode, Share, Value
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, Proposal, ServerNode, Value
+from fedtorch.vfl.nodes.protocols import POWER, Protocol, protocol_of
+
+_MORE = torch.ones(1, dtype=torch.uint8)  # down by the clock: that an answer follows, or zero, that it is over
 
 
-def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1, delay: int = 0) -> Half:
+def party_half(
+    party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1, delay: int = 0, *, clocked: bool = False
+) -> Half:
     """Run a party's side of every iteration.
 
     Args:
         party: the node, trained in place.
-        iterations: the same at every node.
+        iterations: the same at every node; by the clock the party's own, and more than it will come to.
         local_steps: steps that a party takes per exchange.
         delay: s, iterations by which a gradient is late at most; at the end all are taken.
+        clocked: whether the server goes on by its clock, `tick=` there, and says when it is over.
 
     Raises:
         ValueError: an idle party in the first iteration or with minibatches, whose rows would differ; a negative delay,
-            or a delay in the power model's protocol, where an iteration cannot begin before the last has ended.
+            or a delay in the power model's protocol, where an iteration cannot begin before the last has ended; by the
+            clock a delay, the power model's protocol, or what only nodes know that go on together.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
@@ -95,8 +103,12 @@ def party_half(party: PartyNode, iterations: Iterable[Iteration], local_steps: i
     if delay < 0:
         raise ValueError(f"Expected delay of at least 0, but got {delay}")
     protocol = protocol_of(party)
-    if delay and protocol is POWER:
+    if (delay or clocked) and protocol is POWER:
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")
+    if clocked:
+        if delay:
+            raise ValueError(f"Expected no delay by the clock, where the server never waits, but got {delay}")
+        return (yield from _by_the_clock(party, iterations, local_steps))
     waiting: deque[tuple[int, Iteration, Proposal]] = deque()  # for their gradients
     for number, iteration in enumerate(iterations):
         if party.takes_part(iteration):
@@ -119,10 +131,89 @@ def _finish(
     yield from protocol.party(party, proposal, iteration.rate, local_steps)
 
 
-def server_half(server: ServerNode, iterations: Iterable[Iteration]) -> Half:
-    """Run the server's side of every iteration; see `party_half`."""
-    for iteration in tracked(iterations, "Vertical training", unit="iteration"):
+def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps: int) -> Half:
+    """Send values, each once the last is answered, until the server says that it is over."""
+    for iteration in iterations:
+        _check_clocked(party, iteration)
+        proposal = party.propose(iteration)
+        yield Send(0, Value(proposal.sent))
+        party.heard = True
+        if not bool((yield Receive(0, _MORE))):
+            return
+        yield from protocol_of(party).party(party, proposal, iteration.rate, local_steps)
+    raise RuntimeError(f"Expected more iterations than the server's ticks, but {party.part.name!r} has come to an end")
+
+
+def server_half(server: ServerNode, iterations: Iterable[Iteration], *, tick: float | None = None) -> Half:
+    """Run the server's side of every iteration; see `party_half`.
+
+    Args:
+        server: the node, trained in place.
+        iterations: the same at every node; by the clock the ticks.
+        tick: seconds after which the server goes on by its clock, with the last value of who is late; None waits for
+            all. The half then returns who was heard in each tick, lists of numbers of parties from 0 on.
+
+    Raises:
+        ValueError: as `party_half` does; or a tick that is not positive.
+
+    >>> import torch, itertools, fedtorch as ft
+    >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+    >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
+    >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+    >>> server, parties = network.nodes(data)
+    >>> endless = lambda: (Iteration(step=step) for step in itertools.count())
+    >>> halves = {0: server_half(server, [Iteration(step=step) for step in range(2)], tick=0.5)}
+    >>> results, _ = together(halves | {party.index: party_half(party, endless(), clocked=True) for party in parties})
+    >>> results[0]  # nobody is late here
+    [[0, 1], [0, 1]]
+    """
+    watched = tracked(iterations, "Vertical training", unit="iteration")
+    if tick is not None:
+        return (yield from _ticking(server, watched, tick))
+    for iteration in watched:
         yield from _iterated(server, iteration)
+
+
+def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> Half:
+    """Go on by the clock; return who was heard in each tick, and say at the end that it is over."""
+    expected.positive(tick=seconds)
+    if protocol_of(server) is POWER:
+        raise ValueError("Expected an iteration of one message up and one down, but got a power model")
+    every = range(1, len(server.values) + 1)
+    here: set[int] = set()  # parties that wait for an answer
+    heard: list[list[int]] = []
+    for tick in ticks:
+        _check_clocked(server, tick)
+        drawn, away = server.draw(tick), tuple(rank for rank in every if rank not in here)
+        likes = tuple(server.expected(rank - 1, drawn) for rank in away)
+        came = yield Receive(away, None, likes=likes, seconds=seconds)
+        for rank, value in came.messages.items():
+            server.values[rank - 1] = value
+        here.update(came.messages)
+        complete = all(value is not None for value in server.values)
+        answered = sorted(here) if complete else []
+        heard.append([rank - 1 for rank in answered])
+        if complete:
+            for rank in answered:
+                yield Send(rank, _MORE)
+            yield from protocol_of(server).server(server, drawn, answered, tick.rate)
+            here.clear()
+    for rank in every:
+        if rank not in here:  # its value comes to nothing
+            yield Receive(rank, server.expected(rank - 1, server.draw(Iteration())))
+        yield Send(rank, torch.zeros_like(_MORE))
+    return heard
+
+
+def _check_clocked(node: ServerNode | PartyNode, iteration: Iteration) -> None:
+    """Raise ValueError for what nodes know of an iteration only where they go on together."""
+    if iteration.noise is not None or iteration.rows is not None or iteration.active is not None:
+        raise ValueError(
+            "Expected iterations of a step and a rate alone by the clock, where nodes do not go on together, but got "
+            "noise, rows or active parties"
+        )
+    if node.part.key is None:
+        raise ValueError("Expected parts that draw their own noise, but got others; give vfl.parts(..., key=)")
 
 
 def _iterated(server: ServerNode, iteration: Iteration) -> Half:
@@ -177,126 +268,3 @@ def bounded_delay(parties: int, delay: int, probability: float, key: Tensor) -> 
         away = torch.where(present, 0, away + 1)
         step += 1
         yield present.tolist()
-
-
-class Protocol(NamedTuple):
-    """The course of an iteration once the parties' values are at the server, at both ends."""
-
-    party: Callable[[PartyNode, Proposal, float | None, int], Half]  # node, what it sent, learning rate, local steps
-    server: Callable[[ServerNode, Drawn, Sequence[int], float | None], Half]  # node, draws, who takes part, rate
-
-
-def protocol_of(node: PartyNode | ServerNode) -> Protocol:
-    """Return the protocol of a node's model and guide.
-
-    >>> import torch, fedtorch as ft
-    >>> keys = ft.random.key(0).reshape(1)
-    >>> network = ft.vfl.SplitNetwork([torch.nn.Linear(1, 1)], ft.vfl.likelihoods.bernoulli(), keys=keys)
-    >>> server, _ = network.nodes(ft.vfl.VerticalData((torch.ones(2, 1),), torch.ones(2)))
-    >>> protocol_of(server) is VALUES_AND_GRADIENTS
-    True
-    """
-    if node.guide.auxiliary.party is None:  # the server evaluates the whole likelihood
-        return VALUES_AND_GRADIENTS
-    if node.model.power:
-        return POWER
-    return SHARED_RESPONSE if node.response_shared else VALUES_AND_GRADIENTS
-
-
-def _take_gradient(party: PartyNode, proposal: Proposal, rate: float | None, local_steps: int) -> Half:
-    answer = yield Receive(0, Gradient(proposal.sent))
-    party.climb(proposal, gradient=answer.gradient, rate=rate, local_steps=local_steps)
-
-
-def _send_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
-    gradients = _evaluated(server, drawn, rate)
-    for rank in ranks:
-        yield Send(rank, gradients[rank - 1])
-
-
-def _evaluated(server: ServerNode, drawn: Drawn, rate: float | None) -> list[Gradient]:
-    """Evaluate the likelihood at the server: move γ, and return the gradient of what each party sent."""
-    values = [value.detach().requires_grad_() for value in server.last_values()]
-    bound = server_bound(server.model, server.guide, server.q, drawn.theta, values, None, drawn.rows, drawn.noise)
-    objective = server.scaled(bound + server.minus_log_q(drawn.theta))
-    server.terms = objective.detach()
-    return [Gradient(gradient) for gradient in ascend(server.optimizer, objective, rate, values)]
-
-
-def _take_share(party: PartyNode, proposal: Proposal, rate: float | None, local_steps: int) -> Half:
-    share = yield Receive(0, _share_like(party, proposal))
-    # The predictor includes the z_j that was sent.
-    likelihood = lambda now: _likelihood(party, now, share, now.value - now.sent)
-    party.climb(proposal, likelihood=likelihood, rate=rate, local_steps=local_steps)
-
-
-def _send_shares(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
-    centre, shared = _centre(server, drawn)
-    for rank in ranks:
-        yield Send(rank, Share(centre.detach(), shared.detach(), None))
-    _evaluated(server, drawn, rate)
-
-
-def _take_share_and_gradient(party: PartyNode, proposal: Proposal, rate: float | None, local_steps: int) -> Half:
-    share = yield Receive(0, _share_like(party, proposal))
-    likelihood = lambda now, share=share: _weighted(party, _likelihood(party, now, share, now.eta), share)
-    leaves = tree.map(lambda leaf: leaf.detach().requires_grad_(), share)
-    value = likelihood(proposal, leaves).sum()
-    gradients = torch.autograd.grad(value, tree.leaves(leaves), retain_graph=True, allow_unused=True)
-    zeros = [torch.zeros_like(leaf) for leaf in tree.leaves(leaves)]
-    yield Send(0, tree.refill(share, [zero if g is None else g for g, zero in zip(gradients, zeros)]))
-    answer = yield Receive(0, Gradient(proposal.sent))
-    party.climb(proposal, gradient=answer.gradient, likelihood=likelihood, rate=rate, local_steps=local_steps)
-
-
-def _send_shares_and_gradients(server: ServerNode, drawn: Drawn, ranks: Sequence[int], rate: float | None) -> Half:
-    """Run the power model's two exchanges: each party hears of the others alone, in predictors and in gradients."""
-    centre, shared = _centre(server, drawn)
-    terms, weights = shared_terms(server.model, server.q, drawn.theta, drawn.rows)
-    values = server.last_values()
-    each = [None] * len(values) if weights is None else list(weights.unbind(1))
-    shares = [Share(centre - value, shared, weight) for value, weight in zip(values, each)]
-    for rank in ranks:
-        yield Send(rank, tree.map(torch.detach, shares[rank - 1]))
-    for rank in ranks:
-        server.answers[rank - 1] = yield Receive(rank, shares[rank - 1])
-    answers = [answer for answer in server.answers if answer is not None]
-    objective = terms + server.minus_log_q(drawn.theta)
-    for share, answer in zip(shares, answers):
-        for value, gradient in zip(tree.leaves(share), tree.leaves(answer)):
-            # A weight has no draws: its gradient is the sum over them.
-            inner = (value * gradient).flatten(2).sum(2) if value.ndim > 1 else (value * gradient)[:, None]
-            objective = objective + (inner if value.ndim > 1 else inner / objective.shape[1])
-    ascend(server.optimizer, server.scaled(objective), rate)
-    total = summed([answer.predictor for answer in answers])
-    for rank in ranks:
-        yield Send(rank, Gradient(total - answers[rank - 1].predictor))
-
-
-def _centre(server: ServerNode, drawn: Drawn) -> tuple[Tensor, Tensor]:
-    """Return intercept + offset + Σ z, `(B, M, C, n)`, and the likelihood's own parameters."""
-    combined = server.model.cut(server.last_values(), *drawn.noise.keys[:1])
-    return server.model.centre(drawn.theta, combined, drawn.rows.offset)
-
-
-def _share_like(party: PartyNode, proposal: Proposal) -> Share:
-    """Return the shapes of a `Share` for this party."""
-    value, model = proposal.sent, party.model
-    weight = None if model.concentration is None else value[:, 0, 0, 0]
-    return Share(value, value.new_zeros(*value.shape[:2], len(model.likelihood.shared)), weight)
-
-
-def _likelihood(party: PartyNode, proposal: Proposal, share: Share, added: Tensor) -> Tensor:
-    """Return the likelihood of a predictor with something `added` to it, `(B, M)`."""
-    rows = proposal.drawn.rows
-    return rows.weighted_sum(party.model.likelihood.log_prob(rows.y, share.predictor + added, share.shared))
-
-
-def _weighted(party: PartyNode, total: Tensor, share: Share) -> Tensor:
-    """Return a party's part of the power model's likelihood."""
-    return total / len(party.model.predictors) if share.weight is None else share.weight[:, None] * total
-
-
-VALUES_AND_GRADIENTS = Protocol(_take_gradient, _send_gradients)
-SHARED_RESPONSE = Protocol(_take_share, _send_shares)
-POWER = Protocol(_take_share_and_gradient, _send_shares_and_gradients)

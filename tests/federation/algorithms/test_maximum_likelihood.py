@@ -302,8 +302,16 @@ def test_a_resumed_run_is_the_uninterrupted_one(gaussian: ft.data.FederatedData,
     assert torch.equal(again.server.at, ft.run(algorithm, ft.InProcess(gaussian), rounds=6).server.at)
 
 
-@pytest.mark.parametrize("family", ["gaussian", "logistic"])
-def test_dependent_columns_are_said_with_their_names(family: str) -> None:
+@pytest.mark.parametrize(
+    ("algorithm", "family"),
+    [
+        (ft.ep, "gaussian"),
+        (ft.ep, "logistic"),
+        (ft.maximum_likelihood, "gaussian"),
+        pytest.param(ft.maximum_likelihood, "logistic", marks=pytest.mark.slow),
+    ],
+)
+def test_dependent_columns_are_said_with_their_names(algorithm: Callable[..., ft.Algorithm], family: str) -> None:
     """Of columns a, b and their sum, not of one that stands beside them, and not where the sum is another column."""
     generator = np.random.default_rng(0)
     frame = pandas.DataFrame(generator.normal(size=(120, 4)), columns=["a", "b", "c", "y"])
@@ -312,9 +320,19 @@ def test_dependent_columns_are_said_with_their_names(family: str) -> None:
     for dependent in (False, True):
         rows = frame.assign(d=frame["a"] + 2 * frame["b"]) if dependent else frame.assign(d=frame["a"] * frame["b"])
         data = ft.data.from_frame(rows, client="site", formula="y ~ a + b + c + d + (1 | site)")
-        run = ft.run(ft.ep(hierarchical.regression(data.design, family)), ft.InProcess(data), rounds=6)
+        run = ft.run(algorithm(hierarchical.regression(data.design, family)), ft.InProcess(data), rounds=6)
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             run.summary()
         words = " ".join(str(each.message) for each in seen)
         assert ("those of 'a', 'b' and 'd' are dependent, or nearly" in words) == dependent
+        assert "flat" not in words, "of what is said once already"
+
+
+def test_restricted_likelihood_of_dependent_columns_is_refused_with_the_reason() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 2, generator=generator, dtype=torch.float64)
+    data = ft.data.from_tensors([(x[k::4, [0, 1, 0]], x[k::4].sum(1) + k) for k in range(4)])
+    run = fit(hierarchical.linear(hierarchical.normal(3, random=[0])), data, restricted=True)
+    with pytest.raises(RuntimeError, match="is not where columns are linearly dependent: leave terms out"):
+        estimates(run)

@@ -8,9 +8,11 @@ import numpy as np
 import pandas
 import pytest
 import torch
+from safetensors.torch import load
 from support.loopback import Clock, Loopback
 
 import fedtorch as ft
+from fedtorch.inference import checks
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
@@ -19,7 +21,7 @@ from fedtorch.sites.rounds.policy import Watch
 
 NAMES = ["north", "south"]
 FORMULA = "died ~ age + sex + smoker + (1 | ward)"
-EVERYTHING = ("effects", "densities", "margins")
+EVERYTHING = ("effects", "densities", "margins", "checks")
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +41,8 @@ FRAME = frame()
 FRAMES = dict(zip(NAMES, (FRAME[:60], FRAME[60:])))
 
 
-def regression(design: ft.data.Design) -> ft.Algorithm:
-    return ft.ep(hierarchical.regression(design, "logistic"))
+def regression(design: ft.data.Design, family: str = "logistic") -> ft.Algorithm:
+    return ft.ep(hierarchical.regression(design, family))
 
 
 class Both(NamedTuple):
@@ -52,26 +54,61 @@ class Both(NamedTuple):
 
     def under(self, **policy: Any) -> ft.Run:
         """The run over sites, whose policies are others now."""
-        for site in self.host.sites.values():
-            site._watch = Watch(Policy(**policy), None)
-            for session in (site._session, site._known):
-                assert session is not None
-                session.watch = site._watch
+        allow(self.host, **policy)
         return self.there
+
+
+def allow(host: Loopback, **policy: Any) -> None:
+    """The sites' policies are others now."""
+    for site in host.sites.values():
+        site._watch = Watch(Policy(**policy), None)
+        for session in (site._session, site._known):
+            assert session is not None
+            session.watch = site._watch
+
+
+def hosted() -> Loopback:
+    algorithms = {"it": regression}
+    return Loopback({name: SiteConfiguration.of_frame(each, "ward", algorithms) for name, each in FRAMES.items()}, None)
+
+
+def over_sites(host: Loopback, design: ft.data.Design, family: str = "logistic", rounds: int = 4) -> ft.Run:
+    remote = Remote(host, NAMES, "it", {"family": family})  # type: ignore[arg-type]
+    return ft.run(regression(design, family), remote, rounds=rounds, progress=False)
+
+
+def in_one_process(design: ft.data.Design, family: str = "logistic", rounds: int = 4) -> ft.Run:
+    data = ft.data.from_frame(FRAME, client="ward", design=design)
+    return ft.run(regression(design, family), ft.InProcess(data), rounds=rounds, progress=False)
 
 
 @pytest.fixture(scope="module")
 def both() -> Both:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "time", Clock)
-        algorithms = {"it": regression}
-        host = Loopback(
-            {name: SiteConfiguration.of_frame(each, "ward", algorithms) for name, each in FRAMES.items()}, None
-        )
+        host = hosted()
         design = agree(host, NAMES, FORMULA, client="ward")  # type: ignore[arg-type]
-        there = ft.run(regression(design), Remote(host, NAMES, "it"), rounds=4, progress=False)  # type: ignore[arg-type]
-    data = ft.data.from_frame(FRAME, client="ward", design=design)
-    return Both(host, there, ft.run(regression(design), ft.InProcess(data), rounds=4, progress=False))
+        return Both(host, over_sites(host, design), in_one_process(design))
+
+
+class Models(NamedTuple):
+    """Runs of two formulas one after the other, over sites and in one process."""
+
+    host: Loopback
+    there: dict[str, ft.Run]
+    here: dict[str, ft.Run]
+
+
+@pytest.fixture(scope="module")
+def models() -> Models:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "time", Clock)
+        host, there, here = hosted(), {}, {}
+        for formula in ("age ~ died + (1 | ward)", "age ~ died + sex + smoker + (1 | ward)"):
+            design = agree(host, NAMES, formula, client="ward")  # type: ignore[arg-type]
+            there[formula] = over_sites(host, design, "gaussian", rounds=2)
+            here[formula] = in_one_process(design, "gaussian", rounds=2)
+        return Models(host, there, here)
 
 
 WHAT = {
@@ -84,26 +121,34 @@ WHAT = {
     "margins": lambda run: ft.inference.marginal_effects(
         run, None if hasattr(run.population, "counts") else FRAME, tolerance=torch.inf
     ),
+    "calibration": lambda run: flat(checks.calibration(run, bins=4, draws=50, tolerance=torch.inf)),
+    "means": lambda run: flat(checks.site_means(run, draws=50, tolerance=torch.inf)[1:]),
 }
 
 
 FAST = {"ranef", "loo", "margins"}
 
 
+def flat(found: Any) -> np.ndarray:
+    return np.concatenate([each.flatten() for each in found])
+
+
 def numbers(result: Any) -> np.ndarray:
+    if isinstance(result, np.ndarray):
+        return result
     parts = result.to_numpy() if hasattr(result, "to_numpy") else [each for each in result if not isinstance(each, str)]
     return np.asarray(parts, dtype=np.float64)
 
 
 @pytest.mark.parametrize("what", [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in WHAT])
 def test_results_are_those_of_one_process(what: str, both: Both) -> None:
-    there, here = (WHAT[what](run) for run in (both.under(after_fit=EVERYTHING), both.here))
+    there, here = (WHAT[what](run) for run in (both.under(after_fit=EVERYTHING, minimum=1), both.here))
     np.testing.assert_allclose(numbers(there), numbers(here), rtol=1e-6, atol=1e-8)
     if isinstance(there, pandas.DataFrame):
         assert list(there.index) == list(here.index)
 
 
-@pytest.mark.parametrize(("what", "word"), [("ranef", "effects"), ("loo", "densities"), ("margins", "margins")])
+@pytest.mark.parametrize(("what", "word"), [("ranef", "effects"), ("loo", "densities"), ("calibration", "checks")])
 def test_a_site_without_leave_sends_nothing(what: str, word: str, both: Both) -> None:
     """Whatever else it tells; and the server hears which line of the policy would allow it."""
     run, sent = both.under(after_fit=tuple(each for each in EVERYTHING if each != word)), list[bytes]()
@@ -113,6 +158,70 @@ def test_a_site_without_leave_sends_nothing(what: str, word: str, both: Both) ->
     assert [frames.read(reply, "north").kind for reply in sent] == ["refusal", "refusal"]
     assert all(frames.read(reply, "north").tree(None) is None for reply in sent)
     assert list(run.summary(tolerance=torch.inf).index)[:2] == ["Intercept", "age"], "what all share is the server's"
+
+
+def told(host: Loopback, ask: Any) -> list[Any]:
+    """What each site tells in its last answer to a question."""
+    said: dict[str, bytes] = {}
+    host.after = lambda name, reply: said.update({name: reply}) or reply
+    ask()
+    host.after = lambda name, reply: reply
+    return [load(said[name]) for name in NAMES]
+
+
+def test_calibration_is_told_of_enough_rows_only(both: Both) -> None:
+    run = both.under(after_fit=("checks",), minimum=10)
+    calibration = lambda run: checks.calibration(run, bins=3, draws=50, tolerance=torch.inf)
+    for each in told(both.host, lambda: calibration(run)):
+        rows = each["told.rows"]
+        assert rows.sum() == 60
+        assert rows[rows > 0].min() >= 10
+        assert (rows > 0).sum() > 2
+        assert bool((each["told.yes"][rows == 0] == 0).all() and (each["told.predicted"][rows == 0] == 0).all())
+    there, here = calibration(run), calibration(both.here)
+    assert there.rows.sum() == here.rows.sum() == len(FRAME)
+    np.testing.assert_allclose((there.rows * there.observed).sum(), FRAME["died"].sum())
+    np.testing.assert_allclose((there.rows * there.predicted).sum(), (here.rows * here.predicted).sum(), rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_histograms_are_told_of_enough_rows_only(models: Models) -> None:
+    run, here = list(models.there.values())[-1], list(models.here.values())[-1]
+    histograms = lambda run: checks.histograms(run, bins=12, draws=20, tolerance=torch.inf)
+    allow(models.host, after_fit=("checks",), minimum=1)
+    np.testing.assert_allclose(flat(histograms(run)[2:4]), flat(histograms(here)[2:4]), atol=1e-8)
+    allow(models.host, after_fit=("checks",), minimum=10)
+    for each in told(models.host, lambda: histograms(run)):
+        rows = torch.as_tensor(each["told"])
+        values, sizes = torch.unique_consecutive(rows[:, 0], return_counts=True)
+        assert len(values) > 2
+        assert bool((values * sizes >= 10 - 1e-9).all())
+        means = rows[:, 1:].mean(1).split(sizes.tolist())
+        assert all(float(group.sum()) >= 10 - 1e-9 for group in means)
+        assert float(rows[:, 0].sum()) == pytest.approx(60)
+
+
+def test_models_are_compared_row_by_row_where_the_rows_are(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the formulas that sites have agreed on, also the one before the last; and by no other."""
+    compare = lambda runs: ft.inference.compare(runs, draws=20, tolerance=torch.inf)
+    allow(models.host, after_fit=("densities",))
+    there, here = compare(models.there), compare(models.here)
+    assert list(there.index) == list(here.index)
+    np.testing.assert_allclose(there.to_numpy(), here.to_numpy(), rtol=1e-6, atol=1e-8)
+    for answer in told(models.host, lambda: compare(models.there)):
+        assert {name: tuple(leaf.shape) for name, leaf in answer.items() if leaf.ndim == 2} == {"told.squares": (3, 3)}
+        assert max(leaf.numel() for leaf in answer.values()) == 9, "sums over rows, of no row"
+    first, second = models.there
+    swapped = {second: models.there[second], first: models.there[first]}
+    with pytest.raises(RuntimeError, match="the site has begun another run"):
+        compare(swapped)
+    with pytest.raises(ValueError, match="Expected runs that are all on sites or all on rows in this process"):
+        compare({"a": models.there[first], "b": models.here[second]})
+    answers = models.host.sites["north"]._frame._answers
+    assert answers is not None
+    monkeypatch.setitem(answers._log._held, "designs", [])
+    with pytest.raises(RuntimeError, match="'north': the site has not made rows by the design of another model"):
+        compare(models.there)
 
 
 def test_clients_are_not_told_from_each_other_where_the_policy_joins_them(both: Both) -> None:
@@ -127,6 +236,19 @@ def test_nothing_is_told_of_few_rows(both: Both) -> None:
     assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)
     with pytest.raises(RuntimeError, match="of fewer than 31 rows"):
         ft.inference.ranef(run, tolerance=torch.inf)
+
+
+def test_a_site_with_rows_and_no_frame_says_that_it_has_none(both: Both) -> None:
+    """The rows have a formula, whose variables only a frame has."""
+    design = both.here.algorithm.settings["model"].design
+    policy, algorithms = Policy(after_fit=("margins",)), {"it": lambda family: regression(design, family)}
+    brought = {
+        name: SiteConfiguration(ft.data.from_frame(each, client="ward", design=design), algorithms, policy)
+        for name, each in FRAMES.items()
+    }
+    run = over_sites(Loopback(brought, None), design, rounds=1)
+    with pytest.raises(RuntimeError, match=r"'north': the site has rows and no frame.*SiteConfiguration\.of_frame"):
+        ft.inference.marginal_effects(run, tolerance=torch.inf)
 
 
 def test_questions_count_as_rounds(both: Both) -> None:

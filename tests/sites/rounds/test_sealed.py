@@ -73,7 +73,9 @@ def alone(rounds: int, make: Callable[[], ft.Algorithm] = gtv, **more: Any) -> f
 # -- the same numbers --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["gtv", "gtv_regressors", "neighbour_search"])
+@pytest.mark.parametrize(
+    "name", ["gtv", "gtv_regressors", "neighbour_search", pytest.param("edge_weights", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("cohort", [None, 3])
 def test_neighbours_hear_what_they_do_in_one_process(name: str, cohort: int | None) -> None:
     """Also where some are silent, which neighbours go on hearing as they were, and where keys are made anew."""

@@ -82,13 +82,27 @@ def check_separation(run: Run, mean: Tensor, covariance: Tensor) -> None:
         warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], stacklevel=5)
 
 
-def check_dependence(run: Run, covariance: Tensor) -> None:
-    """Warn where rows say nothing of some combination of the means over clients, `(m, m)` being their covariance."""
+def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
+    """Warn where rows say nothing of some combination of the means over clients; return whether it has.
+
+    Args:
+        run: of a hierarchical model.
+        covariance: of the means, under their prior and given the rows, `(m, m)`.
+        shown: what estimates are where rows say nothing.
+    """
     names = coefficient_names(run)
-    if len(names) == len(covariance):
-        model = run.algorithm.settings["model"]
-        before = gaussian.moments(model.prior.completed()).covariance[: len(names), : len(names)].to(covariance)
-        warn_of_dependence(names, before, covariance, stacklevel=5)
+    if len(names) != len(covariance):
+        return False
+    before = prior_of_means(run).to(covariance)
+    return warn_of_dependence(names, before, covariance, shown=shown, stacklevel=5)
+
+
+def prior_of_means(run: Run) -> Tensor:
+    """Return the covariance of the means over clients before rows are known, `(m, m)`."""
+    model = run.algorithm.settings["model"]
+    m = model.hierarchy.mean.shape[1]
+    covariance: Tensor = gaussian.moments(model.prior.completed()).covariance[:m, :m]
+    return covariance
 
 
 def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:

@@ -141,7 +141,7 @@ def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: 
     point = Point(state.at, state.steps, value, torch.where(somewhere, relative, torch.nan))
     new, old = problem.around(point), problem.around(state.best)
     better = newton.usable(new, old, problem.means)
-    if not bool(better | state.best.value.isfinite()):  # the first estimate or nodes around it are beyond an edge
+    if not (problem.restricted or bool(better | state.best.value.isfinite())):  # first nodes are beyond an edge
         at = torch.where(value > _NOWHERE, state.at, state.best.at)  # else the prior's mean
         return state._replace(at=at, steps=_CLOSER * state.steps, version=state.version + 1)
     best = tree.where(better, new, old)

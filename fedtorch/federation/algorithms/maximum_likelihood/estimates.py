@@ -10,9 +10,11 @@ from torch import Tensor
 
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.estimates import (
+    check_dependence,
     check_order,
     check_separation,
     coefficient_names,
+    prior_of_means,
     shown_coefficients,
     units,
 )
@@ -70,8 +72,8 @@ class Maximum(NamedTuple):
 def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     """Return the estimates that a run has found, with standard errors.
 
-    A `RuntimeWarning` says so where there is more to gain, and where the likelihood has no curvature in a direction,
-    as at a variance of zero, where standard errors are NaN.
+    A `RuntimeWarning` says so where there is more to gain, where columns are linearly dependent, and where the
+    likelihood has no curvature in another direction, as at a variance of zero; standard errors are NaN or large then.
 
     Args:
         run: of `maximum_likelihood`.
@@ -85,11 +87,14 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     means = model.hierarchy.mean.shape[1]
     scales = len(model.hierarchy.names) - means
     learnt = len(model.names) > len(model.hierarchy.names)
-    zeta = best.at[means:]
+    zeta, rows = best.at[means:], best.curvature[:means, :means]
+    dependent = model.hierarchy.coefficients and check_dependence(
+        run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+    )
     return Maximum(
         model.names,
         best.at,
-        _inverse(best.curvature, means),
+        _inverse(best.curvature, means, warns=not dependent),
         float(best.value),
         model.hierarchy.covariance(zeta[:scales]),
         float((zeta[-1] / 2).exp()) if learnt else None,
@@ -167,9 +172,12 @@ def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansio
     """Return model, server and what was maximised around its most likely point, of a run that has found one."""
     model, server, best = found(run)
     if not bool(server.best.value.isfinite()):
+        restricted = run.algorithm.settings["restricted"]
         raise RuntimeError(
             f"Expected the likelihood at the first estimate, but got none after {run.number} rounds; let all clients "
             "answer in two rounds at least, or begin with another prior if it is nowhere finite"
+            + "; restricted likelihood is not where columns are linearly dependent: leave terms out"
+            * restricted
         )
     if not maximised(tolerance)({"gain": [float(server.gain)]}):
         warnings.warn(
@@ -181,15 +189,15 @@ def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansio
     return model, server, best
 
 
-def _inverse(curvature: Tensor, means: int) -> Tensor:
-    """Return the inverse, with NaN for log variances and the like that the likelihood does not know."""
+def _inverse(curvature: Tensor, means: int, warns: bool) -> Tensor:
+    """Return the inverse, with NaN for log variances and the like that the likelihood does not know, and may say so."""
     known = torch.cat([curvature.new_ones(means, dtype=torch.bool), curvature.diagonal()[means:] > _FLAT])
     place = known.nonzero()[:, 0]
     factor, failed = torch.linalg.cholesky_ex(curvature[place[:, None], place])
     inverse = torch.full_like(curvature, torch.nan)
     if not bool(failed):
         inverse[place[:, None], place] = torch.cholesky_inverse(factor)
-    if bool(inverse.isnan().any()):
+    if warns and bool(inverse.isnan().any()):
         warnings.warn(
             "Expected a likelihood that is curved in all directions, but got one that is flat or not at a maximum in "
             "some, as where a variance is estimated as zero (a singular fit); their standard errors are NaN: leave out "

@@ -1,0 +1,225 @@
+r"""Graph learning with conditions by message passing: the nodes agree on the weights of their edges by prices.
+
+Node i has a vector z_i, an edge of the network says which two nodes may be joined and talk, and nobody knows the
+discrepancies D(i, j) = ‖z_i − z_j‖ but the two nodes themselves. Wanted are weights A_ij = A_ji in [0, 1] with the
+least Σ A_ij D(i, j) (7.4) under one of the conditions
+
+.. math:: \sum_j A_{ij} = d \text{ for all } i \quad (7.6), \qquad \sum_{i<j} A_{ij} = E \quad (7.7).
+
+Each node has a price μ_i, the multiplier of its degree, and an edge is worth its discrepancy where the prices of its
+ends pay for it. Nodes tell their neighbours their prices; both ends of an edge then do the same step, with the same
+numbers, and each node moves its own price by what its degree lacks (a primal-dual step for linear programs):
+
+.. math:: A_{ij} \leftarrow \Big[A_{ij} - \tfrac{t_{ij}}{2}\big(D(i, j) - \mu_i - \mu_j\big)\Big]_0^1, \qquad
+    \mu_i \leftarrow \mu_i + \Big(d - \sum_j (2 A_{ij} - A^-_{ij})\Big) \Big/ \sum_j t_{ij}
+
+with A⁻ the weight before, and t_ij the inverse of the mean discrepancy at both ends, so that no step size has to be
+chosen and units do not matter. A budget of edges is a degree of 2E/n that nodes may trade with their neighbours:
+y_ij = −y_ji is what j has of i's, and moves with the difference of their prices,
+
+.. math:: y_{ij} \leftarrow y_{ij} + \tfrac{t_{ij}}{2}(\mu_i - \mu_j), \qquad
+    \sum_j A_{ij} + \sum_j y_{ij} = 2E/n,
+
+so that all prices become one, half of the largest discrepancy that is joined. The steps converge to an optimum of the
+linear program; where it is the only one, weights arrive at their bounds after finitely many.
+
+A node takes its next step once all its neighbours have taken the last, and tells its last two prices, so that who is
+silent in a round, or whose messages are lost or late, holds up its neighbours and changes nothing in the results.
+
+Who learns what: *a node* its neighbours' vectors, mean discrepancies and prices; of a pair of others nothing. *The
+server between sites* with `carry=ft.sites.sealed(network)` who can talk to whom. Vectors are summaries of rows: noise
+belongs on them before they are the data of this algorithm. A message has n(m + 5) numbers for n nodes and vectors of m.
+
+Source: Jung, "Federated learning: from theory to practice", section 7.4, (7.6) and (7.7), which leaves the method open;
+Pock and Chambolle, "Diagonal preconditioning for first order primal-dual algorithms in convex optimization", ICCV 2011,
+for the steps.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import expected, tree
+from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithms.neighbour_search import Vectors, heard, means
+from fedtorch.federation.exchanges.graph import Neighbourhood, graph
+from fedtorch.federation.told import Told
+from fedtorch.federation.turn import Turn
+from fedtorch.networks.network import Network
+from fedtorch.tree import Tree
+
+_RATIO = 10.0  # of steps in weights to steps in prices, both in their own units
+
+
+class _Row(NamedTuple):
+    """Hold a node's own state; leaves `(K, ...)`."""
+
+    known: Vectors  # of neighbours: vector, mean discrepancy, steps taken, last price, the price before
+    place: Tensor  # (n,) one at the node itself, once it has been asked
+    own: Tensor  # (m + 4,) of itself what `known` has of others
+    weights: Tensor  # (n,) A_ij
+    traded: Tensor  # (n,) y_ij
+
+
+class EdgeWeightsServer(NamedTuple):
+    """Hold what the nodes have heard, `(n, ...)`; row i is node i's memory."""
+
+    total: Tree = None
+
+
+class _Outbox(NamedTuple):
+    """Hold what a node works with; only the heard part of it has travelled."""
+
+    heard: Vectors
+    number: Tensor  # (n,) of the node
+
+
+def edge_weights(network: Network, width: int, *, degree: float | None = None, edges: float | None = None) -> Algorithm:
+    """Build the choice of edges' weights by the nodes themselves, for a degree of every node or a budget of edges.
+
+    A node's vector is the mean of its rows, all fields side by side; a vector that is known is one row. What nodes have
+    chosen are their tensors: `weights` `(n,)` of the edges to all others, of which `ft.Network.from_matrix` makes the
+    network, `lack` `()`, what the weights miss of the condition, and `steps` `()` that each has taken. Whom to ask is
+    what `ft.neighbour_search` has found.
+
+    Args:
+        network: who may be joined to whom, and talks, with a node for each client, in their order. Weights do not
+            matter.
+        width: m, how many numbers a vector has.
+        degree: d of every node, at most as many as the fewest neighbours of a node (7.6).
+        edges: E, how many edges, or their total weight (7.7); the network has to be connected.
+
+    Shapes: server state is `EdgeWeightsServer`; client state has what a node knows, `(K, n)` and `(K, n, m + 4)`.
+
+    Raises:
+        ValueError: both conditions or none, one that no weights satisfy, or a network in several parts with `edges`;
+            when a run begins, a network of another size, or rows of another width.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.tensor([[z]]),) for z in (1.0, 5.0, 1.1, 5.2)])
+        >>> everybody = ft.Network.complete(4)
+        >>> run = ft.run(ft.edge_weights(everybody, 1, degree=1), ft.InProcess(data), rounds=60)
+        >>> ft.Network.from_matrix(run.tensors()["weights"].round(decimals=6)).edges.tolist()
+        [[0, 2], [1, 3]]
+    """
+    expected.kind(network, Network, "a network", "make one with ft.Network.from_neighbours, k_nearest, complete, …")
+    if width < 1:
+        raise ValueError(f"Expected a width of at least 1, but got {width}")
+    target = _target(network, degree, edges)
+    nodes = network.nodes
+    joined = Network(network.edges, nodes=nodes)  # every edge carries a message once, as it is
+    adjacent = joined.adjacency().to_dense() > 0
+
+    def init(parameters: Tree, clients: int) -> tuple[EdgeWeightsServer, _Row]:
+        if clients != nodes:
+            raise ValueError(
+                f"Expected a network of as many nodes as there are clients, {clients}, but got {nodes} nodes"
+            )
+        nothing = torch.zeros(nodes, dtype=torch.float64)
+        known = Vectors(nothing, nothing.new_zeros(nodes, width + 4))
+        return EdgeWeightsServer(), _Row(known, nothing, known.vectors[0], nothing, nothing)
+
+    def client(inbox: Neighbourhood, state: _Row, data: Tensor, turn: Turn) -> Reply:
+        number = inbox.heard.number
+        known, beside = heard(inbox, state.known, 0.5), adjacent[number.cpu()].to(data.device)
+        place = (number[:, None] == torch.arange(nodes, device=data.device)).to(torch.float64)
+        state = state._replace(known=known, place=place)
+        after = _stepped(state, data, beside, target, trading=edges is not None)
+        waits = beside & (known.vectors[..., width + 1] < state.own[:, None, width + 1])
+        new = tree.where(waits.any(1), state, after)
+        return Reply(None, new, {"lack": _lack(new, target).abs()})
+
+    return Algorithm(
+        init=init,
+        outbox=lambda server: _Outbox(server.total, torch.arange(nodes)),
+        client=client,
+        server=lambda server, aggregate, key: server,
+        model=lambda inbox, state: {
+            "weights": state.weights,
+            "lack": _lack(state, target),
+            "steps": state.own[..., width + 1],
+        },
+        exchange=graph(joined),
+        prepare=lambda data: means(data, width),
+        told=Told(
+            lambda state: Vectors(state.place, state.place[..., None] * state.own[..., None, :]), counts=("present",)
+        ),
+        settings={
+            "algorithm": "edge_weights",
+            "width": width,
+            "degree": degree,
+            "edges": edges,
+            "joined": joined.edges,
+        },
+        start={},
+    )
+
+
+def _target(network: Network, degree: float | None, edges: float | None) -> float:
+    """Return the degree of every node, or what it has to trade."""
+    if (degree is None) == (edges is None):
+        raise ValueError(f"Expected a degree or a number of edges, but got {degree} and {edges}; leave one of them out")
+    if degree is not None:
+        fewest = int(network.neighbour_counts.min()) if network.nodes else 0
+        if not 0 < degree <= fewest:
+            raise ValueError(
+                f"Expected a degree above 0 and at most {fewest}, the fewest neighbours of a node, but got {degree}; "
+                "give the network more edges"
+            )
+        return float(degree)
+    assert edges is not None
+    if not 0 < edges <= len(network.edges):
+        raise ValueError(f"Expected more than 0 edges and at most {len(network.edges)}, the network's, but got {edges}")
+    if network.components.number > 1:
+        raise ValueError(
+            f"Expected a connected network, over which nodes share a budget, but got one of "
+            f"{network.components.number} components; add edges"
+        )
+    return 2 * edges / network.nodes
+
+
+def _lack(state: _Row, target: float) -> Tensor:
+    """Return what nodes' degrees miss, `(K,)`."""
+    return target - state.weights.sum(-1) - state.traded.sum(-1)
+
+
+def _stepped(state: _Row, data: Tensor, beside: Tensor, target: float, *, trading: bool) -> _Row:
+    """Return the nodes after their next step: the first tells the vector, the second a price, others move the prices.
+
+    Args:
+        state: of K nodes, with what they have heard.
+        data: their vectors `(K, m)`.
+        beside: their neighbours `(K, n)` bool.
+        target: of their degrees.
+        trading: whether they may trade degrees.
+    """
+    vector, (scale, taken, price, _) = data.to(torch.float64), state.own[:, -4:].unbind(1)
+    others, (scales, steps, prices, earlier) = state.known.vectors[..., :-4], state.known.vectors[..., -4:].unbind(-1)
+    apart = torch.where(beside, (others - vector[:, None]).norm(dim=2), 0.0)
+    mean = apart.sum(1) / beside.sum(1)
+    theirs = torch.where(steps > taken[:, None], earlier, prices)  # of as many steps as the node's own
+    both = (scale[:, None] + scales) / 2
+    pace = torch.where(beside, _RATIO / torch.where(both > 0, both, 1.0), 0.0)  # t_ij
+    moved = (state.weights - pace / 2 * (apart - price[:, None] - theirs)).clamp(0, 1)
+    traded = state.traded + pace / 2 * (price[:, None] - theirs) * float(trading)
+    ahead = 2 * (moved + traded) - state.weights - state.traded
+    paid = price + (target - ahead.sum(1)) / (pace.sum(1) * (1 + trading))
+    settled = taken >= 2
+    new = torch.stack(
+        [
+            torch.where(settled, scale, torch.where(taken == 1, mean, 0.0)),
+            taken + 1,
+            torch.where(settled, paid, torch.where(taken == 1, mean / 2, 0.0)),
+            price,
+        ],
+        1,
+    )
+    return state._replace(
+        own=torch.cat([vector, new], 1),
+        weights=torch.where(settled[:, None], moved, 0.0),
+        traded=torch.where(settled[:, None], traded, 0.0),
+    )
