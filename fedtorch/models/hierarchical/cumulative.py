@@ -36,6 +36,7 @@ from fedtorch.models.hierarchical.integrals import smooth
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import observations, refuse
 
+_FEW = 2  # coefficients that nodes are over together
 _CLOSE = 0.01  # of two thresholds, below which the density is continued by a parabola of its logarithm
 
 
@@ -65,7 +66,8 @@ def cumulative(
         rule: nodes over the variances; default: that of `generalised`.
         inner: nodes over the coefficients about their mode: over all of them, or over those that differ, for where the
             others are known, as in `ft.maximum_likelihood`; None for Laplace's method. Default, also for the other of
-            the two: seven points a coordinate for up to two coefficients, designs on two spheres beyond.
+            the two: over those that differ, given which the others are taken as normal, or over all of two; seven
+            points a coordinate. With few rows a client `corrected` mends what that makes too small of variances.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -94,7 +96,10 @@ def cumulative(
             f"Expected inner= for the {len(varying)} coefficients that differ, or for all {features}, but got a rule "
             f"for {inner.nodes.shape[1]} dimensions"
         )
-    rules = {size: _rule(inner, size) for size in {features, len(varying)}}
+    known = _rule(inner, len(varying))
+    own = isinstance(inner, QuadratureRule) and inner.nodes.shape[1] == features
+    whole = _rule(inner, features) if own or (inner is not None and features <= _FEW) else known
+    rules = {features: whole, len(varying): known}
     likelihood = DeviceLikelihood(
         prepare=partial(_prepared, ordered, features),
         local=partial(_local, count, varying, rules),
@@ -142,8 +147,16 @@ def _local(
     density = partial(_density, data, count)
     if not bool((variances[..., fixed] <= KNOWN).all()):
         nothing = mean.new_zeros(()).expand(*mean.shape[:2], 1)
-        return smooth.conditional(density, data.rows, mean, covariance, nothing, rules[features])
-    rows = smooth.Rows.of(data.rows.x[..., place], data.rows.offset, data.rows.root[..., place, :])
+        order = torch.cat([fixed.nonzero()[:, 0], place])  # what differs comes last, over which nodes go
+        moved, back = _ordered(data.rows, order), order.argsort()
+        inner = covariance[..., order[:, None], order]
+        found = smooth.conditional(density, moved, mean[..., order], inner, nothing, rules[features])
+        after = found.moments()
+        after = Moments(after.mean[..., back], after.covariance[..., back[:, None], back])
+        return Conditional(
+            found.log_evidence, lambda weights: derivatives(mean, covariance, after, weights), lambda: after
+        )
+    rows = _ordered(data.rows, place)
     more = (mean * fixed) @ data.rows.x.mT  # (K, R, rows) what known coefficients add
     inner = covariance[..., place[:, None], place]
     found = smooth.conditional(density, rows, mean[..., place], inner, more, rules[len(place)])
@@ -158,6 +171,11 @@ def _local(
         return Moments(whole, spread)
 
     return Conditional(found.log_evidence, lambda weights: derivatives(mean, covariance, moments(), weights), moments)
+
+
+def _ordered(rows: smooth.Rows, order: Tensor) -> smooth.Rows:
+    """Return rows of these columns of x."""
+    return smooth.Rows.of(rows.x[..., order], rows.offset, rows.root[..., order, :])
 
 
 def _density(data: _Data, count: int, eta: Tensor, variance: Tensor, more: Tensor, whole: bool) -> smooth.Slopes:
