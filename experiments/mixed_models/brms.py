@@ -3,7 +3,7 @@
 `epilepsy` (seizures of 59 patients, Poisson, brms' README): posterior means, sds and 95 % intervals of all that the
 summary prints, and the fitted means of new patients. `inhaler` (ratings of 286 asthma patients, brms_overview): a
 stopping ratio model is logistic regression on one row for every category that a rating passed or stopped at, so that
-ours has it; its cumulative model, of which the vignette prints nothing, needs a likelihood that we do not have. Each
+ours has it; of its cumulative model, `hierarchical.regression(design, "cumulative")`, the vignette prints nothing. Each
 patient is a client; `ft.ep`, and `corrected` for what is not normal. Priors are brms' defaults of then: half Student's
 t with three degrees of freedom on the sd, and flat ones, for which ours are normal with an sd of ten.
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
+from fedtorch.inference._rows import square_root
 from fedtorch.inference._sites import Coefficients
 from fedtorch.inference._table_rows import Rows
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
@@ -23,6 +24,15 @@ from fedtorch.models.quadrature import gauss_hermite
 _RULE = 21  # points of E g(η)
 _DRAWS = 2048  # of new responses, a row
 _NUMBERS = 2**22  # of one array
+
+
+class LevelsPredicted(NamedTuple):
+    """Hold the probabilities of levels that are predicted of rows, `(N, C)` each."""
+
+    estimate: Tensor
+    sd: Tensor
+    low: Tensor
+    high: Tensor
 
 
 class Predicted(NamedTuple):
@@ -52,6 +62,35 @@ def predicted(sites: Coefficients, place: int, rows: Rows, level: float) -> Pred
     rows = Rows(x, rows.offset, rows.trials)
     every = [_of_some(sites, one, rows.take(part), level) for part in _parts(one, len(x))]
     return Predicted(*map(torch.cat, zip(*every)))
+
+
+def level_probabilities(sites: Coefficients, place: int, rows: Rows, level: float) -> LevelsPredicted:
+    """Return the probability of each level of an ordered response, for the rows of the site at `place`.
+
+    Draws are quasi-random and the same for every row; probabilities of a row sum to one.
+    """
+    theta = _even_draws(DevicePosterior(*(part[place] for part in sites.posterior)))
+    x = rows.x.to(theta)
+    offset = torch.zeros_like(x[:, 0]) if rows.offset is None else rows.offset.to(x)
+    cuts, tail, parts = theta[:, x.shape[1] :], (1 - level) / 2, []
+    for part in torch.arange(len(x)).split(max(1, _NUMBERS // theta.numel())):
+        eta = x[part] @ theta[:, : x.shape[1]].mT + offset[part, None]
+        above = torch.stack([eta, *(eta - cut for cut in cuts.unbind(1))], -1).sigmoid()  # (n, S, C - 1)
+        ends = torch.nn.functional.pad(torch.nn.functional.pad(above, (1, 0), value=1.0), (0, 1))
+        p = (ends[..., :-1] - ends[..., 1:]).transpose(0, 1)
+        edges = (weighted_quantile(p, tail), weighted_quantile(p, 1 - tail))
+        parts.append(LevelsPredicted(p.mean(0), p.std(0), *edges))
+    return LevelsPredicted(*map(torch.cat, zip(*parts)))
+
+
+def _even_draws(one: DevicePosterior) -> Tensor:
+    """Return draws of the coefficients of one site `(S, d)`, which are spread evenly."""
+    size = one.means.shape[-1]
+    uniform = torch.quasirandom.SobolEngine(1 + size).draw(_DRAWS + 1, dtype=torch.float64)[1:].to(one.means)
+    below = one.weights.cumsum(0)
+    component = torch.searchsorted(below / below[-1], uniform[:, 0].contiguous()).clamp(max=len(below) - 1)
+    white = torch.special.ndtri(uniform[:, 1:])[..., None]
+    return one.means[component] + (square_root(one.covariances)[component] @ white)[..., 0]
 
 
 def _parts(one: DevicePosterior, rows: int) -> Iterator[slice]:

@@ -54,8 +54,8 @@ class Drawn(NamedTuple):
     family: Family
     rows: Observations  # (K, N, ...)
     mask: Tensor  # (K, N)
-    theta: Tensor  # (K, S, d)
-    scale: Tensor  # (K, S), or (K, 1) where it is known
+    theta: Tensor  # (K, S, d), of which the first are those of x
+    scale: Tensor  # (K, S), or (K, 1) where it is known; (K, S, thresholds) of ordered responses
     keys: Tensor  # (K,) of random numbers for the rows
     efficiency: float = 1.0  # effective draws of each
 
@@ -67,7 +67,7 @@ class Drawn(NamedTuple):
 
     def predictor(self, part: slice) -> Tensor:
         """Return x'θ of some rows, and their offset, `(K, n, S)`."""
-        eta, offset = self.rows.x[:, part] @ self.theta.mT, self.rows.offset
+        eta, offset = self.rows.x[:, part] @ self.theta[..., : self.rows.x.shape[-1]].mT, self.rows.offset
         return eta if offset is None else eta + offset[:, part, None]
 
     def scales(self, part: slice) -> Tensor:
@@ -123,11 +123,13 @@ class Source(NamedTuple):
         phi = tree.expand(self.phi.to(rows.x), len(block.count))
         posterior = self.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
         white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
-        theta = posterior.means + (_root(posterior.covariances) @ white[..., None])[..., 0]
+        theta = posterior.means + (square_root(posterior.covariances) @ white[..., None])[..., 0]
         known = self.family.scale
         scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
         if not bool(posterior.log_noise.isnan().any()):
             scale = posterior.log_noise.exp()
+        if self.model.ordered is not None:
+            scale = theta[..., rows.x.shape[-1] :]
         return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
 
 
@@ -291,7 +293,7 @@ def even_source(run: Run, draws: int, given: Corrected | None, tolerance: float,
     return Source(drawn.model, drawn.family, nodes, random.key(seed))
 
 
-def _root(covariance: Tensor) -> Tensor:
+def square_root(covariance: Tensor) -> Tensor:
     """Return a square root, also of covariances that rounding leaves without a Cholesky factor, as of fixed effects."""
     factor, failed = torch.linalg.cholesky_ex(covariance)
     bad = failed > 0

@@ -21,7 +21,7 @@ from fedtorch.data import ClientData
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of, spread_nodes, units
+from fedtorch.federation.algorithms.ep.estimates import design_of, shown_coefficients, spread_nodes, units
 from fedtorch.federation.algorithms.matrix_normal import posterior as matrix_normal
 from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
@@ -32,7 +32,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import Model
-from fedtorch.models.hierarchical.families import Family
+from fedtorch.models.hierarchical.families import Family, Ordered
 from fedtorch.models.hierarchical.penalised import outcome
 
 _POINTS, _FOR_OTHERS = 256, 1024  # nodes of φ, at least: for deviations of sites, and for a site without rows
@@ -41,16 +41,17 @@ _DRAWS = 1000  # of a sampler, that predictions are mixed of
 
 
 class Coefficients(NamedTuple):
-    """Hold the posterior of the coefficients of `K` sites, in the units of rows; `back` takes them to the frame's."""
+    """Hold the posterior of the coefficients of `K` sites, in the units of rows; `back` takes them to what is named."""
 
     sites: tuple[str, ...]
     names: tuple[str, ...]
     posterior: DevicePosterior
-    back: Tensor  # (d, d)
+    back: Tensor  # (q, d)
     family: Family | None
     design: Design | None = None
     intercept: bool = False  # whether the first one is an intercept that rows have no column for
     features: Callable[[Tensor], Tensor] | None = None  # rows x `(N, q)` -> `(N, d)`, where coefficients are of these
+    ordered: Ordered | None = None  # the levels of an ordered response
 
     def __repr__(self) -> str:
         sites = ", ".join(self.sites[:3]) + (", …" if len(self.sites) > 3 else "")
@@ -114,8 +115,8 @@ def propagated_newcomers(run: Run, given: Corrected | None = None, tolerance: fl
 
 def other_sites(run: Run, sites: tuple[str, ...], posterior: DevicePosterior) -> Coefficients:
     """Return coefficients of sites, of a run of `ft.ep`."""
-    family = run.algorithm.settings["model"].family
-    return Coefficients(sites, coefficient_names(run), posterior, units(run), family, design_of(run))
+    model, (names, back) = run.algorithm.settings["model"], shown_coefficients(run)
+    return Coefficients(sites, names, posterior, back, model.family, design_of(run), ordered=model.ordered)
 
 
 def site_deviations(run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> DevicePosterior:

@@ -92,9 +92,11 @@ def columns_of(run: Run | Coefficients) -> Columns:
     """Return what the columns of x of a run or of other sites are."""
     if isinstance(run, Coefficients):
         names = run.names[1:] if run.intercept else run.names
+        names = names if run.ordered is None or run.design is None else run.design.columns
         return Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
     if isinstance(run.algorithm.settings.get("model"), Model):
-        return Columns(coefficient_names(run), design_of(run), NEW)
+        names, ordered = coefficient_names(run), run.algorithm.settings["model"].ordered
+        return Columns(names[: len(names) - ordered.differences] if ordered else names, design_of(run), NEW)
     if run.algorithm.settings.get("algorithm") == "matrix_normal":
         return Columns(*matrix_normal.inputs(run), NEW)
     if run.algorithm.settings.get("algorithm") != "gibbs":

@@ -27,6 +27,7 @@ from fedtorch.inference._rows import SiteDraws, by_client, even_source, sent_sou
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
 from fedtorch.inference.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
 from fedtorch.models.estimates import Estimates
+from fedtorch.models.hierarchical.families import CUMULATIVE
 from fedtorch.tables.result_frame import ResultFrame
 
 _DRAWS = 512
@@ -140,6 +141,11 @@ class _Table(NamedTuple):
         """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows."""
         if drawn.family is None:
             raise TypeError("Expected a model of known family, but got one without; see ft.inference.predict")
+        if drawn.family is CUMULATIVE:
+            raise TypeError(
+                "Expected a response that has a mean, but got one of ordered levels; coefficients are log-odds of all "
+                "levels above, and ft.inference.predict(run, rows) has the probability of each level"
+            )
         strangers = sorted(set(self.read.sites) - set(sites))
         if strangers:
             raise ValueError(f"Expected rows of the run's sites, but got some of {strangers[:5]}; leave them out")

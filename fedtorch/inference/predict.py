@@ -10,7 +10,7 @@ import torch
 
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._responses import Predicted, predicted
+from fedtorch.inference._responses import LevelsPredicted, Predicted, level_probabilities, predicted
 from fedtorch.inference._sites import Coefficients, newcomers, site_coefficients
 from fedtorch.inference._table_rows import TableRows, columns_of, table_rows
 from fedtorch.tables.result_frame import ResultFrame
@@ -26,6 +26,8 @@ def predict(
     tolerance: float = 0.01,
 ) -> ResultFrame:
     """Return a prediction for each row, with intervals of the mean response and of a new response.
+
+    Of an ordered response it is the probability of each level, a line each.
 
     A row of a site of the run is predicted with that site's coefficients. Any other is one of a new site, whose
     coefficients spread as those of all sites do; `known` says which it is. Columns are `site`, `known`, `estimate` and
@@ -79,17 +81,25 @@ def predict(
         known = site_coefficients(run, given, tolerance) if len(unknown) < len(groups) else None
         other = newcomers(run, given, tolerance) if unknown else None
         sources = {label: other if label in unknown else known for label in groups}  # type: ignore[misc]
-    found: list[Predicted] = []
+    ordered = next((source.ordered for source in sources.values()), None)
+    respond = predicted if ordered is None else level_probabilities
+    found: list[Predicted | LevelsPredicted] = []
     places: list[np.ndarray] = []
     for label, source in sources.items():
         mine = np.flatnonzero(np.array(read.sites, dtype=object) == label)
         places.append(mine)
-        found.append(predicted(source, 0 if label in unknown else names.index(label), read.take(mine), interval))
+        found.append(respond(source, 0 if label in unknown else names.index(label), read.take(mine), interval))
     order = np.argsort(np.concatenate(places)) if places else np.zeros(0, dtype=np.int64)
-    columns: dict[str, Any] = {"site": list(read.sites), "known": [label not in unknown for label in read.sites]}
-    for i, field in enumerate(Predicted._fields):
-        columns[field] = torch.cat([each[i] for each in found])[torch.from_numpy(order)].tolist() if found else []
-    return ResultFrame.of(columns, read.index, level=interval)
+    levels = () if ordered is None else ordered.levels
+    each = max(1, len(levels))  # lines of a row
+    index = np.repeat(np.arange(len(read.sites)), each)
+    columns: dict[str, Any] = {"site": [read.sites[i] for i in index]}
+    columns["known"] = [label not in unknown for label in columns["site"]]
+    columns |= {"level": list(levels) * len(read.sites)} if levels else {}
+    for i, field in enumerate((Predicted if ordered is None else LevelsPredicted)._fields):
+        parts = [part[i] for part in found]
+        columns[field] = torch.cat(parts)[torch.from_numpy(order)].flatten().tolist() if found else []
+    return ResultFrame.of(columns, read.index[index], level=interval)
 
 
 def _check_trials(run: Run | Coefficients, read: TableRows) -> None:

@@ -37,7 +37,12 @@ from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
 
 _WIDE = 25.0  # sds of the sites' coefficients, of a prior that says nothing
-_SCALES = {"gaussian": "effect on the response", "logistic": "log-odds", "poisson": "log rate"}
+_SCALES = {
+    "gaussian": "effect on the response",
+    "logistic": "log-odds",
+    "cumulative": "log-odds",
+    "poisson": "log rate",
+}
 _SAYS = 0.25  # of that prior's sd, above which rows say nothing
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.estimates import quantities, units
+from fedtorch.federation.algorithms.ep.estimates import quantities, shown_coefficients
 from fedtorch.federation.populations.population import feature_names
 from fedtorch.federation.runs.drawn import SHARED, sampler_of
 from fedtorch.federation.runs.run import Run
@@ -64,7 +64,7 @@ def _of_propagation(run: Run, model: Model, draws: int, chains: int, given: Corr
     at_hand, count = not hasattr(run.population, "counts"), draws * chains
     drawn = site_draws(run, count, given, tolerance) if at_hand else None
     phi = source(run, count, given, tolerance, _SEED).phi if drawn is None or drawn.phi is None else drawn.phi
-    shown, size, random = quantities(run, phi), len(model.hierarchy.mean), model.hierarchy.random
+    shown, size, random = quantities(run, phi), len(shown_coefficients(run)[0]), model.hierarchy.random
     names, values = shown.names, torch.stack(shown.values, 1).unflatten(0, (chains, draws))
     coords: dict[str, Sequence[str]] = {"coefficient": names[:size]}
     dims, made = {"beta": ["coefficient"]}, {"beta": values[..., :size]}
@@ -79,7 +79,7 @@ def _of_propagation(run: Run, model: Model, draws: int, chains: int, given: Corr
     if last < len(names):
         made["sigma"] = values[..., -1]
     if drawn is not None:
-        theta = (drawn.theta @ units(run).mT).transpose(0, 1)
+        theta = (drawn.theta @ shown_coefficients(run)[1].mT).transpose(0, 1)
         coords["site"], dims["theta"] = run.population.names, ["site", "coefficient"]
         made["theta"] = theta.unflatten(0, (chains, draws))
     return arviz_of(made, coords, dims)

@@ -34,7 +34,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
 from fedtorch.data.formulas.grammar import Formula, Quantity
 from fedtorch.data.formulas.parsing import parse
-from fedtorch.data.formulas.requirements import declared_levels, requirements
+from fedtorch.data.formulas.requirements import declared_levels, requirements, unordered_response
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 Conversation = Generator[dict[str, Any], Mapping[str, Any], Design]
@@ -157,10 +157,13 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
     scales = {
         quantity: known.scale(quantity) for quantity in wanted if quantity in needs.quantities or known.tells(quantity)
     }
+    levels = {
+        column: declared.get(column) or known.levels(column, request.other.get(column)) for column in needs.levels
+    }
+    if formula.response.column not in declared:
+        unordered_response(formula, levels.get(formula.response.column))
     encoding = Encoding(
-        levels={
-            column: declared.get(column) or known.levels(column, request.other.get(column)) for column in needs.levels
-        },
+        levels=levels,
         splines={variable.name: known.spline(variable) for variable in needs.splines},
         polynomials={
             variable.name: known.polynomial(variable, scales[variable.quantity]) for variable in needs.polynomials

@@ -225,10 +225,10 @@ class Design:
         column, log = self.parsed.response
         if column not in self.encoding.levels:
             return cells.numbers(column, log=log)
-        values, (_, second) = cells.levels(column), self.encoding.levels[column].names
-        bad = numpy.array([value not in self.encoding.levels[column].names for value in values], dtype=bool)
-        cells.refuse(bad, column, f"responses {self.encoding.levels[column].names}", values, "correct them")
-        return (values == second).astype(numpy.float64)
+        values, names = cells.levels(column), self.encoding.levels[column].names
+        bad = numpy.array([value not in names for value in values], dtype=bool)
+        cells.refuse(bad, column, f"responses {names}", values, "correct them")
+        return numpy.array([names.index(value) for value in values], dtype=numpy.float64)
 
     def _extra(self, cells: Cells, response: bool) -> dict[str, Tensor]:
         extra: dict[str, numpy.ndarray] = {}
@@ -272,10 +272,10 @@ def _check_encoding(formula: Formula, encoding: Encoding) -> None:
         if variable.number:
             _check_size(variable.name, variable.number, variable.function, encoding)
     levels = encoding.levels.get(formula.response.column, Levels(("0", "1")))
-    if len(levels.names) != 2 or levels.other is not None or (formula.response.log and levels.names != ("0", "1")):
+    if levels.other is not None or (formula.response.log and levels.names != ("0", "1")):
         raise ValueError(
-            f"Expected a response of numbers or of two levels, but got {len(levels.names)} levels of "
-            f"{formula.response.name!r}; choose one of them, as a column of True and False"
+            f"Expected a response of numbers or of levels, none of which stands for others, but got "
+            f"{len(levels.names)} levels of {formula.response.name!r}; choose one of them, as a column of True or False"
         )
 
 

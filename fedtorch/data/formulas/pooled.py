@@ -27,6 +27,7 @@ from fedtorch.data.formulas.requirements import (
     requirements,
     scale_of_sums,
     spline_of_quantiles,
+    unordered_response,
 )
 
 
@@ -84,8 +85,12 @@ def encoding(formula: Formula, cells: Cells, levels: Mapping[str, Any] | None = 
             scale_of(cells.numbers(*variable.quantity), variable.quantity.name)  # refuses what does not vary
     quantities = {quantity: cells.numbers(*quantity) for quantity in needs.quantities}
     means = {quantity: scale_of(values, quantity.name) for quantity, values in quantities.items()}
+    known = {column: declared.get(column) or levels_of(column, cells) for column in needs.levels}
+    target = formula.response.column
+    if target not in declared and not getattr(cells.column(target).dtype, "ordered", False):
+        unordered_response(formula, known.get(target))
     return Encoding(
-        levels={column: declared.get(column) or levels_of(column, cells) for column in needs.levels},
+        levels=known,
         splines={variable.name: spline_of(variable, cells.numbers(*variable.quantity)) for variable in needs.splines},
         polynomials={
             variable.name: polynomial_of_sums(

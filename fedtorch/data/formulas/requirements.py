@@ -79,6 +79,22 @@ def declared_levels(column: str, names: Any) -> Levels:
     return Levels(tuple(map(level_name, names)))
 
 
+def unordered_response(formula: Formula, levels: Levels | None) -> None:
+    """Refuse a response of more than two levels of which nobody has said the order.
+
+    Args:
+        formula: of the response.
+        levels: of its column, as they were found; None where it holds numbers.
+    """
+    among = any(variable.quantity.column == formula.response.column for variable in formula.variables)
+    if levels is not None and len(levels.names) > 2 and not among:  # a response among the terms is refused as that
+        raise ValueError(
+            f"Expected a response of numbers or of two levels, but got {len(levels.names)} levels of "
+            f"{formula.response.name!r}; choose one of them, as a column of True and False, or declare their order, "
+            f"levels={{{formula.response.column!r}: [...]}}, for the family 'cumulative'"
+        )
+
+
 def knot_probabilities(df: int) -> list[float]:
     """Return of which probabilities the quantiles are that are knots of a spline.
 

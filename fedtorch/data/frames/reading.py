@@ -66,8 +66,9 @@ def from_frame(
         features: numeric or boolean columns, x `(n, len(features))`.
         target: the column of y `(n,)`.
         formula: in place of both; see `docs/tutorials/formulas.md` for all it may have. It is never run as code.
-        levels: with a formula, the levels of factors, column -> values, the reference first; default: those that have
-            rows, in order.
+        levels: with a formula, the levels of factors, column -> values, the reference first, or of an ordered response,
+            in order, for the family "cumulative"; default: those that have rows, in order, where a response of more
+            than two has to be an ordered categorical.
         standardise: with a formula, whether columns of x are centred and scaled within the fit, as far as the model
             stays the same; `design.original` goes back.
         offset: with a formula, a column that is added to the linear predictor.

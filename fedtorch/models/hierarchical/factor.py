@@ -45,7 +45,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import hyperpriors
-from fedtorch.models.hierarchical.families import Family
+from fedtorch.models.hierarchical.families import Family, Ordered
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
@@ -104,6 +104,7 @@ class Model(NamedTuple):
     log_evidence: Callable[[Moments, Any], Tensor] | None = None
     family: Family | None = None  # of one response
     design: Design | None = None  # the formula that it is of, see `hierarchical.regression`
+    ordered: Ordered | None = None  # the levels of an ordered response, see `cumulative`
 
 
 def of(

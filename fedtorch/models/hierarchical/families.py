@@ -11,8 +11,9 @@ the density, the mean and draws of each one, which a `Family` has.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +25,7 @@ _SMALL, _COUNTS = 30.0, 120  # rates whose counts are found one after the other,
 
 
 class Family(NamedTuple):
-    """The distribution of y given η = x'θ, and given a scale: the noise variance, or the number of trials."""
+    """The distribution of y given η = x'θ, and given a scale: the noise variance, the number of trials, thresholds."""
 
     name: str
     mean: Callable[[Tensor], Tensor]  # η -> E y, of one trial
@@ -32,6 +33,48 @@ class Family(NamedTuple):
     draw: Callable[[Tensor, Tensor, Tensor], Tensor]  # (uniform numbers, η, scale) -> y, by the inverse distribution
     scale: Callable[[Any], Tensor] | None = None  # a model's prepared rows -> the scale that is known, (K,)
     precise: bool = False  # whether a row's weight divides the scale, and is not a power of the density
+
+
+class Ordered(NamedTuple):
+    """Hold the levels of an ordered response, and its thresholds as what coefficients say of them.
+
+    >>> ordered = Ordered.of(["1", "2", "3"], ["Intercept", "age", "2|3 - 1|2"])
+    >>> ordered.names
+    ('1|2', '2|3', 'age')
+    >>> ordered.shown
+    tensor([[-1.,  0.,  0.],
+            [-1.,  0.,  1.],
+            [ 0.,  1.,  0.]], dtype=torch.float64)
+    """
+
+    levels: tuple[str, ...]
+    names: tuple[str, ...]  # of thresholds, and of the coefficients of x but the intercept: what tables show
+    shown: Tensor  # (q, d) these from the coefficients of the model
+
+    @staticmethod
+    def of(levels: Sequence[str], coefficients: Sequence[str]) -> Ordered:
+        """Return the thresholds of levels, of coefficients of which the last are thresholds less the first."""
+        if len(levels) < 2 or "Intercept" not in coefficients:
+            raise ValueError(
+                "Expected at least two levels, and a coefficient 'Intercept' from which thresholds are counted, but "
+                f"got {list(levels)} and {list(coefficients)}"
+            )
+        eye, first = torch.eye(len(coefficients), dtype=torch.float64), list(coefficients).index("Intercept")
+        last = len(coefficients) - (len(levels) - 2)
+        others = [place for place in range(last) if place != first]
+        thresholds = torch.cat([0 * eye[:1], eye[last:]]) - eye[first]
+        names = (*Ordered.thresholds(levels), *(coefficients[place] for place in others))
+        return Ordered(tuple(levels), names, torch.cat([thresholds, eye[others]]))
+
+    @property
+    def differences(self) -> int:
+        """Return how many coefficients are thresholds less the first."""
+        return len(self.levels) - 2
+
+    @staticmethod
+    def thresholds(levels: Sequence[str]) -> list[str]:
+        """Return the names of thresholds, each by the levels that it is between."""
+        return [f"{below}|{above}" for below, above in itertools.pairwise(levels)]
 
 
 def _gaussian_density(y: Tensor, eta: Tensor, variance: Tensor) -> Tensor:
@@ -74,6 +117,35 @@ def _poisson_draw(uniform: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
     return y
 
 
+def _sides(eta: Tensor, scale: Tensor) -> list[Tensor]:
+    """Return η less each threshold, of which the first is 0 and the others are in `scale` `(..., thresholds - 1)`."""
+    return [eta, *(eta - cut for cut in scale.unbind(-1))]
+
+
+def _no_mean(eta: Tensor) -> Tensor:
+    raise TypeError(
+        "Expected a response that has a mean, but got one of ordered levels; ft.inference.predict(run, rows) has the "
+        "probability of each"
+    )
+
+
+def _cumulative_density(y: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
+    """Return log (σ(a) − σ(b)) = log σ(a) + log σ(−b) + log (1 − exp(b − a)) for a above b."""
+    sides = _sides(eta, scale)
+    below = [torch.full_like(eta, torch.inf), *sides]  # -b, from the lower threshold
+    above = [*(-side for side in sides), torch.full_like(eta, torch.inf)]  # a
+    total = torch.full_like(eta, torch.nan)
+    for level, (a, b) in enumerate(zip(above, below)):
+        apart = (-(-(a + b)).expm1()).clamp(min=torch.finfo(eta.dtype).tiny).log()
+        value = torch.nn.functional.logsigmoid(a) + torch.nn.functional.logsigmoid(b) + apart
+        total = torch.where(y == level, value, total)
+    return total
+
+
+def _cumulative_draw(uniform: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
+    return sum((uniform > (-side).sigmoid() for side in _sides(eta, scale)), torch.zeros_like(eta))
+
+
 def _by_quantiles(quantile: Callable[..., np.ndarray], uniform: Tensor, *parameters: Tensor) -> Tensor:
     return torch.from_numpy(quantile(uniform.cpu().numpy(), *(part.cpu().numpy() for part in parameters))).to(uniform)
 
@@ -87,4 +159,5 @@ GAUSSIAN = Family(
     precise=True,
 )
 LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw)
+CUMULATIVE = Family("cumulative", _no_mean, _cumulative_density, _cumulative_draw)  # y: numbers of levels from 0
 POISSON = Family("poisson", lambda eta: eta.clamp(max=_FURTHEST).exp(), _poisson_density, _poisson_draw)

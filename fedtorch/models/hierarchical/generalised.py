@@ -34,7 +34,7 @@ _POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, a dimension, by dimen
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
 _LONG = 300.0  # seconds of a round, from which on a warning says so
 _ROW = 60  # nanoseconds of a row at a node, about
-_KNOWN = 4 * torch.finfo(torch.float64).eps  # variance
+KNOWN = 4 * torch.finfo(torch.float64).eps  # variance
 
 
 def logistic(
@@ -182,7 +182,7 @@ class _Parts(NamedTuple):
         order, features = self.order.to(mean.device), len(self.order)
         ordered = covariance[..., order[:, None], order]
         variances = ordered.diagonal(dim1=-2, dim2=-1)[..., : self.fixed]
-        known = self.fixed if self.apart and bool((variances <= _KNOWN).all()) else 0
+        known = self.fixed if self.apart and bool((variances <= KNOWN).all()) else 0
         root = torch.linalg.cholesky_ex(ordered[..., known:, known:]).L
         prior = White(mean[..., order], root)
         found = integral(

@@ -10,6 +10,8 @@ with mean m and sd s of a Gaussian response, as far as the encoding has them, an
 of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is already much, and clients
 differ by 0.37 s, give or take a factor of e. An intercept that is far from the rows, because
 means of columns stay in, has an sd for that; without an intercept, s of the means is the response's root mean square.
+Thresholds of an ordered response of C levels have normal priors about log-odds k / C, at which levels are alike, with
+the intercept's sd for the first and sd 5 for what the others are more than it, restricted to ascending thresholds.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import torch
 from torch import Tensor
 
 from fedtorch.data import BadClients, Design
+from fedtorch.data.formulas.grammar import INTERCEPT
 from fedtorch.models.gibbs.imputation import Normal
 from fedtorch.models.hierarchical import hyperpriors, missing_cells
+from fedtorch.models.hierarchical.cumulative import cumulative, difference_names
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.generalised import logistic, poisson
 from fedtorch.models.hierarchical.hierarchy import normal
@@ -37,6 +41,7 @@ _FAMILIES: dict[str, Callable[..., Model]] = {
     "logistic": logistic,
     "binomial": logistic,
     "poisson": poisson,
+    "cumulative": cumulative,
 }
 _SLOPE, _INTERCEPT = 2.5, 5.0  # sds of priors of means
 _LOG_VARIANCE, _LOG_NOISE = 2.0, 3.0  # sds
@@ -58,7 +63,8 @@ def regression(
 
     Args:
         design: of `ft.data.from_frame(frame, client=…, formula=…).design`.
-        family: of the response: "gaussian", "logistic" (0 or 1), "binomial" (successes of trials) or "poisson".
+        family: of the response: "gaussian", "logistic" (0 or 1), "binomial" (successes of trials), "poisson", or
+            "cumulative" (levels in order, see `cumulative`).
         mean, sd: of the normal prior of the coefficients' means: one number, one for each, or some of them by name. A
             large sd, such as 100, leaves nearly all to the rows, as lme4 does; of a Gaussian response it is in the
             response's units per sd of a column, and large is 100 sds of the response. Default: see the module.
@@ -72,9 +78,9 @@ def regression(
             integrated out under it. See [missing values](../howto/missing.md).
 
     Raises:
-        ValueError: another family; a binomial response without trials, or trials of another; names of coefficients that
-            the design does not have. When a population is bound, responses that do not fit: the message names the
-            client and the column.
+        ValueError: another family; a binomial response without trials, or trials of another; a cumulative one without
+            levels, or levels of another; names of coefficients that the design does not have. When a population is
+            bound, responses that do not fit: the message names the client and the column.
 
     >>> import pandas, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -90,20 +96,26 @@ def regression(
     if family not in _FAMILIES:
         raise ValueError(f"Expected a family, one of {list(_FAMILIES)}, but got {family!r}")
     _check_trials(design, family)
+    levels = _levels(design, family)
     centre, scale = (0.0, 1.0) if family != "gaussian" or design.encoding.response is None else design.encoding.response
     first = [name == "Intercept" for name in design.columns]
     reach = scale if any(first) else math.hypot(centre, scale)  # of coefficients that make up the mean between them
     level = math.hypot(_INTERCEPT, *(_SLOPE * far for far in design.encoding.centres.values()))
+    cuts = [math.log(k / (len(levels) - k)) for k in range(1, len(levels))]  # where levels are alike
+    start = -cuts[0] if cuts else centre
+    middles = [start * intercept for intercept in first] + [cut - cuts[0] for cut in cuts[1:]]
+    sds = [reach * (level if intercept else _SLOPE) for intercept in first] + [_INTERCEPT] * len(cuts[1:])
+    names = (*design.columns, *(difference_names(levels) if levels else ()))
     hierarchy = normal(
-        len(design.columns),
+        len(names),
         random=design.random,
         correlated=design.correlated,
-        mean=_each("mean", mean, design, [centre * intercept for intercept in first]),
-        sd=_each("sd", sd, design, [reach * (level if intercept else _SLOPE) for intercept in first]),
+        mean=_each("mean", mean, names, middles),
+        sd=_each("sd", sd, names, sds),
         variance=variance or hyperpriors.log_normal(2 * math.log(scale) - 2, _LOG_VARIANCE),
-        names=design.columns,
+        names=names,
     )
-    settings: dict[str, Any] = {"rule": rule}
+    settings: dict[str, Any] = {"rule": rule, **({"levels": levels} if levels else {})}
     if family == "gaussian":
         settings["noise"] = hyperpriors.log_normal(2 * math.log(scale), _LOG_NOISE) if noise is None else noise
     elif noise is not None:
@@ -112,6 +124,11 @@ def regression(
         settings["inner"] = inner
     if covariates is None:
         model = _FAMILIES[family](hierarchy, **settings)
+    elif levels:
+        raise ValueError(
+            "Expected complete rows with the family 'cumulative', but got covariates= of missing cells; complete them "
+            "by ft.inference.imputed(data) and pool the fits"
+        )
     else:
         model = missing_cells.regression(design, hierarchy, family, covariates, **{**settings, "inner": inner})
     return model._replace(prepare=partial(_prepare, model.prepare, design), design=design)
@@ -128,14 +145,38 @@ def _check_trials(design: Design, family: str) -> None:
         )
 
 
-def _each(argument: str, given: Any, design: Design, default: Sequence[float]) -> Tensor:
+def _levels(design: Design, family: str) -> tuple[str, ...]:
+    """Return the levels of an ordered response, none of another."""
+    column = design.parsed.response.column
+    levels = design.encoding.levels[column].names if column in design.encoding.levels else ()
+    if family == "cumulative":
+        if not levels:
+            raise ValueError(
+                f"Expected levels of {column!r} in order with the family 'cumulative', but got numbers; declare them, "
+                f"from_frame(..., levels={{{column!r}: [1, 2, 3]}}), or make the column an ordered categorical"
+            )
+        if INTERCEPT not in design.columns:
+            raise ValueError(
+                "Expected a formula with an intercept with the family 'cumulative', which stands for the first "
+                f"threshold, but got {design.formula!r}; leave 0 out"
+            )
+        return levels
+    if len(levels) > 2:
+        raise ValueError(
+            f"Expected a response of numbers or of two levels with the family {family!r}, but got {len(levels)} levels "
+            f"of {column!r}; take the family 'cumulative', or choose one of them, as a column of True and False"
+        )
+    return ()
+
+
+def _each(argument: str, given: Any, names: Sequence[str], default: Sequence[float]) -> Tensor:
     """Return a number for each coefficient."""
     values = list(default)
     if isinstance(given, Mapping):
-        unknown = [name for name in given if name not in design.columns]
+        unknown = [name for name in given if name not in names]
         if unknown:
-            raise ValueError(f"Expected {argument}= of coefficients {list(design.columns)}, but got {unknown}")
-        values = [float(given.get(name, value)) for name, value in zip(design.columns, values)]
+            raise ValueError(f"Expected {argument}= of coefficients {list(names)}, but got {unknown}")
+        values = [float(given.get(name, value)) for name, value in zip(names, values)]
     elif given is not None:
         values = torch.as_tensor(given, dtype=torch.float64).expand(len(values)).tolist()
     if argument == "sd" and not all(value > 0 for value in values):

@@ -7,6 +7,7 @@ intervals are those of the normal density itself.
 
 from __future__ import annotations
 
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -22,11 +23,12 @@ from fedtorch.models.estimates import Estimates
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
 from fedtorch.models.hierarchical.dependence import warn_of_dependence
-from fedtorch.models.hierarchical.families import LOGISTIC
+from fedtorch.models.hierarchical.families import CUMULATIVE, LOGISTIC
 from fedtorch.models.hierarchical.separation import warn_of_separation
 from fedtorch.models.quadrature import quasi_random
 
 _NODES = 2**14
+_APART = 1.0  # sds between thresholds
 _PART = 2**20  # numbers of covariances at a time
 
 
@@ -55,11 +57,12 @@ def estimates(
         names = tuple(model.names) if isinstance(model, Model) else tuple(f"φ[{i}]" for i in range(len(q.mean)))
         rows = int(row_counts(run.population).sum())
         return Estimates(names, nodes, weights, len(names), q if given is None else None, (rows,) * len(names))
-    shown, size = quantities(run, nodes), len(model.hierarchy.mean)
-    design = units(run) @ model.hierarchy.mean.to(nodes)
+    shown, (names, back) = quantities(run, nodes), shown_coefficients(run)
+    size, design = len(names), (back @ model.hierarchy.mean).to(nodes)
     m = design.shape[1]
     check_separation(run, q.mean[:m], q.covariance[:m, :m])
     check_dependence(run, q.covariance[:m, :m])
+    check_order(run, q.mean[:m], q.covariance[:m, :m])
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
@@ -72,10 +75,11 @@ def check_separation(run: Run, mean: Tensor, covariance: Tensor) -> None:
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
     """
     model, design = run.algorithm.settings["model"], design_of(run)
-    if model.family is LOGISTIC and design is not None and design.encoding.standard:
+    if model.family in (LOGISTIC, CUMULATIVE) and design is not None and design.encoding.standard:
         back = model.hierarchy.mean.to(mean)
-        sds = (back @ covariance @ back.mT).diagonal().sqrt()
-        warn_of_separation(coefficient_names(run), back @ mean, sds, stacklevel=5)
+        sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
+        slopes = [j for j in range(len(names)) if model.ordered is None or names[j] in model.ordered.names]
+        warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], stacklevel=5)
 
 
 def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
@@ -101,15 +105,38 @@ def prior_of_means(run: Run) -> Tensor:
     return covariance
 
 
+def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
+    """Warn where rows do not tell two thresholds of an ordered response apart, as of a level without rows."""
+    ordered = run.algorithm.settings["model"].ordered
+    if ordered is not None and len(ordered.levels) > 2:
+        apart = (ordered.shown[1 : len(ordered.levels) - 1] - ordered.shown[: len(ordered.levels) - 2]).to(mean)
+        apart = apart @ run.algorithm.settings["model"].hierarchy.mean.to(mean)
+        near = ~(apart @ mean > _APART * (apart @ covariance @ apart.mT).diagonal().sqrt())
+        if bool(near.any()):
+            few = ", ".join(repr(level) for level, bad in zip(ordered.levels[1:], near.tolist()) if bad)
+            warnings.warn(
+                f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell apart; "
+                "leave such levels out of levels=, or merge them with a neighbour",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+
+
+def shown_coefficients(run: Run) -> tuple[tuple[str, ...], Tensor]:
+    """Return the names of what tables show, in the units of the frame, and its matrix `(q, d)` from coefficients."""
+    ordered, back = run.algorithm.settings["model"].ordered, units(run)
+    return (coefficient_names(run), back) if ordered is None else (ordered.names, ordered.shown @ back)
+
+
 def quantities(run: Run, nodes: Tensor) -> Quantities:
     """Return coefficients, SDs, correlations and noise of a run of `ft.ep`, in this order, at nodes of φ `(R, p)`."""
     model = run.algorithm.settings["model"]
     rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
-    back, names = units(run), coefficient_names(run)
-    design = back @ model.hierarchy.mean.to(nodes)
+    names, back = shown_coefficients(run)
+    design = (back @ model.hierarchy.mean).to(nodes)
     m = design.shape[1]
     shown = Quantities(list(names), list((nodes[:, :m] @ design.mT).unbind(1)), [rows] * len(names))
-    _scales(model.hierarchy, back, names, nodes[:, m:], shown, clients)
+    _scales(model.hierarchy, units(run), coefficient_names(run), nodes[:, m:], shown, clients)
     if len(model.names) > len(model.hierarchy.names):
         shown.names.append("sigma")
         shown.values.append((nodes[:, -1] / 2).exp())
@@ -137,7 +164,10 @@ def units(run: Run) -> Tensor:
     """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
     design = design_of(run)
     size = len(run.algorithm.settings["model"].hierarchy.mean)
-    return torch.eye(size, dtype=torch.float64) if design is None else design.back()
+    if design is None:
+        return torch.eye(size, dtype=torch.float64)
+    back = design.back()  # coefficients that are of no column, such as thresholds, have no units
+    return torch.block_diag(back, torch.eye(size - len(back), dtype=torch.float64))
 
 
 def design_of(run: Run) -> Design | None:

@@ -126,9 +126,13 @@ def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
     return third <= _CUBIC * inner.abs().amax() + torch.finfo(relative.dtype).tiny
 
 
-def usable(new: Expansion, old: Expansion) -> Tensor:
-    """Return whether the function is finite around the new point and no less than at the old one, if any, `()`."""
+def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
+    """Return whether the function is finite around the new point and no less than at the old one, if any, `()`.
+
+    A first point is also to be one where it is curved downwards in the means.
+    """
     finite = new.gradient.isfinite().all() & new.curvature.isfinite().all() & new.value.isfinite()
+    finite &= old.value.isfinite() | (new.curvature.diagonal()[:means] > 0).all()
     return finite & ((new.value >= old.value - _NOISE * old.value.abs()) | ~old.value.isfinite())
 
 

@@ -24,6 +24,7 @@ from fedtorch.tree import Tree
 _PART = 512  # nodes at a time
 _NOWHERE = -1e30  # log likelihood where a client cannot compute it
 _HARDER, _EASIER = 8.0, 0.125  # factors of the damping after steps that lost and that gained
+_CLOSER = 0.25  # factor of the steps between nodes where there are none that say something
 _LEAST = 1e-3  # damping, below which there is none
 
 
@@ -139,7 +140,10 @@ def _server(state: MaximumServer, aggregate: _Message, key: Tensor, *, problem: 
         _check_linear(relative, problem)
     point = Point(state.at, state.steps, value, torch.where(somewhere, relative, torch.nan))
     new, old = problem.around(point), problem.around(state.best)
-    better = newton.usable(new, old)
+    better = newton.usable(new, old, problem.means)
+    if not (problem.restricted or bool(better | state.best.value.isfinite())):  # first nodes are beyond an edge
+        at = torch.where(value > _NOWHERE, state.at, state.best.at)  # else the prior's mean
+        return state._replace(at=at, steps=_CLOSER * state.steps, version=state.version + 1)
     best = tree.where(better, new, old)
     eased = torch.where(state.damping > _LEAST, _EASIER * state.damping, 0.0)
     damping = torch.where(better, eased, (_HARDER * state.damping).clamp(min=1.0))

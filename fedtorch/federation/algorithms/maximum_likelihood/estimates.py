@@ -11,9 +11,11 @@ from torch import Tensor
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.estimates import (
     check_dependence,
+    check_order,
     check_separation,
     coefficient_names,
     prior_of_means,
+    shown_coefficients,
     units,
 )
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
@@ -113,10 +115,11 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         normal, n = Moments(found.mean, found.covariance), (rows,) * len(found.names)
         return Estimates(found.names, found.mean[None], None, len(found.names), normal, n)
     names, back = coefficient_names(run), units(run).to(found.mean)
-    design, spread = back @ hierarchy.mean.to(found.mean), back @ found.spread @ back.mT
+    shown, back_shown = shown_coefficients(run)
+    design, spread = (back_shown @ hierarchy.mean).to(found.mean), back @ found.spread @ back.mT
     sds = spread.diagonal().sqrt()
     m = design.shape[1]
-    values = dict(zip(names, (design @ found.mean[:m]).tolist()))
+    values = dict(zip(shown, (design @ found.mean[:m]).tolist()))
     for i in hierarchy.random:
         values[f"sd({names[i]})"] = float(sds[i])
         pairs = {j: float(spread[i, j] / (sds[i] * sds[j])) for j in hierarchy.random if j < i}
@@ -124,9 +127,10 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     if found.noise is not None:
         values["sigma"] = found.noise
     check_separation(run, found.mean[:m], found.covariance[:m, :m])
+    check_order(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
     n = tuple(clients if name.startswith(("sd(", "cor(")) else rows for name in values)
-    return Estimates(tuple(values), torch.tensor([list(values.values())]).to(found.mean), None, len(names), normal, n)
+    return Estimates(tuple(values), torch.tensor([list(values.values())]).to(found.mean), None, len(shown), normal, n)
 
 
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:

@@ -84,7 +84,7 @@ def integrated(
         log_joint: (θ `(K, R, d)`, what is given there) -> `(K, R)`.
         given: what differs by node, `(K, R, ...)`.
         size: d.
-        rule: over θ; None for Laplace's method.
+        rule: over θ, or over the last of its coordinates; None for Laplace's method.
         slopes: of log_joint: value, gradient `(K, R, d)`, minus second derivatives `(K, R, d, d)`; default: by
             automatic differentiation.
         rows: of a client, by which the rule's nodes are taken some at a time.
@@ -100,7 +100,7 @@ def integrated(
     clients, count = first.shape[:2]
     if size == 0:
         empty = first.new_zeros(clients, count, 0)
-        return Integrated(log_joint(empty, given), empty, empty[..., None])
+        return Integrated(log_joint(empty, given), empty, first.new_zeros(clients, count, 0, 0))
     shaped = lambda theta: theta.reshape(clients, count, size)
 
     def objective(theta: Tensor) -> Tensor:
@@ -123,6 +123,8 @@ def integrated(
         peak, spread = log_joint(shaped(mode), given) + normal.reshape(shape) + missed, half @ half.mT
         return Integrated(peak, shaped(mode), spread.reshape(*shape, size, size))
     nodes, weights = rule.nodes.to(first), rule.weights.to(first)
+    rest = size - nodes.shape[1]  # coordinates that are normal given the last ones
+    nodes = torch.nn.functional.pad(nodes, (rest, 0))
     parts = []
     for part in nodes.split(max(1, _AT_ONCE // max(1, clients * count * rows))):
         moved = (mode[:, None] + part @ half.mT).reshape(clients, -1, size)  # (K, R Q, d)
@@ -132,7 +134,8 @@ def integrated(
     shares = log.softmax(1)
     centre = shares @ nodes
     away = nodes - centre[:, None]
-    spread = half @ ((shares[..., None] * away).mT @ away) @ half.mT
+    normal_part = torch.diag((torch.arange(size, device=first.device) < rest).to(first))
+    spread = half @ ((shares[..., None] * away).mT @ away + normal_part) @ half.mT
     mean = mode + (half @ centre[..., None])[..., 0]
     return Integrated(
         (log.logsumexp(1) + normal).reshape(shape) + missed,
