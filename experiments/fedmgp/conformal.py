@@ -26,9 +26,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.fedmgp import battery, models as fm
-from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.models.gaussian_process.algebra import GaussianSite, posterior
-from fedtorch.models.gaussian_process.training import join
+from fedtorch.models.gaussian_process import ConvolvedGP, join
 
 CUT, LEVEL = 0.3, 0.9
 NORMAL = 1.6448536269514722  # of 90 % intervals
@@ -60,14 +58,21 @@ def left_out(
         if len(a) < longest:
             continue
         others = [site for j, site in enumerate(sites) if j != k]
-        rest = GaussianSite(*(torch.stack(part).sum(0) for part in zip(*others)))
+        precision, shift, _ = (torch.stack(part).sum(0) for part in zip(*others))
         unit = copy.deepcopy(units[k])
-        with torch.no_grad():
-            unit.posterior_mean, unit.posterior_root, _ = posterior(unit.change(), *rest)
+        unit.posterior_mean, unit.posterior_root = posterior(unit, precision, shift)
         early = a <= cut
         new = join(unit, a[early][:, None], b[early])
         errors.append(Errors(a[~early] - cut, b[~early], fm.predict(new, a[~early])))
     return errors
+
+
+@torch.no_grad()
+def posterior(unit: ConvolvedGP, precision: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and root of the covariance of q from a sum of sites, by coordinates that are white under the prior."""
+    back = torch.linalg.inv(unit.change())
+    white = torch.linalg.inv(back.mT @ precision @ back + torch.eye(len(back), dtype=back.dtype))
+    return back @ white @ back.mT @ shift, back @ torch.linalg.cholesky((white + white.mT) / 2)
 
 
 def half_width(errors: Errors, others: Sequence[Errors], scale: Callable[[Errors], Tensor]) -> Tensor:

@@ -40,9 +40,7 @@ from experiments.side_by_side import side_by_side
 from experiments.trials import pfedme_data
 from experiments.trials.pfedme_data import METRICS, USERS
 from fedtorch import tree
-from fedtorch.data.federated import ClientData
-from fedtorch.federation.algorithm import identity, solved_by
-from fedtorch.federation.algorithms.fedavg import proximal, rows_weight
+from fedtorch.data import ClientData
 from fedtorch.tree import Tree
 
 ASKED, BATCH, INNER, RIDGE = 5, 20, 5, 0.001
@@ -80,6 +78,17 @@ class OneBlock(ft.InProcess):
         return self.data.buckets(max_ratio=float("inf"))
 
 
+def copies(values: Tree, count: int) -> Tree:
+    """The same tensors for so many clients."""
+    return tree.map(lambda leaf: leaf.expand(count, *leaf.shape), values)
+
+
+def of_solver(local: ft.LocalSolver, **settings: Any) -> dict[str, Any]:
+    """What an algorithm takes from its local solver."""
+    settings |= {f"local.{name}": value for name, value in local.settings.items()}
+    return {"start": local.parameters, "predict": local.predict, "module": local.module, "settings": settings}
+
+
 def linear() -> nn.Linear:
     """The authors' first weights."""
     with torch.random.fork_rng(devices=[]):
@@ -107,27 +116,29 @@ def pfedme(setting: Setting, rows: Tree, module: nn.Module | None = None) -> ft.
         shared = personal = inbox
         for number in range(setting.batches):
             batch = minibatch(rows, data, turn.round * setting.batches + number, setting.size)
-            solved = local.solve(personal, state.solver, batch, proximal(shared, setting.strength), turn)
+            strength = torch.full(data.count.shape, setting.strength)
+            pull = ft.Quadratic(strength, tree.scale(shared, setting.strength))
+            solved = local.solve(personal, state.solver, batch, pull, turn)
             personal = solved.parameters
-            shared = tree.add_scaled(shared, tree.subtract(personal, shared), setting.strength * setting.outer)
-        return ft.Reply(ft.Mean(shared, rows_weight(data)), State(solved.state, personal, shared), solved.info)
+            shared = tree.add(shared, tree.scale(tree.subtract(personal, shared), setting.strength * setting.outer))
+        return ft.Reply(ft.Mean(shared, data.count), State(solved.state, personal, shared), solved.info)
 
     def init(parameters: Tree, clients: int) -> tuple[Tree, State]:
         return parameters, State(local.init(parameters), parameters, parameters)
 
     return ft.Algorithm(
         init=init,
-        outbox=identity,
+        outbox=lambda server: server,
         client=client,
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: state.personal,
-        **solved_by(local, algorithm="pfedme", **setting._asdict()),
+        **of_solver(local, algorithm="pfedme", **setting._asdict()),
     )
 
 
 def scores(parameters: Tree, of: pfedme_data.Users) -> dict[str, float]:
     """The metrics over all users' rows, of one model `(…)` or of a model for each user `(20, …)`."""
-    models = tree.expand(parameters, len(of.train)) if parameters["bias"].ndim == 1 else parameters
+    models = copies(parameters, len(of.train)) if parameters["bias"].ndim == 1 else parameters
     right, loss = [0, 0], 0.0
     for number, part in enumerate((of.test, of.train)):
         for (x, y), weight, bias in zip(part, models["weight"], models["bias"]):
@@ -141,7 +152,7 @@ def scores(parameters: Tree, of: pfedme_data.Users) -> dict[str, float]:
 def everybody(run: ft.Run, block: ClientData) -> State:
     """What all users of all seeds have after the round that comes next; the run stays where it is."""
     start = tree.map(lambda leaf: leaf[0], run.server)
-    state = tree.expand(run.algorithm.init(tree.expand(start, 1), USERS)[1], len(block.count))
+    state = copies(run.algorithm.init(copies(start, 1), USERS)[1], len(block.count))
     inbox = tree.map(lambda leaf: leaf.repeat_interleave(USERS, 0), run.server)
     return run.algorithm.client(inbox, state, block, ft.Turn(ft.random.key(run.number)[None], run.number)).state
 

@@ -35,9 +35,7 @@ import fedtorch as ft
 from experiments import common
 from experiments.trials import pfedme
 from fedtorch import tree
-from fedtorch.data.federated import ClientData
-from fedtorch.federation.algorithm import identity, solved_by
-from fedtorch.federation.algorithms.fedavg import rows_weight
+from fedtorch.data import ClientData
 from fedtorch.tree import Tree
 
 USERS, TRAINED, TESTED, HIDDEN, EPOCHS, LR, LAMBDA, ALPHA = 20, 100, 50, 32, 5, 0.1, 0.1, 0.5
@@ -131,19 +129,19 @@ def apfl(network: Network) -> ft.Algorithm:
                 slope = slope + (leaf * (part * of_personal[name] + (1 - part) * of_shared[name])).flatten(1).sum(1)
             alpha = (alpha - LR * slope).clamp(0, 1)
         mixed = tree.map(lambda a, b: a + alpha.view(-1, *[1] * (a.ndim - 1)) * (b - a), shared, personal)
-        return ft.Reply(ft.Mean(shared, rows_weight(data)), Mixed(state.solver, mixed, alpha), {})
+        return ft.Reply(ft.Mean(shared, data.count), Mixed(state.solver, mixed, alpha), {})
 
     def init(parameters: Tree, clients: int) -> tuple[Tree, Mixed]:
         return parameters, Mixed(local.init(parameters), parameters, torch.tensor(ALPHA))
 
     return ft.Algorithm(
         init=init,
-        outbox=identity,
+        outbox=lambda server: server,
         client=client,
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: state.personal,
         prepare=local.prepare,
-        **solved_by(local, algorithm="apfl"),
+        **pfedme.of_solver(local, algorithm="apfl"),
     )
 
 
@@ -163,7 +161,7 @@ def server_of_pfedme(of: Users, rounds: int) -> Tree:
     rows = tuple(torch.cat(leaves) for leaves in zip(*of.train))
     algorithm = pfedme.pfedme(PULL, rows, of.network)
     made = run(algorithm, list(torch.arange(USERS * TRAINED).split(TRAINED)), rounds)
-    return tree.expand(made.server, USERS)
+    return pfedme.copies(made.server, USERS)
 
 
 OURS: dict[str, Callable[[Users, int], Tree]] = {

@@ -3,4 +3,4 @@ from .deep import DeepGP as DeepGP
 from .kernels import ConvolutionProcess as ConvolutionProcess, EmbedCategories as EmbedCategories
 from .mixed_likelihood import MixedLikelihood as MixedLikelihood
 from .model import ConvolvedGP as ConvolvedGP
-from .training import fit as fit, fit_modules as fit_modules
+from .training import fit as fit, fit_modules as fit_modules, join as join

@@ -124,6 +124,7 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
     matrix, vector = work[:, :p], work[:, p]
     diagonal = matrix.diagonal(0, 0, 1).mT
     delta = torch.empty_like(vector)
+    look = work.is_cpu  # an accelerator would be waited for
     forward = [_forward_step(work, j) for j in range(p - 1)]
     backward = [(delta[j], work[j, j], delta[:j], work[:j, j], torch.empty_like(delta[:j])) for j in reversed(range(p))]
 
@@ -141,8 +142,8 @@ def elimination(gram: Tensor, estimate: Tensor, rss: Tensor, centre: Tensor) -> 
             _bounded(work[p - 1, p - 1 :], prior[p - 1])
 
     def draw(noise: Tensor, prior: Tensor, z: Tensor) -> tuple[Tensor, Tensor]:
-        eliminate(noise, prior, checked=False)
-        if not bool((diagonal >= prior).all()):
+        eliminate(noise, prior, checked=not look)
+        if look and not bool((diagonal >= prior).all()):
             eliminate(noise, prior, checked=True)  # which changes no other problem
         torch.sqrt(diagonal, out=delta)
         delta.mul_(z).add_(vector)
