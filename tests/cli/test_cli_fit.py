@@ -165,6 +165,7 @@ def test_a_run_on_disk_goes_on_and_is_scored(write, straight, capsys: pytest.Cap
 
 
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+@pytest.mark.slow
 def test_another_learning_rate_goes_on_when_told_so(write, capsys: pytest.CaptureFixture[str]) -> None:
     content = changed("trainer.max_epochs", 1)
     content["trainer"]["enable_checkpointing"] = True
@@ -420,6 +421,7 @@ def test_ranks_give_the_numbers_of_one_process(write) -> None:
     assert float(values["bytes_up"]) == model.run.bytes_up
 
 
+@pytest.mark.slow
 def test_wrappers_are_a_list_the_innermost_first(write) -> None:
     faulty = call("fedtorch.trust.robust.trimmed_mean", fraction=0.2)
     content = given()

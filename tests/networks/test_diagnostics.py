@@ -191,6 +191,7 @@ def test_lost_messages_move_the_iterates_no_further_than_the_bound():
     assert distances[1] > printed * (1 + 1e-6)
 
 
+@pytest.mark.slow
 def test_the_sparse_eigenvalues_are_those_of_the_whole_matrix(monkeypatch):
     problem = Instance(2, network=connected(2, 300))
     pairs = ft.Network([(i, i + 1) for i in range(0, 300, 2)], nodes=300)

@@ -129,6 +129,7 @@ def minimax(data: ft.data.FederatedData) -> tuple[float, np.ndarray]:
 @pytest.mark.parametrize(
     ("cohort", "lost"), [(None, 0.0), pytest.param(2, 0.0, marks=pytest.mark.slow), (1, 0.0), (2, 0.3)]
 )
+@pytest.mark.slow
 def test_agnostic_learning_finds_it_also_by_asking_some(cohort: int | None, lost: float) -> None:
     """Who is not asked counts as it last did; the mean over who is asked ended elsewhere."""
     data = linear_clients([6, 20, 9, 11], features=2, seed=1)

@@ -284,6 +284,7 @@ def test_minibatches_cover_an_epoch_and_keep_the_scale() -> None:
 
 
 @pytest.mark.parametrize("name", ["plain", "amortised", "sums"])
+@pytest.mark.slow
 def test_minibatches_are_unbiased(name: str) -> None:
     """Averaged over an epoch and over noise, the loss is that of all rows, prior and all."""
     model, rows = CASES[name](), data()._replace(weight=None)

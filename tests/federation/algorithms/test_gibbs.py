@@ -186,6 +186,7 @@ def check_drift(rounds: int) -> None:
     assert worst < 1e-8
 
 
+@pytest.mark.slow
 def test_running_sums_do_not_drift() -> None:
     check_drift(60)
 

@@ -193,6 +193,7 @@ def test_turns_agree_with_fresh_values() -> None:
         assert torch.allclose(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_a_site_leaves_a_local_mode() -> None:
     """Started where two rows share what belongs to one of them, most chains find the loop within a few sweeps."""
     stuck = torch.tensor([[0, 0, 0, 0], [0.5, 0, 0.8, 0], [1.5, -0.9, 0, 0], [0, 0, 0.7, 0]], dtype=torch.float64)
@@ -217,6 +218,7 @@ def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(("p", "rounds"), [(3, 45), pytest.param(4, 400, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_a_cyclic_graph_is_found(p: int, rounds: int) -> None:
     """The last p variables, which the loop is among; errors of all are drawn."""
     truth = CYCLE[4 - p :, 4 - p :]

@@ -131,6 +131,7 @@ def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyP
     assert same_bits(*rounds)
 
 
+@pytest.mark.slow
 def test_a_known_network_is_found() -> None:
     truth = (CHAIN != 0) & ~torch.eye(5, dtype=torch.bool)
     inclusion = sample(normal_rows(CHAIN, [120] * 5))

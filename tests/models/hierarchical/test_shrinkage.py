@@ -129,7 +129,9 @@ def test_one_part_of_the_elastic_net_at_zero_is_the_other() -> None:
         assert distance(near.stddev, exact.stddev) < 1e-5
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in ("elastic net", "fused lasso"))) for name in KINDS]
+)
 def test_every_penalty_converges_and_finds_the_noise(name: str) -> None:
     run = inferred(name)
     q = posterior(run)

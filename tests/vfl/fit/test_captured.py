@@ -25,6 +25,7 @@ FITS = [("augmented", "mean field", None), ("power", "amortised", 7), ("augmente
 
 
 @pytest.mark.parametrize(("name", "guide", "batch_size"), FITS)
+@pytest.mark.slow
 def test_fits_are_those_of_iterations(name, guide, batch_size) -> None:
     data = gaussian_data(rows=12)
     model = MODELS[name](likelihoods.gaussian(SD), predictors(), torch.tensor([0.5, 1.0]))

@@ -59,6 +59,7 @@ def test_the_posterior_agrees_with_nuts(parties: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_parties_are_ranked(name: str) -> None:
     """Slopes of 2, 1 and 0: by what predictions of other rows lose without a party, and by how much it moves them."""
     slopes, rows = torch.tensor([1.0, 0.0, 2.0], dtype=torch.float64), 600

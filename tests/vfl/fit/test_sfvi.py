@@ -239,6 +239,7 @@ def test_amortised_parameters_do_not_grow_with_the_rows() -> None:
     assert all((few == many) == (name != "mean field") for name, (few, many) in counts.items())
 
 
+@pytest.mark.slow
 def test_learnt_weights_are_stationary() -> None:
     """They maximise the bound: its slope along the logits, large at equal weights, is gone where they end.
 
@@ -374,6 +375,7 @@ def fit_of_counts(steps: int) -> tuple[vfl.VerticalModel, vfl.VerticalData, vfl.
 @pytest.mark.parametrize(
     ("steps", "close"), [(800, 0.5), pytest.param(4000, 0.1, marks=pytest.mark.slow)], ids=["short", "long"]
 )
+@pytest.mark.slow
 def test_counts_under_large_noise(steps: int, close: float) -> None:
     """ρ = 3: s is known far better than its prior says, and e^s of draws from the prior blocked the optimiser."""
     model, data, fit = fit_of_counts(steps)
@@ -395,6 +397,7 @@ def test_a_factorised_family_comes_to_its_floor_under_large_noise() -> None:
     assert float(exchangeable.bounds[-1, 0] - fit.bounds[-1, 0]) == pytest.approx(floor, abs=6)
 
 
+@pytest.mark.slow
 def test_a_fit_that_is_held_up_has_not_converged() -> None:
     """Draws from the prior, as of a likelihood that says nothing of its normal form: the bound goes on from afar."""
     data = counts_data([1, 1], 60)

@@ -132,6 +132,7 @@ def rounds() -> list[ft.Round]:
     return list(ft.Run(exact(), ft.InProcess(signals())).rounds(40))
 
 
+@pytest.mark.slow
 def test_training_comes_near_the_optimum_of_a_central_optimiser(rounds: list[ft.Round]) -> None:
     data, algorithm = signals(), exact()
     bounds = [float(round.server.bound) for round in rounds]
@@ -289,6 +290,7 @@ def test_a_prior_on_weights_draws_them_together() -> None:
     assert away[1] < 0.5 * away[0]
 
 
+@pytest.mark.slow
 def test_stochastic_natural_gradients_end_near_the_exact_posterior() -> None:
     data = signals([60, 50, 40, 45])
     settings: dict[str, Any] = {"steps": 0, "server_lr": 0.0}
@@ -360,6 +362,7 @@ def test_copies_of_a_unit_average_to_that_unit() -> None:
         assert distance(many.server, one.server) < CLOSE
 
 
+@pytest.mark.slow
 def test_averaging_is_biased_and_sums_are_not() -> None:
     """Averaged local optima are wider than the posterior at the same hyperparameters."""
     data = signals([30, 30, 30, 30])

@@ -77,6 +77,7 @@ def monotone() -> Trials:
     return searched({"lr": RATES})
 
 
+@pytest.mark.slow
 def test_where_the_metric_is_monotone_it_is_the_best_of_the_grid(monotone: Trials) -> None:
     metric = ft.metrics.mean_squared_error()
     full = ft.grid(prox, {"lr": RATES}, ft.InProcess(TRAINING), validation=VALIDATION, metric=metric, rounds=9, seed=5)

@@ -42,10 +42,12 @@ def test_a_right_mechanism_tells_half_of_its_epsilon_and_no_more_than_it_claims(
     assert 0.5 <= found.epsilon <= 1.0
 
 
+@pytest.mark.slow
 def test_half_of_the_noise_is_found_out() -> None:
     assert privacy.audit(solver(NOISE / 2, seed=2)).epsilon > 1.0
 
 
+@pytest.mark.slow
 def test_a_clip_that_is_left_out_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrivateLoss, "_share", lambda self, squares, taken: taken.double())
     assert privacy.audit(solver(seed=3)).epsilon > 1.0
@@ -139,6 +141,7 @@ def told_by_nodes(noise: float, seed: int, pairs: int = 25_000) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("broken", ["", "noise", pytest.param("clip", marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_what_nodes_tell_in_two_rounds_is_audited(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """ε = 1 of both rounds together."""
     noise = privacy.gaussian_noise(1.0, DELTA, rounds=2)

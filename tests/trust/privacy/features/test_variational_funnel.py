@@ -45,6 +45,7 @@ def test_a_linear_funnel_is_near_the_closed_form(share: float) -> None:
     assert best - 1e-9 <= leak <= best + (plainly - best) / 3
 
 
+@pytest.mark.slow
 def test_a_network_hides_what_no_linear_map_sees() -> None:
     """s is whether |x₀| is large, which has no covariance with x; a neighbour rule finds it in x and not in z."""
     generator = torch.Generator().manual_seed(1)

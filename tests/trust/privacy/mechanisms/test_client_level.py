@@ -174,6 +174,7 @@ def test_an_adaptive_clip_finds_the_quantile_and_spends_its_share() -> None:
         private(clip=AdaptiveClip(), mechanism=privacy.laplace)
 
 
+@pytest.mark.slow
 def test_the_noises_of_an_adaptive_clip_compose_to_the_one_that_is_accounted() -> None:
     share, noise = 0.3, 2.0
     values, bits = noise / math.sqrt(1 - share), noise / math.sqrt(share)
