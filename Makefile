@@ -96,7 +96,7 @@ format: $(STAMP)
 # Notebooks run while they are built; warnings are errors.
 docs: $(STAMP)
 	$(INSTALL) --editable '.[docs]'
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(STAMP)
 	$(BIN)/python -m experiments.benchmarks.core
