@@ -25,6 +25,7 @@ import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import kernel_bounds, measure
 from experiments.benchmarks.parts.cost_formulas import Device
+from experiments.benchmarks.peers.tasks import Recurrent
 
 CLIENTS, ROWS, STEPS, BATCH = 50, 40, 5, 10
 WORDS = 50
@@ -42,17 +43,6 @@ class Kind(NamedTuple):
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     words: bool = False
-
-
-class Recurrent(nn.Module):
-    """A recurrent layer over the lines of an image, and a linear layer on its last output."""
-
-    def __init__(self, layer: nn.RNNBase) -> None:
-        super().__init__()
-        self.layer, self.head = layer, nn.Linear(layer.hidden_size * (1 + layer.bidirectional), 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(x)[0][:, -1])
 
 
 class Cells(nn.Module):

@@ -47,11 +47,11 @@ class Task(NamedTuple):
 
 
 class Recurrent(nn.Module):
-    """A recurrent layer over the 8 lines of an image, and a linear layer on its last output."""
+    """A recurrent layer over the lines of an image, and a linear layer on its last output."""
 
-    def __init__(self, layer: type[nn.GRU] | type[nn.LSTM]) -> None:
+    def __init__(self, layer: nn.RNNBase) -> None:
         super().__init__()
-        self.layer, self.head = layer(8, 32, batch_first=True), nn.Linear(32, 10)
+        self.layer, self.head = layer, nn.Linear(layer.hidden_size * (1 + layer.bidirectional), 10)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.layer(x)[0][:, -1])
@@ -176,8 +176,16 @@ TASKS = {
         "64-128-10 on digits, 5 Adam steps of 10 rows", perceptron, _flat, full=Size(100, 20), smoke=Size(20, 2)
     ),
     "dropout": Task("64-128-10 with dropout 0.5, 5 Adam steps of 10 rows", lambda: perceptron(0.5), _flat, random=True),
-    "gru": Task("GRU 8-32 over 8 lines of a digit, 5 Adam steps of 10 rows", lambda: Recurrent(nn.GRU), _lines),
-    "lstm": Task("LSTM 8-32 over 8 lines of a digit, 5 Adam steps of 10 rows", lambda: Recurrent(nn.LSTM), _lines),
+    "gru": Task(
+        "GRU 8-32 over 8 lines of a digit, 5 Adam steps of 10 rows",
+        lambda: Recurrent(nn.GRU(8, 32, batch_first=True)),
+        _lines,
+    ),
+    "lstm": Task(
+        "LSTM 8-32 over 8 lines of a digit, 5 Adam steps of 10 rows",
+        lambda: Recurrent(nn.LSTM(8, 32, batch_first=True)),
+        _lines,
+    ),
     "transformer": Task(
         "Transformer layer (32 wide, 4 heads) over 8 lines of a digit, 5 Adam steps of 10 rows", Attention, _lines
     ),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from fedtorch.models.gaussian_process.algebra import GaussianSite, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_rows
@@ -45,17 +47,12 @@ def fit(
     if start:
         model.start(y, mask)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe", history_size=20)
-
-    def loss() -> float:
-        optimizer.zero_grad()
-        value = -model.bound(x, y, mask, exact_units) - model.log_prior(True).sum() - model.log_prior(False)
-        value.backward()
-        shown.update()
-        return value  # type: ignore[return-value]
-
-    with Progress("Gaussian process", unit="evaluation") as shown:
-        optimizer.step(loss)
+    _maximise(
+        lambda: model.bound(x, y, mask, exact_units) + model.log_prior(True).sum() + model.log_prior(False),
+        parameters,
+        iterations,
+        history=20,
+    )
     model.condition(x, y, mask, exact_units)
     with torch.no_grad():
         return model.bound(x, y, mask, exact_units)
@@ -112,17 +109,8 @@ def fit_modules(
         return sites._replace(constant=constant).turned(seen.basis).total()
 
     parameters = [p for p in model.kernel.parameters() if p.requires_grad]
-    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
 
-    def loss() -> float:
-        optimizer.zero_grad()
-        value = -evidence(told()) - model.log_prior(True).sum()
-        value.backward()
-        shown.update()
-        return value  # type: ignore[return-value]
-
-    with Progress("Gaussian process", unit="evaluation") as shown:
-        optimizer.step(loss)
+    _maximise(lambda: evidence(told()) + model.log_prior(True).sum(), parameters, iterations)
     with torch.no_grad():
         model.rebase()
         model.posterior_mean, model.posterior_root, bound = posterior(model.change(), *told())
@@ -160,7 +148,6 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
     new.start(y)
     named = dict(new.named_parameters())
     parameters = [named[name] for name in new.unit_names if name in named and named[name].requires_grad]
-    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe")
     mask = torch.ones_like(y)
 
     def told() -> GaussianSite:
@@ -170,15 +157,7 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
         known = y - (seen.basis @ mean[..., None])[..., 0]
         return new.gaussian_site(x, known, mask, seen, seen.basis @ root, exact_units)
 
-    def loss() -> float:
-        optimizer.zero_grad()
-        value = -evidence(told()) - new.log_prior(True).sum()
-        value.backward()
-        shown.update()
-        return value  # type: ignore[return-value]
-
-    with Progress("Gaussian process", unit="evaluation") as shown:
-        optimizer.step(loss)
+    _maximise(lambda: evidence(told()) + new.log_prior(True).sum(), parameters, iterations)
     with torch.no_grad():
         site = told()
         mean, root, _ = posterior(torch.eye(new.points).to(site.precision), *site)
@@ -186,3 +165,18 @@ def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exa
         new.posterior_root = new.posterior_root @ root
     new.observe(x, y, mask, exact_units)
     return new
+
+
+def _maximise(value: Callable[[], Tensor], parameters: list[Parameter], iterations: int, history: int = 100) -> None:
+    """Maximise a function of parameters by L-BFGS, with a progress line."""
+    optimizer = torch.optim.LBFGS(parameters, max_iter=iterations, line_search_fn="strong_wolfe", history_size=history)
+
+    def loss() -> float:
+        optimizer.zero_grad()
+        minus = -value()
+        minus.backward()
+        shown.update()
+        return minus  # type: ignore[return-value]
+
+    with Progress("Gaussian process", unit="evaluation") as shown:
+        optimizer.step(loss)
