@@ -10,7 +10,7 @@ and the ten most probable arrows, and says which of them stand at an expected fa
 The chains do not agree there (`results/sparse_directed.md`), so read its arrows as those of some modes: with Laplace
 errors and a determinant the sites' likelihoods are not normal, so that θ cannot move with all θ_k as in the other
 models (`models/gibbs/_interweaving.py`). `sparse.acyclic` says which quantities do not mix, and has a formulation
-without feedback that needs no chain.
+without feedback that needs no chain; `sparse.tempered` moves all effects at once, anneals and tempers.
 
 Published: Kidd et al. (2023), section 3.3, which prints no numbers: an arrow from AXIN1 to DVL1, and one from CTNNB1 to
 MMP7. The paper's extract (901 samples of 10 sites, its 16 genes not listed) is not public, and MMP7 is not in this one.

@@ -88,6 +88,7 @@ from experiments.sparse import (
     network as sparse_network,
     power as sparse_power,
     regression as sparse_regression,
+    tempered as sparse_tempered,
 )
 from experiments.trials import jura as trials_jura, posteriordb as trials_posteriordb
 from experiments.vfl import (
@@ -374,6 +375,23 @@ def test_sparse_acyclic(tmp_path):
     assert found["expression", "largest difference of a frequency from the probability"] < 0.2  # of 200 draws
     for name in ("heat_map", "expression"):
         assert (tmp_path / f"sparse_acyclic_{name}.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_sparse_tempered(tmp_path):
+    needs("tcga_brca_expression")
+    sparse_tempered.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["simulated", "largest R-hat of global effects"] >= 1
+    assert 0 < found["simulated", "proposals accepted, all effects"] < 1
+    assert found["simulated, each site given θ", "proposals accepted, all effects"] == 0
+    assert 0.8 < found["tempered", "lowest power"] < 1
+    assert 0 <= found["expression", "share of sites with a spectral radius above 0.95"] < 1
+
+
+def test_trips_between_the_coldest_and_the_hottest():
+    chains = torch.tensor([[0, 1, 2, 1, 0, 2], [2, 1, 0, 1, 2, 2], [2, 0, 1, 2, 1, 0]]).T
+    assert sparse_tempered.trips(chains, 2) == 2 / 3
 
 
 @pytest.mark.slow
