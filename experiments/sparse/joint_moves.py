@@ -19,16 +19,19 @@ Every draw is made of a key and the number of the step, so that a run that is ta
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.models.gibbs import _scales, deviations, global_priors
+from fedtorch.models.gibbs import deviations, global_priors
 from fedtorch.tree import Tree
 
 MOST_PRECISE = 1e10  # of 1/(λτ)²
+POINTS = 32  # of a lattice for τ
+BOUND = 69.0  # of |log τ²|
 WANTED = 0.7  # of the proposals are to be accepted
 HORSESHOE, SPIKE_AND_SLAB = deviations.horseshoe(), global_priors.spike_and_slab()
 
@@ -207,9 +210,8 @@ class Posterior:
         weight = each.sum(1)
         estimate = (each * sites).sum(1) / weight
         scatter = (each * (sites - estimate[:, None]).square()).sum(1)
-        known = _scales.Heard(torch.full_like(weight[:, :1], self.y.shape[-3]), weight, estimate, scatter)
-        evidence = lambda place, variance: SPIKE_AND_SLAB.evidence(chains.prior, place, variance)
-        precision = _scales.draw(known, before, evidence, for_scale)
+        evidence = lambda variance: SPIKE_AND_SLAB.evidence(chains.prior, estimate, variance / weight)
+        precision = draw_scale(self.y.shape[-3], scatter, before, evidence, for_scale)
         theta, prior = SPIKE_AND_SLAB.update(chains.prior, estimate, weight * precision, for_prior)
         power = self.powers[chains.temperature][:, None, None]
         shape = (1 + power * self.count[:, None]).expand_as(chains.noise)
@@ -286,6 +288,35 @@ class _Given:
         by_sites = _times(self.root, slope)
         by_theta = self.prior * theta - gap.sum(1) + (self.pull * _times(self.root.mT, by_sites)).sum(1)
         return _times(self.shared_root, by_theta * self.of.off), by_sites * self.of.off
+
+
+def draw_scale(
+    sites: int, scatter: Tensor, precision: Tensor, evidence: Callable[[Tensor], Tensor], keys: Tensor
+) -> Tensor:
+    """Return 1/τ² `(B, q)` after one that was `precision`, on a random lattice; see `fedtorch.models.gibbs._scales`.
+
+    Args:
+        sites: K.
+        scatter: Σ_k (θ_k − θ̂)² / λ_k², `(B, q)`.
+        precision: `(B, q)`.
+        evidence: τ² -> log density of θ̂ with θ integrated out.
+        keys: `(B,)`.
+    """
+    middle = (scatter / max(sites - 1, 1)).clamp_min(1e-300).log().clamp(-BOUND, BOUND)
+    width = (2 / torch.tensor(sites).double()).sqrt()
+    for_spacing, for_place, for_choice = random.uniform(keys, (3, scatter.shape[-1]), torch.float64).unbind(1)
+    points = torch.arange(POINTS, dtype=torch.float64)[:, None, None]
+    y = ((-precision.log() - middle) / width).asinh() + 0.2 * (1 + for_spacing) * (
+        points - (POINTS * for_place).floor()
+    )
+    x = middle + width * y.sinh()
+    inside = x.clamp(-BOUND, BOUND)
+    variance = inside.exp()
+    log = inside / 2 - variance.log1p() - ((sites - 1) * inside + scatter / variance) / 2 + evidence(variance)
+    log = torch.where(inside == x, log, -torch.inf) + y.cosh().log()
+    heights = (log - log.amax(0)).exp().cumsum(0)
+    chosen = (heights <= for_choice * heights[-1]).sum(0, keepdim=True).clamp_max(POINTS - 1)
+    return (-x.gather(0, chosen)[0]).exp()
 
 
 def stable(sites: Tensor) -> Tensor:

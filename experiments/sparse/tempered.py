@@ -93,10 +93,10 @@ def sample(
 def agreement(sampled: Sampled) -> dict[str, float]:
     """R-hat of the coefficients and scales, and what the moves cost."""
     names = ("global effects", "arrows", "scales of deviations", "scales of errors", "log likelihood")
-    figures = {f"largest R-hat of {name}": largest_r_hat(sampled.draws[name]) for name in names}
-    figures["proposals accepted, a site's effects"] = float(sampled.accepted[0])
-    figures["proposals accepted, all effects"] = float(sampled.accepted[1])
-    return figures | {"seconds": sampled.seconds}
+    numbers = {f"largest R-hat of {name}": largest_r_hat(sampled.draws[name]) for name in names}
+    numbers["proposals accepted, a site's effects"] = float(sampled.accepted[0])
+    numbers["proposals accepted, all effects"] = float(sampled.accepted[1])
+    return numbers | {"seconds": sampled.seconds}
 
 
 def modes(sampled: Sampled) -> dict[str, float]:
@@ -118,14 +118,14 @@ def found(sampled: Sampled, names: Sequence[str]) -> dict[str, float]:
     """What the chains say of arrows."""
     each = graphical.square(sampled.draws["arrows"].mean(1).unflatten(-1, (len(names), len(names) - 1)))
     inclusion = each.mean(0)
-    figures = {
+    numbers = {
         "arrows found": float(graphical.edges(inclusion, LEVEL).sum()),
         "largest inclusion of an arrow": float(inclusion.max()),
         "largest difference of an inclusion between chains": float((each.amax(0) - each.amin(0)).max()),
     }
     for cause, effect in (("AXIN1", "DVL1"), ("DVL1", "AXIN1")):
-        figures[f"inclusion of {cause} → {effect}"] = float(inclusion[names.index(effect), names.index(cause)])
-    return figures
+        numbers[f"inclusion of {cause} → {effect}"] = float(inclusion[names.index(effect), names.index(cause)])
+    return numbers
 
 
 def simulated(length: Length, seeds: int) -> Report:
@@ -158,10 +158,10 @@ def tempered(data: ft.data.FederatedData, length: Length, temperatures: int) -> 
     """Return the genes, with chains at several powers of the likelihood."""
     powers = RATIO ** torch.arange(temperatures, dtype=torch.float64)
     sampled = sample(data, length, 0, powers, 2)
-    figures = {"lowest power": float(powers[-1])} | agreement(sampled) | modes(sampled)
-    figures["exchanges made, the fewest of a pair"] = float(2 * sampled.swapped.min())  # every other step is its turn
-    figures["round trips of a chain"] = float(trips(sampled.temperatures, temperatures - 1))
-    rows = [common.Row("tempered", name, value) for name, value in figures.items()]
+    numbers = {"lowest power": float(powers[-1])} | agreement(sampled) | modes(sampled)
+    numbers["exchanges made, the fewest of a pair"] = float(2 * sampled.swapped.min())  # every other step is its turn
+    numbers["round trips of a chain"] = float(trips(sampled.temperatures, temperatures - 1))
+    rows = [common.Row("tempered", name, value) for name, value in numbers.items()]
     common.show_rows(f"tempered, {length.steps} steps", rows)
     return Report(rows, {})
 

@@ -11,8 +11,9 @@ from support.oracles import geweke
 from support.oracles.closed_forms import same_bits
 from torch import Tensor
 
-from experiments.sparse.joint_moves import Chains, Posterior, stable
+from experiments.sparse.joint_moves import Chains, Posterior, draw_scale, stable
 from fedtorch import random, tree
+from fedtorch.models.gibbs import _scales
 
 SITES, ROWS = 2, 4
 VARIABLES = ("theta", "sites", "w", "u", "precision", "noise", "prior")
@@ -137,3 +138,12 @@ def test_a_run_that_is_taken_up_again_is_the_same_run() -> None:
     for t in (2, 3):
         kept = of.step(kept, random.key(13), t, adapt=True)
     assert same_bits(kept, whole)
+
+
+def test_scales_are_drawn_as_in_the_federated_sampler() -> None:
+    first, second, third, fourth = random.gamma(random.key(14), 1.0, (4, 5, 6), torch.float64)
+    evidence = lambda place, variance: -place.square() / (2 + variance)
+    known = _scales.Heard(torch.full((5, 1), 7.0).double(), first, second, third)
+    keys = random.fold_in(random.key(15), torch.arange(5))
+    theirs = _scales.draw(known, fourth, evidence, keys)
+    assert torch.equal(draw_scale(7, third, fourth, lambda v: evidence(second, v / first), keys), theirs)
