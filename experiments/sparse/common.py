@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import arviz as az
+import numpy as np
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -81,9 +82,15 @@ def share(part: Tensor, whole: Tensor) -> float:
 
 
 def largest_r_hat(draws: Tensor) -> float:
-    """The largest rank-normalised R-hat of quantities `(C, T, q)` that are not the same in all draws."""
+    """The largest rank-normalised R-hat of quantities `(C, T, q)` that are not the same in all draws.
+
+    It is infinite if each chain stands still at a number of its own; quantities of so few draws that theirs is not
+    defined are left out.
+    """
     each = draws.movedim(-1, 0).numpy()
-    return max((float(az.rhat(chains)) for chains in each if chains.min() < chains.max()), default=1.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = [float(az.rhat(chains)) for chains in each if chains.min() < chains.max()]
+    return max((value for value in values if value == value), default=1.0)
 
 
 def interval(draws: Tensor) -> Tensor:
