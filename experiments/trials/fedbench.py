@@ -21,6 +21,7 @@ figures see `fedbench_published`), github.com/Xtra-Computing/NIID-Bench, `utils.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -89,20 +90,20 @@ class Adam(torch.optim.Optimizer):
                 parameter.sub_(rate * state["exp_avg"] / (state["exp_avg_sq"].sqrt() + group["eps"]))
 
 
-def made(module: Callable[[], nn.Module], seed: int) -> nn.Module:
+def made(module: Callable[[], nn.Sequential], seed: int) -> nn.Sequential:
     """A module with PyTorch's first weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return module()
 
 
-def perceptron() -> nn.Module:
+def perceptron() -> nn.Sequential:
     """FCUBE's."""
     hidden = [layer for sizes in ((3, 32), (32, 16), (16, 8)) for layer in (nn.Linear(*sizes), nn.ReLU())]
     return nn.Sequential(*hidden, nn.Linear(8, 2))
 
 
-def convolutions() -> nn.Module:
+def convolutions() -> nn.Sequential:
     """MNIST's."""
     seen = [nn.Conv2d(1, 6, 5), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 16, 5), nn.ReLU(), nn.MaxPool2d(2)]
     answered = [nn.Linear(256, 120), nn.ReLU(), nn.Linear(120, 84), nn.ReLU(), nn.Linear(84, 10)]
@@ -203,18 +204,40 @@ METHODS: dict[str, Callable[[ft.LocalSolver], ft.Algorithm]] = {
 SAME = {"FedAvg": ("FedAvg", "FedProx")}  # the published curves that one of ours is beside
 
 
-def descent(module: nn.Module, momentum: float = MOMENTUM) -> ft.LocalSolver:
+def descent(module: nn.Sequential, momentum: float = MOMENTUM) -> ft.LocalSolver:
     """The clients' epochs; without momentum its steps are as long as those with it become."""
-    lr = LR if momentum else LR / (1 - MOMENTUM)
-    optimizer = partial(torch.optim.SGD, lr=lr, momentum=momentum, weight_decay=DECAY)
-    return ft.gradient_descent(
-        module, epochs=EPOCHS, batch_size=BATCH, loss=F.cross_entropy, optimizer=optimizer, batched="auto"
+    optimizer = partial(
+        torch.optim.SGD, lr=LR if momentum else LR / (1 - MOMENTUM), momentum=momentum, weight_decay=DECAY
     )
+    settings: dict[str, Any] = {"epochs": EPOCHS, "batch_size": BATCH, "loss": F.cross_entropy, "optimizer": optimizer}
+    return ft.gradient_descent(module, batched=not isinstance(module[0], nn.Conv2d), **settings)
 
 
-def courses(name: str, module: nn.Module, problems: Sequence[Problem], at: Sequence[int], seed: int = 0) -> Curves:
-    """Test accuracy after some rounds, of problems beside each other."""
-    algorithm = METHODS[name](descent(module, 0.0 if name == "SCAFFOLD" else MOMENTUM))
+def remembered(local: ft.LocalSolver, kept: dict[tuple[int, ...], ft.Local]) -> ft.LocalSolver:
+    """A solver whose first round is kept by the clients' keys: all methods begin at the same weights and keys."""
+
+    def solve(start: Tree, state: Tree, data: Any, quadratic: Any, turn: ft.Turn) -> ft.Local:
+        if turn.round:
+            return local.solve(start, state, data, quadratic, turn)
+        place = tuple(turn.key.flatten().tolist())
+        if place not in kept:
+            kept[place] = local.solve(start, state, data, quadratic, turn)
+        return kept[place]
+
+    return dataclasses.replace(local, solve=solve)
+
+
+def courses(
+    name: str,
+    module: nn.Sequential,
+    problems: Sequence[Problem],
+    at: Sequence[int],
+    kept: dict[tuple[int, ...], ft.Local],
+    seed: int = 0,
+) -> Curves:
+    """Test accuracy after some rounds, of problems beside each other; `kept` is theirs."""
+    scaffold = name == "SCAFFOLD"
+    algorithm = METHODS[name](descent(module, 0.0) if scaffold else remembered(descent(module), kept))
     clients = len(problems[0].clients)
     together = side_by_side(algorithm, [problem.start for problem in problems], clients)
     run = ft.Run(together, Joined([ft.data.from_tensors(problem.clients) for problem in problems]), seed=seed)
@@ -279,13 +302,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         stored = fedbench_published.FCUBE if data == "FCUBE" else fedbench_published.MNIST
         last = 1 if options.smoke else 50 if data == "FCUBE" else options.last
         at = [number for number in stored["FedAvg"] if number <= last]
-        for name in (name for name in options.methods if name in stored):
-            if data == "FCUBE":
-                curves = courses(name, perceptron(), [cube(seed) for seed in range(options.seeds)], at)
-            else:
-                each = ((seed, [digits(seed, options.smoke)]) for seed in range(options.seeds))
-                curves = [courses(name, convolutions(), problems, at, seed)[0] for seed, problems in each]
-            rows += rows_of(data, name, curves)
+        found: dict[str, Curves] = {name: [] for name in options.methods if name in stored}
+        seeds = [[*range(options.seeds)]] if data == "FCUBE" else [[seed] for seed in range(options.seeds)]
+        for group in seeds:
+            module = perceptron() if data == "FCUBE" else convolutions()
+            problems = [cube(seed) if data == "FCUBE" else digits(seed, options.smoke) for seed in group]
+            kept: dict[tuple[int, ...], ft.Local] = {}
+            for name, curves in found.items():
+                curves += courses(name, module, problems, at, kept, group[0])
+        rows += [row for name, curves in found.items() for row in rows_of(data, name, curves)]
     common.show_rows("FedBench", rows, ".4f")
     common.finish("trials.fedbench", rows, options, lambda: draw(rows))
 

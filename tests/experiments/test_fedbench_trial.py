@@ -37,6 +37,18 @@ def test_fednova_moves_by_changes_per_step(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(run.server[name], leaf.detach() + total * step, atol=1e-6, rtol=0)
 
 
+def test_the_first_round_is_kept_for_all_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fedbench, "EPOCHS", 1)
+    draws, module = torch.Generator().manual_seed(1), fedbench.made(fedbench.perceptron, 0)
+    data = ft.data.from_tensors([(torch.randn(n, 3, generator=draws), torch.arange(n) % 2) for n in (5, 9)])
+    kept: dict = {}
+    for method in (fedbench.METHODS["FedAvg"], fedbench.fednova):
+        wanted = ft.run(method(fedbench.descent(module)), ft.InProcess(data), rounds=2, progress=False)
+        run = ft.run(method(fedbench.remembered(fedbench.descent(module), kept)), ft.InProcess(data), rounds=2)
+        assert all(torch.equal(leaf, wanted.server[name]) for name, leaf in run.server.items())
+    assert len(kept) == 1
+
+
 def test_flowers_adam_corrects_by_the_round_to_come() -> None:
     parameter = torch.nn.Parameter(torch.tensor([1.0, -2.0]))
     optimizer = fedbench.Adam([parameter], lr=0.1, betas=(0.9, 0.99), eps=1e-3)
