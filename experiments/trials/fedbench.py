@@ -55,10 +55,12 @@ THREE_RUNS = (
     "runs hardly know their sd"
 )
 ONE_CURVE = "the stored rounds of FedAdagrad are FedAdam's, too, digit by digit; ours of FedAdam are near them"
+TWO_MEANS = "FedAvg and FedProx are the same code, and their published means lie 0.054 apart; ours is between them"
 OWN_SCAFFOLD = "its SCAFFOLD is not the paper's: clients' control variates are lost between rounds"
 READING = result_pages.Reading(
     larger="accuracy",
     reasons=(
+        result_pages.Reason(r"^MNIST, Fed(Avg|Prox).*: accuracy after 1 rounds", TWO_MEANS, True),
         result_pages.Reason(r"^FCUBE, SCAFFOLD", OWN_SCAFFOLD, True),
         result_pages.Reason(r"^FCUBE, FedAdagrad: accuracy after (1|2|5|20) rounds", ONE_CURVE, True),
         result_pages.Reason(r"^FCUBE, Fed(Prox|Nova).*: accuracy after [12] rounds", THREE_RUNS, True),
@@ -288,7 +290,9 @@ def draw(rows: Sequence[common.Row]) -> dict[str, Figure]:
         for setting in dict.fromkeys(row.setting for row in rows if row.setting.startswith(data)):
             points = [(int(row.metric.split()[2]), row) for row in rows if row.setting == setting]
             known = [(n, row) for n, row in points if row.published is not None]
-            (line,) = axis.plot([n for n, _ in points], [row.ours for _, row in points], label=setting.split(", ")[1])
+            (line,) = axis.plot(
+                [n for n, _ in points], [row.ours for _, row in points], marker=".", label=setting.split(", ")[1]
+            )
             errors = [row.published_sd for _, row in known]
             places, values = [n for n, _ in known], [row.published for _, row in known]
             axis.errorbar(places, values, errors, fmt="o", color=line.get_color(), mfc="none", capsize=2)

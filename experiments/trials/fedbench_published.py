@@ -2,9 +2,9 @@
 
 Source: github.com/NechbaMohammed/FLBenchmark, `results/agg_experiments/**/METHOD_rounds50_epochs10.csv`; the last round
 is what the page of results prints (github.com/NechbaMohammed/FLBenchmarkUI, `index.html`, commit fa77cd5). The sd is
-divided by the number of runs, three. On FCUBE the stored rounds 0 to 49 of FedAdagrad and of FedAdam are the same, digit
-by digit, so that one of the two files holds the other's: both are beside them. Of FedYogi there nothing is stored but
-what the page prints.
+divided by the number of runs, three. On FCUBE the stored rounds 0 to 49 of FedAdagrad and of FedAdam are the same,
+digit by digit, so that one of the two files holds the other's: both are beside them. Of FedYogi there nothing is stored
+but what the page prints.
 """
 
 from __future__ import annotations
