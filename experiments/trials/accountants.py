@@ -11,20 +11,20 @@ where they are installed, `opacus`, `autodp` and `prv_accountant` besides `dp_ac
 (`pip install opacus autodp prv_accountant`; one that is missing is left out). A smaller ε is a tighter account of the
 same rounds.
 
-Figures that stand alone (`ALONE`) are compared with our Rényi account only, by the conversion that the library had when
-it printed them: the tutorial's later table, Opacus's MNIST example, its tutorials of two processes (ε after each of ten
-epochs) and of CIFAR-10 (the noise that it found for ε = 50, to within 0.01), and the ε of Gboard's later models from
-the zCDP that is printed of them (their matrices are not at hand).
+Figures that stand alone (`ALONE`) are compared with the account of ours that the library had when it printed them: the
+tutorial's later table, Opacus's MNIST example, its tutorial of two processes (ε after each of ten epochs), and the ε of
+Gboard's later models, from the zCDP that is printed of them (their matrices are not at hand).
 
 Left out: the tables of McMahan et al. (2018) and Kairouz et al. (2021). Neither paper's text was at hand, and neither
 github.com/google-research/DP-FTRL (commit 513500a) nor the two repositories below print a figure of these tables;
 github.com/microsoft/prv_accountant (a844f72) and apple/pfl-research (c9d1f32) print settings, but no ε of them.
+Opacus's CIFAR-10 tutorial prints ε at steps that its minibatches of memory determine, which cannot be redone.
 
 Sources: github.com/tensorflow/privacy, `tutorials/README.md`, commits 047e1eef and 03035d5 (the later table);
-github.com/pytorch/opacus, commit 4d0ebc84, `examples/mnist_README.md`, `tutorials/ddp_tutorial.ipynb` and
-`building_image_classifier.ipynb`; github.com/google-research/federated, commit 29cf01e1,
-`dp_ftrl/blogpost_supplemental_privacy_accounting.ipynb`, by appendix D.2 of Kairouz et al. (2021), "Practical and
-private (deep) learning without sampling or shuffling", and commit a5af8c4, `mf_dpftrl_matrices/`.
+github.com/pytorch/opacus, commit 4d0ebc84, `examples/mnist_README.md` and `tutorials/ddp_tutorial.ipynb`;
+github.com/google-research/federated, commit 29cf01e1, `dp_ftrl/blogpost_supplemental_privacy_accounting.ipynb`, by
+appendix D.2 of Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling", and commit
+a5af8c4, `mf_dpftrl_matrices/`.
 """
 
 from __future__ import annotations
@@ -84,6 +84,7 @@ TUTORIAL = {
 GBOARD = "Gboard, DP-FTRL"
 Account = Callable[[Released], float]
 FORMER, LATER = "fedtorch, Rényi, converted as by Mironov", "fedtorch, Rényi"
+TIGHT = "fedtorch, privacy-loss distributions"
 
 
 def of_opacus(noise: float, batches: int, epochs: int, published: float) -> Released:
@@ -97,7 +98,7 @@ def of_zcdp(rho: float, published: float) -> Released:
 
 
 DDP = (0.87, 0.91, 0.96, 1.00, 1.03, 1.07, 1.11, 1.14, 1.18, 1.21)  # after each epoch
-ALONE = {  # by the conversion that each library had when it printed them
+ALONE = {  # by the account that each library had when it printed them
     FORMER: {
         "tutorial of 2019, noise 1.1, 1 epoch": of_mnist(1.1, 1, 1.03),
         "tutorial of 2019, noise 1.1, 2 epochs": of_mnist(1.1, 2, 1.11),
@@ -111,9 +112,10 @@ ALONE = {  # by the conversion that each library had when it printed them
     },
     LATER: {
         **{f"Opacus, two processes, epoch {epoch}": of_opacus(1.0, 300, epoch, e) for epoch, e in enumerate(DDP, 1)},
-        "Opacus, CIFAR-10, noise 0.39067, 20 epochs": of_opacus(0.39066894531249996, 98, 20, 50.0),
-        "Gboard es-ES, MF-DP-FTRL": of_zcdp(0.1506840301548885, 3.42),
-        "Gboard pt-BR and es-US, MF-DP-FTRL": of_zcdp(0.014342572340349278, 0.99),
+    },
+    TIGHT: {
+        "Gboard es-ES, MF-DP-FTRL": of_zcdp(0.1506840301548885, 3.424007),
+        "Gboard pt-BR and es-US, MF-DP-FTRL": of_zcdp(0.014342572340349278, 0.993550),
     },
 }
 
@@ -246,7 +248,7 @@ def accountants(smoke: bool) -> dict[str, Account]:
     made: dict[str, Account] = {
         FORMER: former,
         LATER: renyi,
-        "fedtorch, privacy-loss distributions": ours,
+        TIGHT: ours,
     }
     for name, build in OTHERS.items():
         if smoke and not name.startswith("dp-accounting, R"):
@@ -270,13 +272,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for setting, released in settings.items():
             row = common.Row(setting, f"ε, {name}", account(released), published=released.published, decimals=2)
             rows.append(row)
-    for conversion, alone in ALONE.items():
-        account = {FORMER: former, LATER: renyi}[conversion]
+    for name, alone in ALONE.items():
+        account, digits = {FORMER: former, LATER: renyi, TIGHT: ours}[name], 6 if name == TIGHT else 2
         for setting, released in alone.items():
-            digits = 2 if released.published < 10 else 1  # Opacus's noise has ε to within 0.01
-            row = common.Row(
-                setting, f"ε, {conversion}", account(released), published=released.published, decimals=digits
-            )
+            row = common.Row(setting, f"ε, {name}", account(released), published=released.published, decimals=digits)
             rows.append(row)
     common.show_rows("Published ε", rows)
     common.finish("trials.accountants", rows, options)

@@ -67,7 +67,7 @@ def read(folder: Path) -> list[tuple[np.ndarray, np.ndarray]]:
         table = table.assign(at=at)[(at >= "2020-06-01") & (at < "2020-06-08")]
         table = table.assign(DEPTH=pd.to_numeric(table["DEPTH"], errors="coerce")).dropna(subset="DEPTH")
         days = (table["at"] - pd.Timestamp("2020-06-01")) / pd.Timedelta("1D")
-        made.append((days.to_numpy(), table["DEPTH"].to_numpy()))
+        made.append((days.to_numpy(copy=True), table["DEPTH"].to_numpy(copy=True)))
     return made
 
 

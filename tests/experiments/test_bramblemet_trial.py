@@ -40,6 +40,7 @@ def test_missing_data_end_with_how_to_get_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse invariant")  # in GPyTorch's IndexKernel
 def test_tides_are_predicted() -> None:
     stations = bramblemet.split(weeks(), seed=0)
     found = {name: bramblemet.errors(stations, means) for name, means in bramblemet.predicted(stations, 20, 50).items()}
