@@ -77,13 +77,15 @@ PUBLISHED = {
 
 def trained(cell: Cell, attack: str, seed: int, rounds: int, every: int, kept: Path | None) -> training.Course:
     """One training, from its file where it has been done."""
-    file = None if kept is None else kept / f"{cell.similar:g}_{cell.faulty}_{attack.replace(' ', '_')}_{seed}.json"
+    name = f"{cell.similar:g}_{cell.faulty}_{attack.replace(' ', '_')}_{seed}_of_{rounds}_rounds.json"
+    file = None if kept is None else kept / name
     if file is not None and file.exists():
         return training.Course(**json.loads(file.read_text()))
     began, rule = time.process_time(), training.rule(cell.faulty)
+    tested = None if rounds == ROUNDS else 500  # of --smoke
     course = training.train(
         rule, training.attack(attack, rule, cell.faulty), cell.similar, seed, rounds=rounds, every=every,
-        training=training.pictures(True), test=training.pictures(False),
+        training=training.pictures(True), test=training.Pictures(*(leaf[:tested] for leaf in training.pictures(False))),
     )  # fmt: skip
     took = time.process_time() - began
     sys.stderr.write(f"{cell.name}, {attack}, seed {seed}: {max(course.accuracy):.4f}, {took:.0f} s\n")

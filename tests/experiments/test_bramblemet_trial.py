@@ -37,11 +37,3 @@ def test_errors_are_of_the_rows_that_are_not_known() -> None:
 def test_missing_data_end_with_how_to_get_them(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="git clone"):
         bramblemet.main(["--smoke", "--mogptk", str(tmp_path)])
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:Sparse invariant")  # in GPyTorch's IndexKernel
-def test_tides_are_predicted() -> None:
-    stations = bramblemet.split(weeks(), seed=0)
-    found = {name: bramblemet.errors(stations, means) for name, means in bramblemet.predicted(stations, 20, 50).items()}
-    assert found[bramblemet.METHODS[0]]["mean absolute error"] < 0.2
