@@ -32,10 +32,18 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch.data import BadClients
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical._pyro_program import Sites, filled_up, log_joint_of, may_be_filled, sites_of
+from fedtorch.models.hierarchical._pyro_program import (
+    Sites,
+    filled_up,
+    log_joint_of,
+    may_be_filled,
+    refusal,
+    sites_of,
+)
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
@@ -106,7 +114,8 @@ class PyroFactor:
             rule: nodes over φ; default: a product rule in two dimensions, two spherical designs in up to twenty.
 
         Raises:
-            ValueError: another number of names than coordinates.
+            ValueError: another number of names than coordinates; when a run begins, a client without rows, or with rows
+                that the program cannot observe.
 
         >>> import pyro, torch, fedtorch as ft
         >>> from fedtorch.federation.algorithms.ep import devices, posterior, settled
@@ -137,7 +146,7 @@ class PyroFactor:
             prior=prior,
             project=project,
             start=from_the_prior(project),
-            prepare=_checked,
+            prepare=partial(_checked, self.program, gaussian.moments(prior.normal).mean),
             devices=partial(self.devices, rule=rule),
             log_factor=self,
             given=self._given,
@@ -250,9 +259,17 @@ def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
     return Hierarchy(names, prior.normal.shift.new_zeros(0, len(names)), nothing, nothing, prior)
 
 
-def _checked(data: Any) -> Any:
-    """Return data of which each client has rows."""
+def _checked(program: Callable[..., Any], phi: Tensor, data: Any) -> Any:
+    """Return data of which each client has rows, and such as the program can observe at the prior's mean φ."""
+    import pyro
+
     refuse(data.count == 0, "Expected rows to observe, but got none; leave the client out with data.select")
+    rows = [_float64(leaf) for leaf in tree.leaves(data.batch)]
+    with pyro.validation_enabled(False):
+        for k, count in enumerate(data.count.tolist()):
+            why = refusal(program, phi.to(rows[0].device), [leaf[k, :count] for leaf in rows])
+            if why:
+                raise BadClients(torch.tensor([k]), why)
     return data
 
 
