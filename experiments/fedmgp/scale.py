@@ -34,8 +34,8 @@ READING = result_pages.Reading(
     reasons=(
         result_pages.Reason(
             r"\(20, 10\): (Fed|Cen)MGP",
-            "20 points do not tell a unit's amplitude, width and noise well enough; a process that knows them, the best "
-            "predictor that there is, reaches 0.0112 with the first seed",
+            "20 points do not tell a unit's amplitude, width and noise well enough; a process that knows them, the "
+            "best predictor that there is, reaches 0.0112 with the first seed",
         ),
     ),
 )
