@@ -98,7 +98,7 @@ class SparseLayer(nn.Module):
         """Return means and variances of the processes at x `(*b, N, d)`, `(*b, N, outputs)` each."""
         square = (2 * self.log_lengthscale).exp()
         prior = self.kernel(self.inducing, self.inducing, square)  # (outputs, J, J), of variance 1
-        factor = torch.linalg.cholesky(prior + self.jitter * torch.eye(len(self.inducing)).to(x))
+        factor = self._factor(prior + self.jitter * torch.eye(len(self.inducing)).to(x))
         cross = self.kernel(self.inducing, x, square)  # (*b, outputs, J, N)
         basis = torch.linalg.solve_triangular(factor, cross, upper=False)
         told = self.root.tril().mT @ basis
@@ -106,6 +106,13 @@ class SparseLayer(nn.Module):
         mean = (self.mean[:, None] @ basis)[..., 0, :] * (0.5 * self.log_variance).exp()[:, None]
         variance = unit.clamp(min=1e-12) * self.log_variance.exp()[:, None]
         return mean.mT + x if self.identity else mean.mT, variance.mT
+
+    def _factor(self, matrix: Tensor) -> Tensor:
+        """Return the Cholesky factor; in training NaN where there is none, so that a federation names the unit."""
+        if not self.training:
+            return torch.linalg.cholesky(matrix)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        return torch.where(failed[..., None, None] > 0, torch.nan, factor)
 
     def divergence(self) -> Tensor:
         """Return KL(q(u) ‖ p(u)) of all its processes."""
@@ -235,6 +242,8 @@ class DeepGP(nn.Module):
 
     def _moments(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and variances of f `(S, N)` by normal numbers `(S, N or 1, layers, d)` of the inner layers."""
+        if x.shape[-1] != self.outer.inducing.shape[-1]:
+            raise ValueError(f"Expected inputs (N, {self.outer.inducing.shape[-1]}), but got {tuple(x.shape)}")
         x = x.expand(len(noise), *x.shape)
         for number, layer in enumerate(self.inner):
             mean, variance = layer(x)

@@ -37,7 +37,6 @@ from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical._pyro_program import (
-    Sites,
     filled_up,
     log_joint_of,
     may_be_filled,
@@ -56,7 +55,7 @@ __all__ = ["pyro_factor"]
 
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
 _AROUND = 7  # points for each of two latent variables around their mode
-_CHUNK = 2**21  # numbers in one array of the nodes of some clients' rows
+_CHUNK = 2**18  # rows at nodes of φ whose modes are sought at once
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> PyroFactor:
@@ -216,14 +215,13 @@ class PyroFactor:
             groups = [torch.arange(len(count))]
             if len(set(count)) > 1 and not self._filled:
                 groups = [torch.tensor([k for k, n in enumerate(count) if n == size]) for size in sorted(set(count))]
-            chunks = self._chunks(groups, phi, rows[0], sites)
+            chunks = self._chunks(groups, phi, rows[0])
             parts = [self._stacked(phi, rows, data.count, ids) for ids in chunks]
         return parts, torch.cat(chunks).argsort().to(phi.device)
 
-    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor, sites: Sites) -> list[Tensor]:
-        """Return the clients of each evaluation, so many that its arrays stay small."""
-        nodes = len(self._rule(sites.size).weights)
-        size = max(1, _CHUNK // max(1, phi.shape[1] * nodes * leaf.shape[1]))
+    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor) -> list[Tensor]:
+        """Return the clients of each evaluation, so many that its arrays stay small; nodes of θ are taken in parts."""
+        size = max(1, _CHUNK // max(1, phi.shape[1] * leaf.shape[1]))
         return [part for ids in groups for part in ids.split(size)]
 
     def _rule(self, size: int) -> QuadratureRule:
@@ -250,7 +248,7 @@ class PyroFactor:
 
             return torch.vmap(client)(theta, phi, mask, *filled)
 
-        return integrated(log_joint, phi, sites.size, self._rule(sites.size))
+        return integrated(log_joint, phi, sites.size, self._rule(sites.size), rows=most)
 
 
 def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:

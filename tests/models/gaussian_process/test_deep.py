@@ -90,7 +90,7 @@ def test_matern_kernels_are_gpytorchs_and_have_slopes(smoothness: float) -> None
     mean, variance = module.outer(x)
     assert torch.allclose(mean[:, 0], theirs.mean, rtol=0, atol=1e-7)
     assert torch.allclose(variance[:, 0], theirs.variance, rtol=0, atol=1e-7)
-    found = torch.autograd.grad(module.outer(module.inducing)[0].sum(), [module.outer.inducing])[0]
+    found = torch.autograd.grad(module.outer(module.outer.inducing)[0].sum(), [module.outer.inducing])[0]
     assert bool(found.isfinite().all())  # where inputs are the same, too
 
 
@@ -220,3 +220,23 @@ def test_wrong_arguments_are_named(arguments: dict, message: str) -> None:
         DeepGP(PLACES, 14, likelihood=3)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a distribution for each of 2 × 3 values of f, but got"):
         DeepGP(PLACES, 14, likelihood=torch.sigmoid)  # type: ignore[arg-type]
+
+
+def test_units_whose_training_or_rows_go_wrong_are_named() -> None:
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.05)
+
+    def train(data: ft.data.FederatedData, **arguments: Any) -> ft.Run:
+        module = DeepGP(PLACES, 14, **arguments)
+        local = ft.gradient_descent(module, steps=2, loss=DeepGP.loss, optimizer=adam)
+        return ft.run(ft.personal_layers(local, module.own), ft.InProcess(data), rounds=1)
+
+    (x, y), other = rows(1)[0], rows(2)[1]
+    with pytest.raises(ValueError, match="Expected finite messages, but client 'large' sent NaN"):
+        train(ft.data.from_tensors([other, (x, 1e200 * y)], ["small", "large"]))
+    with pytest.raises(ValueError, match=r"Expected inputs \(N, 1\), but got \(\d+, 2\)"):
+        train(ft.data.from_tensors([(torch.cat([x, x], 1), y)]))
+    with pytest.raises(ValueError, match="Expected rows that DeepGP can train on"):
+        train(ft.data.from_tensors([(x, y[:, None])]))
+    holes = ft.data.FederatedData(rows(1).rows, torch.tensor([7, 0]), allow_empty=True)
+    with pytest.raises(ValueError, match="Client '1': Expected at least one row to train on"):
+        train(holes)

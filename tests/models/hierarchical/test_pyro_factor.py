@@ -151,16 +151,16 @@ def test_bad_clients_and_names_are_refused() -> None:
 
 
 def test_rows_that_the_model_cannot_observe_are_named_with_their_client() -> None:
-    """A count below zero, a category without a parameter, NaN: before the first round."""
+    """A count below zero, a category without a parameter, a density that is not a number: before the first round."""
 
     def counts(phi: Tensor, kind: Tensor, y: Tensor) -> None:
         level = pyro.sample("level", dist.Normal(phi[0], 1.0))
         with pyro.plate("rows", len(y)):
             pyro.sample("y", dist.Poisson((level + phi[kind]).exp()), obs=y)
 
-    def scored(phi: Tensor, kind: Tensor, y: Tensor) -> None:
+    def sizes(phi: Tensor, kind: Tensor, y: Tensor) -> None:
         with pyro.plate("rows", len(y)):
-            pyro.sample("y", dist.Normal(phi[0], 1.0), obs=y)
+            pyro.sample("y", dist.LogNormal(phi[0], 1.0), obs=y)
 
     prior = torch.distributions.MultivariateNormal(torch.zeros(2).double(), torch.eye(2).double())
     kind, y = torch.tensor([0, 1]), torch.tensor([3.0, 1.0]).double()
@@ -175,7 +175,7 @@ def test_rows_that_the_model_cannot_observe_are_named_with_their_client() -> Non
     with pytest.raises(ValueError, match=r"Client 'south': Expected rows that the model takes, .* index 2 is out"):
         begin(counts, kinds=kind + 1)
     with pytest.raises(ValueError, match="Client 'south': Expected a log density of the rows, but got NaN"):
-        begin(scored, ys=y / 0 * 0)
+        begin(sizes, ys=-y)
 
 
 def test_constrained_latents_and_no_latents() -> None:
