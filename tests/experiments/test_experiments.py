@@ -600,8 +600,7 @@ def test_nothing_beats_the_process_that_knows_the_parameters():
     assert bound == pytest.approx(0.0112, abs=5e-5)
     runs = json.loads((result_pages.RESULTS / "fedmgp_scale.json").read_text())["runs"]
     small = [row for run in runs for row in run["rows"] if row["setting"] == "(20, 10)" and "MSE" in row["metric"]]
-    least = min(row["ours"] for row in small if "known" in row["metric"])  # over the seeds of a run
-    assert min(bound, least) < min(row["ours"] for row in small if "known" not in row["metric"])
+    assert bound < min(row["ours"] for row in small if "known" not in row["metric"])
     assert bound < fedmgp_scale.PUBLISHED[20, 10]["FedMGP"] < bound + 0.0008
 
 

@@ -26,7 +26,7 @@ def matern(x: Tensor, z: Tensor, square: Tensor, smoothness: float) -> Tensor:
     """Return Matérn kernels of variance 1 and smoothness 0.5, 1.5 or 2.5; arguments and shapes as those of `gaussian`.
 
     >>> matern(torch.zeros(1, 1), torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0]]), 0.5).log()
-    tensor([[[0., -1.]]])
+    tensor([[[ 0., -1.]]])
     """
     width = square.rsqrt()[..., None, :]
     one, two = x[..., None, :, :] * width, z[..., None, :, :] * width
