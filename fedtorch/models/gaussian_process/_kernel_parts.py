@@ -32,7 +32,7 @@ def matern(x: Tensor, z: Tensor, square: Tensor, smoothness: float) -> Tensor:
     one, two = x[..., None, :, :] * width, z[..., None, :, :] * width
     gap = (one[..., :, None, :] - two[..., None, :, :]).square().sum(-1)
     r = (2 * smoothness * gap.clamp(min=1e-30)).sqrt()  # with the derivative 0 where inputs are the same
-    return {0.5: 1.0, 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[smoothness] * (-r).exp()
+    return {0.5: torch.ones_like(r), 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[smoothness] * (-r).exp()
 
 
 def positive(lower: float = 0.0) -> Any:

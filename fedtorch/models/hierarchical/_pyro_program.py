@@ -117,7 +117,7 @@ def refusal(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> s
                     f"Expected observations that {kind} can take at {name!r}, but got {wrong[0].item():g}; mend or "
                     "leave out such rows"
                 )
-        log = trace.log_prob_sum()
+        log = torch.as_tensor(trace.log_prob_sum())
     except (IndexError, RuntimeError) as error:
         return (
             f"Expected rows that the model takes, but it raises {type(error).__name__}: {error}; look for codes of "
