@@ -60,26 +60,28 @@ def estimates(
     shown, (names, back) = quantities(run, nodes), shown_coefficients(run)
     size, design = len(names), (back @ model.hierarchy.mean).to(nodes)
     m = design.shape[1]
-    check_separation(run, q.mean[:m], q.covariance[:m, :m])
+    check_separation(run, q.mean[:m], q.covariance[:m, :m], prior_of_means(run))
     check_dependence(run, q.covariance[:m, :m])
     check_order(run, q.mean[:m], q.covariance[:m, :m])
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
 
-def check_separation(run: Run, mean: Tensor, covariance: Tensor) -> None:
+def check_separation(run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None) -> None:
     """Warn where a logistic regression on standardised columns looks separated; see `warn_of_separation`.
 
     Args:
         run: of a hierarchical model.
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
+        before: their covariance under the prior; None where there is none.
     """
     model, design = run.algorithm.settings["model"], design_of(run)
     if model.family in (LOGISTIC, CUMULATIVE) and design is not None and design.encoding.standard:
         back = model.hierarchy.mean.to(mean)
         sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
         slopes = [j for j in range(len(names)) if model.ordered is None or names[j] in model.ordered.names]
-        warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], stacklevel=5)
+        known = None if before is None else (back @ before.to(mean) @ back.mT).diagonal().sqrt()[slopes]
+        warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], before=known, stacklevel=5)
 
 
 def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
