@@ -19,18 +19,20 @@ import numpy
 import pandas
 import torch
 from torch import Tensor
-from torch.distributions import MultivariateNormal, Normal
+from torch.distributions import Normal
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 
 import fedtorch as ft
 from experiments import common
 from experiments.vfl.oracles import nuts
 from fedtorch.federation.algorithms.ep import corrected, posterior, settled
-from fedtorch.models import gaussian, hierarchical
+from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
 
 FEW: dict[str, int] = {"draws": 20, "warmup": 10, "chains": 1}
 MANY: dict[str, int] = {"draws": 1500, "warmup": 500, "chains": 2}
+MEANS, SDS = (0.0, 0.0, 1.5, 3.0), (5.0, 2.5, 5.0, 5.0)  # of the prior of thresholds and slope
+VARIANCE = -2.0, 2.0  # mean and sd of the prior of a log variance
 Summary = tuple[Tensor, Tensor]  # means, sds
 
 
@@ -83,7 +85,7 @@ def cells_density(frame: pandas.DataFrame, family: str, given: tuple[float, floa
         a, b, log_variance = given or unknown
         x = columns["x"].masked_scatter(lost, cells)
         eta = beta[0] + beta[1] * x + beta[2] * columns["z"] + (log_tau / 2).exp() * effects[site]
-        total = Normal(0.0, 2.5).log_prob(beta).sum() + Normal(-2.0, 2.0).log_prob(log_tau) - effects @ effects / 2
+        total = Normal(0.0, 2.5).log_prob(beta).sum() + Normal(*VARIANCE).log_prob(log_tau) - effects @ effects / 2
         total = total + Normal(a + b * columns["z"], torch.as_tensor(log_variance / 2).exp()).log_prob(x).sum()
         if noisy:
             law = Normal(eta, (log_noise / 2).exp())
@@ -100,11 +102,11 @@ def missing(family: str, rows: int, sampling: dict[str, int]) -> dict[str, Summa
     data = ft.data.from_frame(frame, client="site", formula=formula, standardise=False, missing="impute")
     normal = ft.run(ft.normal_em(columns=data.design), ft.InProcess(data), rounds=200, progress=False).server
 
-    def model(design: ft.data.Design, covariates: Any = None) -> Any:
-        noise = {"noise": hyperpriors.log_normal(0.0, 3.0)} if family == "gaussian" else {}
-        variance = hyperpriors.log_normal(-2.0, 2.0)
+    def model(design: Any, covariates: Any = None) -> Any:
+        noise = hyperpriors.log_normal(0.0, 3.0) if family == "gaussian" else None
+        variance = hyperpriors.log_normal(*VARIANCE)
         return hierarchical.regression(
-            design, family, mean=0.0, sd=2.5, variance=variance, covariates=covariates, **noise
+            design, family, mean=0.0, sd=2.5, variance=variance, noise=noise, covariates=covariates
         )
 
     found = {"ft.ep, cells integrated out": of_run(fitted(model(data.design, normal), data))}
@@ -134,7 +136,7 @@ def ratings(clients: int, seed: int = 0) -> pandas.DataFrame:
     return frame.assign(rating=1 + (eta.to_numpy()[:, None] > [-0.5, 1.5, 3.0]).sum(1))
 
 
-def rating_density(frame: pandas.DataFrame, prior: MultivariateNormal) -> Callable[[Tensor], Tensor]:
+def rating_density(frame: pandas.DataFrame, prior: Normal) -> Callable[[Tensor], Tensor]:
     """The log density of φ, thresholds less the first as sums of exponentials, and clients' effects."""
     y, dose = torch.tensor(frame["rating"].to_numpy()) - 1, torch.tensor(frame["dose"].to_numpy())
 
@@ -143,7 +145,7 @@ def rating_density(frame: pandas.DataFrame, prior: MultivariateNormal) -> Callab
         eta = phi[0] + phi[1] * dose + (phi[4] / 2).exp() * effects
         cuts = torch.cat([phi.new_tensor([-1e9, 0.0]), phi[2:4], phi.new_tensor([1e9])])
         chance = (cuts[y + 1] - eta).sigmoid() - (cuts[y] - eta).sigmoid()
-        return prior.log_prob(phi) + at[2:4].sum() + chance.log().sum() - at[5:] @ at[5:] / 2
+        return prior.log_prob(phi).sum() + at[2:4].sum() + chance.log().sum() - at[5:] @ at[5:] / 2
 
     return log_density
 
@@ -160,10 +162,12 @@ def few_rows(clients: int, sampling: dict[str, int]) -> dict[str, Summary]:
         frame, client="client", formula="rating ~ dose + (1 | client)", levels={"rating": [1, 2, 3, 4]},
         standardise=False,
     )  # fmt: skip
-    model = hierarchical.regression(data.design, "cumulative")
+    assert data.design is not None
+    variance = hyperpriors.log_normal(*VARIANCE)
+    model = hierarchical.regression(data.design, "cumulative", mean=MEANS, sd=SDS, variance=variance)
+    prior = Normal(torch.tensor([*MEANS, VARIANCE[0]]).double(), torch.tensor([*SDS, VARIANCE[1]]).double())
     run = fitted(model, data)
     better = corrected(run, points=1024 if sampling is FEW else 8192).posterior
-    prior = MultivariateNormal(*gaussian.moments(model.prior.completed()))
     draws = nuts(rating_density(frame, prior), torch.zeros(5 + clients).double(), **sampling).flat[:, :5]
     return {
         "ft.ep": of_run(run),

@@ -277,7 +277,7 @@ def test_levels_without_rows_and_separation_are_warned_of() -> None:
 
 @pytest.mark.slow
 def test_few_rows_of_many_clients_and_more_than_two_coefficients() -> None:
-    """Importance sampling of the posterior by a likelihood of the test's own: coefficients to 0.1 sds, sds to an eighth."""
+    """Importance sampling of the posterior by the test's own likelihood: coefficients to 0.1 sds, sds to a tenth."""
     generator = np.random.default_rng(3)
     subjects = 120
     frame = pd.DataFrame({"subject": np.arange(subjects).repeat(2), "period": generator.normal(size=2 * subjects)})
@@ -308,4 +308,4 @@ def test_few_rows_of_many_clients_and_more_than_two_coefficients() -> None:
     sd = (weights @ (phi - mean).square()).sqrt()
     assert ((q.mean - mean).abs()[:4] < 0.1 * sd[:4]).all()
     assert abs(float(q.mean[4] - mean[4])) < 0.25 * float(sd[4])  # a log variance is skewed, which q is not
-    assert ((q.stddev / sd - 1).abs() < 0.12).all()
+    assert ((q.stddev / sd - 1).abs()[:4] < 0.1).all()
