@@ -270,7 +270,7 @@ def warned(frame: pd.DataFrame, formula: str, **settings: Any) -> str:
 def test_levels_without_rows_and_separation_are_warned_of() -> None:
     frame = ratings(6, 8)
     text = warned(frame, "rating ~ period", levels={"rating": [0, 1, 2, 2.5, 3, 4]})
-    assert "Expected rows of every level, but got few or none of '2.5'" in text
+    assert "Expected rows of every level, but got few or none of '0', '2.5'" in text
     apart = frame.assign(period=(frame["rating"] == 4).astype(float))
     assert "Expected responses that no column tells apart, but 'period'" in warned(apart, "rating ~ period")
 
@@ -309,3 +309,25 @@ def test_few_rows_of_many_clients_and_more_than_two_coefficients() -> None:
     assert ((q.mean - mean).abs()[:4] < 0.1 * sd[:4]).all()
     assert abs(float(q.mean[4] - mean[4])) < 0.25 * float(sd[4])  # a log variance is skewed, which q is not
     assert ((q.stddev / sd - 1).abs()[:4] < 0.1).all()
+
+
+@pytest.mark.slow
+def test_a_last_level_without_rows_is_warned_of_among_clients() -> None:
+    text = warned(ratings(6, 8), "rating ~ period + (1 | subject)", levels={"rating": [1, 2, 3, 4, 5]})
+    assert "Expected rows of every level, but got few or none of '5'" in text
+    assert "every level" not in warned(ratings(6, 8), "rating ~ period + (1 | subject)")
+
+
+@pytest.mark.slow
+def test_draws_whose_thresholds_cross_are_none() -> None:
+    """With few rows q reaches below 0, where the posterior has nothing: log densities of -700 would be all of loo."""
+    data = read(ratings(4, 6, seed=4).assign(rating=lambda each: each["rating"].clip(upper=3)),
+                levels={"rating": [1, 2, 3]})  # fmt: skip
+    run = ft.run(ft.ep(hierarchical.regression(data.design, "cumulative")), ft.InProcess(data), rounds=40,
+                 until=settled())  # fmt: skip
+    q = posterior(run)
+    gap = run.algorithm.settings["model"].names.index("mean 2|3 - 1|2")
+    assert float(q.mean[gap] / q.stddev[gap]) < 4
+    found = ft.inference.loo(run, draws=4000)
+    assert -80 < found.elpd < -5
+    assert found.bad < 5

@@ -29,6 +29,7 @@ from fedtorch.models.quadrature import quasi_random
 
 _NODES = 2**14
 _APART = 1.0  # sds between thresholds
+_END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
 _PART = 2**20  # numbers of covariances at a time
 
 
@@ -108,16 +109,24 @@ def prior_of_means(run: Run) -> Tensor:
 
 
 def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
-    """Warn where rows do not tell two thresholds of an ordered response apart, as of a level without rows."""
+    """Warn of levels of an ordered response without rows: of thresholds that rows do not tell apart, or leave unknown.
+
+    Args:
+        run: of a hierarchical model.
+        mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
+    """
     ordered = run.algorithm.settings["model"].ordered
     if ordered is not None and len(ordered.levels) > 2:
         apart = (ordered.shown[1 : len(ordered.levels) - 1] - ordered.shown[: len(ordered.levels) - 2]).to(mean)
         apart = apart @ run.algorithm.settings["model"].hierarchy.mean.to(mean)
-        near = ~(apart @ mean > _APART * (apart @ covariance @ apart.mT).diagonal().sqrt())
-        if bool(near.any()):
-            few = ", ".join(repr(level) for level, bad in zip(ordered.levels[1:], near.tolist()) if bad)
+        unsure = (apart @ covariance @ apart.mT).diagonal().sqrt()
+        near = ~(apart @ mean > _APART * unsure)
+        ends = ((unsure > _END) & (apart @ mean > _FAR))[[0, -1]]  # the first or the last has gone as far as it may
+        missing = torch.cat([ends[:1], near, ends[1:]]).tolist()
+        if any(missing):
+            few = ", ".join(repr(level) for level, bad in zip(ordered.levels, missing) if bad)
             warnings.warn(
-                f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell apart; "
+                f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell; "
                 "leave such levels out of levels=, or merge them with a neighbour",
                 RuntimeWarning,
                 stacklevel=4,
