@@ -30,7 +30,7 @@ from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
 
 FEW: dict[str, int] = {"draws": 20, "warmup": 10, "chains": 1}
-MANY: dict[str, int] = {"draws": 1500, "warmup": 500, "chains": 2}
+MANY: dict[str, int] = {"draws": 700, "warmup": 300, "chains": 1}
 MEANS, SDS = (0.0, 0.0, 1.5, 3.0), (5.0, 2.5, 5.0, 5.0)  # of the prior of thresholds and slope
 VARIANCE = -2.0, 2.0  # mean and sd of the prior of a log variance
 Summary = tuple[Tensor, Tensor]  # means, sds
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for family in ("gaussian", "logistic"):
         rows += rows_of(f"{family} y", shared, missing(family, 60 if options.smoke else 240, sampling))
     thresholds = ("Intercept", "dose", "2|3 - 1|2", "3|4 - 1|2", "log variance")
-    rows += rows_of("ratings", thresholds, few_rows(30 if options.smoke else 150, sampling))
+    rows += rows_of("ratings", thresholds, few_rows(30 if options.smoke else 100, sampling))
     common.show_rows("Expectation propagation beside NUTS", rows)
     common.finish("mixed_models.nuts", rows, options)
 
