@@ -119,7 +119,7 @@ def missing(family: str, rows: int, sampling: dict[str, int]) -> dict[str, Summa
         start = torch.zeros(shared + 4 + cells + (0 if given else 3)).double()
         draws = nuts(cells_density(frame, family, given), start, **sampling).flat[:, :shared]
         found[name] = of_draws(draws)
-    imputed = ft.inference.imputed(data, 5 if sampling is FEW else 40, rounds=50 if sampling is FEW else 400)
+    imputed = ft.inference.imputed(data, 5 if sampling is FEW else 40, rounds=400)
     pooled = ft.inference.pooled(fitted(model(each.design), each) for each in imputed).summary()
     table = pooled.loc[["Intercept", "x", "z"], ["estimate", "sd"]].to_numpy(float)
     return found | {"ft.ep, multiple imputation": (torch.tensor(table[:, 0]), torch.tensor(table[:, 1]))}
