@@ -2,6 +2,7 @@
 
 No autograd, no `vmap`, no Python of a module or of a package lies between them: no program of these operations of torch
 is faster on one thread. Operations of fedtorch's own, such as a recurrent layer of all clients, count by their parts.
+Operations on whole numbers, such as the draws of the order of rows, are left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import torch
 from torch._library.custom_ops import OPDEFS
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
+
+from experiments.benchmarks.parts import kernel_bounds
 
 Operation = tuple[Any, tuple[Any, ...], Mapping[str, Any]]  # and its arguments
 
@@ -47,7 +50,8 @@ class _Recording(TorchDispatchMode):
             with self:
                 return parts._init_fn(*args, **kwargs)
         result = function(*args, **kwargs)
-        if not function.is_view and function is not torch.ops.aten._local_scalar_dense.default:
+        real = any(map(torch.is_floating_point, (*kernel_bounds.tensors(args), *kernel_bounds.tensors(result))))
+        if real and not function.is_view and function is not torch.ops.aten._local_scalar_dense.default:
             self.operations.append((function, args, kwargs))
         return result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +18,26 @@ CLIENTS, ROWS, STEPS, BATCH = 50, 40, 5, 10
 WORDS = 50
 
 
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The clients' optimiser."""
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """That of a linear model."""
+    return torch.optim.SGD(parameters, lr=0.05)
+
+
 class Kind(NamedTuple):
-    """A module, and the shape of a row; of words if it has no second dimension."""
+    """A module, the shape of a row, of words if it has no second dimension, and how clients train it."""
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     words: bool = False
+    loss: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = adam
+    steps: int = STEPS
+    batch: int | None = BATCH
 
 
 class Cells(nn.Module):
@@ -163,6 +177,21 @@ KINDS = {
 }
 
 
+TARGETED = {  # besides, in what was aimed at
+    "linear, 8-1, 20 full batches": Kind(
+        lambda: nn.Sequential(nn.Linear(8, 1), nn.Flatten(0)),
+        (8,),
+        loss=F.mse_loss,
+        optimizer=sgd,
+        steps=20,
+        batch=None,
+    ),
+    "perceptron, 64-128-10, dropout": Kind(
+        lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)), (64,)
+    ),
+}
+
+
 def clients_of(kind: Kind, clients: int) -> list[tuple[Tensor, Tensor]]:
     """Rows of a kind, drawn."""
     generator = torch.Generator().manual_seed(0)
@@ -171,16 +200,12 @@ def clients_of(kind: Kind, clients: int) -> list[tuple[Tensor, Tensor]]:
     for _ in range(clients):
         words = torch.randint(WORDS, shape, generator=generator)
         x = words if kind.words else torch.randn(shape, generator=generator)
-        rows.append((x, torch.randint(10, (ROWS,), generator=generator)))
+        classes = torch.randint(10, (ROWS,), generator=generator)
+        rows.append((x, classes if kind.loss is F.cross_entropy else classes.to(x.dtype)))
     return rows
 
 
-def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The clients' optimiser."""
-    return torch.optim.Adam(parameters, lr=1e-3)
-
-
-def loop_of(module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+def loop_of(kind: Kind, module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
     """Return a round of FedAvg as one writes it by hand."""
     model, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
     server = {name: leaf.detach().clone() for name, leaf in model.named_parameters()}
@@ -189,12 +214,15 @@ def loop_of(module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]]) -> Call
         total = {name: torch.zeros_like(leaf) for name, leaf in server.items()}
         for x, y in clients:
             model.load_state_dict(server, strict=False)
-            optimizer = adam(model.parameters())
-            order = torch.randperm(len(x), generator=generator)
-            for start in range(STEPS):
-                rows = order[torch.arange(start * BATCH, (start + 1) * BATCH) % len(x)]
+            optimizer = kind.optimizer(model.parameters())
+            order = None if kind.batch is None else torch.randperm(len(x), generator=generator)
+            for start in range(kind.steps):
+                batch = x, y
+                if order is not None:
+                    rows = order[torch.arange(start * BATCH, (start + 1) * BATCH) % len(x)]
+                    batch = x[rows], y[rows]
                 optimizer.zero_grad()
-                F.cross_entropy(model(x[rows]), y[rows]).backward()
+                kind.loss(model(batch[0]), batch[1]).backward()
                 optimizer.step()
             for name, leaf in model.named_parameters():
                 total[name] += leaf.detach() / len(clients)
@@ -203,7 +231,22 @@ def loop_of(module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]]) -> Call
     return step
 
 
-def ours(module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]], settings: dict) -> ft.Run:
+def ours(kind: Kind, module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]], settings: dict[str, Any]) -> ft.Run:
     """Return the rounds of one way."""
-    local = ft.gradient_descent(module, steps=STEPS, batch_size=BATCH, loss=F.cross_entropy, optimizer=adam, **settings)
-    return ft.Run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(clients)), seed=0)
+    how = {"steps": kind.steps, "batch_size": kind.batch, "loss": kind.loss, "optimizer": kind.optimizer, **settings}
+    return ft.Run(ft.fedavg(ft.gradient_descent(module, **how)), ft.InProcess(ft.data.from_tensors(clients)), seed=0)
+
+
+class Ways(NamedTuple):
+    """A loop over the clients of a kind, and rounds of ours."""
+
+    loop: Callable[[], None]
+    runs: dict[str, ft.Run]
+
+
+def ways_of(kind: Kind, clients: int, settings: Mapping[str, dict[str, Any]]) -> Ways:
+    """Return rounds of the same rows and first parameters."""
+    torch.manual_seed(0)
+    rows, module = clients_of(kind, clients), kind.make()
+    module(rows[0][0])  # lazy layers
+    return Ways(loop_of(kind, module, rows), {way: ours(kind, module, rows, each) for way, each in settings.items()})
