@@ -102,6 +102,7 @@ class LocalClients:
         """Take the rows of the clients here, in place of those that they had."""
         self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
         self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
+        self._whole = [_as_slice(ids) if len(ids) else ids for ids, _ in self._blocks]
 
     def _prepare(self, ids: Tensor, data: ClientData | ClientLoaders) -> Tree:
         try:
@@ -128,6 +129,9 @@ class LocalClients:
             rows = None if cohort is None else _places(cohort, ids)
             if rows is not None and len(rows) == len(ids):
                 rows = None
+            if rows is None and 0 < len(ids) <= size:
+                yield self._whole[number], self._taken(number, slice(0, len(ids)))
+                continue
             for start in range(0, len(ids) if rows is None else len(rows), size):
                 part = slice(start, min(start + size, len(ids))) if rows is None else rows[start : start + size]
                 yield _as_slice(ids[part]), self._taken(number, part)
@@ -198,7 +202,7 @@ class LocalClients:
             if len(partials) == _MERGE_EVERY:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
-            infos.append((indices(answers.ids), answers.info))
+            infos.append((answers.ids, answers.info))
         partial, message = exchange.merge(partials) if partials else None, answers and answers.message
         return Gathered(partial, states, *joined(infos), up, down, refused, failed, message)
 
@@ -322,23 +326,23 @@ def _ascend(ids: Tensor) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
-def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
+def joined(infos: list[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
-    if len(infos) == 1 and _ascend(infos[0][0]):
-        return infos[0][0], tree.to(infos[0][1], "cpu", torch.float64, copy=True)
+    if len(infos) == 1 and (isinstance(infos[0][0], slice) or _ascend(infos[0][0])):
+        return indices(infos[0][0]), tree.to(infos[0][1], "cpu", torch.float64, copy=True)
     names = list(dict.fromkeys(name for _, info in infos for name in info))
     info = {
         name: torch.cat(
             [
-                part[name].to("cpu", torch.float64) if name in part else torch.full((len(ids),), torch.nan)
+                part[name].to("cpu", torch.float64) if name in part else torch.full((client_count(ids),), torch.nan)
                 for ids, part in infos
             ]
         )
         for name in names
     }
-    ids, order = torch.cat([ids for ids, _ in infos]).sort()
+    ids, order = torch.cat([indices(ids) for ids, _ in infos]).sort()
     return ids, tree.take(info, order)
 
 
