@@ -160,18 +160,18 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1, precision: Tens
     z = covariance.vectors * (shrunk * weights[:, None]).sqrt()
     eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
 
-    def positive(c: float) -> bool:
+    def positive(c: Tensor) -> Tensor:
         gap = weights - c
         gap.masked_fill_(gap.abs() < 1e-14 * c, -1e-14 * c)
         inner = torch.addmm(eye, z.mT, z / gap[:, None], alpha=-1)
-        return int((gap > 0).sum() + (torch.linalg.eigvalsh(inner) > 0).sum()) > len(inner)
+        return (gap > 0).sum() + (torch.linalg.eigvalsh(inner) > 0).sum() > len(inner)
 
-    low, high = 1.0, float(weights.max())
-    if math.isnan(high):  # of an infinite multiple
-        return torch.ones_like(covariance.multiple)
-    high = min(high, float(len(weights)))
-    ratio = high
+    low, high = torch.ones_like(covariance.multiple), weights.max().clamp(max=len(weights))
+    ratio = float(high)
+    if math.isnan(ratio):  # of an infinite multiple
+        return low
     while ratio > 1 + accuracy:
-        middle, ratio = math.sqrt(low * high), ratio**0.5
-        low, high = (middle, high) if positive(middle) else (low, middle)
-    return torch.full_like(covariance.multiple, max(high, 1.0))
+        middle, ratio = (low * high).sqrt(), ratio**0.5
+        above = positive(middle)
+        low, high = torch.where(above, middle, low), torch.where(above, high, middle)
+    return high.clamp(min=1)

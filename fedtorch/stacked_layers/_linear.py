@@ -28,8 +28,8 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     rows, at = maps._unwrap_batched(input, level)
     weights, first = maps._unwrap_batched(weight, level)
     added, of_each = (None, 0) if bias is None else maps._unwrap_batched(bias, level)
-    known = at is not None and (first, of_each) == (0, 0) and rows.dim() > 2 and not maps.is_batchedtensor(weights)
-    if not known or rows.dtype != weights.dtype or input.shape[-1] != weight.shape[-1]:
+    alone = (first, of_each) != (0, 0) or maps.is_batchedtensor(weights)
+    if at is None or alone or rows.dim() < 3 or rows.dtype != weights.dtype or input.shape[-1] != weight.shape[-1]:
         return F.linear(input, weight, bias)
     rows = rows.movedim(at, 0)
     flat = rows if rows.dim() == 3 else rows.flatten(1, -2)

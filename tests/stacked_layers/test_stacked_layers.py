@@ -329,7 +329,7 @@ def test_linear_layers_whose_weights_are_shared_or_of_examples():
     torch.testing.assert_close(together, alone - tensors["bias"][:, None] + module.bias)
     gradient = torch.func.grad(lambda x, tensors: functional_call(module, tensors, (x,)).sum())
     torch.testing.assert_close(vmap(gradient)(rows, tensors)[:, 0], tensors["weight"].sum(1))
-    with pytest.raises(RuntimeError, match="dtype|scalar type"):
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
         vmap(lambda tensors, x: functional_call(module, tensors, (x,)))(tensors, rows.float())
 
 

@@ -68,7 +68,7 @@ def compiled(name: str, clients: int, repeat: int) -> list[common.Row]:
 
 def dropout(clients: int, repeat: int) -> list[common.Row]:
     """A perceptron with dropout beside the same without."""
-    name, settings = "perceptron, 64-128-10", {"ours": {}}
+    name, settings = "perceptron, 64-128-10", {"ours": {"batched": True}}
     plain, drawing = (ways_of(kind, clients, settings) for kind in (KINDS[name], TARGETED[f"{name}, dropout"]))
     keys = ft.random.fold_in(ft.random.key(0), torch.arange(clients))
 
@@ -76,7 +76,7 @@ def dropout(clients: int, repeat: int) -> list[common.Row]:
         for step in range(STEPS):
             ft.random.bernoulli(ft.random.fold_in(keys, step), 0.5, (BATCH, 128))
 
-    ways = {"without": plain.runs["ours"].step, "with": drawing.runs["ours"].step, "draws": draws}
+    ways: dict[str, Callable[[], object]] = {"without": plain.runs["ours"].step, "with": drawing.runs["ours"].step, "draws": draws}
     times = measure.interleaved(ways, 2 * repeat, warm=2, clock=time.process_time)
     least = [a + b for a, b in zip(times["without"], times["draws"])]
     reached = measure.ratio(times["with"], times["without"])
@@ -90,7 +90,7 @@ def few_clients(repeat: int) -> list[common.Row]:
         run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(10)), compile)
         run.step()
         alone = floors.recorded(run.step)
-        ways = {"round": run.step, "alone": alone.again}
+        ways: dict[str, Callable[[], object]] = {"round": run.step, "alone": alone.again}
         times = measure.medians(measure.interleaved(ways, repeat, warm=3, clock=time.process_time))
         rows += lines(f"10 linear clients, {way}, ms a round", 1.5, 1e3 * times["round"], 1e3 * times["alone"])
     return rows
