@@ -76,7 +76,11 @@ def dropout(clients: int, repeat: int) -> list[common.Row]:
         for step in range(STEPS):
             ft.random.bernoulli(ft.random.fold_in(keys, step), 0.5, (BATCH, 128))
 
-    ways: dict[str, Callable[[], object]] = {"without": plain.runs["ours"].step, "with": drawing.runs["ours"].step, "draws": draws}
+    ways: dict[str, Callable[[], object]] = {
+        "without": plain.runs["ours"].step,
+        "with": drawing.runs["ours"].step,
+        "draws": draws,
+    }
     times = measure.interleaved(ways, 2 * repeat, warm=2, clock=time.process_time)
     least = [a + b for a, b in zip(times["without"], times["draws"])]
     reached = measure.ratio(times["with"], times["without"])
