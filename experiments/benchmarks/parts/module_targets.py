@@ -1,8 +1,8 @@
 """What rounds were meant to take, what they take, and what they take at best.
 
 At best is, by setting: of what is compared with a loop and of rounds in milliseconds, the operations of the round by
-themselves (`floors`); of one by one, the bound of the loop's own operations; with dropout, that the masks are drawn and
-nothing is multiplied; of the first round in a fresh process, that torch and lightning are imported.
+themselves (`floors`); of one by one, those of the loop; with dropout, that the masks are drawn and nothing is
+multiplied; of the first round in a fresh process, that torch and lightning are imported.
 """
 
 from __future__ import annotations
