@@ -62,8 +62,26 @@ def title(name: str) -> str:
     return (module.__doc__ or name).strip().splitlines()[0]
 
 
-def section(rows: Sequence[dict], about: Sequence[str]) -> str:
+def is_wide(name: str) -> bool:
+    """Return whether a benchmark's tables have a column for each figure, and what they mean below the title."""
+    return getattr(importlib.import_module(f"experiments.benchmarks.{name}"), "WIDE", False)
+
+
+def wide(rows: Sequence[dict]) -> list[str]:
+    """Return a table with a line for each setting and a column for each figure."""
+    columns = list(dict.fromkeys(row["metric"] for row in rows))
+    figures = {(row["setting"], row["metric"]): row["ours"] for row in rows}
+    lines = [
+        [setting, *(common.number(figures.get((setting, column)), None, ".3g") for column in columns)]
+        for setting in dict.fromkeys(row["setting"] for row in rows)
+    ]
+    return table(["", *columns], lines)
+
+
+def section(name: str, rows: Sequence[dict], about: Sequence[str]) -> str:
     """Return the table of rows below what is said about their measurement."""
+    if is_wide(name):
+        return "\n".join([*about, "", *wide(rows)])
     lines = [[row["setting"], row["metric"], common.number(row["ours"], row.get("sd"), ".4g")] for row in rows]
     return "\n".join([*about, "", *table(["setting", "figure", "measured"], lines)])
 
@@ -86,8 +104,12 @@ def markdown(name: str, rows: Sequence[dict], options: Sequence[str], load_befor
     for row in rows:
         by_part.setdefault(row.get("part") or "", []).append(row)
     kept = sections(before) if any(option.partition("=")[0] == "--part" for option in options) else {}
-    texts = {**kept, **{part: section(measured, about) for part, measured in by_part.items()}}
-    headed = [f"## {part}\n\n{text}" if part else text for part, text in texts.items()]
+    texts = {**kept, **{part: section(name, measured, about) for part, measured in by_part.items()}}
+    if is_wide(name):
+        meaning = (importlib.import_module(f"experiments.benchmarks.{name}").__doc__ or "").partition("\n")[2].strip()
+        texts = {**texts, "": meaning}
+    ordered = sorted(texts.items(), key=lambda each: bool(each[0]))
+    headed = [f"## {part}\n\n{text}" if part else text for part, text in ordered]
     return "\n\n".join([f"# {title(name)}", *headed]) + "\n"
 
 

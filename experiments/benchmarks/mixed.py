@@ -2,7 +2,8 @@
 
 - `hospitals`: 20 hospitals, 3973 rows, 5 coefficients, correlated intercepts and slopes; statsmodels'
   BinomialBayesMixedGLM (whose intercepts and slopes are not correlated) by its Laplace approximation and by variational
-  inference, on the same rows.
+  inference, on the same rows; and lme4's glmer of the same model, by its Laplace approximation, where `Rscript` has
+  lme4 (`apt-get install r-cran-lme4`), which says itself how long it took.
 - `coefficients`: 4 clients of 230 rows, 14 coefficients of which 1 to 4 differ between clients.
 
 Figures are seconds of processor time, medians over ways that take turns.
@@ -10,10 +11,15 @@ Figures are seconds of processor time, medians over ways that take turns.
 
 from __future__ import annotations
 
+import shutil
+import statistics
+import subprocess
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -28,6 +34,13 @@ from fedtorch.progress import quiet
 
 REPETITIONS = 3
 Client = tuple[Tensor, Tensor]
+GLMER = """
+suppressMessages(library(lme4)); d <- read.csv(commandArgs(TRUE)[1])
+for (i in 1:4) {
+  t <- system.time(glmer(y ~ x1 + x2 + x3 + x4 + (1 + x1 | g), data=d, family=binomial))
+  print(t[[1]] + t[[2]])
+}
+"""
 
 
 def simulated(counts: Sequence[int], features: int, spread: Sequence[float]) -> list[Client]:
@@ -70,6 +83,21 @@ def peer(clients: list[Client], method: str) -> Callable[[], object]:
     return fitted
 
 
+def glmer(clients: list[Client]) -> list[float]:
+    """Seconds of processor time of lme4's fit, a first one left out; nothing where there is no lme4."""
+    if shutil.which("Rscript") is None:
+        return []
+    x, y = (torch.cat(part).numpy() for part in zip(*clients))
+    group = np.repeat(np.arange(len(clients)), [len(each[1]) for each in clients])
+    with tempfile.TemporaryDirectory() as folder:
+        script, rows = Path(folder) / "fit.R", Path(folder) / "rows.csv"
+        script.write_text(GLMER)
+        table = np.column_stack([x[:, 1:], y, group])
+        np.savetxt(rows, table, delimiter=",", header="x1,x2,x3,x4,y,g", comments="", fmt="%.17g")
+        done = subprocess.run(["Rscript", str(script), str(rows)], capture_output=True, text=True, check=False)
+    return [float(line.split()[-1]) for line in done.stdout.splitlines()[1:]] if done.returncode == 0 else []
+
+
 def hospitals(smoke: bool) -> list[common.Row]:
     """The fit, its correction and the fits of statsmodels."""
     counts = [30] * 4 if smoke else [*range(104, 294, 10), 202 + 3]
@@ -97,6 +125,13 @@ def hospitals(smoke: bool) -> list[common.Row]:
     for name in ("statsmodels, fit_vb", "statsmodels, fit_map"):
         rows.append(
             common.Row(f"{setting}expectation propagation over {name}", "ratio", measure.ratio(ours, times[name]))
+        )
+    theirs = [] if smoke else glmer(clients)
+    if theirs:
+        seconds = statistics.median(theirs)
+        rows.append(common.Row(setting + "lme4, glmer", "s", seconds))
+        rows.append(
+            common.Row(f"{setting}expectation propagation over lme4, glmer", "ratio", statistics.median(ours) / seconds)
         )
     ratio = measure.ratio(times["its correction"], ours)
     return [*rows, common.Row(f"{setting}correction over expectation propagation", "ratio", ratio)]

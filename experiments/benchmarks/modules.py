@@ -1,231 +1,48 @@
 """Modules of many kinds: rounds of FedAvg stacked, one by one and as `batched="auto"` chooses, beside a plain loop.
 
 50 clients of 40 rows, five Adam steps of ten rows in a round, float32, one thread. All ways take turns in one process,
-round by round; figures are ratios of processor time, medians over rounds with the least and the most. The bound is that
-of the loop's own operations where none waits for another and Python takes nothing: its products at the pace of this
-processor's products, or the bytes of all arguments and results at that of its memory, whichever takes longer. Stacked
-operations that find theirs in a cache may pass it, as may those that are fewer.
+round by round; figures are ratios of processor time, medians over rounds with the least and the most of what
+`batched="auto"` took.
+
+What bounds them is measured beside them. *Operations alone* are those of the stacked round, called again one after the
+other: no autograd, no `vmap`, nothing of a module or of fedtorch lies between them, so that what is missing to it is
+what fedtorch and autograd take. *Products alone* are the products of matrices and convolutions among them. *The loop's
+operations alone* are those of the plain loop, which clients one by one cannot pass. The *bound*
+is that of the loop's own operations: its products at the pace of this processor's products, or the bytes of all
+arguments and results at that of its memory, whichever takes longer. Stacked operations that find theirs in a cache may
+pass it, as may those that are fewer.
+
+The second table has what was aimed at, what is *reached*, and what would be *at best*: of stacked and compiled rounds
+and of rounds in milliseconds, were they their operations alone; of clients one by one, the loop's operations alone;
+with dropout, were the masks drawn and nothing else done with them; of the first round in a fresh process (torch and
+lightning included), were they imported and nothing else done.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
-import itertools
 import time
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-import fedtorch as ft
 from experiments import common
-from experiments.benchmarks.parts import kernel_bounds, measure
+from experiments.benchmarks.parts import floors, kernel_bounds, measure, module_targets
 from experiments.benchmarks.parts.cost_formulas import Device
-from experiments.benchmarks.peers.tasks import Recurrent
+from experiments.benchmarks.parts.kinds import CLIENTS, KINDS, ways_of
 
-CLIENTS, ROWS, STEPS, BATCH = 50, 40, 5, 10
-WORDS = 50
-LOOP = "plain loop"
+LOOP, AUTO = "plain loop", 'batched="auto"'
 WAYS: dict[str, dict[str, Any]] = {
     "batched=True": {"batched": True},
     "batched=False": {"batched": False},
-    'batched="auto"': {"batched": "auto"},
+    AUTO: {"batched": "auto"},
 }
-
-
-class Kind(NamedTuple):
-    """A module, and the shape of a row; of words if it has no second dimension."""
-
-    make: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    words: bool = False
-
-
-class Cells(nn.Module):
-    """A loop over the lines that calls a cell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.RNNCell(8, 32), nn.Linear(32, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        state = x.new_zeros(len(x), 32)
-        for line in x.unbind(1):
-            state = self.cell(line, state)
-        return self.head(state)
-
-
-class Masked(nn.Module):
-    """Attention of words to those before them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(WORDS, 32), nn.Linear(32, 10)
-        self.attention = nn.MultiheadAttention(32, 4, batch_first=True)
-        self.register_buffer("mask", torch.ones(12, 12).triu(1).bool())
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.embed(x)
-        return self.head(self.attention(h, h, h, attn_mask=self.mask, need_weights=False)[0].mean(1))
-
-
-class Encoder(nn.Module):
-    """A Transformer encoder layer over the lines of an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(8, 32), nn.Linear(32, 10)
-        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(x)).mean(1))
-
-
-class Residual(nn.Module):
-    """A convolution and what two more add to it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Conv2d(1, 16, 3, padding=1)
-        self.block = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1)))
-        self.head = nn.Linear(16, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.first(x)
-        return self.head((h + self.block(h)).relu().mean((2, 3)))
-
-
-class Experts(nn.Module):
-    """Four perceptrons, mixed by weights that depend on the row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        perceptron = lambda: nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
-        self.experts, self.gate = nn.ModuleList(perceptron() for _ in range(4)), nn.Linear(64, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        each = torch.stack([expert(x) for expert in self.experts], -1)
-        return (each * self.gate(x).softmax(-1)[:, None]).sum(-1)
-
-
-def convolutional(size: int) -> nn.Module:
-    """Two convolutions and a linear layer."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Flatten(), nn.Linear(32 * (size // 4) ** 2, 10)),
-    )
-
-
-def separable() -> nn.Module:
-    """A convolution, a depthwise one, and one of single points."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 16, 3, padding=1, groups=16), nn.Conv2d(16, 32, 1)),
-        *(nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)),
-    )
-
-
-def normalised() -> nn.Module:
-    """Convolutions with group normalisation."""
-    return nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.MaxPool2d(2)),
-        *(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10)),
-    )
-
-
-def of_signals() -> nn.Module:
-    """Convolutions over time."""
-    return nn.Sequential(
-        *(nn.Conv1d(8, 16, 3, padding=1), nn.ReLU(), nn.Conv1d(16, 32, 3, stride=2), nn.ReLU()),
-        *(nn.Flatten(), nn.LazyLinear(10)),
-    )
-
-
-def layers(*widths: int) -> nn.Module:
-    """A perceptron with layer normalisation."""
-    hidden = [(nn.Linear(a, b), nn.LayerNorm(b), nn.GELU()) for a, b in itertools.pairwise(widths)]
-    return nn.Sequential(*(part for parts in hidden for part in parts), nn.Linear(widths[-1], 10))
-
-
-def recurrent(layer: type[nn.RNNBase], **settings: int) -> Callable[[], nn.Module]:
-    """A recurrent layer over lines."""
-    return lambda: Recurrent(layer(8, 32, batch_first=True, **settings))  # type: ignore[arg-type]
-
-
-KINDS = {
-    "linear, 64-10": Kind(lambda: nn.Linear(64, 10), (64,)),
-    "perceptron, 64-128-10": Kind(lambda: nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10)), (64,)),
-    "perceptron, 64-512-512-10, layer normalisation": Kind(lambda: layers(64, 512, 512), (64,)),
-    "mixture of four experts": Kind(Experts, (64,)),
-    "embedding bag": Kind(lambda: nn.Sequential(nn.EmbeddingBag(WORDS, 32), nn.Linear(32, 10)), (12,), True),
-    "embedding": Kind(
-        lambda: nn.Sequential(nn.Embedding(WORDS, 16), nn.Flatten(), nn.Linear(12 * 16, 10)), (12,), True
-    ),
-    "attention with a mask": Kind(Masked, (12,), True),
-    "Transformer layer": Kind(Encoder, (8, 8)),
-    "GRU": Kind(recurrent(nn.GRU), (8, 8)),
-    "GRU of two layers": Kind(recurrent(nn.GRU, num_layers=2), (8, 8)),
-    "LSTM": Kind(recurrent(nn.LSTM), (8, 8)),
-    "bidirectional LSTM": Kind(recurrent(nn.LSTM, bidirectional=True), (8, 8)),
-    "LSTM of 256 units": Kind(lambda: Recurrent(nn.LSTM(8, 256, batch_first=True)), (8, 8)),
-    "loop of a cell": Kind(Cells, (8, 8)),
-    "convolutions over time": Kind(of_signals, (8, 8)),
-    "two convolutions, 8 × 8": Kind(lambda: convolutional(8), (1, 8, 8)),
-    "two convolutions, 28 × 28": Kind(lambda: convolutional(28), (1, 28, 28)),
-    "depthwise convolution": Kind(separable, (1, 8, 8)),
-    "convolutions with group normalisation": Kind(normalised, (1, 8, 8)),
-    "residual block": Kind(Residual, (1, 8, 8)),
-}
-
-
-def clients_of(kind: Kind, clients: int) -> list[tuple[Tensor, Tensor]]:
-    """Rows of a kind, drawn."""
-    generator = torch.Generator().manual_seed(0)
-    shape = (ROWS, *kind.shape)
-    rows = []
-    for _ in range(clients):
-        words = torch.randint(WORDS, shape, generator=generator)
-        x = words if kind.words else torch.randn(shape, generator=generator)
-        rows.append((x, torch.randint(10, (ROWS,), generator=generator)))
-    return rows
-
-
-def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The clients' optimiser."""
-    return torch.optim.Adam(parameters, lr=1e-3)
-
-
-def loop_of(module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-    """Return a round of FedAvg as one writes it by hand."""
-    model, generator = copy.deepcopy(module), torch.Generator().manual_seed(0)
-    server = {name: leaf.detach().clone() for name, leaf in model.named_parameters()}
-
-    def step() -> None:
-        total = {name: torch.zeros_like(leaf) for name, leaf in server.items()}
-        for x, y in clients:
-            model.load_state_dict(server, strict=False)
-            optimizer = adam(model.parameters())
-            order = torch.randperm(len(x), generator=generator)
-            for start in range(STEPS):
-                rows = order[torch.arange(start * BATCH, (start + 1) * BATCH) % len(x)]
-                optimizer.zero_grad()
-                F.cross_entropy(model(x[rows]), y[rows]).backward()
-                optimizer.step()
-            for name, leaf in model.named_parameters():
-                total[name] += leaf.detach() / len(clients)
-        server.update(total)
-
-    return step
-
-
-def ours(module: nn.Module, clients: Sequence[tuple[Tensor, Tensor]], settings: dict) -> ft.Run:
-    """Return the rounds of one way."""
-    local = ft.gradient_descent(module, steps=STEPS, batch_size=BATCH, loss=F.cross_entropy, optimizer=adam, **settings)
-    return ft.Run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(clients)), seed=0)
+ALONE = "operations alone"
+PRODUCTS = "products alone"
+LOOPED = "the loop's operations alone"
+WIDE = True  # a line of a table for each setting, a column for each figure
 
 
 @functools.cache
@@ -241,38 +58,55 @@ def bound(step: Callable[[], object], device: Device) -> float:
     return device.bound(0, moved, products.get_total_flops(), double=False)
 
 
+@functools.cache
 def rows_of(name: str, clients: int, repeat: int) -> list[common.Row]:
-    """How many times as fast as the loop each way is."""
-    kind = KINDS[name]
-    torch.manual_seed(0)
-    data = clients_of(kind, clients)
-    module = kind.make()
-    module(data[0][0])
-    runs = {way: ours(module, data, settings) for way, settings in WAYS.items()}
-    ways: dict[str, Callable[[], object]] = {LOOP: loop_of(module, data)}
-    ways |= {way: run.step for way, run in runs.items()}
-    times = measure.interleaved(ways, repeat, warm=2, clock=time.process_time)
+    """How many times as fast as the loop each way is, and what bounds them."""
+    loop, runs = ways_of(KINDS[name], clients, WAYS)
+    ways: dict[str, Callable[[], object]] = {LOOP: loop, **{way: run.step for way, run in runs.items()}}
+    for run in runs.values():
+        run.step()
+    stacked = floors.recorded(runs["batched=True"].step)
+    ways |= {ALONE: stacked.again, PRODUCTS: stacked.products().again, LOOPED: floors.recorded(loop).again}
+    times = measure.interleaved(ways, repeat, warm=1, clock=time.process_time)
     spent = measure.medians(times)[LOOP]
-    least = bound(ways[LOOP], processor(clients < CLIENTS))
-    rows = [common.Row(name, f"{LOOP}, ms", 1e3 * spent), common.Row(name, "bound, × the loop's speed", spent / least)]
-    for way in runs:
-        each = [a / b for a, b in zip(times[LOOP], times[way])]
-        rows += [
-            common.Row(name, f"{way}, × the loop's speed", measure.ratio(times[LOOP], times[way])),
-            common.Row(name, f"{way}, least", min(each)),
-            common.Row(name, f"{way}, most", max(each)),
-        ]
-    return rows
+    rows = [common.Row(name, f"{LOOP}, ms", 1e3 * spent)]
+    rows += [common.Row(name, way, measure.ratio(times[LOOP], times[way])) for way in WAYS]
+    each = [a / b for a, b in zip(times[LOOP], times[AUTO])]
+    rows += [common.Row(name, f"{AUTO}, least", min(each)), common.Row(name, f"{AUTO}, most", max(each))]
+    rows += [common.Row(name, way, measure.ratio(times[LOOP], times[way])) for way in (ALONE, PRODUCTS, LOOPED)]
+    least = bound(loop, processor(clients < CLIENTS))
+    return [*rows, common.Row(name, "bound", spent / least)]
+
+
+def kinds(clients: int, repeat: int, names: Sequence[str]) -> list[common.Row]:
+    """All kinds, or some."""
+    return [row for name in names for row in rows_of(name, clients, repeat)]
+
+
+def targets(clients: int, repeat: int, small: bool) -> list[common.Row]:
+    """What was aimed at, reached, and possible at best."""
+    names = dict.fromkeys(name for name, _ in module_targets.FASTER)
+    measured = kinds(clients, repeat, list(names))
+    figures = {(row.setting, row.metric): row.ours for row in measured}
+    rows = []
+    for (name, way), goal in module_targets.FASTER.items():
+        alone = figures[name, ALONE] if way == "batched=True" else figures[name, LOOPED]
+        rows += module_targets.lines(f"{name}, {way}, × a plain loop", goal, figures[name, way], alone)
+    return [*rows, *module_targets.others(clients, repeat, small)]
 
 
 def parts(small: bool) -> measure.Parts:
-    """The kinds by name."""
+    """The tables by name."""
     size = (4, 1) if small else (CLIENTS, 5)
-    return {name: functools.partial(rows_of, name, *size) for name in KINDS}
+    some = ["LSTM of 256 units", *(name for name, _ in module_targets.FASTER)] if small else list(KINDS)
+    return {
+        "Kinds of modules, × a plain loop": functools.partial(kinds, *size, list(dict.fromkeys(some))),
+        "What was aimed at": functools.partial(targets, *size, small),
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measure all kinds, or one."""
+    """Measure both tables, or one."""
     torch.set_num_threads(1)
     measure.run("modules", __doc__, parts, argv)
 

@@ -11,12 +11,20 @@ where they are installed, `opacus`, `autodp` and `prv_accountant` besides `dp_ac
 (`pip install opacus autodp prv_accountant`; one that is missing is left out). A smaller ε is a tighter account of the
 same rounds.
 
-Left out: the tables of McMahan et al. (2018) and Kairouz et al. (2021), whose texts were not at hand, so that a figure
-of theirs could not be checked against what is printed.
+Figures that stand alone (`ALONE`) are compared with the account of ours that the library had when it printed them: the
+tutorial's later table, Opacus's MNIST example, its tutorial of two processes (ε after each of ten epochs), and the ε of
+Gboard's later models, from the zCDP that is printed of them (their matrices are not at hand).
 
-Sources: github.com/tensorflow/privacy, `tutorials/README.md`, commit 047e1eef; github.com/google-research/federated,
-`dp_ftrl/blogpost_supplemental_privacy_accounting.ipynb`, commit 29cf01e1, by appendix D.2 of Kairouz et al. (2021),
-"Practical and private (deep) learning without sampling or shuffling".
+Left out: the tables of McMahan et al. (2018) and Kairouz et al. (2021). Neither paper's text was at hand, and neither
+github.com/google-research/DP-FTRL (commit 513500a) nor the two repositories below print a figure of these tables;
+github.com/microsoft/prv_accountant (a844f72) and apple/pfl-research (c9d1f32) print settings, but no ε of them.
+Opacus's CIFAR-10 tutorial prints ε at steps that its minibatches of memory determine, which cannot be redone.
+
+Sources: github.com/tensorflow/privacy, `tutorials/README.md`, commits 047e1eef and 03035d5 (the later table);
+github.com/pytorch/opacus, commit 4d0ebc84, `examples/mnist_README.md` and `tutorials/ddp_tutorial.ipynb`;
+github.com/google-research/federated, commit 29cf01e1, `dp_ftrl/blogpost_supplemental_privacy_accounting.ipynb`, by
+appendix D.2 of Kairouz et al. (2021), "Practical and private (deep) learning without sampling or shuffling", and commit
+a5af8c4, `mf_dpftrl_matrices/`.
 """
 
 from __future__ import annotations
@@ -75,6 +83,41 @@ TUTORIAL = {
 }
 GBOARD = "Gboard, DP-FTRL"
 Account = Callable[[Released], float]
+FORMER, LATER = "fedtorch, Rényi, converted as by Mironov", "fedtorch, Rényi"
+TIGHT = "fedtorch, privacy-loss distributions"
+
+
+def of_opacus(noise: float, batches: int, epochs: int, published: float) -> Released:
+    """Of so many batches an epoch, each of which has a row with the probability of one in so many."""
+    return Released(noise, 1 / batches, epochs * batches, 1e-5, published)
+
+
+def of_zcdp(rho: float, published: float) -> Released:
+    """A release of ρ-zCDP, as one Gaussian sum."""
+    return Released((2 * rho) ** -0.5, 1.0, 1, 1e-10, published)
+
+
+DDP = (0.87, 0.91, 0.96, 1.00, 1.03, 1.07, 1.11, 1.14, 1.18, 1.21)  # after each epoch
+ALONE = {  # by the account that each library had when it printed them
+    FORMER: {
+        "tutorial of 2019, noise 1.1, 1 epoch": of_mnist(1.1, 1, 1.03),
+        "tutorial of 2019, noise 1.1, 2 epochs": of_mnist(1.1, 2, 1.11),
+        "tutorial of 2019, noise 1.1, 60 epochs": of_mnist(1.1, 60, 3.01),
+        "tutorial of 2019, noise 1.3, 15 epochs": of_mnist(1.3, 15, 1.19),
+        "tutorial of 2019, noise 0.7, 45 epochs": of_mnist(0.7, 45, 7.10),
+        "Opacus, MNIST, noise 1.3, 1 epoch": of_opacus(1.3, 250, 1, 0.71),
+        "Opacus, MNIST, noise 1.3, 15 epochs": of_opacus(1.3, 250, 15, 1.16),
+        "Opacus, MNIST, noise 1.1, 60 epochs": of_opacus(1.1, 250, 60, 2.91),
+        "Opacus, MNIST, noise 0.7, 45 epochs": of_opacus(0.7, 250, 45, 6.86),
+    },
+    LATER: {
+        **{f"Opacus, two processes, epoch {epoch}": of_opacus(1.0, 300, epoch, e) for epoch, e in enumerate(DDP, 1)},
+    },
+    TIGHT: {
+        "Gboard es-ES, MF-DP-FTRL": of_zcdp(0.1506840301548885, 3.424007),
+        "Gboard pt-BR and es-US, MF-DP-FTRL": of_zcdp(0.014342572340349278, 0.993550),
+    },
+}
 
 
 def joined(left: Sequence[np.ndarray], right: Sequence[np.ndarray], whole: bool) -> list[np.ndarray]:
@@ -203,9 +246,9 @@ def former(of: Released) -> float:
 def accountants(smoke: bool) -> dict[str, Account]:
     """Ours, and the others that are installed."""
     made: dict[str, Account] = {
-        "fedtorch, Rényi, converted as by Mironov": former,
-        "fedtorch, Rényi": renyi,
-        "fedtorch, privacy-loss distributions": ours,
+        FORMER: former,
+        LATER: renyi,
+        TIGHT: ours,
     }
     for name, build in OTHERS.items():
         if smoke and not name.startswith("dp-accounting, R"):
@@ -228,6 +271,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, account in accountants(options.smoke).items():
         for setting, released in settings.items():
             row = common.Row(setting, f"ε, {name}", account(released), published=released.published, decimals=2)
+            rows.append(row)
+    for name, alone in ALONE.items():
+        account, digits = {FORMER: former, LATER: renyi, TIGHT: ours}[name], 6 if name == TIGHT else 2
+        for setting, released in alone.items():
+            row = common.Row(setting, f"ε, {name}", account(released), published=released.published, decimals=digits)
             rows.append(row)
     common.show_rows("Published ε", rows)
     common.finish("trials.accountants", rows, options)

@@ -1,4 +1,4 @@
-"""Clients that cannot take part."""
+"""Clients and cells that cannot take part, and what of that may be told where rows are not to be seen."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ class BadClients(ValueError):
     Args:
         rows: their rows in the block, `(R,)`.
         message: what was expected and what came.
+        told: the same without what came, for whoever may not see rows; None where nothing may be told.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -18,6 +19,42 @@ class BadClients(ValueError):
         [2]
     """
 
-    def __init__(self, rows: Tensor, message: str) -> None:
+    def __init__(self, rows: Tensor, message: str, told: str | None = None) -> None:
         super().__init__(message)
-        self.rows = rows.tolist()
+        self.rows, self.told = rows.tolist(), told
+
+
+class BadCells(ValueError):
+    """Raised for cells that a formula cannot use.
+
+    Args:
+        message: which cells, with client, row and value.
+        told: the same without these, for whoever may not see rows.
+
+    >>> told_by(BadCells("Expected finite numbers, but got inf in row 3", "its column 'age' has infinite numbers"))
+    "its column 'age' has infinite numbers"
+    """
+
+    def __init__(self, message: str, told: str) -> None:
+        super().__init__(message)
+        self.told = told
+
+
+class BadColumn(TypeError):
+    """Raised for a column of another kind than a formula needs; arguments are those of `BadCells`."""
+
+    def __init__(self, message: str, told: str) -> None:
+        super().__init__(message)
+        self.told = told
+
+
+def told_by(error: BaseException) -> str | None:
+    """Return what an error, or one that it was raised from, tells without rows; None for nothing.
+
+    >>> told_by(ValueError("Expected finite numbers, but got inf in row 3"))
+    """
+    while True:
+        told = getattr(error, "told", None)
+        if isinstance(told, str) or error.__cause__ is None:
+            return told if isinstance(told, str) else None
+        error = error.__cause__

@@ -19,6 +19,7 @@ from fedtorch.inference._sites import Coefficients
 from fedtorch.inference._table_rows import Rows
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.estimates import weighted_quantile
+from fedtorch.models.hierarchical.families import Ordered
 from fedtorch.models.quadrature import gauss_hermite
 
 _RULE = 21  # points of E g(η)
@@ -72,6 +73,8 @@ def level_probabilities(sites: Coefficients, place: int, rows: Rows, level: floa
     theta = _even_draws(DevicePosterior(*(part[place] for part in sites.posterior)))
     x = rows.x.to(theta)
     offset = torch.zeros_like(x[:, 0]) if rows.offset is None else rows.offset.to(x)
+    possible = Ordered.ascend(theta[:, x.shape[1] :])
+    theta = theta[possible] if bool(possible.any()) else theta
     cuts, tail, parts = theta[:, x.shape[1] :], (1 - level) / 2, []
     for part in torch.arange(len(x)).split(max(1, _NUMBERS // theta.numel())):
         eta = x[part] @ theta[:, : x.shape[1]].mT + offset[part, None]

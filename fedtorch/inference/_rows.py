@@ -33,6 +33,7 @@ from fedtorch.tree import Tree
 _MEASURED = 100  # coefficients whose effective sizes are taken
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 _SEED = 0
+_SPARE = 8  # times as many draws of a density that is restricted
 
 
 class Origin(Protocol):
@@ -159,8 +160,17 @@ def source(run: Run, draws: int, given: Corrected | None, tolerance: float, seed
         places = (torch.arange(draws).to(given.weights) + 0.5) / draws
         return Source(model, family, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
     q = ep.posterior(run, tolerance=tolerance)
-    white = random.normal(random.fold_in(random.key(seed), 1), (draws, len(q.mean)), torch.float64).to(q.mean)
-    return Source(model, family, q.mean + white @ q.scale_tril.mT, key)
+    count = draws if model.ordered is None else _SPARE * draws
+    white = random.normal(random.fold_in(random.key(seed), 1), (count, len(q.mean)), torch.float64).to(q.mean)
+    return Source(model, family, _possible(model, q.mean + white @ q.scale_tril.mT, draws), key)
+
+
+def _possible(model: Model, phi: Tensor, draws: int) -> Tensor:
+    """Return so many draws, of ordered responses of those whose thresholds ascend: others have no probability."""
+    if model.ordered is not None and (cuts := model.ordered.differences):
+        means = model.hierarchy.mean[-cuts:].to(phi)
+        phi = torch.cat([phi[model.ordered.ascend(phi[:, : means.shape[1]] @ means.mT)], phi])
+    return phi[:draws]
 
 
 class Kept(NamedTuple):

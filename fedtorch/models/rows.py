@@ -74,12 +74,16 @@ def observations(data: Any, features: int | None = None, extras: Sequence[str] =
     more = {name: _checked(data, _column(values, name, y), name, "") for name, values in beside.items()}
     if "weight" in more:
         bad = (more["weight"] <= 0) & data.mask
-        refuse(bad.any(1), f"Expected positive weights, but got {_some(more['weight'], bad)}; leave such rows out")
+        got = _some(more["weight"], bad)
+        refuse(
+            bad.any(1), f"Expected positive weights, but got {got}; leave such rows out", "others than positive weights"
+        )
     if "trials" in more:
         bad = ((more["trials"] < 1) | (more["trials"] != more["trials"].round())) & data.mask
         refuse(
             bad.any(1),
             f"Expected trials, whole numbers from 1, but got {_some(more['trials'], bad)}; leave rows without any out",
+            "others than trials, whole numbers from 1",
         )
     return Observations(x, y, **more)
 
@@ -183,10 +187,10 @@ def variable_rows(data: Any) -> Tensor:
     return _checked(data, y, "y", _MISSING)
 
 
-def refuse(bad: Tensor, message: str) -> None:
-    """Raise `BadClients` with this message if any of the clients `(K,)` is bad."""
+def refuse(bad: Tensor, message: str, told: str | None = None) -> None:
+    """Raise `BadClients` with this message if any of the clients `(K,)` is bad; `told` may go where rows may not."""
     if bool(bad.any()):
-        raise BadClients(bad.nonzero()[:, 0], message)
+        raise BadClients(bad.nonzero()[:, 0], message, told)
 
 
 def client_by_client(function: Callable[..., Tree], count: Tensor, *leaves: Tensor) -> Tree:
@@ -204,6 +208,7 @@ def client_by_client(function: Callable[..., Tree], count: Tensor, *leaves: Tens
 
 def _checked(data: Any, values: Tensor, name: str, remedy: str) -> Tensor:
     values = values.to(torch.float64)
-    refuse(~values.flatten(1).isfinite().all(1), f"Expected finite {name}, but got NaN or Inf{remedy}")
+    wrong = ~values.flatten(1).isfinite().all(1)
+    refuse(wrong, f"Expected finite {name}, but got NaN or Inf{remedy}", f"others than finite {name}")
     mask = data.mask
     return values if bool(mask.all()) else torch.where(tree.along(mask, values), values, 0.0)

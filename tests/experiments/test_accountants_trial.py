@@ -39,6 +39,17 @@ def test_published_figures_come_out_by_their_conversion() -> None:
     assert accountants.renyi(gboard) == pytest.approx(gboard.published, abs=5e-3)
 
 
+def test_figures_that_stand_alone_come_out() -> None:
+    """One of each account; the results page has all of them."""
+    accounts = {accountants.FORMER: accountants.former, accountants.LATER: accountants.renyi}
+    for name, account in accounts.items():
+        released = list(accountants.ALONE[name].values())[-1]
+        assert account(released) == pytest.approx(released.published, abs=5e-3)
+    released = accountants.ALONE[accountants.TIGHT]["Gboard es-ES, MF-DP-FTRL"]
+    assert 1 / (2 * released.noise**2) == pytest.approx(0.1506840301548885)
+    assert accountants.ours(released) == pytest.approx(released.published, abs=1e-6)
+
+
 @pytest.mark.slow
 def test_the_trial_runs(tmp_path: Path) -> None:
     accountants.main(["--smoke", "--json", str(tmp_path / "rows.json")])

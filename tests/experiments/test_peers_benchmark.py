@@ -5,7 +5,8 @@ import json
 import pytest
 import torch
 
-from experiments.benchmarks import modules, scaling
+from experiments.benchmarks import __main__ as page, modules, scaling
+from experiments.benchmarks.parts import floors
 from experiments.benchmarks.peers import __main__ as peers, ours, tasks, work
 
 
@@ -54,8 +55,30 @@ def test_scaling(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["LSTM of 256 units", "attention with a mask"])
-def test_kinds_of_modules(tmp_path, kind):
-    modules.main(["--smoke", "--part", kind, "--json", str(tmp_path / "rows.json")])
-    found = figures(tmp_path / "rows.json")
-    assert {f"{way}, × the loop's speed" for way in ("bound", *modules.WAYS)} <= {name for _, name in found}
+def test_kinds_of_modules(kind):
+    found = {row.metric: row.ours for row in modules.rows_of(kind, clients=4, repeat=1)}
+    assert {*modules.WAYS, modules.ALONE, modules.PRODUCTS, "bound"} <= found.keys()
     assert min(found.values()) > 0
+    assert found[modules.PRODUCTS] > found[modules.ALONE]  # they are some of them
+
+
+@pytest.mark.slow
+def test_what_was_aimed_at_is_beside_what_is_possible(tmp_path):
+    page.main(["modules", "--results", str(tmp_path), "--", "--smoke", "--part", "What was aimed at"])
+    lines = (tmp_path / "modules.md").read_text().splitlines()
+    head = next(line for line in lines if "to reach" in line)
+    assert [cell.strip() for cell in head.split("|")[2:5]] == ["to reach", "reached", "at best"]
+    assert sum(line.count("|") == head.count("|") for line in lines) > 12
+
+
+def test_operations_are_called_again_by_their_parts():
+    added, weights, states, calls = torch.zeros(2, 3, 4, 12), torch.ones(2, 12, 4), torch.zeros(2, 4, 4), []
+    gru = torch.ops.fedtorch.gru
+    recorded = floors.recorded(lambda: calls.append(gru(added, states, weights, torch.zeros(2, 12))))
+    names = [str(each[0].overloadpacket) for each in recorded.operations]
+    assert names.count("aten.baddbmm") == 3  # of three steps
+    assert len(recorded.products().operations) == 3
+    added += 1
+    before = calls[0][0].clone()
+    recorded.again()  # in the memory of the first time
+    assert not torch.equal(calls[0][0], before)

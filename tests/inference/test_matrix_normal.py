@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas
 import pytest
 import torch
+from support.forked import over_ranks
 from support.loopback import Clock, Loopback
 from support.sites import offers
 from torch import Tensor
@@ -117,6 +119,23 @@ def test_yes_or_no_responses_have_probabilities_and_overdispersed_ones_no_new_re
     local = ft.least_squares(ft.LinearHead(D - 1, dtype=torch.float64), family="logistic")
     dispersed = ft.run(ft.matrix_normal(local, noise=2.0), ft.InProcess(data), rounds=3)
     assert ft.inference.predict(dispersed, ROWS, site="D")["new_high"].isna().all()
+
+
+# -- over ranks ----------------------------------------------------------------------------------------------------
+
+
+def test_two_ranks_say_what_one_process_says(here: ft.Run, tmp_path: Path) -> None:
+    """Every rank, though each has the rows of half of the devices; means over devices and each one's own, too."""
+
+    def told(run: ft.Run) -> list[float]:
+        tables = ft.inference.predict(run, DATA, LEVEL), run.summary(LEVEL), ft.inference.ranef(run, total=True)
+        return np.concatenate([numbers(table).flatten() for table in tables]).tolist()
+
+    expected = told(here)
+    for found in over_ranks(
+        tmp_path / "ranks", 2, lambda rank: told(ft.run(make(), ft.Distributed(DATA), rounds=ROUNDS))
+    ):
+        assert found == pytest.approx(expected, rel=1e-9, abs=1e-9, nan_ok=True)
 
 
 # -- between sites -------------------------------------------------------------------------------------------------

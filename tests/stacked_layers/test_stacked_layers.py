@@ -295,3 +295,65 @@ def test_group_normalisation_of_channels_that_are_last_in_memory():
     alone = torch.stack([module(x) for x in channels_last])
     stacked_layers.adapt(module)
     torch.testing.assert_close(vmap(module)(channels_last), alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(ROWS, 6), (7, 6), (ROWS, 4, 6), (6,)], ids=str)
+def test_linear_layers_of_clients_are_one_product(shape, bias):
+    """More and fewer rows than features, rows of several lines, and a row without a batch."""
+    module = nn.Linear(6, 5, bias=bias, dtype=torch.float64)
+    tensors, rows = clients_of(module), drawn(70, CLIENTS, *shape).requires_grad_()
+    alone = [torch.stack([functional_call(module, at(tensors, k), (rows[k],)) for k in range(CLIENTS)])]
+    expected = [*alone, *gradients(alone, [*tensors.values(), rows])]
+    stacked_layers.adapt(module)
+    together = [vmap(lambda tensors, x: functional_call(module, tensors, (x,)))(tensors, rows)]
+    found = [*together, *gradients(together, [*tensors.values(), rows])]
+    for one, other in zip(found, expected):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    if len(shape) == 2 and shape[0] < 6:
+        assert found[1].is_contiguous()  # so that no step copies it
+    assert "Linear(in_features=6" in repr(module)
+
+
+def test_linear_layers_whose_weights_are_shared_or_of_examples():
+    module = nn.Linear(4, 3, dtype=torch.float64)
+    tensors, rows = clients_of(module), drawn(71, CLIENTS, ROWS, 4)
+    shared = module(rows)
+    alone = torch.stack([functional_call(module, at(tensors, k), (rows[k],)) for k in range(CLIENTS)])
+    stacked_layers.adapt(module)
+    torch.testing.assert_close(vmap(module)(rows), shared)
+    by_example = lambda tensors, x: vmap(lambda row: functional_call(module, tensors, (row[None],))[0])(x)
+    torch.testing.assert_close(vmap(by_example)(tensors, rows), alone)
+    half = {"weight": tensors["weight"], "bias": module.bias}  # one bias for all
+    together = vmap(lambda w, x: functional_call(module, {**half, "weight": w}, (x,)))(tensors["weight"], rows)
+    torch.testing.assert_close(together, alone - tensors["bias"][:, None] + module.bias)
+    gradient = torch.func.grad(lambda x, tensors: functional_call(module, tensors, (x,)).sum())
+    torch.testing.assert_close(vmap(gradient)(rows, tensors)[:, 0], tensors["weight"].sum(1))
+    with pytest.raises(RuntimeError, match=r"dtype|scalar type"):
+        vmap(lambda tensors, x: functional_call(module, tensors, (x,)))(tensors, rows.float())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"ignore_index": 1},
+        {"label_smoothing": 0.1},
+        {"weight": drawn(90, 4).abs()},
+    ],
+    ids=str,
+)
+def test_cross_entropy_of_classes(options):
+    loss, scores = nn.CrossEntropyLoss(**options), drawn(91, CLIENTS, 6, 4).requires_grad_()
+    labels = random.randint(random.key(92), 4, (CLIENTS, 6))
+    together, alone = vmap(loss)(scores, labels), torch.stack([loss(*each) for each in zip(scores, labels)])
+    compared = [[value, *gradients([value], [scores])] for value in (together, alone)]
+    torch.testing.assert_close(*compared, rtol=1e-12, atol=1e-12)
+    shares = scores.detach().softmax(-1)
+    probable = torch.stack([F.cross_entropy(a, b) for a, b in zip(scores, shares)])
+    torch.testing.assert_close(vmap(F.cross_entropy)(scores, shares), probable)
+    if loss.reduction == "mean":
+        by_example = vmap(vmap(lambda score, label: loss(score[None], label[None])))(scores, labels)
+        torch.testing.assert_close(by_example[0, 0], loss(scores[0, :1], labels[0, :1]), equal_nan=True)

@@ -42,14 +42,15 @@ class _Counting(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if not function.is_view and function is not torch.ops.aten._local_scalar_dense.default:
             self.calls += 1
-            self.moved += sum(map(_bytes, [*_tensors(args), *_tensors(result)]))
+            self.moved += sum(map(_bytes, [*tensors(args), *tensors(result)]))
         return result
 
 
-def _tensors(value: Any) -> list[Tensor]:
+def tensors(value: Any) -> list[Tensor]:
+    """Return the tensors among arguments or results."""
     if isinstance(value, Tensor):
         return [value]
-    return [leaf for each in value for leaf in _tensors(each)] if isinstance(value, (tuple, list)) else []
+    return [leaf for each in value for leaf in tensors(each)] if isinstance(value, (tuple, list)) else []
 
 
 def _bytes(tensor: Tensor) -> float:

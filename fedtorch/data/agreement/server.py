@@ -154,9 +154,9 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
     for column in text:
         _check_alike(column, known.where_text(column), list(known.answers))
     wanted = described(formula, needs, _also(request, formula))
-    scales = {
-        quantity: known.scale(quantity) for quantity in wanted if quantity in needs.quantities or known.tells(quantity)
-    }
+    told = [quantity for quantity in wanted if quantity in needs.quantities or known.tells(quantity)]
+    flat = [] if formula.response in needs.quantities else [formula.response]  # of which no scale is needed
+    scales = {quantity: known.scale(quantity) for quantity in told if quantity not in flat or known.varies(quantity)}
     levels = {
         column: declared.get(column) or known.levels(column, request.other.get(column)) for column in needs.levels
     }

@@ -25,6 +25,7 @@ import numpy
 from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
 from fedtorch.data.agreement.histogram import histogram
 from fedtorch.data.agreement.moments import moments
+from fedtorch.data.bad_clients import told_by
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.grammar import Formula, Quantity
@@ -65,7 +66,9 @@ class Answers:
             return {"refused": str(error)}
         except Exception as error:  # whatever happens here, the server hears no more of it than its kind
             _LOG.exception("this site could not answer")
-            return {"refused": f"the site failed with {type(error).__name__}; see what it says itself"}
+            return {
+                "refused": told_by(error) or f"the site failed with {type(error).__name__}; see what it says itself"
+            }
 
     def describe(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the site tells of the columns of a formula."""
@@ -95,6 +98,7 @@ class Answers:
             raise Refused(str(error)) from None
         formula = self._formula(design.formula)
         self.disclosure.check(self.disclosure.minimum, design.reads)
+        self._has(design.reads)
         self._log.count(text, self.disclosure.designs)
         for column, levels in design.encoding.levels.items():
             if column in formula.columns and levels.other is None:
@@ -111,12 +115,16 @@ class Answers:
             formula = parse(text)
         except ValueError as error:
             raise Refused(str(error)) from None
+        self._has(formula.columns)
+        return formula
+
+    def _has(self, columns: Sequence[str]) -> None:
+        """Refuse a formula that reads a column that is not there."""
         names = list(self._cells.frame.columns)
-        if absent := [column for column in formula.columns if names.count(column) != 1]:
+        if absent := [column for column in columns if names.count(column) != 1]:
             raise Refused(
                 f"the site has no column {absent[0]!r} that the formula reads; correct it, or leave the site out"
             )
-        return formula
 
     def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
         whose = f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)

@@ -52,6 +52,10 @@ class SiteAnswers(NamedTuple):
         """Return the moments of all rows of the sites that tell them; raise ValueError where none does."""
         return joined(self._parts("moments", quantity.name, self._moments))
 
+    def varies(self, quantity: Quantity) -> bool:
+        """Return whether a quantity is not the same in all rows."""
+        return self.moments(quantity).squares > 0
+
     def tells(self, quantity: Quantity) -> bool:
         """Return whether any site tells the mean of a quantity."""
         return any(self._entry(site, "moments", quantity.name) is not None for site in self.answers)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from fedtorch.data.bad_clients import BadCells, BadColumn
+
 if TYPE_CHECKING:
     import pandas
 
@@ -89,9 +91,10 @@ class Cells:
         names = list(self.frame.columns)
         if names.count(name) != 1:
             has = "several" if name in names else "none"
-            raise ValueError(
+            raise BadCells(
                 f"Expected one column {name!r}{self.where()}, but got {has}; the frame has {names[:50]}: rename one of "
-                "them, or correct the formula"
+                "them, or correct the formula",
+                f"the site has {has} of the column {name!r}; correct the formula, or leave the site out",
             )
         return self.frame[name]
 
@@ -112,9 +115,10 @@ class Cells:
         """
         column = self.column(name)
         if not self.numeric(name):
-            raise TypeError(
+            raise BadColumn(
                 f"Expected numbers in column {name!r}{self.where()}, but got {column.dtype}; convert it to numbers, or "
-                f"write it as a factor, C({name})"
+                f"write it as a factor, C({name})",
+                f"the site's column {name!r} has no numbers; convert it, or write it as a factor",
             )
         values = numpy.array(column.to_numpy(dtype=numpy.float64, na_value=numpy.nan))  # a copy that can be written
         if not self.missing:
@@ -134,9 +138,10 @@ class Cells:
         """
         column = self.complete(name)
         if getattr(column.dtype, "kind", "O") in _NO_LEVELS:
-            raise TypeError(
+            raise BadColumn(
                 f"Expected text, categories or whole numbers in the factor {name!r}{self.where()}, but got "
-                f"{column.dtype}; convert it, for example to days since the first"
+                f"{column.dtype}; convert it, for example to days since the first",
+                f"the site's factor {name!r} has dates, times or complex numbers; convert it",
             )
         distinct = {value: level_name(value) for value in column.unique()}
         return column.map(distinct).to_numpy(dtype=object)
@@ -151,20 +156,22 @@ class Cells:
         empty = column.isna().to_numpy()
         if empty.any():
             row = int(empty.argmax())
-            raise ValueError(
+            raise BadCells(
                 f"Expected no missing cells, but got {int(empty.sum())} in column {name!r}, at first{self.where(row)}, "
                 f'row {self.frame.index[row]}; keep them for imputation by missing="impute", or leave such rows out by '
-                'missing="drop"'
+                'missing="drop"',
+                f"the site's column {name!r} has missing cells; impute them, or leave such rows out",
             )
         return column
 
     def refuse(self, bad: numpy.ndarray, name: str, wanted: str, values: numpy.ndarray, remedy: str) -> None:
-        """Raise an error that names column, client and first row, if any cell `(n,)` is bad."""
+        """Raise `BadCells` that names column, client and first row, if any cell `(n,)` is bad."""
         if bad.any():
             row = int(bad.argmax())
-            raise ValueError(
+            raise BadCells(
                 f"Expected {wanted}, but got {_plain(values[row])!r} in column {name!r}{self.where(row)}, row "
-                f"{self.frame.index[row]} ({int(bad.sum())} such rows); {remedy}"
+                f"{self.frame.index[row]} ({int(bad.sum())} such rows); {remedy}",
+                f"the site's column {name!r} has others than {wanted}; {remedy}",
             )
 
 

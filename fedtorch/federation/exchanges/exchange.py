@@ -169,7 +169,7 @@ def is_finite(partial: Tree, messages: Tree = None) -> bool:
     NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
     """
     sums = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()]
-    sums += [torch.where((weight < 0).any(), torch.nan, 0.0) for weight in weights(messages)]
+    sums += [weight.clamp(max=0).sqrt().sum() for weight in weights(messages)]  # roots of what is negative are NaN
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 

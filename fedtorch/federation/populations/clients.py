@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -102,6 +102,7 @@ class LocalClients:
         """Take the rows of the clients here, in place of those that they had."""
         self._blocks = [(ids, self._prepare(ids, data)) for ids, data in blocks]
         self._sizes = [self._block_size(data, self._chunk) for _, data in self._blocks]
+        self._whole = [_as_slice(ids) if len(ids) else ids for ids, _ in self._blocks]
 
     def _prepare(self, ids: Tensor, data: ClientData | ClientLoaders) -> Tree:
         try:
@@ -126,9 +127,11 @@ class LocalClients:
         """Return the cohort in blocks: (ids, prepared data); everybody as views."""
         for number, ((ids, _), size) in enumerate(zip(self._blocks, self._sizes)):
             rows = None if cohort is None else _places(cohort, ids)
-            if rows is not None and len(rows) == len(ids):
-                rows = None
-            for start in range(0, len(ids) if rows is None else len(rows), size):
+            count = len(ids) if rows is None else len(rows)
+            if rows is None and 0 < count <= size:
+                yield self._whole[number], self._taken(number, slice(0, count))
+                continue
+            for start in range(0, count, size):
                 part = slice(start, min(start + size, len(ids))) if rows is None else rows[start : start + size]
                 yield _as_slice(ids[part]), self._taken(number, part)
 
@@ -171,7 +174,7 @@ class LocalClients:
         failed: dict[int, Exception] = {}
         partials: list[Tree] = []
         states: list[tuple[Rows, Tree]] = []
-        infos: list[tuple[Tensor, dict[str, Tensor]]] = []
+        infos: list[tuple[Rows, dict[str, Tensor]]] = []
         up = down = 0
         answers: Answers | None = None
         for block in self.blocks(cohort):
@@ -198,7 +201,7 @@ class LocalClients:
             if len(partials) == _MERGE_EVERY:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
-            infos.append((indices(answers.ids), answers.info))
+            infos.append((answers.ids, answers.info))
         partial, message = exchange.merge(partials) if partials else None, answers and answers.message
         return Gathered(partial, states, *joined(infos), up, down, refused, failed, message)
 
@@ -308,7 +311,8 @@ def _places(cohort: Tensor, ids: Tensor) -> Tensor | None:
     place = torch.searchsorted(ids, cohort)
     inside = place < len(ids)
     place, cohort = place[inside], cohort[inside]
-    return place[ids[place] == cohort]
+    place = place[ids[place] == cohort]
+    return None if len(place) == len(ids) else place
 
 
 def _as_slice(ids: Tensor) -> Rows:
@@ -322,23 +326,17 @@ def _ascend(ids: Tensor) -> bool:
     return bool((ids[1:] > ids[:-1]).all())
 
 
-def joined(infos: list[tuple[Tensor, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
+def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return (ids, info) of several blocks in ascending order of ids; NaN where a block does not tell a value."""
     if not infos:
         return torch.zeros(0, dtype=torch.int64), {}
-    if len(infos) == 1 and _ascend(infos[0][0]):
-        return infos[0][0], tree.to(infos[0][1], "cpu", torch.float64, copy=True)
+    if len(infos) == 1 and (isinstance(infos[0][0], slice) or _ascend(infos[0][0])):
+        return indices(infos[0][0]), tree.to(infos[0][1], "cpu", torch.float64, copy=True)
     names = list(dict.fromkeys(name for _, info in infos for name in info))
-    info = {
-        name: torch.cat(
-            [
-                part[name].to("cpu", torch.float64) if name in part else torch.full((len(ids),), torch.nan)
-                for ids, part in infos
-            ]
-        )
-        for name in names
-    }
-    ids, order = torch.cat([ids for ids, _ in infos]).sort()
+    unknown = lambda ids: torch.full((client_count(ids),), torch.nan, dtype=torch.float64)
+    told = lambda name: [part[name].to("cpu", torch.float64) if name in part else unknown(ids) for ids, part in infos]
+    info = {name: torch.cat(told(name)) for name in names}
+    ids, order = torch.cat([indices(rows) for rows, _ in infos]).sort()
     return ids, tree.take(info, order)
 
 

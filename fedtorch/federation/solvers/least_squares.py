@@ -194,7 +194,7 @@ def _solve(
     else:
         new, taken = _descended(data, share, added, old, steps, lr)
     gram, cross, power, _ = data.statistics
-    loss = ((power + (new * (gram @ new - 2 * cross)).sum((1, 2))) / form.outputs).clamp(min=0)
+    loss = ((power + (new * torch.baddbmm(cross, gram, new, beta=-2)).sum((1, 2))) / form.outputs).clamp(min=0)
     solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
     return Local(solution, state, taken, {"loss": loss})
 
@@ -254,22 +254,23 @@ def _descended(
         else:
             curvature, basis = torch.linalg.eigh(data.statistics.gram * share + added.precision.diag_embed())
             descent = basis.mT @ (data.statistics.cross * share)
-        descent = descent + basis.mT @ added.shift
+        descent = torch.baddbmm(descent, basis.mT, added.shift)
     reach, taken = _gradient_steps(curvature, steps, lr)
-    return old + basis @ (reach[..., None] * (descent - curvature[..., None] * (basis.mT @ old))), taken
+    slope = torch.addcmul(descent, curvature[..., None], basis.mT.bmm(old), value=-1)
+    return torch.baddbmm(old, basis, slope.mul_(reach[..., None])), taken
 
 
 def _gradient_steps(curvature: Tensor, steps: int, lr: float | None) -> tuple[Tensor, Tensor]:
     """Return η Σ_{t<T} (1 − η m)^t of every curvature m `(K, p)`, and the sum of the learning rates `(K,)`."""
     largest = curvature.amax(1, keepdim=True)
-    rate = torch.where(largest > 0, 1 / largest, 0.0) if lr is None else torch.full_like(largest, lr)
+    rate = largest.reciprocal().masked_fill_(largest <= 0, 0.0) if lr is None else torch.full_like(largest, lr)
     # From T's binary digits: a sum of T powers twice over is that sum times 1 + q^T, and one more term is q^T.
     ratio = 1 - rate * curvature
-    power, total = torch.ones_like(ratio), torch.zeros_like(ratio)
-    for digit in f"{steps:b}":
-        power, total = power * power, total + total * power
+    power, total = ratio, torch.ones_like(ratio)  # of the first digit, which is 1
+    for digit in f"{steps:b}"[1:]:
+        total, power = total.addcmul(total, power), power * power
         if digit == "1":
-            power, total = power * ratio, total + power
+            total, power = total + power, power * ratio
     return rate * total, steps * rate[:, 0]
 
 

@@ -22,6 +22,19 @@ def gaussian(x: Tensor, z: Tensor, square: Tensor) -> Tensor:
     return (left @ right.mT).clamp(max=0).exp()
 
 
+def matern(x: Tensor, z: Tensor, square: Tensor, smoothness: float) -> Tensor:
+    """Return Matérn kernels of variance 1 and smoothness 0.5, 1.5 or 2.5; arguments and shapes as those of `gaussian`.
+
+    >>> matern(torch.zeros(1, 1), torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0]]), 0.5).log()
+    tensor([[[ 0., -1.]]])
+    """
+    width = square.rsqrt()[..., None, :]
+    one, two = x[..., None, :, :] * width, z[..., None, :, :] * width
+    gap = (one[..., :, None, :] - two[..., None, :, :]).square().sum(-1)
+    r = (2 * smoothness * gap.clamp(min=1e-30)).sqrt()  # with the derivative 0 where inputs are the same
+    return {0.5: torch.ones_like(r), 1.5: 1 + r, 2.5: 1 + r + r.square() / 3}[smoothness] * (-r).exp()
+
+
 def positive(lower: float = 0.0) -> Any:
     """Return the constraint of what is above a limit and has no scale of its own: the logarithm of the rest is free."""
     return gpytorch.constraints.GreaterThan(lower, transform=torch.exp, inv_transform=torch.log)

@@ -87,7 +87,7 @@ def check_parts(model: Geometry, mean: bool = False) -> None:
 
 
 def check_kernels(model: Geometry) -> None:
-    """Raise ValueError unless the kernels have values of the right shapes at the inducing inputs, and one diagonal.
+    """Raise ValueError unless the features know the inducing inputs, and kernels have values and one diagonal there.
 
     A kernel of your own may look at its batch shape or at `diag=True` in another way than GPyTorch's do.
 
@@ -101,6 +101,7 @@ def check_kernels(model: Geometry) -> None:
     Traceback (most recent call last):
     ValueError: Expected the diagonal of a kernel's matrix for diag=True, ...
     """
+    _ask(model.features, model.inducing)
     with torch.no_grad():
         inducing, latents = model.embed(model.inducing), model.kernel.latents
         _check_kernels(model, inducing.expand(*model.batch_shape, *inducing.shape), latents)

@@ -17,19 +17,27 @@ Source: Salimbeni and Deisenroth (2017), "Doubly stochastic variational inferenc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributions import Categorical, MixtureSameFamily, Normal
+from torch.distributions import Categorical, Distribution, MixtureSameFamily, Normal
 
 from fedtorch import expected
-from fedtorch.models.gaussian_process._kernel_parts import extent_of, gaussian
+from fedtorch.models.gaussian_process._kernel_parts import extent_of, gaussian, matern
+from fedtorch.models.quadrature import gauss_hermite
 
 __all__ = ["DeepGP"]
 
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]  # of inputs, inputs and squared lengthscales
+Likelihood = Callable[[Tensor], Distribution]  # of the outputs, given the values of f
+
 _NODES = 64  # draws of the inner layers in predictions
 _START = 0.01  # sd of the inner layers' q, in units of the prior's
+_SMOOTHNESS = (0.5, 1.5, 2.5)
+_OVER_F = 20  # nodes over f of a likelihood
 
 
 class DeepPosterior(NamedTuple):
@@ -37,19 +45,23 @@ class DeepPosterior(NamedTuple):
 
     mean: Tensor  # (S, N) of f_m, by draw of the inner layers
     variance: Tensor  # (S, N)
-    noise: Tensor  # () variance
+    noise: Tensor  # () variance, not a number where there is a likelihood
     own: Tensor  # () KL of the outer q
     shared: Tensor  # () KL of the inner layers' q
     rows: Tensor  # () of all units together
+    likelihood: Likelihood | None = None  # other than of normal noise
 
     def fit(self, y: Tensor) -> Tensor:
         """Return E_q log p(y | f), summed over rows."""
+        if self.likelihood is not None:
+            f, weights = _nodes_over(self.mean, self.variance)
+            return (self.likelihood(f).log_prob(y[:, None]) * weights).sum(-1).mean(0).sum()
         square = (y - self.mean).square() + self.variance
         return -0.5 * ((2 * math.pi * self.noise).log() + square / self.noise).mean(0).sum()
 
 
 class SparseLayer(nn.Module):
-    """Independent sparse Gaussian processes of one input each or of several, with RBF kernels.
+    """Independent sparse Gaussian processes of one input each or of several.
 
     Args:
         inducing: `(J, d)`.
@@ -58,16 +70,24 @@ class SparseLayer(nn.Module):
         variance: of the prior, to begin with.
         sd: of q's whitened values, to begin with.
         jitter: of the inducing values, relative to the variance.
+        kernel: of variance 1.
     """
 
     inducing: Tensor
 
     def __init__(
-        self, inducing: Tensor, outputs: int, identity: bool, variance: float, sd: float, jitter: float
+        self,
+        inducing: Tensor,
+        outputs: int,
+        identity: bool,
+        variance: float,
+        sd: float,
+        jitter: float,
+        kernel: Kernel,
     ) -> None:
         super().__init__()
         size, dims = inducing.shape
-        self.identity, self.jitter = identity, jitter
+        self.identity, self.jitter, self.kernel = identity, jitter, kernel
         self.inducing = nn.Parameter(inducing.clone())
         self.log_lengthscale = nn.Parameter((extent_of(inducing) / 10).log().expand(outputs, dims).clone())
         self.log_variance = nn.Parameter(torch.full((outputs,), math.log(variance)).to(inducing))
@@ -77,15 +97,22 @@ class SparseLayer(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and variances of the processes at x `(*b, N, d)`, `(*b, N, outputs)` each."""
         square = (2 * self.log_lengthscale).exp()
-        prior = gaussian(self.inducing, self.inducing, square)  # (outputs, J, J), of variance 1
-        factor = torch.linalg.cholesky(prior + self.jitter * torch.eye(len(self.inducing)).to(x))
-        cross = gaussian(self.inducing, x, square)  # (*b, outputs, J, N)
+        prior = self.kernel(self.inducing, self.inducing, square)  # (outputs, J, J), of variance 1
+        factor = self._factor(prior + self.jitter * torch.eye(len(self.inducing)).to(x))
+        cross = self.kernel(self.inducing, x, square)  # (*b, outputs, J, N)
         basis = torch.linalg.solve_triangular(factor, cross, upper=False)
         told = self.root.tril().mT @ basis
         unit = 1 - basis.square().sum(-2) + told.square().sum(-2)
         mean = (self.mean[:, None] @ basis)[..., 0, :] * (0.5 * self.log_variance).exp()[:, None]
         variance = unit.clamp(min=1e-12) * self.log_variance.exp()[:, None]
         return mean.mT + x if self.identity else mean.mT, variance.mT
+
+    def _factor(self, matrix: Tensor) -> Tensor:
+        """Return the Cholesky factor; in training NaN where there is none, so that a federation names the unit."""
+        if not self.training:
+            return torch.linalg.cholesky(matrix)
+        factor, failed = torch.linalg.cholesky_ex(matrix)
+        return torch.where(failed[..., None, None] > 0, torch.nan, factor)
 
     def divergence(self) -> Tensor:
         """Return KL(q(u) ‖ p(u)) of all its processes."""
@@ -99,7 +126,7 @@ class DeepGP(nn.Module):
 
     In training it gives what the loss needs; in `eval()` the predicted mean of each output, `(N,)`. Train it by
     `ft.gradient_descent(module, loss=DeepGP.loss, …)` without `batch_size`, for the loss takes a batch for all of a
-    unit's rows, in `ft.personal_layers(local, DeepGP.own)`.
+    unit's rows, in `ft.personal_layers(local, module.own)`. Kernels are the same in all layers, RBF or Matérn.
 
     Args:
         inducing: inducing inputs `(J, d)` of every layer to begin with; inner layers have d outputs.
@@ -107,10 +134,14 @@ class DeepGP(nn.Module):
         layers: 1 is a sparse Gaussian process.
         draws: of the inner layers, in a step of training.
         noise: standard deviation of the outputs' noise, to begin with.
+        smoothness: ν of Matérn kernels, 0.5, 1.5 or 2.5; by default kernels are RBF.
+        likelihood: of outputs without normal noise, the distribution given f: `lambda f: Bernoulli(logits=f,
+            validate_args=False)`, `lambda f: Poisson(f.exp(), validate_args=False)`, of `torch.distributions`.
         jitter: of inducing values, relative to their variance.
 
     Raises:
         ValueError: inducing inputs that are not finite or not `(J, d)`, or a number out of range.
+        TypeError: a likelihood that is no function of f, or gives no distribution of each value.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -139,6 +170,8 @@ class DeepGP(nn.Module):
         layers: int = 2,
         draws: int = 10,
         noise: float = 0.1,
+        smoothness: float | None = None,
+        likelihood: Likelihood | None = None,
         jitter: float = 1e-6,
     ) -> None:
         super().__init__()
@@ -148,25 +181,34 @@ class DeepGP(nn.Module):
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Expected {name} to be a whole number of at least 1, but got {value}")
         expected.positive(noise=noise, jitter=jitter)
+        if smoothness not in (None, *_SMOOTHNESS):
+            raise ValueError(f"Expected smoothness 0.5, 1.5 or 2.5, or None for RBF kernels, but got {smoothness}")
+        kernel = gaussian if smoothness is None else partial(matern, smoothness=smoothness)
         dims = inducing.shape[1]
         self.draws = draws if layers > 1 else 1
-        inner = (SparseLayer(inducing, dims, True, 0.1, _START, jitter) for _ in range(layers - 1))
+        inner = (SparseLayer(inducing, dims, True, 0.1, _START, jitter, kernel) for _ in range(layers - 1))
         self.inner = nn.ModuleList(inner)
-        self.outer = SparseLayer(inducing, 1, False, 1.0, 1.0, jitter)
-        self.log_noise = nn.Parameter(torch.tensor(math.log(noise)).to(inducing))  # of the standard deviation
+        self.outer = SparseLayer(inducing, 1, False, 1.0, 1.0, jitter, kernel)
+        self.likelihood = None if likelihood is None else _checked(likelihood)
+        if likelihood is None:
+            self.log_noise = nn.Parameter(torch.tensor(math.log(noise)).to(inducing))  # of the standard deviation
+        else:
+            self.own = DeepGP.own[:-1]  # type: ignore[misc]
         self.register_buffer("total", torch.tensor(float(rows)).to(inducing))
         self.register_buffer("nodes", _normal_nodes(layers - 1, dims).to(inducing))
 
     def forward(self, x: Tensor) -> DeepPosterior | Tensor:
         """Return what q says of the outputs at x `(N, d)`: in training for `loss`, else their means `(N,)`."""
         if not self.training:
-            return self._moments(x, self.nodes[:, None])[0].mean(0)
+            normal = self.likelihood is None
+            return self._moments(x, self.nodes[:, None])[0].mean(0) if normal else self.predict(x).mean
         noise = torch.randn(self.draws, len(x), len(self.inner), x.shape[-1], dtype=x.dtype, device=x.device)
         mean, variance = self._moments(x, noise)
         shared = self.total.new_zeros(())
         for layer in self.inner:
             shared = shared + layer.divergence()  # type: ignore[operator]
-        return DeepPosterior(mean, variance, self._noise(), self.outer.divergence(), shared, self.total)
+        own = self.outer.divergence()
+        return DeepPosterior(mean, variance, self._noise(), own, shared, self.total, self.likelihood)
 
     @staticmethod
     def loss(found: DeepPosterior, y: Tensor) -> Tensor:
@@ -182,6 +224,10 @@ class DeepGP(nn.Module):
         """Return the distribution of outputs at x `(N, d)`, noise included: a mixture over values of inner layers."""
         with torch.no_grad():
             mean, variance = self._moments(x, self.nodes[:, None])
+            if self.likelihood is not None:
+                f, weights = _nodes_over(mean.T, variance.T)
+                parts = self.likelihood(f.flatten(1))
+                return MixtureSameFamily(Categorical(weights.expand_as(f).flatten(1)), parts)
             parts = Normal(mean.T, (variance + self._noise()).sqrt().T)
             return MixtureSameFamily(Categorical(torch.ones_like(mean.T)), parts)
 
@@ -192,16 +238,34 @@ class DeepGP(nn.Module):
         return x
 
     def _noise(self) -> Tensor:
-        return (2 * self.log_noise).exp()
+        return (2 * self.log_noise).exp() if self.likelihood is None else self.total.new_full((), math.nan)
 
     def _moments(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and variances of f `(S, N)` by normal numbers `(S, N or 1, layers, d)` of the inner layers."""
+        if x.shape[-1] != self.outer.inducing.shape[-1]:
+            raise ValueError(f"Expected inputs (N, {self.outer.inducing.shape[-1]}), but got {tuple(x.shape)}")
         x = x.expand(len(noise), *x.shape)
         for number, layer in enumerate(self.inner):
             mean, variance = layer(x)
             x = mean + variance.sqrt() * noise[:, :, number]
         mean, variance = self.outer(x)
         return mean[..., 0], variance[..., 0]
+
+
+def _checked(likelihood: Likelihood) -> Likelihood:
+    """Raise TypeError unless it is a function from values of f to a distribution of as many outputs."""
+    advice = "such as lambda f: torch.distributions.Bernoulli(logits=f, validate_args=False)"
+    expected.function(likelihood, "likelihood= as a function of f", advice)
+    outputs = likelihood(torch.zeros(2, 3))
+    if not isinstance(outputs, Distribution) or outputs.batch_shape != (2, 3):
+        raise TypeError(f"Expected a distribution for each of 2 × 3 values of f, but got {outputs}; {advice}")
+    return likelihood
+
+
+def _nodes_over(mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values of f `(..., Q)` and weights `(Q,)` of a quadrature of N(mean, variance)."""
+    rule = gauss_hermite(1, _OVER_F)
+    return mean[..., None] + variance.sqrt()[..., None] * rule.nodes[:, 0].to(mean), rule.weights.to(mean)
 
 
 def _normal_nodes(layers: int, dims: int) -> Tensor:

@@ -70,13 +70,7 @@ def log_joint_of(
     """Return log p(y, θ | φ) with θ `(d,)` in unconstrained coordinates; of observed rows those that are `kept`."""
     from pyro import poutine
 
-    values, jacobian, start = {}, theta.new_zeros(()), 0
-    for name, transform, shape in sites.each:
-        stop = start + math.prod(shape)
-        free = theta[start:stop].reshape(shape)
-        values[name] = transform(free)
-        jacobian = jacobian + transform.log_abs_det_jacobian(free, values[name]).sum()
-        start = stop
+    values, jacobian = _latent(sites, theta)
     trace = poutine.trace(poutine.condition(model, data=values)).get_trace(phi, *rows)
     if kept is None:
         return trace.log_prob_sum() + jacobian
@@ -85,6 +79,63 @@ def log_joint_of(
         if site["type"] == "sample" and "log_prob" in site:
             jacobian = jacobian + _kept(site, kept).sum()
     return jacobian
+
+
+def _latent(sites: Sites, theta: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the values of latent variables, and the log determinant of the map to them."""
+    values, jacobian, start = {}, theta.new_zeros(()), 0
+    for name, transform, shape in sites.each:
+        stop = start + math.prod(shape)
+        free = theta[start:stop].reshape(shape)
+        values[name] = transform(free)
+        jacobian = jacobian + transform.log_abs_det_jacobian(free, values[name]).sum()
+        start = stop
+    return values, jacobian
+
+
+def refusal(model: Callable[..., Any], phi: Tensor, rows: Sequence[Tensor]) -> str:
+    """Return why a client's rows cannot be observed, as far as one φ and θ in the middle of its support show it.
+
+    >>> import pyro
+    >>> def model(phi, y):
+    ...     with pyro.plate("rows", len(y)):
+    ...         pyro.sample("y", pyro.distributions.Poisson(phi[0].exp()), obs=y)
+    >>> refusal(model, torch.zeros(1), [torch.tensor([2.0, -1.0])])
+    "Expected observations that Poisson can take at 'y', but got -1; mend or leave out such rows"
+    """
+    from pyro import poutine
+
+    try:
+        sites = sites_of(model, phi, rows)
+        values, _ = _latent(sites, phi.new_zeros(sites.size))
+        trace = poutine.trace(poutine.condition(model, data=values)).get_trace(phi, *rows)
+        for name, site in trace.nodes.items():
+            wrong = _not_in_support(site)
+            if len(wrong):
+                kind = type(getattr(site["fn"], "base_dist", site["fn"])).__name__
+                return (
+                    f"Expected observations that {kind} can take at {name!r}, but got {wrong[0].item():g}; mend or "
+                    "leave out such rows"
+                )
+        log = torch.as_tensor(trace.log_prob_sum())
+    except (IndexError, RuntimeError) as error:
+        return (
+            f"Expected rows that the model takes, but it raises {type(error).__name__}: {error}; look for codes of "
+            "categories that it has no parameter for"
+        )
+    return "" if not bool(log.isnan()) else "Expected a log density of the rows, but got NaN; look for NaN in them"
+
+
+def _not_in_support(site: Any) -> Tensor:
+    """Return observed values that a discrete distribution cannot have, without those of a mask."""
+    if site["type"] != "sample" or not site["is_observed"] or site.get("mask") is not None:
+        return torch.zeros(0)
+    support: Any = getattr(site["fn"], "support", None)
+    if support is None or not support.is_discrete or hasattr(site["fn"], "_mask"):
+        return torch.zeros(0)
+    value = torch.as_tensor(site["value"])
+    fine = torch.as_tensor(support.check(value))
+    return value[~fine.reshape(*fine.shape, *[1] * (value.ndim - fine.ndim)).expand_as(value)]
 
 
 def _kept(site: Any, kept: Tensor) -> Tensor:

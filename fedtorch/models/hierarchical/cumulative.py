@@ -66,8 +66,8 @@ def cumulative(
         rule: nodes over the variances; default: that of `generalised`.
         inner: nodes over the coefficients about their mode: over all of them, or over those that differ, for where the
             others are known, as in `ft.maximum_likelihood`; None for Laplace's method. Default, also for the other of
-            the two: over those that differ, given which the others are taken as normal, or over all of two; seven
-            points a coordinate. With few rows a client `corrected` mends what that makes too small of variances.
+            the two: over those that differ, given which the others are integrated by Laplace's method at every node,
+            or over all of two; seven points a coordinate.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -205,6 +205,7 @@ def _prepared(ordered: Ordered, features: int, data: Any) -> _Data:
         bad.any(1),
         f"Expected numbers of the {count} levels {list(ordered.levels)}, 0 to {count - 1}, but got {got} in y; declare "
         "all levels",
+        f"others than the levels {list(ordered.levels)}; declare all levels",
     )
     level = torch.nn.functional.one_hot(torch.where(data.mask & ~bad, y, 0).long(), count).to(x)
     counted = data.mask.to(x) if weight is None else weight * data.mask

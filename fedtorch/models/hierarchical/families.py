@@ -72,6 +72,15 @@ class Ordered(NamedTuple):
         return len(self.levels) - 2
 
     @staticmethod
+    def ascend(differences: Tensor) -> Tensor:
+        """Return whether thresholds ascend that are so much more than the first, `(..., C - 2)` -> `(...)`.
+
+        >>> Ordered.ascend(torch.tensor([[1.0, 2.0], [2.0, 1.0], [-1.0, 1.0]]))
+        tensor([ True, False, False])
+        """
+        return (torch.nn.functional.pad(differences, (1, 0)).diff(dim=-1) > 0).all(-1)
+
+    @staticmethod
     def thresholds(levels: Sequence[str]) -> list[str]:
         """Return the names of thresholds, each by the levels that it is between."""
         return [f"{below}|{above}" for below, above in itertools.pairwise(levels)]

@@ -16,7 +16,8 @@ be continuous and its support must not depend on φ.
 Clients and nodes are evaluated together by `torch.vmap`, so that a client costs little beside the model's Python code.
 Clients of different numbers of rows are filled up with copies of a row, and a mask takes these out of the observations
 in a `pyro.plate` of as many. A model whose density that changes, which one client tells (a latent variable for each
-row, observations outside a plate, a mean over rows), has clients of equally many rows together.
+row, observations outside a plate, a mean over rows), has clients of equally many rows together. With three latent
+variables, or with errors of long tails, a client costs some ten times or more of what two and a log-concave density do.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), "Pyro".
 """
@@ -32,10 +33,17 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import tree
+from fedtorch.data import BadClients
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical._pyro_program import Sites, filled_up, log_joint_of, may_be_filled, sites_of
+from fedtorch.models.hierarchical._pyro_program import (
+    filled_up,
+    log_joint_of,
+    may_be_filled,
+    refusal,
+    sites_of,
+)
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
@@ -48,7 +56,7 @@ __all__ = ["pyro_factor"]
 
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
 _AROUND = 7  # points for each of two latent variables around their mode
-_CHUNK = 2**21  # numbers in one array of the nodes of some clients' rows
+_CHUNK = 2**18  # rows at nodes of φ whose modes are sought at once
 
 
 def pyro_factor(model: Callable[..., Any], *, rule: QuadratureRule | None = None) -> PyroFactor:
@@ -106,7 +114,8 @@ class PyroFactor:
             rule: nodes over φ; default: a product rule in two dimensions, two spherical designs in up to twenty.
 
         Raises:
-            ValueError: another number of names than coordinates.
+            ValueError: another number of names than coordinates; when a run begins, a client without rows, or with rows
+                that the program cannot observe.
 
         >>> import pyro, torch, fedtorch as ft
         >>> from fedtorch.federation.algorithms.ep import devices, posterior, settled
@@ -137,7 +146,7 @@ class PyroFactor:
             prior=prior,
             project=project,
             start=from_the_prior(project),
-            prepare=_checked,
+            prepare=partial(_checked, self.program, gaussian.moments(prior.normal).mean),
             devices=partial(self.devices, rule=rule),
             log_factor=self,
             given=self._given,
@@ -207,14 +216,13 @@ class PyroFactor:
             groups = [torch.arange(len(count))]
             if len(set(count)) > 1 and not self._filled:
                 groups = [torch.tensor([k for k, n in enumerate(count) if n == size]) for size in sorted(set(count))]
-            chunks = self._chunks(groups, phi, rows[0], sites)
+            chunks = self._chunks(groups, phi, rows[0])
             parts = [self._stacked(phi, rows, data.count, ids) for ids in chunks]
         return parts, torch.cat(chunks).argsort().to(phi.device)
 
-    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor, sites: Sites) -> list[Tensor]:
-        """Return the clients of each evaluation, so many that its arrays stay small."""
-        nodes = len(self._rule(sites.size).weights)
-        size = max(1, _CHUNK // max(1, phi.shape[1] * nodes * leaf.shape[1]))
+    def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor) -> list[Tensor]:
+        """Return the clients of each evaluation, so many that its arrays stay small; nodes of θ are taken in parts."""
+        size = max(1, _CHUNK // max(1, phi.shape[1] * leaf.shape[1]))
         return [part for ids in groups for part in ids.split(size)]
 
     def _rule(self, size: int) -> QuadratureRule:
@@ -241,7 +249,7 @@ class PyroFactor:
 
             return torch.vmap(client)(theta, phi, mask, *filled)
 
-        return integrated(log_joint, phi, sites.size, self._rule(sites.size))
+        return integrated(log_joint, phi, sites.size, self._rule(sites.size), rows=most)
 
 
 def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
@@ -250,9 +258,17 @@ def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:
     return Hierarchy(names, prior.normal.shift.new_zeros(0, len(names)), nothing, nothing, prior)
 
 
-def _checked(data: Any) -> Any:
-    """Return data of which each client has rows."""
+def _checked(program: Callable[..., Any], phi: Tensor, data: Any) -> Any:
+    """Return data of which each client has rows, and such as the program can observe at the prior's mean φ."""
+    import pyro
+
     refuse(data.count == 0, "Expected rows to observe, but got none; leave the client out with data.select")
+    rows = [_float64(leaf) for leaf in tree.leaves(data.batch)]
+    with pyro.validation_enabled(False):
+        for k, count in enumerate(data.count.tolist()):
+            why = refusal(program, phi.to(rows[0].device), [leaf[k, :count] for leaf in rows])
+            if why:
+                raise BadClients(torch.tensor([k]), why)
     return data
 
 

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fedtorch import _files as files
+from fedtorch.data.bad_clients import told_by
 from fedtorch.federation.budget import Budget
 from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
@@ -254,7 +255,8 @@ class Site:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
             except Exception as error:
-                self._why = f"the site could not begin: {type(error).__name__}; see what it says itself"
+                why = told_by(error) or f"{type(error).__name__}; see what it says itself"
+                self._why = f"the site could not begin: {why}"
                 _LOG.exception("could not begin a run")
             if self._session is None:
                 self.recording.begin(frame, server, self._why)

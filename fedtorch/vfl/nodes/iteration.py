@@ -83,7 +83,8 @@ def party_half(
     Raises:
         ValueError: an idle party in the first iteration or with minibatches, whose rows would differ; a negative delay,
             or a delay in the power model's protocol, where an iteration cannot begin before the last has ended; by the
-            clock a delay, the power model's protocol, or what only nodes know that go on together.
+            clock a delay, the power model's protocol, or what only nodes know that go on together; values that are not
+            finite, with the party and the row.
 
     >>> import torch, fedtorch as ft
     >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
@@ -113,13 +114,26 @@ def party_half(
     for number, iteration in enumerate(iterations):
         if party.takes_part(iteration):
             proposal = party.propose(iteration)
-            yield Send(0, Value(proposal.sent))
+            yield Send(0, _value(party, iteration, proposal))
             party.heard = True
             waiting.append((number, iteration, proposal))
         while waiting and waiting[0][0] <= number - delay:
             yield from _finish(party, protocol, *waiting.popleft()[1:], local_steps, bool(delay))
     while waiting:
         yield from _finish(party, protocol, *waiting.popleft()[1:], local_steps, bool(delay))
+
+
+def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value:
+    """Return what goes up; raise ValueError, before anybody has moved, if it is not finite."""
+    bad = ~proposal.sent.isfinite()
+    if bool(bad.any()):
+        row = int(bad.flatten(end_dim=-2).any(0).nonzero()[0])
+        row = row if iteration.rows is None else int(iteration.rows[row])
+        raise ValueError(
+            f"Expected finite values of party {party.part.name!r}, but got NaN or Inf for aligned row {row} in step "
+            f"{iteration.step}; look at its features there, or train with smaller steps"
+        )
+    return Value(proposal.sent)
 
 
 def _finish(
@@ -136,7 +150,7 @@ def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps
     for iteration in iterations:
         _check_clocked(party, iteration)
         proposal = party.propose(iteration)
-        yield Send(0, Value(proposal.sent))
+        yield Send(0, _value(party, iteration, proposal))
         party.heard = True
         if not bool((yield Receive(0, _MORE))):
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy
 import pytest
@@ -27,16 +28,16 @@ def rows(units: int = 2, size: int = 7) -> ft.data.FederatedData:
     return ft.data.from_tensors([(x + 0.01 * k, (5 * x[:, 0] + k).sin()) for k in range(units)])
 
 
-def moved(layers: int, inducing: Tensor = PLACES, total: int = 14, draws: int = 10) -> DeepGP:
+def moved(layers: int, inducing: Tensor = PLACES, total: int = 14, draws: int = 10, **arguments: Any) -> DeepGP:
     """A process whose parameters are away from where they begin."""
-    module = DeepGP(inducing, total, layers=layers, draws=draws, jitter=JITTER)
+    module = DeepGP(inducing, total, layers=layers, draws=draws, jitter=JITTER, **arguments)
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             parameter.add_(0.2 * draw(number, *parameter.shape))
     return module
 
 
-def sparse(layer: torch.nn.Module) -> gpytorch.models.ApproximateGP:
+def sparse(layer: torch.nn.Module, smoothness: float | None = None) -> gpytorch.models.ApproximateGP:
     """GPyTorch's sparse process with the parameters of an outer layer."""
     size, variance = len(layer.inducing), layer.log_variance.detach().exp()[0]
     jitter = float(JITTER * variance)
@@ -46,7 +47,12 @@ def sparse(layer: torch.nn.Module) -> gpytorch.models.ApproximateGP:
             posterior = gpytorch.variational.CholeskyVariationalDistribution(size)
             places = layer.inducing.detach()
             super().__init__(gpytorch.variational.VariationalStrategy(self, places, posterior, jitter_val=jitter))
-            self.kernel = gpytorch.kernels.ScaleKernel(gpytorch.kernels.RBFKernel(ard_num_dims=layer.inducing.shape[1]))
+            dims, kernels = layer.inducing.shape[1], gpytorch.kernels
+            rbf, matern = (
+                kernels.RBFKernel(ard_num_dims=dims),
+                kernels.MaternKernel(smoothness or 2.5, ard_num_dims=dims),
+            )
+            self.kernel = kernels.ScaleKernel(matern if smoothness else rbf)
 
         def forward(self, x: Tensor) -> object:
             return gpytorch.distributions.MultivariateNormal(torch.zeros_like(x[..., 0]), self.kernel(x))
@@ -74,6 +80,60 @@ def test_one_layer_is_gpytorchs_sparse_process(inducing: Tensor) -> None:
     assert torch.allclose(ours.mean, theirs.mean, rtol=0, atol=1e-8)
     assert torch.allclose(ours.variance, theirs.variance, rtol=0, atol=1e-8)
     assert torch.equal(module(x), ours.mean)
+
+
+@pytest.mark.parametrize("smoothness", [0.5, 1.5, 2.5])
+def test_matern_kernels_are_gpytorchs_and_have_slopes(smoothness: float) -> None:
+    inducing = torch.cat([PLACES, PLACES.flip(0).square()], 1)
+    module, x = moved(1, inducing, smoothness=smoothness), 0.5 + 0.3 * draw(90, 7, 2)
+    theirs = sparse(module.outer, smoothness).eval()(x)
+    mean, variance = module.outer(x)
+    assert torch.allclose(mean[:, 0], theirs.mean, rtol=0, atol=1e-7)
+    assert torch.allclose(variance[:, 0], theirs.variance, rtol=0, atol=1e-7)
+    found = torch.autograd.grad(module.outer(module.outer.inducing)[0].sum(), [module.outer.inducing])[0]
+    assert bool(found.isfinite().all())  # where inputs are the same, too
+
+
+YES = lambda f: torch.distributions.Bernoulli(logits=f, validate_args=False)
+COUNT = lambda f: torch.distributions.Poisson(f.exp(), validate_args=False)
+
+
+def test_the_fit_of_a_likelihood_is_gpytorchs_and_a_round_is_a_step_up_the_bound() -> None:
+    data, lr = ft.data.from_tensors([(x, (y > 0).double()) for x, y in (rows(1, 7)[0], rows(2, 4)[1])]), 0.01
+    module = moved(1, total=11, likelihood=YES)
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=lr)
+    local = ft.gradient_descent(module, steps=1, loss=DeepGP.loss, optimizer=sgd)
+    run = ft.run(ft.personal_layers(local, module.own), ft.InProcess(data), rounds=1)
+
+    class Logistic(gpytorch.likelihoods._OneDimensionalLikelihood):
+        def forward(self, f: Tensor) -> torch.distributions.Bernoulli:
+            return torch.distributions.Bernoulli(logits=f)
+
+    bound = torch.zeros(()).double()
+    for x, y in data:
+        mean, variance = module.outer(x)
+        f = gpytorch.distributions.MultivariateNormal(mean[:, 0], variance[:, 0].diag_embed())
+        bound = bound + Logistic().expected_log_prob(y, f).sum() - module.outer.divergence()
+    shared = {n: p for n, p in module.named_parameters() if n not in module.own}
+    assert "log_noise" not in shared
+    for (name, parameter), gradient in zip(shared.items(), torch.autograd.grad(bound / 11, [*shared.values()])):
+        assert torch.allclose(run.tensors()[name][0], parameter + lr * gradient, rtol=0, atol=1e-6), name
+    # GPyTorch's nodes are float32
+
+
+def test_predictions_of_yes_or_no_and_of_counts_average_over_what_is_not_known() -> None:
+    x = rows()[0][0]
+    for likelihood, high in ((YES, 1.0), (COUNT, math.inf)):
+        module = moved(2, likelihood=likelihood).eval()
+        found = module.predict(x)
+        mean, variance = module._moments(x, module.nodes[:, None])
+        f = mean + variance.sqrt() * draw(7, 2000, 1, len(x))  # over draws of f, by nodes of the inner layers
+        wanted = likelihood(f).mean.mean((0, 1))
+        assert torch.allclose(found.mean, wanted, rtol=0.1, atol=0.02)
+        assert torch.equal(module(x), found.mean)
+        assert bool(((found.mean > 0) & (found.mean < high)).all())
+        total = found.log_prob(torch.arange(200.0 if high > 1 else 2.0).double()[:, None]).exp().sum(0)
+        assert torch.allclose(total, torch.ones_like(total), atol=1e-3)
 
 
 def quadrature(module: DeepGP, x: Tensor, y: Tensor) -> Tensor:
@@ -150,8 +210,33 @@ def test_inner_layers_are_shared_and_the_outer_q_is_not() -> None:
         ({"layers": 0}, "layers to be a whole number"),
         ({"draws": 1.5}, "draws to be a whole number"),
         ({"noise": 0.0}, "noise"),
+        ({"smoothness": 2.0}, r"smoothness 0\.5, 1\.5 or 2\.5, or None for RBF"),
     ],
 )
 def test_wrong_arguments_are_named(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         DeepGP(**{"inducing": PLACES, "rows": 14, **arguments})
+    with pytest.raises(TypeError, match="likelihood= as a function of f"):
+        DeepGP(PLACES, 14, likelihood=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a distribution for each of 2 × 3 values of f, but got"):
+        DeepGP(PLACES, 14, likelihood=torch.sigmoid)  # type: ignore[arg-type]
+
+
+def test_units_whose_training_or_rows_go_wrong_are_named() -> None:
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.05)
+
+    def train(data: ft.data.FederatedData, **arguments: Any) -> ft.Run:
+        module = DeepGP(PLACES, 14, **arguments)
+        local = ft.gradient_descent(module, steps=2, loss=DeepGP.loss, optimizer=adam)
+        return ft.run(ft.personal_layers(local, module.own), ft.InProcess(data), rounds=1)
+
+    (x, y), other = rows(1)[0], rows(2)[1]
+    with pytest.raises(ValueError, match="Expected finite messages, but client 'large' sent NaN"):
+        train(ft.data.from_tensors([other, (x, 1e200 * y)], ["small", "large"]))
+    with pytest.raises(ValueError, match=r"Expected inputs \(N, 1\), but got \(\d+, 2\)"):
+        train(ft.data.from_tensors([(torch.cat([x, x], 1), y)]))
+    with pytest.raises(ValueError, match="Expected rows that DeepGP can train on"):
+        train(ft.data.from_tensors([(x, y[:, None])]))
+    holes = ft.data.FederatedData(rows(1).rows, torch.tensor([7, 0]), allow_empty=True)
+    with pytest.raises(ValueError, match="Client '1': Expected at least one row to train on"):
+        train(holes)

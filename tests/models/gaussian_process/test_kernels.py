@@ -190,6 +190,8 @@ def test_a_category_without_a_point_is_named_at_prediction_and_with_its_client()
     with pytest.raises(ValueError, match=r"Client '1': Expected codes 0…2 in column 1, but got 3"):
         ft.Run(ft.fedmgp(gp, accept_disclosure=True), ft.InProcess(data))
     run = ft.run(ft.fedmgp(gp, accept_disclosure=True), ft.InProcess(data.select([0])), rounds=1)
+    with pytest.raises(ValueError, match="Expected codes 0…2 in column 1, but got 3"):
+        ConvolvedGP(unknown, features=EmbedCategories(2, {1: 3}))
     with pytest.raises(ValueError, match="in column 1, but got 3"):
         run.evaluate(data.select([1]), {"error": ft.metrics.mean_squared_error()})
 

@@ -270,6 +270,64 @@ def warned(frame: pd.DataFrame, formula: str, **settings: Any) -> str:
 def test_levels_without_rows_and_separation_are_warned_of() -> None:
     frame = ratings(6, 8)
     text = warned(frame, "rating ~ period", levels={"rating": [0, 1, 2, 2.5, 3, 4]})
-    assert "Expected rows of every level, but got few or none of '2.5'" in text
+    assert "Expected rows of every level, but got few or none of '0', '2.5'" in text
     apart = frame.assign(period=(frame["rating"] == 4).astype(float))
     assert "Expected responses that no column tells apart, but 'period'" in warned(apart, "rating ~ period")
+
+
+@pytest.mark.slow
+def test_few_rows_of_many_clients_and_more_than_two_coefficients() -> None:
+    """Importance sampling of the posterior by the test's own likelihood: coefficients to 0.1 sds, sds to a tenth."""
+    generator = np.random.default_rng(3)
+    subjects = 120
+    frame = pd.DataFrame({"subject": np.arange(subjects).repeat(2), "period": generator.normal(size=2 * subjects)})
+    eta = 0.5 * frame["period"] + 1.2 * generator.normal(size=subjects).repeat(2)
+    frame["rating"] = 1 + ((eta + generator.logistic(size=len(frame))).to_numpy()[:, None] > [-0.5, 1.5, 3]).sum(1)
+    data = read(frame, standardise=False)
+    model = hierarchical.regression(data.design, "cumulative")
+    q = posterior(ft.run(ft.ep(model), ft.InProcess(data), rounds=40, until=settled()))
+    law = torch.distributions.MultivariateNormal(q.mean, 1.5 * q.covariance_matrix)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        phi = law.sample((4000,))
+    y, x = (torch.tensor(frame[name].to_numpy()).reshape(subjects, 2) for name in ("rating", "period"))
+    z = torch.linspace(-5, 5, 41).double()
+    far = torch.full_like(phi[:, :1], 1e9)
+    cuts = torch.cat([-far, 0 * far, phi[:, 2:4], far], 1)
+    log = torch.distributions.MultivariateNormal(*ft.models.gaussian.moments(model.prior.completed())).log_prob(phi)
+    for k in range(subjects):
+        at = phi[:, :1] + phi[:, 1:2] * x[k] + 0 * z[:, None, None]  # (41, 4000, 2)
+        at = at + (phi[:, 4:] / 2).exp() * z[:, None, None]
+        chance = (cuts[:, y[k]] - at).sigmoid() - (cuts[:, y[k] - 1] - at).sigmoid()
+        each = chance.clamp(min=1e-300).log().sum(-1) - 0.5 * z[:, None].square()
+        log = log + each.logsumexp(0)
+    ordered = (phi[:, 2] > 0) & (phi[:, 3] > phi[:, 2])
+    weights = torch.softmax((log - law.log_prob(phi)).where(ordered, -torch.inf), 0)
+    assert 1 / weights.square().sum() > 1000
+    mean = weights @ phi
+    sd = (weights @ (phi - mean).square()).sqrt()
+    assert ((q.mean - mean).abs()[:4] < 0.1 * sd[:4]).all()
+    assert abs(float(q.mean[4] - mean[4])) < 0.25 * float(sd[4])  # a log variance is skewed, which q is not
+    assert ((q.stddev / sd - 1).abs()[:4] < 0.1).all()
+
+
+@pytest.mark.slow
+def test_a_last_level_without_rows_is_warned_of_among_clients() -> None:
+    text = warned(ratings(6, 8), "rating ~ period + (1 | subject)", levels={"rating": [1, 2, 3, 4, 5]})
+    assert "Expected rows of every level, but got few or none of '5'" in text
+    assert "every level" not in warned(ratings(6, 8), "rating ~ period + (1 | subject)")
+
+
+@pytest.mark.slow
+def test_draws_whose_thresholds_cross_are_none() -> None:
+    """With few rows q reaches below 0, where the posterior has nothing: log densities of -700 would be all of loo."""
+    data = read(ratings(4, 6, seed=4).assign(rating=lambda each: each["rating"].clip(upper=3)),
+                levels={"rating": [1, 2, 3]})  # fmt: skip
+    run = ft.run(ft.ep(hierarchical.regression(data.design, "cumulative")), ft.InProcess(data), rounds=40,
+                 until=settled())  # fmt: skip
+    q = posterior(run)
+    gap = run.algorithm.settings["model"].names.index("mean 2|3 - 1|2")
+    assert float(q.mean[gap] / q.stddev[gap]) < 4
+    found = ft.inference.loo(run, draws=4000)
+    assert -80 < found.elpd < -5
+    assert found.bad < 5

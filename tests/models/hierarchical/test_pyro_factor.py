@@ -150,6 +150,34 @@ def test_bad_clients_and_names_are_refused() -> None:
         pyro_factor(linear).model(model.prior, names=["mean"])
 
 
+def test_rows_that_the_model_cannot_observe_are_named_with_their_client() -> None:
+    """A count below zero, a category without a parameter, a density that is not a number: before the first round."""
+
+    def counts(phi: Tensor, kind: Tensor, y: Tensor) -> None:
+        level = pyro.sample("level", dist.Normal(phi[0], 1.0))
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.Poisson((level + phi[kind]).exp()), obs=y)
+
+    def sizes(phi: Tensor, kind: Tensor, y: Tensor) -> None:
+        with pyro.plate("rows", len(y)):
+            pyro.sample("y", dist.LogNormal(phi[0], 1.0), obs=y)
+
+    prior = torch.distributions.MultivariateNormal(torch.zeros(2).double(), torch.eye(2).double())
+    kind, y = torch.tensor([0, 1]), torch.tensor([3.0, 1.0]).double()
+
+    def begin(model: Any, kinds: Tensor = kind, ys: Tensor = y) -> None:
+        rows = ft.data.from_tensors([(kind, y), (kinds, ys)], ["north", "south"])
+        ft.Run(ft.ep(pyro_factor(model).model(prior)), ft.InProcess(rows))
+
+    begin(counts)
+    with pytest.raises(ValueError, match=r"Client 'south': Expected observations that Poisson .* at 'y', but got -1"):
+        begin(counts, ys=-y + 2)
+    with pytest.raises(ValueError, match=r"Client 'south': Expected rows that the model takes, .* index 2 is out"):
+        begin(counts, kinds=kind + 1)
+    with pytest.raises(ValueError, match="Client 'south': Expected a log density of the rows, but got NaN"):
+        begin(sizes, ys=-y)
+
+
 def test_constrained_latents_and_no_latents() -> None:
     def positive(phi: Tensor, y: Tensor) -> None:
         scale = pyro.sample("scale", dist.LogNormal(phi[0], 0.5))

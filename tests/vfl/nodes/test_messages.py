@@ -262,6 +262,26 @@ def test_a_part_keeps_its_old_file_until_the_new_one_is_whole(
             server.load(file)
 
 
+@pytest.mark.parametrize("rows", [None, torch.tensor([4, 2])])
+def test_values_that_are_not_finite_are_named_before_anybody_moves(rows: torch.Tensor | None) -> None:
+    """A bottom network that divides by a feature: the party and the row, as everybody numbers it."""
+
+    class Inverse(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(1 / x)
+
+    x = torch.ones(6, 2).double()
+    x[2, 1] = 0.0
+    data = vfl.VerticalData((x[:, :1], x[:, 1:]), x[:, 1])
+    bottoms = [torch.nn.Linear(1, 1, dtype=torch.float64), Inverse(1, 1, dtype=torch.float64)]
+    network = vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli(), keys=KEY.reshape(-1)[:1])
+    server, holders = network.nodes(data)
+    before = [leaf.clone() for leaf in network.parameters()]
+    with pytest.raises(ValueError, match="values of party 'party 1', but got NaN or Inf for aligned row 2 in step 0"):
+        exchange(server, holders, Iteration(rows=rows))
+    assert all(torch.equal(old, new) for old, new in zip(before, network.parameters()))
+
+
 def test_halves_that_do_not_fit_are_named() -> None:
     def waiting(other: int) -> Half:
         yield Receive(other, torch.zeros(1))

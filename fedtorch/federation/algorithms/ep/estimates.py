@@ -29,6 +29,7 @@ from fedtorch.models.quadrature import quasi_random
 
 _NODES = 2**14
 _APART = 1.0  # sds between thresholds
+_END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
 _PART = 2**20  # numbers of covariances at a time
 
 
@@ -60,26 +61,28 @@ def estimates(
     shown, (names, back) = quantities(run, nodes), shown_coefficients(run)
     size, design = len(names), (back @ model.hierarchy.mean).to(nodes)
     m = design.shape[1]
-    check_separation(run, q.mean[:m], q.covariance[:m, :m])
+    check_separation(run, q.mean[:m], q.covariance[:m, :m], prior_of_means(run))
     check_dependence(run, q.covariance[:m, :m])
     check_order(run, q.mean[:m], q.covariance[:m, :m])
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
 
-def check_separation(run: Run, mean: Tensor, covariance: Tensor) -> None:
+def check_separation(run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None) -> None:
     """Warn where a logistic regression on standardised columns looks separated; see `warn_of_separation`.
 
     Args:
         run: of a hierarchical model.
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
+        before: their covariance under the prior; None where there is none.
     """
     model, design = run.algorithm.settings["model"], design_of(run)
     if model.family in (LOGISTIC, CUMULATIVE) and design is not None and design.encoding.standard:
         back = model.hierarchy.mean.to(mean)
         sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
         slopes = [j for j in range(len(names)) if model.ordered is None or names[j] in model.ordered.names]
-        warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], stacklevel=5)
+        known = None if before is None else (back @ before.to(mean) @ back.mT).diagonal().sqrt()[slopes]
+        warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], before=known, stacklevel=5)
 
 
 def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
@@ -106,16 +109,24 @@ def prior_of_means(run: Run) -> Tensor:
 
 
 def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
-    """Warn where rows do not tell two thresholds of an ordered response apart, as of a level without rows."""
+    """Warn of levels of an ordered response without rows: of thresholds that rows do not tell apart, or leave unknown.
+
+    Args:
+        run: of a hierarchical model.
+        mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
+    """
     ordered = run.algorithm.settings["model"].ordered
     if ordered is not None and len(ordered.levels) > 2:
         apart = (ordered.shown[1 : len(ordered.levels) - 1] - ordered.shown[: len(ordered.levels) - 2]).to(mean)
         apart = apart @ run.algorithm.settings["model"].hierarchy.mean.to(mean)
-        near = ~(apart @ mean > _APART * (apart @ covariance @ apart.mT).diagonal().sqrt())
-        if bool(near.any()):
-            few = ", ".join(repr(level) for level, bad in zip(ordered.levels[1:], near.tolist()) if bad)
+        unsure = (apart @ covariance @ apart.mT).diagonal().sqrt()
+        near = ~(apart @ mean > _APART * unsure)
+        ends = ((unsure > _END) & (apart @ mean > _FAR))[[0, -1]]  # the first or the last has gone as far as it may
+        missing = torch.cat([ends[:1], near, ends[1:]]).tolist()
+        if any(missing):
+            few = ", ".join(repr(level) for level, bad in zip(ordered.levels, missing) if bad)
             warnings.warn(
-                f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell apart; "
+                f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell; "
                 "leave such levels out of levels=, or merge them with a neighbour",
                 RuntimeWarning,
                 stacklevel=4,

@@ -97,9 +97,9 @@ def gtv_regressors(
     Shapes: server state is `RegressorsServer`; client state has the predictions, `(K, m')` or `(K, m', C)`.
 
     Raises:
-        ValueError: α is negative or not finite, inputs of another form, another number of models than nodes; when a run
-            begins, rows of another form or a network of another size; in a round, predictions of a node that are not
-            finite or have another shape.
+        ValueError: α is negative or not finite, inputs of another form or not finite, another number of models than
+            nodes; when a run begins, a node without rows, rows of another form or a network of another size; in a
+            round, predictions of a node that are not finite or have another shape, or whatever its model raises.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -145,7 +145,7 @@ def gtv_regressors(
         for k, number in enumerate(inbox.heard.number.tolist()):
             model = nodes(number)
             before = kept[k, : model.size].cpu() if begun[k] else None
-            fit = _checked_fit(model.fit(before, rows[k], _alone(turn, k, model)), shape, k)
+            fit = _checked_fit(_fit(model, before, rows[k], _alone(turn, k, model), k), shape, k)
             kept[k, : model.size], predictions[k], losses[k] = fit.kept, fit.predictions, fit.loss
         told = _Told(predictions, torch.ones_like(state.told.weight))
         return Reply(None, _State(told, kept), {"loss": losses})
@@ -215,6 +215,20 @@ def _alone(turn: Turn, k: int, model: Node) -> Turn | None:
     return turn.with_key(turn.key[k : k + 1]) if model.size else None
 
 
+def _fit(model: Node, before: Tensor | None, rows: NodeRows, turn: Turn | None, k: int) -> Fit:
+    """Fit the model of a node of the block; of whatever goes wrong say that it is this node's.
+
+    Raises:
+        BadClients: it does.
+    """
+    try:
+        return model.fit(before, rows, turn)
+    except BadClients as error:  # of a local solver, which knows of one client
+        raise BadClients(torch.tensor([k]), str(error)) from error
+    except Exception as error:
+        raise BadClients(torch.tensor([k]), f"its model raised {type(error).__name__}: {error}") from error
+
+
 def _checked_fit(fit: Fit, shape: tuple[int, ...], k: int) -> Fit:
     """Raise BadClients unless predictions are finite and have the shape of all nodes'."""
     if tuple(fit.predictions.shape) != shape:
@@ -226,7 +240,8 @@ def _checked_fit(fit: Fit, shape: tuple[int, ...], k: int) -> Fit:
     if not bool(fit.predictions.isfinite().all()):
         raise BadClients(
             torch.tensor([k]),
-            "expected finite predictions on the shared inputs, but got NaN or Inf; train with smaller steps",
+            "expected finite predictions on the shared inputs, but got NaN or Inf; look for NaN in its rows, or train "
+            "with smaller steps",
         )
     return fit
 
@@ -250,6 +265,8 @@ def _checked_inputs(alpha: float, inputs: Tensor, nodes: int) -> Tensor:
         raise ValueError(
             f"Expected shared inputs (m', d) with at least one row, or ({nodes}, m', d), but got shape {shape}"
         )
+    if not bool(inputs.isfinite().all()):
+        raise ValueError("Expected finite shared inputs, but got NaN or Inf; leave such rows out, they need no labels")
     return inputs.detach().cpu().expand(nodes, *shape[-2:])
 
 

@@ -151,7 +151,8 @@ def _successes(rows: Observations, mask: Tensor) -> Tensor:
     most = torch.ones_like(y) if trials is None else trials
     bad = ~((y >= 0) & (y <= most) & (y == y.round())) & mask
     expected = "responses 0 or 1" if trials is None else "successes, whole numbers from 0 to the row's trials"
-    refuse(bad.any(1), f"Expected {expected}, but got {_shown(y, trials, mask, bad)}; use another model")
+    message = f"Expected {expected}, but got {_shown(y, trials, bad)}; correct them, or take another family"
+    refuse(bad.any(1), message, f"others than {expected}; correct them, or take another family")
     return y - most / 2
 
 
@@ -165,19 +166,17 @@ def _log_choices(rows: Observations) -> Tensor:
 
 def _counts(rows: Observations, mask: Tensor) -> Tensor:
     bad = ~((rows.y >= 0) & (rows.y == rows.y.round())) & mask
-    refuse(bad.any(1), f"Expected counts, but got {_shown(rows.y, None, mask, bad)}; use a linear model")
+    message = f"Expected counts, but got {_shown(rows.y, None, bad)}; correct them, or take another family"
+    refuse(bad.any(1), message, "others than counts; correct them, or take another family")
     return rows.y
 
 
-def _shown(y: Tensor, trials: Tensor | None, mask: Tensor, bad: Tensor) -> str:
-    """Return the range of y of the clients who have a bad one, or, with trials, the first bad one and its trials."""
+def _shown(y: Tensor, trials: Tensor | None, bad: Tensor) -> str:
+    """Return the first bad y, of its trials where there are some, and how many there are."""
     if not bool(bad.any()):
         return ""
-    if trials is not None:
-        return f"{float(y[bad][0]):g} of {float(trials[bad][0]):g} in y"
-    which = bad.any(1)
-    values = y[which][mask[which]]
-    return f"{float(values.min())} to {float(values.max())} in y"
+    of = "" if trials is None else f" of {float(trials[bad][0]):g}"
+    return f"{float(y[bad][0]):g}{of} in y ({int(bad.sum())} such rows)"
 
 
 def _bounded(variance: Tensor) -> Tensor:

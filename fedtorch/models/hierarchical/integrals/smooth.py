@@ -84,7 +84,8 @@ def integrated(
         log_joint: (θ `(K, R, d)`, what is given there) -> `(K, R)`.
         given: what differs by node, `(K, R, ...)`.
         size: d.
-        rule: over θ, or over the last of its coordinates; None for Laplace's method.
+        rule: over θ, or over the last of its coordinates, given which the others are integrated by Laplace's method;
+            None for Laplace's method over all.
         slopes: of log_joint: value, gradient `(K, R, d)`, minus second derivatives `(K, R, d, d)`; default: by
             automatic differentiation.
         rows: of a client, by which the rule's nodes are taken some at a time.
@@ -122,26 +123,74 @@ def integrated(
     if rule is None:
         peak, spread = log_joint(shaped(mode), given) + normal.reshape(shape) + missed, half @ half.mT
         return Integrated(peak, shaped(mode), spread.reshape(*shape, size, size))
-    nodes, weights = rule.nodes.to(first), rule.weights.to(first)
-    rest = size - nodes.shape[1]  # coordinates that are normal given the last ones
-    nodes = torch.nn.functional.pad(nodes, (rest, 0))
-    parts = []
-    for part in nodes.split(max(1, _AT_ONCE // max(1, clients * count * rows))):
-        moved = (mode[:, None] + part @ half.mT).reshape(clients, -1, size)  # (K, R Q, d)
-        repeated = tree.map(partial(torch.repeat_interleave, repeats=len(part), dim=1), given)
-        parts.append(log_joint(moved, repeated).reshape(-1, len(part)))
-    log = torch.cat(parts, 1) + 0.5 * nodes.square().sum(1) + weights.log()
-    shares = log.softmax(1)
-    centre = shares @ nodes
-    away = nodes - centre[:, None]
-    normal_part = torch.diag((torch.arange(size, device=first.device) < rest).to(first))
-    spread = half @ ((shares[..., None] * away).mT @ away + normal_part) @ half.mT
+    log, centre, within = _at_nodes(log_joint, given, rule, slopes, rows, mode, half)
+    spread = half @ within @ half.mT
     mean = mode + (half @ centre[..., None])[..., 0]
     return Integrated(
-        (log.logsumexp(1) + normal).reshape(shape) + missed,
+        (log + normal).reshape(shape) + missed,
         mean.reshape(*shape, size),
         spread.reshape(*shape, size, size),
     )
+
+
+def _at_nodes(
+    log_joint: Callable[[Tensor, Any], Tensor],
+    given: Tree,
+    rule: QuadratureRule,
+    slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]] | None,
+    rows: int,
+    mode: Tensor,
+    half: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log ∫ exp(log_joint) dv over the density of a standard normal v, and mean and covariance of v.
+
+    Args:
+        log_joint, given, rule, slopes, rows: of `integrated`.
+        mode: `(K R, d)`.
+        half: `(K R, d, d)` of θ = mode + half v.
+    """
+    (clients, count), size = tree.leaves(given)[0].shape[:2], mode.shape[1]
+    nodes, weights = rule.nodes.to(mode), rule.weights.to(mode)
+    rest = size - nodes.shape[1]  # coordinates that are taken as normal given the last ones, at every node
+    nodes = torch.nn.functional.pad(nodes, (rest, 0))
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for part in nodes.split(max(1, _AT_ONCE // max(1, clients * count * rows))):
+        moved = (mode[:, None] + part @ half.mT).reshape(clients, count * len(part), size)
+        repeated = tree.map(partial(torch.repeat_interleave, repeats=len(part), dim=1), given)
+        if not rest or slopes is None:
+            log = log_joint(moved, repeated).reshape(clients * count, len(part))
+            centre, spread = mode.new_zeros(1, 1, rest), torch.eye(rest).to(mode)
+        else:
+            log, centre, spread = _beside(slopes(moved, repeated), half[:, None, :, :rest], len(part))
+        parts.append((log, centre.expand(*log.shape, -1), spread.expand(*log.shape, -1, -1)))
+    log, centre, spread = (torch.cat(each, 1) for each in zip(*parts))
+    log = log + 0.5 * nodes.square().sum(1) + weights.log()
+    shares = log.softmax(1)
+    at = torch.cat([centre, nodes[:, rest:].expand(len(mode), -1, -1)], -1)
+    mean = (shares[:, None] @ at)[:, 0]
+    away = at - mean[:, None]
+    covariance = (shares[..., None] * away).mT @ away
+    covariance[:, :rest, :rest] += (shares[..., None, None] * spread).sum(1)
+    return log.logsumexp(1), mean, covariance
+
+
+def _beside(at: tuple[Tensor, Tensor, Tensor], half: Tensor, nodes: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log of the integral, mean and covariance of the first coordinates of v, zero at nodes, given the last.
+
+    Args:
+        at: log_joint, gradient and minus the second derivatives in θ, `(K, R Q, ...)`.
+        half: `(K R, 1, d, r)`, how θ moves with them.
+        nodes: Q.
+    """
+    value, gradient, information = (each.reshape(len(half), nodes, *each.shape[2:]) for each in at)
+    slope = (half.mT @ gradient[..., None])[..., 0]
+    root, info = torch.linalg.cholesky_ex(half.mT @ information @ half)
+    lost, eye = (info != 0)[..., None], torch.eye(half.shape[-1]).to(half)
+    root, slope = torch.where(lost[..., None], eye, root), torch.where(lost, 0.0, slope)
+    pull = torch.linalg.solve_triangular(root, slope[..., None], upper=False)
+    mean = torch.linalg.solve_triangular(root.mT, pull, upper=True)[..., 0]
+    log = value + 0.5 * pull[..., 0].square().sum(-1) - root.diagonal(dim1=-2, dim2=-1).log().sum(-1)
+    return log, mean, torch.cholesky_inverse(root)
 
 
 def conditional(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.linear_model import LinearRegression, LogisticRegression
+from sklearn.neighbors import KNeighborsRegressor
 from sklearn.tree import DecisionTreeRegressor
 from support.oracles.closed_forms import ROUNDING, distance, linear, same_bits
 from support.oracles.gtv_problems import bare_linear_clients, weighted_network
@@ -134,6 +135,13 @@ def test_the_same_in_every_chunk_and_after_a_stop(tmp_path: Any) -> None:
         other.load(tmp_path / "half.safetensors")
 
 
+class Wide(LinearRegression):
+    """A regressor of two outputs."""
+
+    def predict(self, X: Any) -> Any:
+        return np.stack([super().predict(X)] * 2, 1)
+
+
 def test_what_does_not_fit_is_refused_by_the_name_of_its_node() -> None:
     def begin(makes: Any, data: ft.data.FederatedData = DATA, **settings: Any) -> None:
         ft.Run(gtv_regressors(makes, NETWORK, ALPHA, INPUTS, **settings), ft.InProcess(data), {}).step()
@@ -148,6 +156,12 @@ def test_what_does_not_fit_is_refused_by_the_name_of_its_node() -> None:
         begin([lines, lines, lines, descent(linear(3, 2), loss=lambda output, y: output.square().mean()), lines])
     with pytest.raises(ValueError, match=r"client '1' did not: expected finite predictions on the shared inputs"):
         begin([lines, descent(linear(), steps=400, rate=1e10), lines, lines, lines])
+    with pytest.raises(ValueError, match=r"client '2' did not: .* for each of \d+ rows, but Wide.predict gives shape"):
+        begin([lines, lines, Wide, lines, lines])
+    with pytest.raises(ValueError, match=r"client '4' did not: its model raised TypeError: .* 'sample_weight'"):
+        begin([lines, lines, lines, lines, KNeighborsRegressor])
+    with pytest.raises(ValueError, match="Expected finite shared inputs, but got NaN or Inf"):
+        gtv_regressors(lines, NETWORK, ALPHA, INPUTS / 0)
     with pytest.raises(ValueError, match=r"Client '0': expected labels 0 to 1, but got others; count them from 0"):
         begin(LogisticRegression, classes=2)
     x, y = DATA.rows

@@ -1,0 +1,63 @@
+"""What the operations of a piece of work take by themselves: each is called once more, in order, and nothing else.
+
+No autograd, no `vmap`, no Python of a module or of a package lies between them: no program of these operations of torch
+is faster on one thread. Operations of fedtorch's own, such as a recurrent layer of all clients, count by their parts.
+Operations on whole numbers, such as the draws of the order of rows, are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch._library.custom_ops import OPDEFS
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+from experiments.benchmarks.parts import kernel_bounds
+
+Operation = tuple[Any, tuple[Any, ...], Mapping[str, Any]]  # and its arguments
+
+
+class Recorded(NamedTuple):
+    """Operations, to be called again."""
+
+    operations: list[Operation]
+
+    def again(self) -> None:
+        """Call each."""
+        with torch.no_grad():
+            for function, args, kwargs in self.operations:
+                function(*args, **kwargs)
+
+    def products(self) -> Recorded:
+        """Those among them that are products of matrices, or convolutions."""
+        return Recorded([each for each in self.operations if each[0].overloadpacket in flop_registry])
+
+
+class _Recording(TorchDispatchMode):
+    """Note operations that compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        parts = OPDEFS.get(function.name())
+        if parts is not None:
+            with self:
+                return parts._init_fn(*args, **kwargs)
+        result = function(*args, **kwargs)
+        real = any(map(torch.is_floating_point, (*kernel_bounds.tensors(args), *kernel_bounds.tensors(result))))
+        if real and not function.is_view and function is not torch.ops.aten._local_scalar_dense.default:
+            self.operations.append((function, args, kwargs))
+        return result
+
+
+def recorded(work: Callable[[], object]) -> Recorded:
+    """The operations of a call, which keep their arguments in memory."""
+    with _Recording() as recording:
+        work()
+    return Recorded(recording.operations)
