@@ -50,7 +50,7 @@ class Cells:
     >>> frame = pandas.DataFrame({"hospital": ["A", "B"], "age": [50, None]})
     >>> Cells(frame, "hospital").numbers("age")
     Traceback (most recent call last):
-    fedtorch.data.bad_clients.BadCells: Expected no missing cells, but got 1 in column 'age', at first of client 'B', row 1; ...
+    fedtorch.data.bad_clients.BadCells: Expected no missing cells, but got 1 in column 'age', at first of client ...
 
     Args:
         frame: of pandas, or with `__dataframe__`.

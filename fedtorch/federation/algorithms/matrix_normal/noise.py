@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -74,7 +73,6 @@ def of_each(noise: Tensor | Sequence[float]) -> Tensor:
     return known
 
 
-@functools.lru_cache(maxsize=2)  # a server asks once when it has heard of a round, and once when the next begins
 def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Tensor:
     """Return σ_k² of every device, `(K,)`: as given, or estimated and drawn to that of all; infinite while unknown."""
     if isinstance(noise, Tensor):
