@@ -33,6 +33,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common, result_pages
 from experiments.fedmgp import models as fm
+from experiments.trials import jura
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
@@ -176,14 +177,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = common.arguments(__doc__)
     parser.add_argument("--mogptk", type=Path, default=Path("mogptk"), help="its folder (default mogptk)")
     options = parser.parse_args(argv)
-    folder = options.mogptk / "examples" / "data" / "bramblemet"
-    if not folder.is_dir():
-        raise SystemExit(
-            f"The tides are not in {folder}: git clone https://github.com/GAMES-UChile/mogptk, then --mogptk with its "
-            "folder"
-        )
     rounds, steps = (3, 3) if options.smoke else (60, 150)
-    weeks = read(folder)
+    weeks = read(jura.in_mogptk(options.mogptk, "bramblemet"))
     splits = [split(weeks, seed) for seed in range(options.seeds)]
     means = [predicted(each, rounds, steps) for each in splits]
     rows = []

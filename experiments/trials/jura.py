@@ -147,18 +147,23 @@ def draw(rows: Sequence[common.Row]) -> Figure:
     return figure
 
 
+def in_mogptk(folder: Path, name: str) -> Path:
+    """The path of data of mogptk's repository; exit with how to get them where there are none."""
+    path = folder / "examples" / "data" / name
+    if not path.exists():
+        raise SystemExit(
+            f"The data are not in {path}: git clone https://github.com/GAMES-UChile/mogptk, then --mogptk with its "
+            "folder"
+        )
+    return path
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Predict cadmium in both readings over seeds and print the errors."""
     parser = common.arguments(__doc__)
     parser.add_argument("--mogptk", type=Path, default=Path("mogptk"), help="its folder (default mogptk)")
     options = parser.parse_args(argv)
-    file = options.mogptk / "examples" / "data" / "jura.csv"
-    if not file.is_file():
-        raise SystemExit(
-            f"The Jura data are not in {file}: git clone https://github.com/GAMES-UChile/mogptk, then --mogptk with "
-            "its folder"
-        )
-    x, y = read(file)
+    x, y = read(in_mogptk(options.mogptk, "jura.csv"))
     rounds, steps = (3, 3) if options.smoke else (60, 100)
     rows, spread = [], []
     for reading in ("concentrations", "logarithms"):

@@ -31,7 +31,7 @@ class BadCells(ValueError):
         message: which cells, with client, row and value.
         told: the same without these, for whoever may not see rows.
 
-    >>> told_by(BadCells("Expected finite numbers, but got inf in row 3", "its column 'age' has infinite numbers"))
+    >>> without_rows(BadCells("Expected finite numbers, but got inf in row 3", "its column 'age' has infinite numbers"))
     "its column 'age' has infinite numbers"
     """
 
@@ -48,13 +48,19 @@ class BadColumn(TypeError):
         self.told = told
 
 
-def told_by(error: BaseException) -> str | None:
-    """Return what an error, or one that it was raised from, tells without rows; None for nothing.
+def without_rows(error: BaseException, doing: str = "") -> str:
+    """Return what an error, or one that it was raised from, tells without rows, else only its kind.
 
-    >>> told_by(ValueError("Expected finite numbers, but got inf in row 3"))
+    Args:
+        error: whose own message may have rows in it.
+        doing: goes before the kind, such as "the site failed with ".
+
+    >>> without_rows(ValueError("Expected finite numbers, but got inf in row 3"), "the site failed with ")
+    'the site failed with ValueError; see what it says itself'
     """
-    while True:
-        told = getattr(error, "told", None)
-        if isinstance(told, str) or error.__cause__ is None:
-            return told if isinstance(told, str) else None
-        error = error.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(told := getattr(cause, "told", None), str):
+            return told
+        cause = cause.__cause__
+    return f"{doing}{type(error).__name__}; see what it says itself"

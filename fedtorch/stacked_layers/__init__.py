@@ -4,7 +4,7 @@ So are counts of integers, of which confusion matrices and scores by class are m
 
 Importing the package gives `torch.vmap` a rule for each, below autograd and above the kernels: operations for which
 torch has none keep their meaning and their gradients, and nothing else changes. Where a later torch has a rule of its
-own, that one stays. The cross-entropy, which torch takes apart into a dozen small operations, has one, too.
+own, that one stays.
 
 >>> import torch
 >>> import fedtorch.stacked_layers
@@ -19,5 +19,4 @@ torch.Size([2, 5, 7, 4])
 from fedtorch.stacked_layers import _composite as _composite, _counting as _counting
 from fedtorch.stacked_layers._adapt import adapt as adapt
 from fedtorch.stacked_layers._branches import ReadsValues as ReadsValues, by_branches as by_branches
-from fedtorch.stacked_layers._linear import is_linear as is_linear
 from fedtorch.stacked_layers._recurrent import faster_alone as faster_alone

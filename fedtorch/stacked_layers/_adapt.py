@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fedtorch.stacked_layers._attention import StackedAttention
-from fedtorch.stacked_layers._linear import Linear
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -18,8 +17,6 @@ class StackedGroupNorm(nn.GroupNorm):
 
 _STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.GroupNorm: StackedGroupNorm,
-    nn.Linear: Linear,
-    nn.modules.linear.NonDynamicallyQuantizableLinear: Linear,  # of attention
     nn.MultiheadAttention: StackedAttention,
 }
 

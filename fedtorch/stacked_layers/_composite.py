@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.autograd_function import VmapInfo
 
@@ -24,7 +23,6 @@ _BY_PARTS = (
     aten.rnn_tanh_cell,
     aten.triplet_margin_loss,
 )
-_NONE, _MEAN = 0, 1  # reductions
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
 
@@ -47,21 +45,6 @@ def _bilinear(info: VmapInfo, dims: Any, args: tuple[Any, ...]) -> tuple[Tensor]
     return (outputs + bias.reshape(len(bias), *[1] * (left.dim() - 2), -1),)
 
 
-def _cross_entropy(info: VmapInfo, dims: Any, args: tuple[Any, ...]) -> tuple[Tensor]:
-    """Return the loss of classes as whole numbers, all clients' rows as those of one."""
-    inputs, labels, weight, reduction, ignored, smoothing = args
-    rows = isinstance(dims[0], int) and isinstance(dims[1], int) and (inputs.dim(), labels.dim()) == (3, 2)
-    if not rows or weight is not None or smoothing or labels.is_floating_point():
-        return NotImplemented
-    inputs, labels = all_in_front(info, (inputs, labels), dims[:2])
-    each = F.cross_entropy(inputs.flatten(0, 1), labels.flatten(), reduction="none", ignore_index=ignored)
-    each = each.unflatten(0, labels.shape)
-    if reduction == _NONE:
-        return (each,)
-    return (each.sum(1) / (labels != ignored).sum(1) if reduction == _MEAN else each.sum(1),)
-
-
-register(aten.cross_entropy_loss.default, _cross_entropy, parts=True)
 register(aten._weight_norm.default, _weight_norm)
 register(aten.bilinear.default, _bilinear)
 for _operation in _BY_PARTS:

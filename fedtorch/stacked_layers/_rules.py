@@ -17,8 +17,7 @@ _KEYS = (_KEY.name, "FuncTorchBatchedDecomposition")
 _OUTSIDE = torch._C.DispatchKeySet(_KEY).add(torch._C.DispatchKey.FuncTorchVmapMode)
 _LIBRARY = torch.library.Library("aten", "IMPL")
 
-# (what vmap is told, at which dimension each tensor has the batch, the operation's arguments) -> results, batch first;
-# or NotImplemented, and then the operation is taken apart
+# (what vmap is told, at which dimension each tensor has the batch, the operation's arguments) -> results, batch first
 Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
@@ -27,15 +26,14 @@ def has_rule(operation: Any) -> bool:
     return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in _KEYS)
 
 
-def register(operation: Any, rule: Rule, parts: bool = False) -> None:
+def register(operation: Any, rule: Rule) -> None:
     """Let `torch.vmap` evaluate an operation by `rule`, unless torch knows how.
 
     Args:
         operation: an overload in `torch.ops.aten`.
         rule: is called outside of this vmap with all arguments of the schema, in its order.
-        parts: whether torch does not know how if all it does is to take the operation apart.
     """
-    if torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), _KEY.name) if parts else has_rule(operation):
+    if has_rule(operation):
         return
     schema = operation._schema.arguments
     single = len(operation._schema.returns) == 1
@@ -49,8 +47,6 @@ def register(operation: Any, rule: Rule, parts: bool = False) -> None:
         info = VmapInfo(interpreter.batch_size(), interpreter.randomness())
         with torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
             results = rule(info, dims, arguments)
-        if results is NotImplemented:
-            return operation.decompose(*whole)
         wrapped = wrap_batched(results, (0,) * len(results), level)
         return wrapped[0] if single else tuple(wrapped)
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedtorch as ft
-from experiments.benchmarks.peers.tasks import Recurrent
+from experiments.benchmarks.peers.tasks import Attention, Recurrent
 
 CLIENTS, ROWS, STEPS, BATCH = 50, 40, 5, 10
 WORDS = 50
@@ -66,18 +66,6 @@ class Masked(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.embed(x)
         return self.head(self.attention(h, h, h, attn_mask=self.mask, need_weights=False)[0].mean(1))
-
-
-class Encoder(nn.Module):
-    """A Transformer encoder layer over the lines of an image."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(8, 32), nn.Linear(32, 10)
-        self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.layer(self.embed(x)).mean(1))
 
 
 class Residual(nn.Module):
@@ -161,7 +149,7 @@ KINDS = {
         lambda: nn.Sequential(nn.Embedding(WORDS, 16), nn.Flatten(), nn.Linear(12 * 16, 10)), (12,), True
     ),
     "attention with a mask": Kind(Masked, (12,), True),
-    "Transformer layer": Kind(Encoder, (8, 8)),
+    "Transformer layer": Kind(Attention, (8, 8)),
     "GRU": Kind(recurrent(nn.GRU), (8, 8)),
     "GRU of two layers": Kind(recurrent(nn.GRU, num_layers=2), (8, 8)),
     "LSTM": Kind(recurrent(nn.LSTM), (8, 8)),

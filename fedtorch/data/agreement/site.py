@@ -25,7 +25,7 @@ import numpy
 from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
 from fedtorch.data.agreement.histogram import histogram
 from fedtorch.data.agreement.moments import moments
-from fedtorch.data.bad_clients import told_by
+from fedtorch.data.bad_clients import without_rows
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.grammar import Formula, Quantity
@@ -66,9 +66,7 @@ class Answers:
             return {"refused": str(error)}
         except Exception as error:  # whatever happens here, the server hears no more of it than its kind
             _LOG.exception("this site could not answer")
-            return {
-                "refused": told_by(error) or f"the site failed with {type(error).__name__}; see what it says itself"
-            }
+            return {"refused": without_rows(error, "the site failed with ")}
 
     def describe(self, question: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the site tells of the columns of a formula."""

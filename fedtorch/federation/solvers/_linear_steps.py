@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from fedtorch import stacked_layers
 from fedtorch.dispatch import choice
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers._configured import Configured
@@ -78,7 +77,7 @@ def linear_steps(
 ) -> LinearSteps | None:
     """Return the steps of `module` if they are all that the program does, None otherwise."""
     family = next((f for f in (GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL) if f.loss is loss), None)
-    if family is None or not (stacked_layers.is_linear(module) or type(module) is LinearHead) or _hooked(module):
+    if family is None or type(module) not in (nn.Linear, LinearHead) or _hooked(module):
         return None
     if trained != [name for name, _ in module.named_parameters()] or getattr(module, "feature_map", raw) is not raw:
         return None

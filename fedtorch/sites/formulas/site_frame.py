@@ -12,7 +12,7 @@ from fedtorch import _files as files
 from fedtorch.data import Design, FederatedData, from_frame
 from fedtorch.data.agreement.disclosure import Disclosure, Refused
 from fedtorch.data.agreement.site import Answers
-from fedtorch.data.bad_clients import told_by
+from fedtorch.data.bad_clients import without_rows
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.frames import Frame
 from fedtorch.sites.rounds.policy import Refusal
@@ -68,8 +68,7 @@ class SiteFrame:
             return {"refused": str(error)}
         except Exception as error:  # which names rows
             _LOG.exception("this site could not make rows")
-            why = f"the site could not make rows, {type(error).__name__}; see what it says itself"
-            return {"refused": told_by(error) or why}
+            return {"refused": without_rows(error, "the site could not make rows, ")}
         _LOG.info("rows have %d columns, of %r as sites have agreed on it", len(design.columns), design.formula)
         if self._path is not None:
             files.replace(self._path, design.to_json().encode())

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from fedtorch import _files as files
-from fedtorch.data.bad_clients import told_by
+from fedtorch.data.bad_clients import without_rows
 from fedtorch.federation.budget import Budget
 from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
@@ -229,9 +229,7 @@ class Site:
             return self._refuse(payload, sequence, f"the site does not understand: {error}")
         except Exception as error:  # whatever happens here, the server hears no more of it than its kind
             _LOG.exception("this site could not answer")
-            return self._refuse(
-                payload, sequence, f"the site failed with {type(error).__name__}; see what it says itself"
-            )
+            return self._refuse(payload, sequence, without_rows(error, "the site failed with "))
 
     def _begin(self, frame: Frame) -> None:
         before = self._known if self._known is not None and self._known.run == run_of(frame) else None
@@ -255,8 +253,7 @@ class Site:
                 self._why = str(error)
                 _LOG.error("refused a run: %s", error)
             except Exception as error:
-                why = told_by(error) or f"{type(error).__name__}; see what it says itself"
-                self._why = f"the site could not begin: {why}"
+                self._why = f"the site could not begin: {without_rows(error)}"
                 _LOG.exception("could not begin a run")
             if self._session is None:
                 self.recording.begin(frame, server, self._why)
