@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
 
@@ -125,7 +124,7 @@ def noises(model: vfl.VerticalModel, guide: vfl.Guide, rows: int, steps: int = S
 
 def in_threads(halves: dict[int, Half], patience: float = 60) -> None:
     """Runs every half in a thread of its own, with queues of encoded messages between them."""
-    waiting: defaultdict[tuple[int, int], Queue[bytes]] = defaultdict(Queue)
+    waiting: dict[tuple[int, int], Queue[bytes]] = {(one, other): Queue() for one in halves for other in halves}
 
     def run(own: int, half: Half) -> None:
         receive = lambda step: decode(waiting[step.sender, own].get(timeout=patience), step, str(step.sender))

@@ -44,7 +44,8 @@ def dial(address: str, authority: bytes, identity: Identity | None, limits: Limi
     """Return a channel to a server of this authority, once it is there."""
     grpc = library()
     pair = (None, None) if identity is None else (identity.key, identity.certificate)
-    settings = [*options(limits), ("grpc.ssl_target_name_override", SERVER)]
+    once = ("grpc.enable_retries", 0)  # else a stream that a closing server turns away is opened anew, and may hang
+    settings = [*options(limits), once, ("grpc.ssl_target_name_override", SERVER)]
     channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(authority, *pair), settings)
     if not is_ready(channel, limits.seconds):
         channel.close()

@@ -8,16 +8,19 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
+from queue import Queue
 
 import pytest
 import torch
-from support import splits
+from support import splits, verticals
 from support.oracles.closed_forms import ROUNDING, distance
 from support.splits import CASES, SGD, N, data
 from support.verticals import GUIDES, in_threads, nodes, noises, some_model, some_parameters
 
 from fedtorch import random, tree
+from fedtorch.protocol.halves import Half, Receive, Send
 from fedtorch.protocol.ranks import over_ranks
 from fedtorch.vfl.nodes.iteration import exchange, party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration
@@ -47,6 +50,22 @@ def test_both_sides_understand_each_other(name: str, guide: str, shared: bool, d
     for one, two in zip((server, *parties), (expected, *others)):
         values = [tree.map(torch.detach, tuple(node.part.parameters())) for node in (one, two)]
         assert distance(*values) < ROUNDING
+
+
+def test_threads_that_look_for_a_queue_at_once_find_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(Queue[bytes]):
+        def __init__(self) -> None:
+            time.sleep(0.02)  # in which the other thread looks for the same queue
+            super().__init__()
+
+    def says() -> Half:
+        yield Send(1, torch.ones(1))
+
+    def hears() -> Half:
+        yield Receive(0, torch.zeros(1))
+
+    monkeypatch.setattr(verticals, "Queue", Slow)
+    in_threads({0: says(), 1: hears()}, patience=1.0)
 
 
 @pytest.mark.parametrize("absent", [False, True], ids=["", "absent rows"])
