@@ -32,13 +32,15 @@ import torch
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks.parts import measure
+from experiments.benchmarks.parts import bare_streams, measure
+from experiments.benchmarks.parts.bare_streams import BareServer
 from experiments.benchmarks.parts.forked import fork
 from experiments.benchmarks.parts.proxy import Proxy
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.sites import Hub, Remote, Roster, SiteConfiguration, connect, join, serve
 from fedtorch.sites.identity import identity
+from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link
@@ -129,22 +131,57 @@ def serving(
     names = [name for each in processes for name in each]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        own, roster = identity.make_server(folder / "server"), Roster(folder / "roster.json")
+        own, roster = authority(folder, names), Roster(folder / "roster.json")
         for name in names:
-            made = identity.make_site(folder / "server", name)
-            made.save(folder / name)
-            roster.add(name, identity.fingerprint(made.certificate))
+            roster.add(name, identity.fingerprint(identity.read(folder / name).certificate))
         host = serve("127.0.0.1:0", own, roster, LIMITS)
-        command = [sys.executable, "-m", "experiments.benchmarks.remote", role, temporary]
-        port = Proxy(host.port, far).port if far else host.port
-        command += [f"127.0.0.1:{port}", *(",".join(each) for each in processes)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as started:
-            try:
-                assert started.stdout is not None
-                yield host, names, [int(number) for number in started.stdout.readline().split()]
-            finally:
-                host.close()
-                os.killpg(started.pid, signal.SIGKILL)
+        try:
+            with started(role, folder, Proxy(host.port, far).port if far else host.port, processes) as numbers:
+                yield host, names, numbers
+        finally:
+            host.close()
+
+
+def authority(folder: Path, names: Sequence[str]) -> Identity:
+    """A server's identity, and those of its sites in folders of their names."""
+    own = identity.make_server(folder / "server")
+    for name in names:
+        identity.make_site(folder / "server", name).save(folder / name)
+    return own
+
+
+@contextmanager
+def started(role: str, folder: Path, port: int, processes: Sequence[Sequence[str]]) -> Iterator[list[int]]:
+    """The numbers of processes, one of each item, that take part in a role; they end with this one, however it ends."""
+    command = [sys.executable, "-m", "experiments.benchmarks.remote", role, str(folder), f"127.0.0.1:{port}"]
+    command += [",".join(each) for each in processes]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, start_new_session=True, **pipes) as launcher:
+        try:
+            assert launcher.stdout is not None
+            yield [int(number) for number in launcher.stdout.readline().split()]
+        finally:
+            os.killpg(launcher.pid, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """Ends all processes of this group once nobody holds the other end of the input, as when its process is killed."""
+    sys.stdin.buffer.read()
+    os.killpg(os.getpgrp(), signal.SIGKILL)
+
+
+@contextmanager
+def bare(count: int, up: int, down: int) -> Iterator[tuple[Callable[[], None], list[int]]]:
+    """(a round over bare streams of gRPC, with so many bytes each way for each of `count` sites, their processes)."""
+    names = [str(k + 1) for k in range(count)]
+    with tempfile.TemporaryDirectory() as temporary:
+        server = BareServer(authority(Path(temporary), names), LIMITS, count)
+        try:
+            with started(f"--bare={up}", Path(temporary), server.port, [[name] for name in names]) as numbers:
+                server.meet()
+                yield partial(server.round, [bytes(down)] * count), numbers
+        finally:
+            server.close()
 
 
 def population(host: Hub, names: Sequence[str], algorithm: str) -> Remote:
@@ -173,6 +210,15 @@ def processor_seconds(processes: Sequence[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def processor_milliseconds(work: Callable[[], object], count: int, others: Sequence[int] = ()) -> float:
+    """That this process and others use for a call, of so many."""
+    numbers = [os.getpid(), *others]
+    before = processor_seconds(numbers)
+    for _ in range(count):
+        work()
+    return 1000 * (processor_seconds(numbers) - before) / count
+
+
 def echo(host: Hub, name: str) -> None:
     """A short frame to a site and back."""
     host.send(name, frames.encode("who"))
@@ -189,16 +235,14 @@ def rounds(small: bool) -> list[common.Row]:
             here = ft.Run(make(), ft.InProcess(clients(names)), seed=0)
             there.step(), here.step()
             assert there.last is not None
-            ways: dict[str, Callable[[], object]] = {"three sites": there.step, "one process": here.step}
-            before = processor_seconds([os.getpid(), *numbers])
-            for _ in range(count):
-                there.step()
-            used = 1000 * (processor_seconds([os.getpid(), *numbers]) - before) / count
-            before = processor_seconds([os.getpid()])
-            for _ in range(count):
-                here.step()
-            alone = 1000 * (processor_seconds([os.getpid()]) - before) / count
-            found = in_turns(ways, count)
+            with bare(len(names), there.last.bytes_up // len(names), there.last.bytes_down // len(names)) as streams:
+                ways = {"three sites": there.step, "one process": here.step, "bare streams": streams[0]}
+                used = processor_milliseconds(there.step, count, numbers)
+                alone, floor = (
+                    processor_milliseconds(here.step, count),
+                    processor_milliseconds(*streams[:1], count, streams[1]),
+                )
+                found = in_turns(ways, count)
             extra = [a - b for a, b in zip(found["three sites"], found["one process"])]
             setting = (
                 f"{(make.__doc__ or algorithm).split()[0]}, three sites, {len(found['one process']) * BLOCK} rounds"
@@ -207,8 +251,14 @@ def rounds(small: bool) -> list[common.Row]:
                 common.Row(setting, "ms a round", statistics.median(found["three sites"])),
                 common.Row(setting, "ms a round in one process", statistics.median(found["one process"])),
                 common.Row(setting, "ms a round beyond that", statistics.median(extra)),
+                common.Row(
+                    setting,
+                    "ms a round of the same bytes over bare streams of gRPC",
+                    statistics.median(found["bare streams"]),
+                ),
                 common.Row(setting, "ms of processor time a round, server and sites together", used),
                 common.Row(setting, "ms of processor time a round in one process", alone),
+                common.Row(setting, "ms of processor time a round over bare streams", floor),
                 common.Row(setting, "bytes down a round", there.last.bytes_down),
                 common.Row(setting, "bytes up a round", there.last.bytes_up),
             ]
@@ -281,20 +331,22 @@ def parts(small: bool) -> measure.Parts:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Measures; or, as `--sites`, `--parties` or `--ahead`, takes part in a measurement."""
+    """Measures; or, as `--sites`, `--parties`, `--ahead` or `--bare`, takes part in a measurement."""
     given = list(sys.argv[1:] if argv is None else argv)
-    role, _, iterations = (given or [""])[0].partition("=")
+    role, _, number = (given or [""])[0].partition("=")
     bodies: dict[str, Callable[..., None]] = {
         "--sites": sites,
         "--parties": party,
-        "--ahead": partial(runs_ahead, iterations=int(iterations or 0)),
+        "--ahead": partial(runs_ahead, iterations=int(number or 0)),
+        "--bare": partial(bare_streams.site, limits=LIMITS, size=int(number or 0)),
     }
     if role in bodies:
         body = bodies[role]
-        started = [fork(partial(body, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
-        print(*started, flush=True)
-        for number in started:
-            os.waitpid(number, 0)
+        numbers = [fork(partial(body, Path(given[1]), given[2], each.split(","))) for each in given[3:]]
+        print(*numbers, flush=True)
+        threading.Thread(target=end_with_parent, daemon=True).start()
+        for each in numbers:
+            os.waitpid(each, 0)
     else:
         measure.run("remote", __doc__, parts, given)
 
