@@ -2,7 +2,8 @@
 
 Three sites of two clients each, on this machine's loopback, do FedAvg of a linear model; blocks of rounds take turns
 with rounds of the same clients in one process, so that the difference of each pair is what sites cost. Where sites
-share few processors, the three computations that a round has in place of one are part of that difference.
+share few processors, the three computations that a round has in place of one are part of that difference. The same
+bytes over bare streams of gRPC, in the same turns, are the part of it that no library over gRPC can spare.
 
 `vertical` has a server and three parties that send each other what a split network's iteration does, and compute
 nothing, so that an iteration's time is that of its messages.
@@ -155,8 +156,8 @@ def started(role: str, folder: Path, port: int, processes: Sequence[Sequence[str
     """The numbers of processes, one of each item, that take part in a role; they end with this one, however it ends."""
     command = [sys.executable, "-m", "experiments.benchmarks.remote", role, str(folder), f"127.0.0.1:{port}"]
     command += [",".join(each) for each in processes]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, start_new_session=True, **pipes) as launcher:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as launcher:
         try:
             assert launcher.stdout is not None
             yield [int(number) for number in launcher.stdout.readline().split()]
@@ -236,12 +237,14 @@ def rounds(small: bool) -> list[common.Row]:
             there.step(), here.step()
             assert there.last is not None
             with bare(len(names), there.last.bytes_up // len(names), there.last.bytes_down // len(names)) as streams:
-                ways = {"three sites": there.step, "one process": here.step, "bare streams": streams[0]}
+                ways: dict[str, Callable[[], object]] = {
+                    "three sites": there.step,
+                    "one process": here.step,
+                    "bare streams": streams[0],
+                }
                 used = processor_milliseconds(there.step, count, numbers)
-                alone, floor = (
-                    processor_milliseconds(here.step, count),
-                    processor_milliseconds(*streams[:1], count, streams[1]),
-                )
+                alone = processor_milliseconds(here.step, count)
+                floor = processor_milliseconds(streams[0], count, streams[1])
                 found = in_turns(ways, count)
             extra = [a - b for a, b in zip(found["three sites"], found["one process"])]
             setting = (

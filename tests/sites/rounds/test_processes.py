@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +94,33 @@ def test_the_benchmark_of_sites(tmp_path: Path) -> None:
     assert found["2 sites in processes of their own and 4 in one", "largest difference from one process"] < ROUNDING
     assert found["FedAvg, three sites, 40 rounds", "bytes down a round"] > 0
     assert found["messages of a vertical iteration, three parties, 1000 rows each way", "bytes up"] > 3 * 8000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", [signal.SIGTERM, signal.SIGKILL])
+def test_the_processes_of_a_benchmark_end_with_it(by: signal.Signals) -> None:
+    """Also where it has no time to end them."""
+    code = (
+        "import time\nfrom experiments.benchmarks import remote\n"
+        "with remote.serving([['1'], ['2']]) as served:\n    print(*served[2], flush=True)\n    time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=TESTS.parent) as started:
+        assert started.stdout is not None
+        numbers = [int(number) for number in started.stdout.readline().split()]
+        assert len(numbers) == 2
+        assert all(map(runs, numbers))
+        started.send_signal(by)
+    ends = time.monotonic() + 20.0
+    while any(map(runs, numbers)):
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def runs(number: int) -> bool:
+    """Whether a process is there, and not only its end for its parent to hear."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    return False
 
 
 @pytest.mark.slow
