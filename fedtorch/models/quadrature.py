@@ -30,6 +30,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 
@@ -148,11 +149,15 @@ def scout_rule(dimensions: int) -> QuadratureRule:
     return gauss_hermite(dimensions, 5 if dimensions < 2 else 3) if dimensions < 4 else two_shells(dimensions)
 
 
+Factor = Callable[[Tensor], tuple[Tensor, Any]]  # ζ (K, R, s) -> log f (K, R), and what else is wanted there
+
+
 def tilt(
     cavity: Moments,
-    factor: Callable[[Tensor], tuple[Tensor, Any]],
+    factor: Factor,
     rule: QuadratureRule,
     scout: QuadratureRule | None = None,
+    only: Callable[[Tensor], Factor] | None = None,
 ) -> Nodes:
     """Return nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
 
@@ -162,6 +167,8 @@ def tilt(
         rule: for `s` dimensions.
         scout: a rule of fewer nodes that moves first, where the factor is dear; then `rule` starts from where that
             one stays, and itself moves where its moments differ by more than a tenth of an sd.
+        only: (indices of clients) -> the factor of these; with it, clients whose rule stays are left out of the moves
+            of the others once they are half or more.
 
     In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
     weights of that client are NaN then.
@@ -170,8 +177,8 @@ def tilt(
     start, fits = (mean, root), _FITS
     few = scout is not None and 0 < 2 * len(scout.weights) < len(rule.weights)
     if scout is not None and few:
-        start, fits = _moved(cavity, (mean, root), (mean, root), factor, scout, _FITS, 1).place, _PLACED
-    return _moved(cavity, (mean, root), start, factor, rule, fits, 0 if few else 1).nodes
+        start, fits = _moved(cavity, (mean, root), (mean, root), factor, only, scout, _FITS, 1).place, _PLACED
+    return _moved(cavity, (mean, root), start, factor, only, rule, fits, 0 if few else 1).nodes
 
 
 class _Moved(NamedTuple):
@@ -185,7 +192,8 @@ def _moved(
     cavity: Moments,
     whole: tuple[Tensor, Tensor],
     start: tuple[Tensor, Tensor],
-    factor: Callable[[Tensor], tuple[Tensor, Any]],
+    factor: Factor,
+    only: Callable[[Tensor], Factor] | None,
     rule: QuadratureRule,
     fits: float,
     least: int,
@@ -193,8 +201,7 @@ def _moved(
     """Move a rule from `start` until its nodes see its own moments, but at least so often."""
     nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
     mean, root = start
-    evaluate = partial(_evaluated, factor, nodes, whole)
-    at, ratio, values = evaluate(mean, root)
+    at, ratio, values = now = _evaluated(factor, nodes, whole, mean, root)
     if nodes.shape[1] == 0:
         return _Moved(_weighted(at, weights.log() + ratio, values), start)
     seen = partial(_seen, _Powers.of(nodes, weights))
@@ -210,7 +217,13 @@ def _moved(
             shift[few], half[few], _ = seen(_power(seen, ratio[few]), ratio[few])
         mean = torch.where(settled[:, None], mean, mean + (root @ shift[..., None])[..., 0])
         root = torch.where(settled[:, None, None], root, root @ half)
-        at, ratio, values = evaluate(mean, root)
+        if only is None or 2 * int(settled.sum()) < len(settled):
+            now = _evaluated(factor, nodes, whole, mean, root)
+        else:
+            ids = (~settled).nonzero()[:, 0]
+            these = _evaluated(only(ids), nodes, *tree.take((whole, mean, root), ids))
+            now = tree.map(lambda every, some, ids=ids: every.index_copy(0, ids, some), now, these)
+        at, ratio, values = now
     shift, half, _ = seen(torch.ones_like(ratio[:, 0]), ratio)
     lost = ~settled & ~(_misfit(shift, half) < _LOST)
     there = _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
@@ -218,17 +231,25 @@ def _moved(
     return _Moved(there, back)
 
 
+class _Evaluated(NamedTuple):
+    """A rule's nodes, the log of cavity times factor over the rule's own density there, and what else was told."""
+
+    at: Tensor  # (K, R, s)
+    ratio: Tensor  # (K, R)
+    values: Any
+
+
 def _evaluated(
-    factor: Callable[[Tensor], tuple[Tensor, Any]],
+    factor: Factor,
     nodes: Tensor,
     cavity: tuple[Tensor, Tensor],
     mean: Tensor,
     root: Tensor,
-) -> tuple[Tensor, Tensor, Any]:
-    """Return the rule's nodes for N(mean, root root'), the log of cavity times factor over it there, and `values`."""
+) -> _Evaluated:
+    """Return what a factor tells at the rule's nodes for N(mean, root root')."""
     at = mean[:, None] + nodes @ root.mT
     log_factor, values = factor(at)
-    return at, log_factor + _log_normal(at, *cavity) - _log_normal(at, mean, root), values
+    return _Evaluated(at, log_factor + _log_normal(at, *cavity) - _log_normal(at, mean, root), values)
 
 
 def _weighted(at: Tensor, log_weights: Tensor, values: Any) -> Nodes:

@@ -82,12 +82,14 @@ class Projection(Protocol):
 LogFactor = Callable[[Tensor, Any], Tensor]
 
 
-def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None) -> Projection:
+def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None, *, apart: bool = False) -> Projection:
     """Return moments by nodes that go where the product is; see `fedtorch.models.quadrature`.
 
     Args:
         log_factor: (φ `(K, R, p)`, data) -> `(K, R)`.
         rule: for all p dimensions; default: a product rule for up to four, quasi-random points beyond.
+        apart: whether all leaves of the data are `(K, ...)`, so that clients whose nodes stay are left out of moves of
+            the others: for a factor that is dear.
 
     >>> import torch
     >>> factor = lambda phi, y: -0.5 * (phi[..., 0] - y).square()  # y ~ N(φ, 1)
@@ -99,7 +101,8 @@ def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None) -> Pro
 
     def project(cavity: Moments, data: Any, key: Tensor) -> Projected:
         chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
-        nodes = tilt(cavity, lambda phi: (log_factor(phi, data), None), chosen)
+        only = lambda ids: lambda phi: (log_factor(phi, tree.take(data, ids)), None)
+        nodes = tilt(cavity, lambda phi: (log_factor(phi, data), None), chosen, only=only if apart else None)
         return Projected(_weighted(nodes.nodes, nodes.weights), cavity)
 
     return project
@@ -192,11 +195,15 @@ def from_the_prior(project: Projection) -> Start:
     return Start(summary, estimate)
 
 
+Objective = Callable[[Tensor], Tensor]  # (K, p) -> (K,), each from its own row
+
+
 def minimised(
-    objective: Callable[[Tensor], Tensor],
+    objective: Objective,
     start: Tensor,
     metric: Tensor,
     derivatives: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
+    only: Callable[[Tensor], Objective] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
 
@@ -206,6 +213,8 @@ def minimised(
         metric: `(K, p, p)` positive definite, used for a step where the second derivatives are not.
         derivatives: of the objective: value `(K,)`, gradient `(K, p)` and second derivatives `(K, p, p)`; default: by
             automatic differentiation.
+        only: (indices `(M,)`) -> the objective of these problems, `(M, p)` -> `(M,)`; with it, and without
+            `derivatives`, problems that are solved are left out once they are half or more.
 
     >>> import torch
     >>> goal = torch.tensor([[1.0, 5.0], [0.0, -3.0]]).double()
@@ -213,23 +222,55 @@ def minimised(
     >>> at, curvature[0]
     (tensor([[ 1.,  5.], [ 0., -3.]], dtype=torch.float64), tensor([[2., 0.], [0., 2.]], dtype=torch.float64))
     """
-    at, found = start, partial(_derivatives, objective) if derivatives is None else derivatives
+    found = partial(_derivatives, objective) if derivatives is None else derivatives
+    at = start.clone()
+    ids = torch.arange(len(start), device=start.device)  # of the problems that are not solved
+    mine, slopes, part = objective, found, start
     for _ in range(_NEWTON_STEPS):
-        value, gradient, curvature = found(at)
+        value, gradient, curvature = slopes(part)
         bad = (torch.linalg.cholesky_ex(curvature).info != 0)[:, None, None]
         step = torch.linalg.solve_ex(torch.where(bad, metric, curvature), gradient[..., None]).result[..., 0]
-        length = torch.ones_like(value)
         near = (step * gradient).sum(1).abs() <= _NEAR * (1 + value.abs())  # its values tell rounding from here on
-        for _ in range(_HALVINGS):
-            worse = ~((objective(at - length[:, None] * step) <= value) | near)
-            if not bool(worse.any()):
-                break
-            length = torch.where(worse, length / 2, length)
-        length = torch.where(worse, 0.0, length)
-        at = at - length[:, None] * step
-        if bool(((step * gradient).sum(1).abs() * length < 1e-18).all()):
+        length = _lengths(mine, part, step, value, near, None if only is None else partial(_those, only, ids))
+        part = part - length[:, None] * step
+        done = (step * gradient).sum(1).abs() * length < 1e-18
+        at[ids] = part
+        solved = int(done.sum())
+        if solved == len(done):
             break
+        if only is not None and derivatives is None and 2 * solved >= len(done):
+            ids, metric, part = ids[~done], metric[~done], part[~done]
+            mine = only(ids)
+            slopes = partial(_derivatives, mine)
     return at, found(at)[2]
+
+
+def _those(only: Callable[[Tensor], Objective], ids: Tensor, some: Tensor) -> Objective:
+    """Return the objective of some of the problems `ids`."""
+    return only(ids[some])
+
+
+def _lengths(
+    objective: Objective,
+    at: Tensor,
+    step: Tensor,
+    value: Tensor,
+    near: Tensor,
+    only: Callable[[Tensor], Objective] | None,
+) -> Tensor:
+    """Return the shares of steps `(K,)`, halved until the objective is no greater; 0 where it is after all halvings."""
+    length = torch.ones_like(value)
+    worse = ~((objective(at - step) <= value) | near)
+    for _ in range(_HALVINGS - 1):
+        if not bool(worse.any()):
+            return length
+        length = torch.where(worse, length / 2, length)
+        if only is None or 2 * int(worse.sum()) > len(worse):
+            worse = ~((objective(at - length[:, None] * step) <= value) | near)
+        else:
+            some = worse.nonzero()[:, 0]
+            worse[some] = ~(only(some)(at[some] - length[some, None] * step[some]) <= value[some])  # NaN is worse
+    return torch.where(worse, 0.0, length)
 
 
 def _derivatives(objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:

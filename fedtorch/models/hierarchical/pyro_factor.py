@@ -139,7 +139,7 @@ class PyroFactor:
             raise ValueError(f"Expected a name for each of {size} coordinates of phi, but got {len(names)}")
         if rule is None and _FEW < size <= _MANY:
             rule = two_shells(size)  # a product rule would ask for the mode of θ at hundreds of nodes
-        project = quadrature(self, rule)
+        project = quadrature(self, rule, apart=True)
         return Model(
             names=names,
             hierarchy=_unnamed(names, prior),
@@ -175,11 +175,12 @@ class PyroFactor:
         """
         chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
 
-        def at(phi: Tensor) -> tuple[Tensor, Integrated]:
+        def at(phi: Tensor, data: Any) -> tuple[Tensor, Integrated]:
             latent = self._latent(phi, data)
             return latent.log_factor, latent
 
-        nodes = tilt(cavity, at, chosen)
+        only = lambda ids: partial(at, data=tree.take(data, ids))
+        nodes = tilt(cavity, partial(at, data=data), chosen, only=only)
         latent: Integrated = nodes.values
         return DevicePosterior(nodes.weights, latent.mean, latent.covariance, torch.full_like(nodes.weights, torch.nan))
 
@@ -249,7 +250,17 @@ class PyroFactor:
 
             return torch.vmap(client)(theta, phi, mask, *filled)
 
-        return integrated(log_joint, phi, sites.size, self._rule(sites.size), rows=most)
+        def only(nodes: Tensor) -> Callable[[Tensor], Tensor]:
+            """Return log p(y, θ | φ) of θ `(M, d)` at some nodes of the clients."""
+            clients = nodes // phi.shape[1]
+            given = phi.flatten(0, 1)[nodes], mask[clients], *(leaf[clients] for leaf in filled)
+
+            def node(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
+                return log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
+
+            return lambda theta: torch.vmap(node)(theta, *given)
+
+        return integrated(log_joint, phi, sites.size, self._rule(sites.size), rows=most, only=only)
 
 
 def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:

@@ -77,3 +77,33 @@ def test_draws_that_are_common_to_tilted_and_cavity_do_not_add_up_their_errors()
     cavity = Moments(torch.zeros(1000, 2).double(), torch.eye(2).double().expand(1000, 2, 2))
     found = project(cavity, None, random.fold_in(random.key(0), torch.arange(1000)))
     assert distance(found.tilted, found.reference) < ROUNDING
+
+
+def test_solved_problems_and_settled_clients_are_left_out_and_change_nothing() -> None:
+    """Newton's method, and nodes that move: most clients are done at once, and the last take many steps."""
+    goal = torch.tensor([0.0, 0.1, -0.1, 0.2, 40.0], dtype=torch.float64)[:, None]
+    problem = lambda goal: lambda x: ((x - goal).square() / 2 + (x - goal).cosh().log() * 50)[:, 0]
+    sizes: list[int] = []
+
+    def only(ids: Tensor) -> projections.Objective:
+        sizes.append(len(ids))
+        return problem(goal[ids])
+
+    start, metric = torch.zeros_like(goal), torch.ones(5, 1, 1).double()
+    whole, parts = (projections.minimised(problem(goal), start, metric, None, way) for way in (None, only))
+    assert distance(parts[0], goal) < 1e-8
+    assert distance(parts[0], whole[0]) < 1e-8
+    assert torch.allclose(parts[1], whole[1], rtol=1e-12)
+    assert min(sizes) == 1
+
+    asked: list[int] = []
+
+    def factor(phi: Tensor, y: Tensor) -> Tensor:
+        asked.append(len(y))
+        return -0.5 * ((phi[..., 0] - y) / torch.where(y.abs() > 1, 0.05, 1.0).double()).square()
+
+    y = torch.tensor([[0.1], [0.2], [0.0], [4.0]], dtype=torch.float64)
+    cavity, keys = Moments(torch.zeros(4, 1).double(), torch.ones(4, 1, 1).double()), torch.zeros(4, dtype=torch.int64)
+    found, some = (projections.quadrature(factor, apart=apart)(cavity, y, keys).tilted for apart in (False, True))
+    assert all(torch.allclose(one, other, rtol=1e-12, atol=0) for one, other in zip(found, some))
+    assert asked[-1] == 1

@@ -77,6 +77,7 @@ def integrated(
     rule: QuadratureRule | None,
     slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]] | None = None,
     rows: int = 1,
+    only: Callable[[Tensor], Callable[[Tensor], Tensor]] | None = None,
 ) -> Integrated:
     """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ.
 
@@ -89,6 +90,8 @@ def integrated(
         slopes: of log_joint: value, gradient `(K, R, d)`, minus second derivatives `(K, R, d, d)`; default: by
             automatic differentiation.
         rows: of a client, by which the rule's nodes are taken some at a time.
+        only: (indices `(M,)` of the K · R) -> log_joint there, θ `(M, d)` -> `(M,)`; with it the search for modes goes
+            on without those that are found.
 
     >>> import torch
     >>> from fedtorch.models.quadrature import gauss_hermite
@@ -113,7 +116,8 @@ def integrated(
 
     eye = torch.eye(size, dtype=first.dtype, device=first.device)
     start, metric = first.new_zeros((clients * count, size)), eye.expand(clients * count, -1, -1)
-    mode, curvature = minimised(objective, start, metric, None if slopes is None else about)
+    negative = None if only is None else lambda ids: _negative(only(ids))
+    mode, curvature = minimised(objective, start, metric, None if slopes is None else about, negative)
     factor, info = torch.linalg.cholesky_ex(curvature)
     lost = (info != 0)[:, None, None]  # nodes so far out that no mode was found: they have no weight
     factor, mode = torch.where(lost, eye, factor), torch.where(lost[..., 0], 0.0, mode)
@@ -131,6 +135,10 @@ def integrated(
         mean.reshape(*shape, size),
         spread.reshape(*shape, size, size),
     )
+
+
+def _negative(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    return lambda at: -function(at)
 
 
 def _at_nodes(
