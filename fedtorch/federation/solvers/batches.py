@@ -148,10 +148,29 @@ class Batches:
         """Iterate over all steps."""
         return (self[step] for step in range(self.longest))
 
-    def minibatches(self) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """Iterate over the steps: rows `(K, B)` of the clients' batches, None for the first ones, and their sizes."""
-        for step in range(self.longest):
-            yield (None, self._count) if self._full else self._chosen(step)[:2]
+    def runs(self, numbers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Iterate over runs of S steps, of at most so many rows: rows `(S, K, B)`, None for all, and sizes `(S, K)`."""
+        step, most = 0, max(1, numbers // max(1, len(self._count) * min(self._size, self._width)))
+        while step < self.longest:
+            chosen = self._run(step, min(most, self.longest - step))
+            yield chosen
+            step += len(chosen[1])
+
+    def _run(self, step: int, most: int) -> tuple[Tensor | None, Tensor]:
+        """Return the rows and sizes of at most so many steps from `step`, whose batches have a shape."""
+        if self._full:
+            return None, self._count.expand(most, -1)
+        rows, size, _ = self._chosen(step)
+        if not self.alike:
+            ahead = slice(step - self._planned, step - self._planned + most)
+            return self._places[:, ahead, : max(self._widths[ahead])].transpose(0, 1), torch.stack(self._sizes[ahead])
+        epoch, within = divmod(step, self._steps)
+        first = (epoch - int(self._first[0])) * self._width + within * self._size
+        many = min(most, self._most // self._size - within, self._steps - within)
+        if many < 2:
+            return rows[None], size[None]
+        several = self._order[:, first : first + many * self._size].unflatten(1, (many, self._size))
+        return several.transpose(0, 1), size.expand(many, -1)
 
     def ended(self, step: int) -> Tensor | None:
         """Return which clients have taken their last step just before this one, None if nobody has."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.solvers._linear_steps import LinearSteps
+from fedtorch.federation.solvers.batches import Batches
 from fedtorch.kernels.glm_steps import CATEGORICAL, glm_loop
 
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
@@ -56,10 +57,10 @@ def test_the_same_as_stacked_steps(
 
 def test_labels_that_are_left_out() -> None:
     x, y = torch.randn(1, 5, 3, dtype=torch.float64), torch.tensor([[0, -100, 2, 1, -100]])
-    start, whole = torch.zeros(1, 3, 4, dtype=torch.float64), [(None, torch.tensor([5]))] * 3
+    start, whole = torch.zeros(1, 3, 4, dtype=torch.float64), [(None, torch.full((3, 1), 5))]
     one, _ = glm_loop(CATEGORICAL, x, y, start, whole, lr=0.5, total=torch.tensor([3]))
     kept = y[0] >= 0
-    some = [(None, torch.tensor([3]))] * 3
+    some = [(None, torch.full((1, 1), 3))] * 3
     other, _ = glm_loop(CATEGORICAL, x[:, kept], y[:, kept], start, some, lr=0.5, total=torch.tensor([3]))
     torch.testing.assert_close(one, other)
 
@@ -74,3 +75,22 @@ def test_the_loop_is_for_a_cpu() -> None:
         start = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
         rows = torch.zeros(2, 5, 3, device=device), torch.zeros(2, 5, dtype=torch.int64, device=device)
         assert linear.knows(start, rows, None) == known
+
+
+@pytest.mark.parametrize("sizes", [[12, 12, 12], [10, 10, 10], [2, 9, 5]], ids=["whole", "alike", "ragged"])
+@pytest.mark.parametrize("numbers", [1, 25, 1000])
+def test_runs_hold_the_batches_of_their_steps(sizes: list[int], numbers: int) -> None:
+    x = torch.arange(36.0).reshape(3, 12, 1)[:, : max(sizes)]
+    keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
+    one, other = (Batches(x, torch.tensor(sizes), 4, 3, None, keys) for _ in range(2))
+    step = 0
+    for places, counts in one.runs(numbers):
+        assert places is not None
+        assert len(counts) == 1 or len(counts) * 3 * 4 <= numbers
+        for place, count in zip(places, counts, strict=True):
+            batch = other[step]
+            active = (step < other.total).nonzero()[:, 0].tolist()
+            for client in active:
+                assert x[client, place[client, : count[client]]].tolist() == batch.alone(client).tolist()
+            step += 1
+    assert step == one.longest
