@@ -17,9 +17,7 @@ ahead of the server by so many iterations (`party_half(…, delay=)`) and, with 
 from __future__ import annotations
 
 import os
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -36,12 +34,12 @@ from experiments import common
 from experiments.benchmarks.parts import bare_streams, measure
 from experiments.benchmarks.parts.bare_streams import BareServer
 from experiments.benchmarks.parts.forked import fork
+from experiments.benchmarks.parts.launched import authority, end_with_parent, started
 from experiments.benchmarks.parts.proxy import Proxy
 from experiments.benchmarks.parts.remote_problem import ALGORITHMS, averaged, clients
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.sites import Hub, Remote, Roster, SiteConfiguration, connect, join, serve
 from fedtorch.sites.identity import identity
-from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link
@@ -141,34 +139,6 @@ def serving(
                 yield host, names, numbers
         finally:
             host.close()
-
-
-def authority(folder: Path, names: Sequence[str]) -> Identity:
-    """A server's identity, and those of its sites in folders of their names."""
-    own = identity.make_server(folder / "server")
-    for name in names:
-        identity.make_site(folder / "server", name).save(folder / name)
-    return own
-
-
-@contextmanager
-def started(role: str, folder: Path, port: int, processes: Sequence[Sequence[str]]) -> Iterator[list[int]]:
-    """The numbers of processes, one of each item, that take part in a role; they end with this one, however it ends."""
-    command = [sys.executable, "-m", "experiments.benchmarks.remote", role, str(folder), f"127.0.0.1:{port}"]
-    command += [",".join(each) for each in processes]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as launcher:
-        try:
-            assert launcher.stdout is not None
-            yield [int(number) for number in launcher.stdout.readline().split()]
-        finally:
-            os.killpg(launcher.pid, signal.SIGKILL)
-
-
-def end_with_parent() -> None:
-    """Ends all processes of this group once nobody holds the other end of the input, as when its process is killed."""
-    sys.stdin.buffer.read()
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 @contextmanager

@@ -114,7 +114,7 @@ def glm_loop(
     Args:
         family, x, y, start, lr, precision, shift: as of `glm_steps`.
         runs: of S steps after another the rows `(S, K, B)`, of which those beyond a client's size repeat others, or
-            None for the first ones; and the sizes `(S, K)`.
+            None for the first ones; and the sizes `(S, K)`. No client takes its last step within one.
         total: `(K,)` steps of each client.
     """
     rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
@@ -124,30 +124,26 @@ def glm_loop(
     pull = (
         None if precision is None or shift is None else (lr * precision[:, None, None], lr * shift.reshape(theta.shape))
     )
-    done, ends = (torch.empty_like(theta), torch.empty_like(told)), sorted(set(total.tolist()))
+    done, ends = (torch.empty_like(theta), torch.empty_like(told)), set(total.tolist())
     whole = rows[None], y[None]  # of the clients that are here, for steps that take all rows
     client, here = torch.arange(len(start)), (theta, told, pull, width * torch.arange(len(start))[:, None])
     step = 0
-    for places, sizes in runs:
-        first = 0
-        while first < len(sizes):
-            if step == ends[0]:
-                left = total[client] > ends.pop(0)
-                done[0][client], done[1][client] = here[:2]
-                client, here = client[left], tree.take(here, left.nonzero()[:, 0])
-                whole = whole if places is not None else (rows[client][None], y[client][None])
-            last = min(len(sizes), first + ends[0] - step)
-            size, place = sizes[first:last], None if places is None else places[first:last]
-            if len(client) < sizes.shape[1]:
-                place, size = None if place is None else place[:, client], size[:, client]
-            if place is None:
-                design, response = whole
-            else:
-                at = (place + here[3]).flatten()
-                design = flat.index_select(0, at).view(*place.shape, -1)
-                response = responses.index_select(0, at).view(place.shape)
-            _run(family, here, design, response, size, lr)
-            step, first = step + last - first, last
+    for place, size in runs:
+        if step in ends:
+            left = total[client] > step
+            done[0][client], done[1][client] = here[:2]
+            client, here = client[left], tree.take(here, left.nonzero()[:, 0])
+            whole = whole if place is not None else (rows[client][None], y[client][None])
+        step += len(size)
+        if len(client) < size.shape[1]:
+            place, size = None if place is None else place[:, client], size[:, client]
+        if place is None:
+            design, response = whole
+        else:
+            at = (place + here[3]).flatten()
+            design = flat.index_select(0, at).view(*place.shape, -1)
+            response = responses.index_select(0, at).view(place.shape)
+        _run(family, here, design, response, size, lr)
     done[0][client], done[1][client] = here[:2]
     return done[0].reshape(start.shape), (done[1] / total).to(start.dtype)
 
@@ -163,29 +159,32 @@ def _run(family: Family, here: Any, design: Tensor, response: Tensor, size: Tens
     if not bool((size == design.shape[2]).all()):
         first = torch.arange(design.shape[2]) < size[..., None]
         inside = first if inside is None else first & inside
-    predictors = theta.new_empty(steps, *design.shape[1:3], theta.shape[2])
-    response, wanted = response[..., None], response.to(theta.dtype)[..., None]
-    if labels:
-        wanted = theta.new_zeros(*response.shape[:3], theta.shape[2]).scatter_(-1, response, 1.0)
+    wanted = (response if labels else response.to(theta.dtype))[..., None]
     weights = None
     if inside is not None:
         seen = inside.sum(2)
         weights, rate = (inside.to(theta.dtype) / seen.clamp(min=1)[..., None])[..., None], lr
     each = [_of(steps, part).unbind() for part in (design, design.mT, wanted)]
     weight = (None,) * steps if weights is None else _of(steps, weights).unbind()
+    less = theta.new_full((), -1.0).expand(wanted.shape[1:])
     keep, push = (None, None) if pull is None else (1 - pull[0], pull[1])
-    for x, transposed, y, w, predictor in zip(*each, weight, predictors.unbind()):
-        torch.bmm(x, theta, out=predictor)
-        gap = predictor.softmax(-1).sub_(y) if labels else family.misfit(predictor, y)
+    kept = []  # what losses are made of: linear predictors, or the log probabilities of labels
+    for x, transposed, y, w in zip(*each, weight):
+        predictor = x @ theta
+        if labels:
+            log = predictor.log_softmax(-1)
+            kept.append(log.gather(-1, y))
+            gap = log.exp_().scatter_add_(-1, y, less)
+        else:
+            kept.append(predictor)
+            gap = family.misfit(predictor, y)
         if w is not None:
             gap *= w
         if keep is not None:
             theta.mul_(keep).add_(push)
         theta.baddbmm_(transposed, gap, alpha=-rate)
-    if labels:
-        losses = (predictors.logsumexp(-1, keepdim=True) - predictors.gather(-1, _of(steps, response)))[..., 0]
-    else:
-        losses = family.loss(predictors, _of(steps, wanted), reduction="none")[..., 0]
+    logged = torch.stack(kept)
+    losses = (-logged if labels else family.loss(logged, _of(steps, wanted), reduction="none"))[..., 0]
     if inside is None:
         told += losses.mean(2).sum(0)
     else:  # 0 / 0 where all are left out, as in torch

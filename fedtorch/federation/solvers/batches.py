@@ -149,28 +149,25 @@ class Batches:
         return (self[step] for step in range(self.longest))
 
     def runs(self, numbers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """Iterate over runs of S steps, of at most so many rows: rows `(S, K, B)`, None for all, and sizes `(S, K)`."""
+        """Iterate over runs of steps in which none ends, of so many rows: `(S, K, B)`, None for all; sizes `(S, K)`."""
         step, most = 0, max(1, numbers // max(1, len(self._count) * min(self._size, self._width)))
-        while step < self.longest:
-            chosen = self._run(step, min(most, self.longest - step))
-            yield chosen
-            step += len(chosen[1])
+        for end in self.total.unique().tolist():
+            while step < end:
+                yield (chosen := self._run(step, min(most, end - step)))
+                step += len(chosen[1])
 
     def _run(self, step: int, most: int) -> tuple[Tensor | None, Tensor]:
         """Return the rows and sizes of at most so many steps from `step`, whose batches have a shape."""
         if self._full:
             return None, self._count.expand(most, -1)
-        rows, size, _ = self._chosen(step)
         if not self.alike:
+            self._chosen(step)
             ahead = slice(step - self._planned, step - self._planned + most)
             return self._places[:, ahead, : max(self._widths[ahead])].transpose(0, 1), torch.stack(self._sizes[ahead])
-        epoch, within = divmod(step, self._steps)
-        first = (epoch - int(self._first[0])) * self._width + within * self._size
-        many = min(most, self._most // self._size - within, self._steps - within)
-        if many < 2:
-            return rows[None], size[None]
-        several = self._order[:, first : first + many * self._size].unflatten(1, (many, self._size))
-        return several.transpose(0, 1), size.expand(many, -1)
+        first, left = self._alike_from(step)
+        many = min(most, left // self._size, self._steps - step % self._steps) or 1
+        rows = self._order[:, first : first + min(left, many * self._size)].unflatten(1, (many, -1))
+        return rows.transpose(0, 1), self._count.clamp(max=rows.shape[2]).expand(many, -1)
 
     def ended(self, step: int) -> Tensor | None:
         """Return which clients have taken their last step just before this one, None if nobody has."""
@@ -220,13 +217,16 @@ class Batches:
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""
+        first, left = self._alike_from(step)
+        size = min(self._size, left)
+        return self._order[:, first : first + size], self._count.clamp(max=size), self._all
+
+    def _alike_from(self, step: int) -> tuple[int, int]:
+        """Return where the rows of a step begin among those that are drawn, and how many the epoch has from there."""
         epoch, within = divmod(step, self._steps)
         if epoch >= int(self._first[0]) + self._ahead:
             self._shuffle(torch.full_like(self._count, epoch), self._all)
-        start = within * self._size
-        stop = min(start + self._size, self._most)
-        before = (epoch - int(self._first[0])) * self._width
-        return self._order[:, before + start : before + stop], self._count.clamp(max=stop - start), self._all
+        return (epoch - int(self._first[0])) * self._width + within * self._size, self._most - within * self._size
 
     def _all_rows(self, step: int) -> Batch:
         if self._everything is None:

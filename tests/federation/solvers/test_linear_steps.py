@@ -87,6 +87,7 @@ def test_runs_hold_the_batches_of_their_steps(sizes: list[int], numbers: int) ->
     for places, counts in one.runs(numbers):
         assert places is not None
         assert len(counts) == 1 or len(counts) * 3 * 4 <= numbers
+        assert not any(step < end < step + len(counts) for end in one.total.tolist())
         for place, count in zip(places, counts, strict=True):
             batch = other[step]
             active = (step < other.total).nonzero()[:, 0].tolist()
