@@ -2,7 +2,8 @@
 
 The environment variable `FEDTORCH_KERNELS` is read at every call:
 
-- `on`, the default: programs run on CUDA tensors of the dtypes and sizes that they know, where Triton is installed;
+- `on`, the default: programs run on CUDA tensors of the dtypes and sizes that they know, where Triton is installed, and
+  those in C on the CPU, where there is a compiler (`fedtorch.dispatch.compiled`);
 - `off`: references run always;
 - `interpret`: programs run on CPU tensors too, in Triton's interpreter, which shows that they are right and is slow.
 
@@ -49,6 +50,11 @@ def _mode() -> str:
     if mode not in MODES:
         raise ValueError(f"Expected {VARIABLE} to be one of {', '.join(MODES)}, but got {mode!r}")
     return mode
+
+
+def enabled() -> bool:
+    """Return whether `FEDTORCH_KERNELS` lets compiled programs run; the interpreter's mode is of Triton's alone."""
+    return _mode() == "on"
 
 
 def possible(device: torch.device) -> bool:

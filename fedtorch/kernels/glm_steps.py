@@ -17,7 +17,7 @@ classes in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +25,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.dispatch import choice
 from fedtorch.dispatch.choice import FLOATS, program
 from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
 _RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
 _TILE = 2**14  # bytes of the rows that are read at a time otherwise
+_ROWS = 2**10  # of a run of steps of the loop, which stay in the cache
 _IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
 
@@ -102,21 +104,62 @@ def glm_loop(
     x: Tensor,
     y: Tensor,
     start: Tensor,
-    runs: Iterable[tuple[Tensor | None, Tensor]],
+    runs: Callable[[int | None], Iterable[tuple[Tensor | None, Tensor]]],
     *,
     lr: float,
     total: Tensor,
     precision: Tensor | None = None,
     shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return what `glm_steps` does, by a loop over steps in which clients that are done take no part, on a CPU.
+    """Return what `glm_steps` does, step by step on a CPU: by a program in C, or else by a loop of few products.
 
     Args:
         family, x, y, start, lr, precision, shift: as of `glm_steps`.
-        runs: of S steps after another the rows `(S, K, B)`, of which those beyond a client's size repeat others, or
-            None for the first ones; and the sizes `(S, K)`. No client takes its last step within one.
+        runs: the most rows that a run may have, None for any number -> runs: of S steps after another the rows
+            `(S, K, B)`, of which those beyond a client's size repeat others, or None for the first ones; and the sizes
+            `(S, K)`. No client takes its last step within one.
         total: `(K,)` steps of each client.
+
+    Differentiable by the loop only, which runs where a gradient is asked for.
     """
+    theta = start.reshape(*start.shape[:2], -1)
+    pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
+    tensors = (x, y, start, total, *(pulled or ()))
+    if (library := _library(family, tensors, theta.shape[2])) is not None:
+        from fedtorch.kernels.programs import glm_loop as program
+
+        theta, told = program.run(library, family.code, x, y, theta, runs(None), lr, total, pulled)
+        return theta.reshape(start.shape), (told / total).to(start.dtype)
+    return _looped(family, x, y, start, runs(_ROWS), lr, total, precision, shift)
+
+
+def _library(family: Family, tensors: Sequence[Tensor], classes: int) -> Any:
+    """Return the library in C where it knows these tensors, the first of which are x and y; else None."""
+    from fedtorch.kernels.programs import glm_loop as program
+
+    x, y = tensors[:2]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return None
+    if any(tensor.device.type != "cpu" for tensor in tensors) or choice.traced(tensors):
+        return None
+    if family.code != CATEGORICAL.code:
+        return program.program(x.dtype) if y.dtype == x.dtype else None
+    known = (y == _IGNORED) | ((y >= 0) & (y < classes))  # others end with torch's error
+    return program.program(x.dtype) if y.dtype == torch.int64 and bool(known.all()) else None
+
+
+def _looped(
+    family: Family,
+    x: Tensor,
+    y: Tensor,
+    start: Tensor,
+    runs: Iterable[tuple[Tensor | None, Tensor]],
+    lr: float,
+    total: Tensor,
+    precision: Tensor | None,
+    shift: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `glm_loop` does, by a loop over steps in which clients that are done take no part."""
     rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
     width, (flat, responses) = x.shape[1], (rows.flatten(0, 1), y.flatten())
     theta = start.reshape(*start.shape[:2], -1).clone(memory_format=torch.contiguous_format)

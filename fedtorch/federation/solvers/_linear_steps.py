@@ -20,8 +20,6 @@ from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
 from fedtorch.models.linear import LinearHead, raw
 from fedtorch.tree import Tree
 
-_ROWS = 2**10  # of a run of steps, which stay in the cache
-
 
 class LinearSteps(NamedTuple):
     """A linear head with plain SGD on a loss of `torch.nn.functional`."""
@@ -69,7 +67,7 @@ class LinearSteps(NamedTuple):
             steps = int(batches.total.max())
             theta, loss = glm_steps.glm_steps(self.family, x, y, data.count, own, steps=steps, **more)
         else:
-            theta, loss = glm_steps.glm_loop(self.family, x, y, own, batches.runs(_ROWS), **more)
+            theta, loss = glm_steps.glm_loop(self.family, x, y, own, batches.runs, **more)
         kept = LocalState(state.optimizer, {}, None if state.steps is None else state.steps + total)
         return Local(self.form.split(theta.reshape(*own.shape[:2], -1)), kept, self.lr * total.double(), {"loss": loss})
 

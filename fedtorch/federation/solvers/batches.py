@@ -148,9 +148,14 @@ class Batches:
         """Iterate over all steps."""
         return (self[step] for step in range(self.longest))
 
-    def runs(self, numbers: int) -> Iterator[tuple[Tensor | None, Tensor]]:
-        """Iterate over runs of steps in which none ends, of so many rows: `(S, K, B)`, None for all; sizes `(S, K)`."""
-        step, most = 0, max(1, numbers // max(1, len(self._count) * min(self._size, self._width)))
+    def runs(self, numbers: int | None) -> Iterator[tuple[Tensor | None, Tensor]]:
+        """Iterate over runs of steps in which none ends, of so many rows: `(S, K, B)`, None for all; sizes `(S, K)`.
+
+        Runs are of any number of rows where none is given, and in memory as many as their permutations are drawn ahead.
+        """
+        step, most = 0, self.longest
+        if numbers is not None:
+            most = max(1, numbers // max(1, len(self._count) * min(self._size, self._width)))
         for end in self.total.unique().tolist():
             while step < end:
                 yield (chosen := self._run(step, min(most, end - step)))
@@ -163,7 +168,7 @@ class Batches:
         if not self.alike:
             self._chosen(step)
             ahead = slice(step - self._planned, step - self._planned + most)
-            return self._places[:, ahead, : max(self._widths[ahead])].transpose(0, 1), torch.stack(self._sizes[ahead])
+            return self._places[:, ahead, : max(self._widths[ahead])].transpose(0, 1), self._counts[ahead]
         first, left = self._alike_from(step)
         many = min(most, left // self._size, self._steps - step % self._steps) or 1
         rows = self._order[:, first : first + min(left, many * self._size)].unflatten(1, (many, -1))
@@ -199,11 +204,12 @@ class Batches:
     def _plan(self, step: int) -> None:
         """Choose the rows of a step, and of those after it whose permutations are drawn by then, in one pass."""
         wide = min(self._size, self._width)
-        many = min(self.longest - step, max(1, _DRAWN // max(1, len(self._count) * wide)))
-        steps = torch.arange(step, step + (many if self._ahead >= self._passes else 1))[:, None]  # (S, 1)
-        epoch = steps // self.per_epoch
-        active = steps < self.total
-        self._shuffle(epoch[0], active[0])
+        training = step < self.total
+        self._shuffle(step // self.per_epoch, training)
+        drawn = ((self._first + self._ahead) * self.per_epoch)[training].tolist()  # steps whose permutations are there
+        many = min(self.longest - step, max(1, _DRAWN // max(1, len(self._count) * wide)), min(drawn) - step)
+        steps = torch.arange(step, step + many)[:, None]  # (S, 1)
+        epoch, active = steps // self.per_epoch, steps < self.total
         start = steps % self.per_epoch * self._size
         size = (self._count - start).clamp(max=self._size)
         # Padding repeats a row of the batch: the gradient of a loss that is infinite on a row of zeros would be NaN.
@@ -213,7 +219,7 @@ class Batches:
         self._places = self._order.gather(1, places).unflatten(1, (len(steps), wide))
         some = torch.where(active.any(1, keepdim=True), active, True)
         self._widths = torch.where(some, size, 0).amax(1).tolist()
-        self._planned, self._sizes, self._active = step, size.unbind(), active.unbind()
+        self._planned, self._counts, self._sizes, self._active = step, size, size.unbind(), active.unbind()
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""

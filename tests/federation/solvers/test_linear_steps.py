@@ -58,10 +58,10 @@ def test_the_same_as_stacked_steps(
 def test_labels_that_are_left_out() -> None:
     x, y = torch.randn(1, 5, 3, dtype=torch.float64), torch.tensor([[0, -100, 2, 1, -100]])
     start, whole = torch.zeros(1, 3, 4, dtype=torch.float64), [(None, torch.full((3, 1), 5))]
-    one, _ = glm_loop(CATEGORICAL, x, y, start, whole, lr=0.5, total=torch.tensor([3]))
+    one, _ = glm_loop(CATEGORICAL, x, y, start, lambda _: whole, lr=0.5, total=torch.tensor([3]))
     kept = y[0] >= 0
     some = [(None, torch.full((1, 1), 3))] * 3
-    other, _ = glm_loop(CATEGORICAL, x[:, kept], y[:, kept], start, some, lr=0.5, total=torch.tensor([3]))
+    other, _ = glm_loop(CATEGORICAL, x[:, kept], y[:, kept], start, lambda _: some, lr=0.5, total=torch.tensor([3]))
     torch.testing.assert_close(one, other)
 
 

@@ -1,0 +1,118 @@
+"""Compile C programs for the CPU with the system's compiler, once, and load them.
+
+The compiler is `CC`, or else cc, gcc or clang, whichever is found. Libraries are kept in `fedtorch/compiled`
+below `XDG_CACHE_HOME` or `~/.cache`, a folder that nobody else may write to, by the digest of source, options, compiler
+and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
+`FEDTORCH_KERNELS` is off, there is no program, and operations run as torch does them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from pathlib import Path
+
+from fedtorch.dispatch import choice
+
+_LOG = logging.getLogger(__name__)
+_OPTIONS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-shared", "-fPIC")
+_LIBRARIES = ("-lm",)
+_PATIENCE = 60.0  # seconds
+
+
+def library(source: Path, **macros: str) -> ctypes.CDLL | None:
+    """Return the compiled library of a C file, None where there is none.
+
+    Args:
+        source: the file.
+        **macros: defined in it, by name.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> with TemporaryDirectory() as folder:
+    ...     file = Path(folder) / "twice.c"
+    ...     _ = file.write_text("int times(int number) { return FACTOR * number; }")
+    ...     program = library(file, FACTOR="2")
+    >>> program is None or program.times(21) == 42
+    True
+    """
+    return _loaded(source, tuple(macros.items())) if choice.enabled() else None
+
+
+@functools.cache
+def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
+    """Return the library of a file with its macros, from the cache or compiled now."""
+    compiler = _compiler()
+    if compiler is None:
+        _LOG.info("no C compiler is found: %s runs without its program", source.stem)
+        return None
+    text, options = source.read_bytes(), (*_OPTIONS, *(f"-D{name}={value}" for name, value in macros))
+    told = (text, *options, *compiler, _processor())
+    digest = hashlib.sha256(b"\0".join(part if isinstance(part, bytes) else part.encode() for part in told))
+    try:
+        kept = _folder() / f"{source.stem}-{digest.hexdigest()[:32]}.so"
+        if not kept.exists():
+            _compile(compiler[0], source, options, kept)
+        return ctypes.CDLL(str(kept))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or error
+        _LOG.warning("%s could not be compiled, and runs without its program: %s", source.name, said)
+        return None
+
+
+def _compile(compiler: str, source: Path, options: tuple[str, ...], kept: Path) -> None:
+    """Compile into a file of its own and rename it, so that processes that do so at once do not disturb each other."""
+    with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+        made = Path(folder) / kept.name
+        command = [compiler, *options, str(source), "-o", str(made), *_LIBRARIES]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE)
+        made.replace(kept)
+
+
+@functools.cache
+def _compiler() -> tuple[str, str] | None:
+    """Return the compiler's path and what it says of its version."""
+    for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
+        if (path := shutil.which(name)) is not None:
+            try:
+                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PATIENCE)
+            except (OSError, subprocess.SubprocessError):
+                continue
+            return path, said.stdout
+    return None
+
+
+def _processor() -> str:
+    """Return what tells processors with other instructions apart."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return "\n".join([platform.machine(), platform.processor(), *named])
+
+
+def _folder() -> Path:
+    """Return the folder of compiled libraries, which belongs to this user and which nobody else can write to.
+
+    Raises:
+        PermissionError: it belongs to somebody else, or others can write to it.
+    """
+    base = os.environ.get("XDG_CACHE_HOME")
+    folder = (Path(base) if base else Path.home() / ".cache") / "fedtorch" / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.stat()
+    owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
+    if not owned or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise PermissionError(
+            f"Expected {folder} to be written to by its owner only, this user, because programs are loaded from it, but "
+            f"its mode is {stat.filemode(status.st_mode)} and its owner {status.st_uid}; mend it or set XDG_CACHE_HOME"
+        )
+    return folder

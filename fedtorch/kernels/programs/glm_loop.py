@@ -1,0 +1,93 @@
+"""Call the C program of `fedtorch.kernels.glm_steps.glm_loop`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedtorch.dispatch import compiled
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_REAL = {torch.float64: "double", torch.float32: "float"}
+_NUMBER, _ADDRESS = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Problem(ctypes.Structure):
+    """`Problem` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("family", "rows", "features", "parameters", "classes")),
+        ("lr", ctypes.c_double),
+        *((name, _ADDRESS) for name in ("x", "y", "total", "precision", "shift", "theta", "told")),
+    )
+
+
+class _Steps(ctypes.Structure):
+    """`Steps` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("first", "steps")),
+        *((name, _ADDRESS) for name in ("place", "size")),
+        *((name, _NUMBER) for name in ("place_step", "place_client", "size_step", "size_client")),
+    )
+
+
+def program(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """Return the library for tensors of a dtype, None where there is none."""
+    return compiled.library(_SOURCE, REAL=_REAL[dtype]) if dtype in _REAL else None
+
+
+def run(
+    library: ctypes.CDLL,
+    family: int,
+    x: Tensor,
+    y: Tensor,
+    theta: Tensor,
+    runs: Iterable[tuple[Tensor | None, Tensor]],
+    lr: float,
+    total: Tensor,
+    pull: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, Tensor]:
+    """Return the parameters `(K, p, C)` after all steps, and the sum `(K,)` of the mean losses, in float64.
+
+    Args:
+        library: of the dtype of `x`.
+        family: its code.
+        x, y, runs, lr, total: as of `glm_loop`.
+        theta: `(K, p, C)`.
+        pull: (λ, h), `(K,)` and `(K, p, C)`, or None.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    own = theta.mT.contiguous().clone()
+    told = torch.zeros(len(own), dtype=torch.float64)
+    precision, shift = (None, None) if pull is None else (pull[0].to(x.dtype).contiguous(), pull[1].mT.contiguous())
+    # What the structures point to must live as long as they do.
+    kept = x, y, total, precision, shift, own, told = x.contiguous(), y.contiguous(), total, precision, shift, own, told
+    classes, parameters = own.shape[1:]
+    places = (None if part is None else part.data_ptr() for part in kept)
+    problem = _Problem(family, x.shape[1], x.shape[2], parameters, classes, lr, *places)
+    threads = max(1, min(torch.get_num_threads(), len(own)))
+    ends = [len(own) * i // threads for i in range(threads + 1)]
+    step = 0
+    with ThreadPoolExecutor(threads) as pool:  # which starts a thread when it is first given something to do
+        for place, size in runs:
+            if place is not None and place.stride(2) != 1:
+                place = place.contiguous()
+            chosen = (None, size.data_ptr()) if place is None else (place.data_ptr(), size.data_ptr())
+            strides = (0, 0) if place is None else place.stride()[:2]
+            steps = _Steps(step, len(size), *chosen, *strides, *size.stride())
+            call = lambda begin, end, to=steps: library.glm_loop(
+                ctypes.byref(problem), ctypes.byref(to), _NUMBER(begin), _NUMBER(end)
+            )
+            failed = [call(*ends)] if threads == 1 else list(pool.map(call, ends[:-1], ends[1:]))
+            if any(failed):
+                raise MemoryError(f"no memory for the {classes * parameters} numbers of a gradient")
+            step += len(size)
+    return own.mT, told
