@@ -54,8 +54,7 @@ def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | 
         _LOG.info("no C compiler is found: %s runs without its program", source.stem)
         return None
     text, options = source.read_bytes(), (*_OPTIONS, *(f"-D{name}={value}" for name, value in macros))
-    told = (text, *options, *compiler, _processor())
-    digest = hashlib.sha256(b"\0".join(part if isinstance(part, bytes) else part.encode() for part in told))
+    digest = hashlib.sha256("\0".join((*options, *compiler, _processor())).encode() + text)
     try:
         kept = _folder() / f"{source.stem}-{digest.hexdigest()[:32]}.so"
         if not kept.exists():
@@ -112,7 +111,7 @@ def _folder() -> Path:
     owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     if not owned or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(
-            f"Expected {folder} to be written to by its owner only, this user, because programs are loaded from it, but "
-            f"its mode is {stat.filemode(status.st_mode)} and its owner {status.st_uid}; mend it or set XDG_CACHE_HOME"
+            f"Expected {folder}, of which programs are loaded, to belong to this user and nobody else to write to it, "
+            f"but its mode is {stat.filemode(status.st_mode)}, its owner {status.st_uid}; mend it or set XDG_CACHE_HOME"
         )
     return folder

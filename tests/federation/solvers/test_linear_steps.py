@@ -1,4 +1,4 @@
-"""Steps of linear heads by a loop of few products: what stacked steps with autograd give, up to rounding."""
+"""Steps of linear heads by a program in C or a loop of few products: what stacked steps give, up to rounding."""
 
 from __future__ import annotations
 
@@ -12,10 +12,14 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import tree
+from fedtorch.dispatch import choice
+from fedtorch.dispatch.compiled import _compiler
+from fedtorch.federation.solvers import batches
 from fedtorch.federation.solvers._linear_steps import LinearSteps
 from fedtorch.federation.solvers.batches import Batches
-from fedtorch.kernels.glm_steps import CATEGORICAL, glm_loop
+from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, glm_loop
 
+PROGRAM = pytest.param("on", marks=pytest.mark.skipif(_compiler() is None, reason="needs a C compiler"))
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
     "gaussian": (F.mse_loss, lambda: ft.LinearHead(3), lambda eta: eta + 0.5),
     "bernoulli": (F.binary_cross_entropy_with_logits, lambda: ft.LinearHead(3), lambda eta: (eta > 0).double()),
@@ -33,6 +37,13 @@ def trained(name: str, sizes: list[int], wrap: Callable[[Any], ft.Algorithm], ba
     optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.1)
     local = ft.gradient_descent(module().double(), epochs=3, batch_size=batch_size, loss=loss, optimizer=optimizer)
     return ft.run(wrap(local), ft.InProcess(data), rounds=2, faults=ft.partial_work(0.5))
+
+
+@pytest.fixture(params=["off", PROGRAM])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether the program takes the steps, or the loop."""
+    monkeypatch.setenv(choice.VARIABLE, request.param)
+    return str(request.param)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -55,7 +66,7 @@ def test_the_same_as_stacked_steps(
     torch.testing.assert_close(*losses, rtol=1e-11, atol=1e-13)
 
 
-def test_labels_that_are_left_out() -> None:
+def test_labels_that_are_left_out(mode: str) -> None:
     x, y = torch.randn(1, 5, 3, dtype=torch.float64), torch.tensor([[0, -100, 2, 1, -100]])
     start, whole = torch.zeros(1, 3, 4, dtype=torch.float64), [(None, torch.full((3, 1), 5))]
     one, _ = glm_loop(CATEGORICAL, x, y, start, lambda _: whole, lr=0.5, total=torch.tensor([3]))
@@ -63,6 +74,56 @@ def test_labels_that_are_left_out() -> None:
     some = [(None, torch.full((1, 1), 3))] * 3
     other, _ = glm_loop(CATEGORICAL, x[:, kept], y[:, kept], start, lambda _: some, lr=0.5, total=torch.tensor([3]))
     torch.testing.assert_close(one, other)
+    assert not torch.equal(one, start)
+
+
+def problem(family: Any, clients: int, size: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(clients, size, 5, generator=generator, dtype=dtype)
+    if family is CATEGORICAL:
+        y = torch.randint(0, classes, (clients, size), generator=generator)
+    else:
+        y = torch.randn(clients, size, generator=generator, dtype=dtype).abs().round()
+        y = y.clamp(max=1) if family is BERNOULLI else y
+    return x, y, torch.zeros(clients, 6, *[classes] * (family is CATEGORICAL), dtype=dtype)
+
+
+@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("family", [GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_program_does_what_the_loop_does(family: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows than a tile of the program has, with an intercept, for any number of threads."""
+    x, y, start = problem(family, 3, 150, 4, dtype)
+    total = torch.tensor([4, 2, 4])
+    runs = lambda _: [(None, torch.tensor([[150, 131, 67]]).expand(2, 3))] * 2
+    got = {}
+    before = torch.get_num_threads()
+    for way, threads in (("off", before), ("on", 1), ("on", 3)):
+        monkeypatch.setenv(choice.VARIABLE, way)
+        torch.set_num_threads(threads)
+        got[way, threads] = glm_loop(family, x, y, start, runs, lr=0.1, total=total)
+    torch.set_num_threads(before)
+    for one, other in zip(got["off", before], got["on", 1], strict=True):
+        torch.testing.assert_close(
+            one, other, rtol=1e-11 if dtype == torch.float64 else 1e-4, atol=1e-6 * (x.itemsize < 8)
+        )
+    assert all(torch.equal(one, other) for one, other in zip(got["on", 1], got["on", 3], strict=True))
+
+
+def test_a_label_without_a_class_is_an_error_of_torch(mode: str) -> None:
+    x, y, start = problem(CATEGORICAL, 1, 5, 3, torch.float64)
+    y[0, 2] = 7
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        glm_loop(CATEGORICAL, x, y, start, lambda _: [(None, torch.tensor([[5]]))], lr=0.1, total=torch.tensor([1]))
+
+
+def test_not_a_number_stays_one(mode: str) -> None:
+    x, y, start = problem(CATEGORICAL, 2, 5, 3, torch.float64)
+    x[0, 0, 0] = torch.nan
+    runs = lambda _: [(None, torch.full((1, 2), 5))]
+    theta, loss = glm_loop(CATEGORICAL, x, y, start, runs, lr=0.1, total=torch.tensor([1, 1]))
+    assert loss.isnan().tolist() == [True, False]
+    assert theta.isnan().flatten(1).any(1).tolist() == [True, False]
 
 
 def test_the_loop_is_for_a_cpu() -> None:
@@ -95,3 +156,19 @@ def test_runs_hold_the_batches_of_their_steps(sizes: list[int], numbers: int) ->
                 assert x[client, place[client, : count[client]]].tolist() == batch.alone(client).tolist()
             step += 1
     assert step == one.longest
+
+
+@pytest.mark.parametrize("sizes", [[12, 12, 12], [2, 9, 5]], ids=["alike", "ragged"])
+def test_steps_whose_permutations_are_drawn_some_epochs_at_a_time(
+    sizes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.arange(36.0).reshape(3, 12, 1)[:, : max(sizes)]
+    keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
+    make = lambda: Batches(x, torch.tensor(sizes), 4, 7, None, keys)
+    whole = [batch.alone(k).tolist() for batch in make() for k in range(3) if batch.active[k]]
+    monkeypatch.setattr(batches, "_DRAWN", 3 * max(sizes) * 2)
+    some = make()
+    assert [batch.alone(k).tolist() for batch in some for k in range(3) if batch.active[k]] == whole
+    lengths = [len(counts) for _, counts in make().runs(None)]
+    assert sum(lengths) == some.longest
+    assert len(lengths) < some.longest
