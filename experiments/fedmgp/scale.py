@@ -41,9 +41,9 @@ READING = result_pages.Reading(
             "best predictor that there is, reaches 0.0112 with the first seed",
         ),
         result_pages.Reason(
-            r"\(20, \d+\): IndGP",
-            "20 points of a unit do not tell its signal: a process that knows the unit's parameters, the best predictor "
-            "from these points alone, errs nearly as much as ours and several times as much as published",
+            r"\(20, 10\): IndGP",
+            "20 points of a unit do not tell its signal: a process that knows the unit's parameters, the best "
+            "predictor from these points alone, errs nearly as much as ours and six times as much as published",
         ),
     ),
 )
