@@ -13,8 +13,8 @@ round 0 has one value.
 
 What the authors stored of users is w_k, not the personal θ_k of the paper: `test_persionalized_model` loads what
 `update_parameters` has just set to w_k. Nothing is stored of θ_k. The tables of README and paper were not at hand (the
-README's are pictures elsewhere). The losses of the server's model come out 5 to 7 % above the stored ones from round 50
-on while accuracies agree; no command is printed for that file, and we have found no reason.
+README's are pictures elsewhere). The losses of the server's model come out 3 to 7 % above the stored ones from round 50
+on while accuracies agree but for the last; no command is printed for that file, and we have found no reason.
 
 Sources: github.com/CharlieDinh/pFedMe, `results/Mnist_pFedMe_0.005_1.0_15_5u_20b_10_5_0.09_avg.h5` (commit 378a4d4) and
 `results/Mnist_pFedMe_p_0.005_1_15_5u_20b_20_5_0.1_avg.h5` (5a74360), `fedl/users/userpsnl.py`,

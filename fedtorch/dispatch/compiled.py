@@ -60,7 +60,7 @@ def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | 
         if not kept.exists():
             _compile(compiler[0], source, options, kept)
         return ctypes.CDLL(str(kept))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:  # RuntimeError: no home
         said = getattr(error, "stderr", None) or error
         _LOG.warning("%s could not be compiled, and runs without its program: %s", source.name, said)
         return None
