@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
+import types
 from collections import Counter
 from pathlib import Path
 
@@ -728,6 +730,31 @@ def test_vfl_heart(tmp_path):
     assert found["logistic regression, all covariates", "log-likelihood"] == pytest.approx(-0.341, abs=0.003)
     assert found["split network", "log-likelihood − logistic regression's, se over rows"] < 0
     assert (tmp_path / "vfl_heart.png").stat().st_size > 10_000
+    published = [row for row in json.loads((tmp_path / "rows.json").read_text())["rows"] if row["published"]]
+    assert len(published) == 12
+    assert {row["repeats"] for row in published} == {2}  # repetitions govern these rows too
+    assert all(row["sd"] > 0 for row in published if row["metric"] == "log-likelihood")
+
+
+def test_vfl_heart_gives_the_spread_of_repetitions():
+    fold, generator = vfl_heart_models.folds(40, 3), torch.Generator().manual_seed(0)
+    y = torch.randint(2, (40,), generator=generator)
+    chance = torch.rand(fold.test.shape, generator=generator)
+    each = [chance[10 * k : 10 * k + 10][fold.test_weight[10 * k : 10 * k + 10] > 0] for k in range(3)]
+    rows = [fold.test[10 * k : 10 * k + 10][fold.test_weight[10 * k : 10 * k + 10] > 0] for k in range(3)]
+    own = [torch.where(y[index] == 1, p, 1 - p).log() for index, p in zip(rows, each)]
+    wrong = [(p > 0.5) != (y[index] == 1) for index, p in zip(rows, each)]
+    expected = (
+        [100 * float((~miss).float().mean()) for miss in wrong],
+        [float(value.mean()) for value in own],
+        [float(value[miss].mean()) for value, miss in zip(own, wrong)],
+    )
+    table = types.SimpleNamespace(y=y)
+    found = vfl_heart.score(chance, table, fold)
+    for metric, values in zip(vfl_heart.METRICS, expected):
+        assert found.sd[metric] == pytest.approx(statistics.stdev(values), rel=1e-5)
+    assert found.values["log-likelihood"] == pytest.approx(statistics.mean(expected[1]), rel=1e-5)
+    assert set(vfl_heart.score(chance[:10], table, fold).sd.values()) == {None}  # of a single one
 
 
 def test_vfl_heart_chooses_priors_by_training_rows_only():
