@@ -1,8 +1,8 @@
 """Compile C programs for the CPU with the system's compiler, once, and load them.
 
-The compiler is `CC`, or else cc, gcc or clang, whichever is found. Libraries are kept in `fedtorch/compiled`
-below `XDG_CACHE_HOME` or `~/.cache`, a folder that nobody else may write to, by the digest of source, options, compiler
-and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
+The compiler is `CC`, or else cc, gcc or clang, whichever is found. Libraries are kept in `fedtorch/compiled` below
+`XDG_CACHE_HOME` or the home's `.cache`, a folder that nobody else may write to, by the digest of source, options,
+compiler and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
 `FEDTORCH_KERNELS` is off, there is no program, and operations run as torch does them.
 """
 
@@ -33,7 +33,7 @@ def library(source: Path, **macros: str) -> ctypes.CDLL | None:
 
     Args:
         source: the file.
-        **macros: defined in it, by name.
+        macros: defined in it, by name.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
