@@ -142,13 +142,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--published", action="store_true", help="the four published sizes only")
     parser.add_argument("--size", type=int, nargs=2, metavar=("N_m", "M"), help="points and units of one size alone")
     options = parser.parse_args(argv)
-    sizes = (
-        [(50, 6)]
-        if options.smoke
-        else [tuple(options.size)]
-        if options.size
-        else [*PUBLISHED, *(() if options.published else (MANY,))]
-    )
+    sizes = [*PUBLISHED] if options.published else [*PUBLISHED, MANY]
+    if options.size or options.smoke:
+        sizes = [(50, 6) if options.smoke else tuple(options.size)]
     rounds = 3 if options.smoke else 40
     rows, lines, means = [], [], {}
     for size in sizes:

@@ -120,7 +120,7 @@ def glm_loop(
             `(S, K)`. No client takes its last step within one.
         total: `(K,)` steps of each client.
 
-    Differentiable by the loop only, which runs where a gradient is asked for.
+    Not differentiable: where a gradient is asked for the loop runs, whose operations in place torch refuses to go back.
     """
     theta = start.reshape(*start.shape[:2], -1)
     pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
@@ -134,13 +134,13 @@ def glm_loop(
 
 
 def _library(family: Family, tensors: Sequence[Tensor], classes: int) -> Any:
-    """Return the library in C where it knows these tensors, the first of which are x and y; else None."""
+    """Return the library in C where it knows these tensors, first of all x, y and the start; else None."""
     from fedtorch.kernels.programs import glm_loop as program
 
-    x, y = tensors[:2]
+    x, y, start = tensors[:3]
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         return None
-    if any(tensor.device.type != "cpu" for tensor in tensors) or choice.traced(tensors):
+    if any(tensor.device.type != "cpu" for tensor in tensors) or choice.traced(tensors) or start.dtype != x.dtype:
         return None
     if family.code != CATEGORICAL.code:
         return program.program(x.dtype) if y.dtype == x.dtype else None

@@ -18,8 +18,9 @@ from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.data.items import seeded
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
+from fedtorch.federation.solvers._probed_rows import some_rows, spread_rows
 from fedtorch.federation.solvers._state import perturbed, refuse_changed_buffers, refuse_changed_loss
-from fedtorch.federation.solvers.batches import is_ragged, some_rows, spread_rows
+from fedtorch.federation.solvers.batches import is_ragged
 from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness.interception import KeyedRandomness

@@ -21,7 +21,6 @@ from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
 _MANY = 10_000  # rows of a step that are seldom meant
-_LOOKED_AT = 16  # rows of a block, to find out what a module can do
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
 PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
 
@@ -314,42 +313,3 @@ def note_whole_batches(batch_size: int | None, count: Tensor) -> None:
         most = int(count.max())
         level = logging.WARNING if most > _MANY else logging.INFO
         _LOG.log(level, "batch_size= is not given: a step takes all of a client's rows, up to %d", most)
-
-
-def spread_rows(data: Any) -> tuple[Tensor, Tensor]:
-    """Return (client, row) of rows spread over a block, and of those with the smallest and largest whole numbers."""
-    ends = data.count.cumsum(0)
-    at = _evenly(int(ends[-1]), _LOOKED_AT).to(ends.device)
-    client = torch.searchsorted(ends, at, right=True)
-    choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
-    for leaf in tree.leaves(data.batch):
-        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
-            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
-            first = low[client[0], 0]
-            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
-            both = torch.stack(extremes)
-            choice.append((both // mask.shape[1], both % mask.shape[1]))
-    return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
-
-
-def some_rows(data: Any) -> Tree:
-    """Return valid rows spread over a block's clients, with some for each of the first values of integer fields."""
-    client, row = data.mask.nonzero().T
-    chosen = [
-        torch.linspace(0, len(client) - 1, min(_LOOKED_AT, len(client)), dtype=torch.float64).to(
-            client.device, torch.int64
-        )
-    ]
-    for leaf in tree.leaves(data.batch):
-        if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
-            values, which = leaf[client, row].unique(return_inverse=True)
-            first = which.new_full((len(values),), len(which))
-            first.scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amin")
-            chosen.append(first[:_LOOKED_AT])
-    at = torch.cat(chosen).unique()
-    return tree.map(lambda leaf: leaf[client[at], row[at]], data.batch)
-
-
-def _evenly(count: int, most: int) -> Tensor:
-    """Return at most so many of `count` places; single precision would miss those of very many."""
-    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()

@@ -1,1 +1,1 @@
-"""The Triton programs of the operations of `fedtorch.kernels`; they need Triton to be imported, and nothing else."""
+"""The programs of the operations of `fedtorch.kernels`: in Triton, which they need to be imported, and one in C."""

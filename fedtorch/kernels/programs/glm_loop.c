@@ -1,4 +1,5 @@
-/* Steps of gradient descent of K generalised linear models, each on its own rows; see `glm_loop` in fedtorch/kernels/glm_steps.py.
+/* Steps of gradient descent of K generalised linear models, each on its own rows; see `glm_loop` in
+   fedtorch/kernels/glm_steps.py.
 
    Compiled once for REAL = float and once for double. A client's parameters (C, p) and its rows stay in the cache of
    one core for all steps of a call. Clients do not depend on each other, so that calls for several ranges of them may
@@ -86,7 +87,7 @@ static double misfits(int64_t family, int64_t count, const REAL *restrict y, REA
             eta[i] = 2 * gap;
         }
     } else if (family == BERNOULLI) {
-        REAL e[TILE], whole = 1; /* whole: the product of at most 2 ^ TILE */
+        REAL e[TILE], whole = 1; /* whole: a product of at most 2 ** TILE, which float holds */
 #pragma omp simd
         for (int64_t i = 0; i < count; i++) e[i] = EXP(-(eta[i] < 0 ? -eta[i] : eta[i]));
 #pragma omp simd reduction(+ : sum) reduction(* : whole)

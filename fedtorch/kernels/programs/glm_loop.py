@@ -65,24 +65,22 @@ def run(
     Raises:
         MemoryError: there is not enough.
     """
-    own = theta.mT.contiguous().clone()
-    told = torch.zeros(len(own), dtype=torch.float64)
-    precision, shift = (None, None) if pull is None else (pull[0].to(x.dtype).contiguous(), pull[1].mT.contiguous())
-    # What the structures point to must live as long as they do.
-    kept = x, y, total, precision, shift, own, told = x.contiguous(), y.contiguous(), total, precision, shift, own, told
+    own, told = theta.mT.clone(memory_format=torch.contiguous_format), torch.zeros(len(theta), dtype=torch.float64)
+    pulls = [None, None] if pull is None else [pull[0].to(x.dtype), pull[1].mT.to(x.dtype)]
+    inputs = [None if part is None else part.contiguous() for part in (x, y, total.long(), *pulls)]  # kept to the end
     classes, parameters = own.shape[1:]
-    places = (None if part is None else part.data_ptr() for part in kept)
+    places = (None if part is None else part.data_ptr() for part in (*inputs, own, told))
     problem = _Problem(family, x.shape[1], x.shape[2], parameters, classes, lr, *places)
     threads = max(1, min(torch.get_num_threads(), len(own)))
     ends = [len(own) * i // threads for i in range(threads + 1)]
     step = 0
     with ThreadPoolExecutor(threads) as pool:  # which starts a thread when it is first given something to do
         for place, size in runs:
-            if place is not None and place.stride(2) != 1:
-                place = place.contiguous()
-            chosen = (None, size.data_ptr()) if place is None else (place.data_ptr(), size.data_ptr())
-            strides = (0, 0) if place is None else place.stride()[:2]
-            steps = _Steps(step, len(size), *chosen, *strides, *size.stride())
+            size = size.long()
+            if place is not None:
+                place = place.long() if place.stride(2) == 1 else place.long().contiguous()
+            chosen, strides = (None, (0, 0)) if place is None else (place.data_ptr(), place.stride()[:2])
+            steps = _Steps(step, len(size), chosen, size.data_ptr(), *strides, *size.stride())
             call = lambda begin, end, to=steps: library.glm_loop(
                 ctypes.byref(problem), ctypes.byref(to), _NUMBER(begin), _NUMBER(end)
             )

@@ -17,7 +17,9 @@ from fedtorch.dispatch.compiled import _compiler
 from fedtorch.federation.solvers import batches
 from fedtorch.federation.solvers._linear_steps import LinearSteps
 from fedtorch.federation.solvers.batches import Batches
+from fedtorch.kernels import glm_steps
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, glm_loop
+from fedtorch.kernels.programs import glm_loop as program
 
 PROGRAM = pytest.param("on", marks=pytest.mark.skipif(_compiler() is None, reason="needs a C compiler"))
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
@@ -51,13 +53,14 @@ def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 @pytest.mark.parametrize("batch_size", [None, 4])
 @pytest.mark.parametrize("wrap", [ft.fedavg, lambda local: ft.fedprox(local, 0.7)], ids=["fedavg", "fedprox"])
 def test_the_same_as_stacked_steps(
-    name: str, sizes: list[int], batch_size: int | None, wrap: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, sizes: list[int], batch_size: int | None, wrap: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    solve = LinearSteps.solve
-    monkeypatch.setattr(LinearSteps, "solve", lambda *a: calls.append(1) or solve(*a))
+    taken: set[str] = set()
+    run, looped = program.run, glm_steps._looped
+    monkeypatch.setattr(program, "run", lambda *a: taken.add("run") or run(*a))
+    monkeypatch.setattr(glm_steps, "_looped", lambda *a: taken.add("_looped") or looped(*a))
     ours = trained(name, sizes, wrap, batch_size)
-    assert calls
+    assert taken == {"run" if mode == "on" else "_looped"}
     monkeypatch.setattr(LinearSteps, "knows", lambda *a: False)
     theirs = trained(name, sizes, wrap, batch_size)
     for one, other in zip(tree.leaves(ours.server), tree.leaves(theirs.server), strict=True):
@@ -115,6 +118,43 @@ def test_a_label_without_a_class_is_an_error_of_torch(mode: str) -> None:
     y[0, 2] = 7
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         glm_loop(CATEGORICAL, x, y, start, lambda _: [(None, torch.tensor([[5]]))], lr=0.1, total=torch.tensor([1]))
+
+
+def test_wholes_and_pulls_of_another_dtype(mode: str) -> None:
+    """What the program reads by address is in the dtype that it knows."""
+    x, y, start = problem(GAUSSIAN, 2, 5, 1, torch.float32)
+    small, pull = torch.int32, (torch.full((2,), 0.5).double(), torch.ones_like(start).double())
+    got = [
+        glm_loop(
+            GAUSSIAN,
+            x,
+            y,
+            start,
+            lambda _, to=to: [(None, torch.full((2, 2), 5, dtype=to))],
+            lr=0.1,
+            total=torch.tensor([2, 1], dtype=to),
+            precision=pull[0].to(real),
+            shift=pull[1].to(real),
+        )
+        for to, real in ((torch.int64, torch.float32), (small, torch.float64))
+    ]
+    torch.testing.assert_close(*(theta for theta, _ in got))
+    torch.testing.assert_close(*(loss for _, loss in got))
+
+
+def test_a_gradient_is_not_lost_in_silence(mode: str) -> None:
+    x, y, start = problem(GAUSSIAN, 1, 5, 1, torch.float64)
+    theta, _ = glm_loop(
+        GAUSSIAN,
+        x.requires_grad_(),
+        y,
+        start,
+        lambda _: [(None, torch.full((2, 1), 5))],
+        lr=0.1,
+        total=torch.tensor([2]),
+    )
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        theta.sum().backward()
 
 
 def test_not_a_number_stays_one(mode: str) -> None:

@@ -14,7 +14,8 @@ from torch import nn
 from fedtorch import functional
 from fedtorch.data import ClientData
 from fedtorch.federation.solvers._probe import probe
-from fedtorch.federation.solvers.batches import is_ragged, spread_rows
+from fedtorch.federation.solvers._probed_rows import spread_rows
+from fedtorch.federation.solvers.batches import is_ragged
 
 
 def weighted(output, target):

@@ -1,0 +1,52 @@
+"""Choose a few rows of a block, to find out what a module can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import tree
+from fedtorch.tree import Tree
+
+_LOOKED_AT = 16  # rows of a block
+
+
+def spread_rows(data: Any) -> tuple[Tensor, Tensor]:
+    """Return (client, row) of rows spread over a block, and of those with the smallest and largest whole numbers."""
+    ends = data.count.cumsum(0)
+    at = _evenly(int(ends[-1]), _LOOKED_AT).to(ends.device)
+    client = torch.searchsorted(ends, at, right=True)
+    choice, mask = [(client, at - ends[client] + data.count[client])], data.mask
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim in (2, 3) and not (leaf.is_floating_point() or leaf.is_complex()):
+            low, high = leaf.flatten(2).long().aminmax(dim=2) if leaf.ndim == 3 else (leaf.long(), leaf.long())
+            first = low[client[0], 0]
+            extremes = torch.where(mask, low, first).argmin(), torch.where(mask, high, first).argmax()
+            both = torch.stack(extremes)
+            choice.append((both // mask.shape[1], both % mask.shape[1]))
+    return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
+
+
+def some_rows(data: Any) -> Tree:
+    """Return valid rows spread over a block's clients, with some for each of the first values of integer fields."""
+    client, row = data.mask.nonzero().T
+    chosen = [
+        torch.linspace(0, len(client) - 1, min(_LOOKED_AT, len(client)), dtype=torch.float64).to(
+            client.device, torch.int64
+        )
+    ]
+    for leaf in tree.leaves(data.batch):
+        if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
+            values, which = leaf[client, row].unique(return_inverse=True)
+            first = which.new_full((len(values),), len(which))
+            first.scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amin")
+            chosen.append(first[:_LOOKED_AT])
+    at = torch.cat(chosen).unique()
+    return tree.map(lambda leaf: leaf[client[at], row[at]], data.batch)
+
+
+def _evenly(count: int, most: int) -> Tensor:
+    """Return at most so many of `count` places; single precision would miss those of very many."""
+    return torch.linspace(0, count - 1, min(most, count), dtype=torch.float64).long()
