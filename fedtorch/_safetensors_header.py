@@ -46,6 +46,7 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _COMPACT = (",", ":")
 _METADATA = '{"__metadata__":'
+_QUOTED = json.JSONEncoder(ensure_ascii=False).encode  # a text as JSON
 _CACHED = 2**16  # letters of the names of a layout that is kept: names may be those of a sender
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxtuple, _REPR.maxstring = 2, 8, 8, 60
@@ -69,8 +70,17 @@ class Fields(NamedTuple):
 
     order: tuple[Field, ...]
     text: str  # the JSON of the header without braces
+    rest: str  # the header after its metadata, where it has some
     places: Mapping[str, slice]  # of each in the data
     nbytes: int
+
+
+class Opened(NamedTuple):
+    """A payload whose header has been read once: JSON with metadata in front, and then what `make_header` may write."""
+
+    text: str  # of the header
+    rest: str  # what follows the metadata in it, without the padding
+    data: memoryview  # the numbers
 
 
 def fields_of(leaves: Layout) -> Fields:
@@ -88,7 +98,8 @@ def _fields_of(leaves: Layout) -> Fields:
         header[field.name] = {"dtype": _CODES[field.dtype], "shape": field.shape, "data_offsets": place}
         start += field.nbytes
     text = json.dumps(header, ensure_ascii=False, separators=_COMPACT)[1:-1]
-    return Fields(order, text, {name: slice(*entry["data_offsets"]) for name, entry in header.items()}, start)
+    places = {name: slice(*entry["data_offsets"]) for name, entry in header.items()}
+    return Fields(order, text, f",{text}}}" if text else "}", places, start)
 
 
 def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field]:
@@ -105,9 +116,10 @@ def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field
 
 def make_header(fields: Fields, text: str | None = None) -> bytes:
     """Return the count and the header, padded with spaces to a multiple of eight bytes."""
-    metadata = None if text is None else {"__metadata__": {"fedtorch": text}}
-    about = "" if metadata is None else json.dumps(metadata, ensure_ascii=False, separators=_COMPACT)[1:-1]
-    encoded = f"{{{about}{',' * bool(about and fields.text)}{fields.text}}}".encode()
+    if text is None:
+        encoded = f"{{{fields.text}}}".encode()
+    else:
+        encoded = f'{_METADATA}{{"fedtorch":{_QUOTED(text)}}}{fields.rest}'.encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(LENGTH, "little") + encoded
 
@@ -155,18 +167,41 @@ def loads(text: str, what: str, refuse: Refuse) -> dict[str, JSON]:
     return value
 
 
+def open_header(text: str, data: memoryview) -> tuple[dict[str, str], Opened] | None:
+    """Return (the texts of the metadata, the payload opened) of a header that begins with them; None of any other."""
+    about, stop = _metadata(text)
+    rest = text[stop:].rstrip(" ")
+    return None if about is None or not _follows(rest) else (about, Opened(text, rest, data))
+
+
+def _metadata(text: str) -> tuple[dict[str, str] | None, int]:
+    """Return (the texts with which a header begins, where they end); None where it begins otherwise."""
+    try:
+        about, stop = _DECODER.raw_decode(text, len(_METADATA)) if text.startswith(_METADATA) else (None, 0)
+    except (ValueError, RecursionError):
+        return None, 0
+    return about if isinstance(about, dict) and all(isinstance(each, str) for each in about.values()) else None, stop
+
+
+def _follows(rest: str) -> bool:
+    """Return whether a header is JSON with this after its metadata; what has come before is not parsed again."""
+    return _follows_metadata(rest) if len(rest) <= _CACHED else _follows_metadata.__wrapped__(rest)
+
+
+@lru_cache(maxsize=32)
+def _follows_metadata(rest: str) -> bool:
+    try:
+        return isinstance(_DECODER.decode(f"{_METADATA}0{rest}"), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 def is_written_for(text: str, fields: Fields) -> bool:
     """Return whether a header is to the letter what `make_header` writes for the fields, whatever its metadata."""
-    rest, start = f"{fields.text}}}", 1
-    if text.startswith(_METADATA):
-        try:
-            about, start = _DECODER.raw_decode(text, len(_METADATA))
-        except (ValueError, RecursionError):
-            return False
-        if not isinstance(about, dict) or not all(isinstance(each, str) for each in about.values()):
-            return False
-        rest = f",{rest}" if fields.text else rest
-    return text.startswith("{") and text[start:].rstrip(" ") == rest
+    if not text.startswith(_METADATA):
+        return text.rstrip(" ") == f"{{{fields.text}}}"
+    about, stop = _metadata(text)
+    return about is not None and text[stop:].rstrip(" ") == fields.rest
 
 
 def texts(header: dict[str, JSON], refuse: Refuse) -> dict[str, str]:

@@ -159,8 +159,8 @@ def _flatten(node: Tree, path: str, flat: dict[str, Tensor]) -> None:
             raise ValueError(f"Expected distinct paths, but two leaves are called {path!r}; rename one of the keys")
         flat[path] = node
     elif node is not None:
-        for name, child in _children(node):
-            _flatten(child, f"{path}.{name}" if path else name, flat)
+        for name, child in node.items() if isinstance(node, dict) else _children(node):
+            _flatten(child, f"{path}.{name}" if path else str(name), flat)
 
 
 def layout(tree: Tree) -> Layout:
@@ -207,6 +207,8 @@ def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:
         if prefix not in flat:
             raise KeyError(f"Expected a tensor called {prefix!r}, but got {sorted(flat)}")
         return flat[prefix]
+    if isinstance(like, dict):
+        return {n: unflatten(flat, c, f"{prefix}.{n}" if prefix else str(n)) for n, c in like.items()}
     children = [unflatten(flat, c, f"{prefix}.{name}" if prefix else name) for name, c in _children(like)]
     return _rebuild(like, children)
 

@@ -27,7 +27,7 @@ Reference: https://github.com/huggingface/safetensors, section Format.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 
 import torch
@@ -38,12 +38,14 @@ from fedtorch._safetensors_header import (
     LENGTH,
     METADATA_LIMIT,
     Field,
+    Opened as Opened,
     Refuse,
     check_header,
     fields_of,
     is_written_for,
     loads,
     make_header,
+    open_header,
     split_payload,
     texts,
 )
@@ -99,16 +101,18 @@ def decode(
     round: int | None = None,
     limit: int = 2**30,
     finite: bool = True,
+    opened: Opened | None = None,
 ) -> Tree:
     """Return the tree of a payload, checked against `like` before anything is allocated.
 
     Args:
         payload: what arrived.
-        like: a tree of the expected structure, shapes and dtypes; meta tensors will do.
+        like: a tree of the expected structure, shapes and dtypes; meta tensors will do; or a `Template` of it.
         client: who sent it, for the message.
         round: the communication round, for the message.
         limit: the largest payload that is read, in bytes.
         finite: refuse NaN and Inf.
+        opened: the same payload as `open_payload` has returned it, whose header is not read again.
 
     Returns:
         A tree in the structure of `like`, on the CPU, with memory of its own.
@@ -117,19 +121,23 @@ def decode(
         PayloadError: the payload is not what was expected; the message says where and how.
     """
     refuse = partial(_refused, client, round)
-    fields = fields_of(layout(like))
-    if isinstance(payload, bytes) and not payload and not fields.order:
-        return unflatten({}, like)
-    _check_bytes(payload, limit, refuse)
-    longest = METADATA_LIMIT
-    if int.from_bytes(payload[:LENGTH], "little") > longest:
-        longest += 2 * len(make_header(fields))
-    text, data = split_payload(payload, longest, refuse)
+    known = isinstance(like, Template)
+    fields, build = (like.fields, like.build) if known else (fields_of(layout(like)), partial(unflatten, like=like))
     places = fields.places
-    if len(data) != fields.nbytes or not is_written_for(text, fields):
+    if isinstance(payload, bytes) and not payload and not fields.order:
+        return build({})
+    _check_bytes(payload, limit, refuse)
+    longest, length = METADATA_LIMIT, int.from_bytes(payload[:LENGTH], "little")
+    if length > longest:
+        longest += 2 * len(make_header(fields))
+    if opened is None or length > longest:
+        text, data = split_payload(payload, longest, refuse)
+        written = is_written_for(text, fields)
+    else:
+        text, data, written = opened.text, opened.data, opened.rest == fields.rest
+    if len(data) != fields.nbytes or not written:
         places = check_header(loads(text, "header", refuse), fields.order, len(data), refuse)
-    flat = {field.name: _from_bytes(data[places[field.name]], field, finite, refuse) for field in fields.order}
-    return unflatten(flat, like)
+    return build({field.name: _from_bytes(data[places[field.name]], field, finite, refuse) for field in fields.order})
 
 
 def metadata(
@@ -150,13 +158,70 @@ def metadata(
     Raises:
         PayloadError: there is no header, or its metadata is not a JSON object.
     """
+    return open_payload(payload, limit, client=client, round=round)[0]
+
+
+def open_payload(
+    payload: bytes,
+    limit: int = 4 * METADATA_LIMIT,
+    *,
+    client: str | int | None = None,
+    round: int | None = None,
+) -> tuple[dict[str, JSON], Opened | None]:
+    """Return (the metadata of a payload, what `decode` needs to read no header again); arguments as `metadata`."""
     refuse = partial(_refused, client, round)
     if isinstance(payload, bytes) and not payload:
-        return {}
+        return {}, None
     _check_bytes(payload, len(payload), refuse)
-    header, _ = split_payload(payload, limit, refuse)
-    text = texts(loads(header, "header", refuse), refuse).get("fedtorch")
-    return {} if text is None else loads(text, "metadata", refuse)
+    header, data = split_payload(payload, limit, refuse)
+    about, opened = open_header(header, data) or (texts(loads(header, "header", refuse), refuse), None)
+    text = about.get("fedtorch")
+    return {} if text is None else loads(text, "metadata", refuse), opened
+
+
+class Template:
+    """Hold how a tree looks, so that payloads of it are read without another walk through it.
+
+    Args:
+        like: a tree of the expected structure, shapes and dtypes; meta tensors will do.
+
+    Attributes:
+        fields: what a payload's header says of it.
+        build: returns the tree of leaves by path.
+
+    Example:
+        >>> import torch
+        >>> from fedtorch import wire
+        >>> template = wire.Template({"weight": torch.empty(2)})
+        >>> wire.decode(wire.encode({"weight": torch.ones(2)}), like=template)
+        {'weight': tensor([1., 1.])}
+    """
+
+    def __init__(self, like: Tree) -> None:
+        self.fields, self.build = fields_of(layout(like)), builder(like)
+
+
+def builder(like: Tree, prefix: str = "") -> Callable[[Mapping[str, Tensor]], Tree]:
+    """Return `tree.unflatten` of trees of one structure, without a walk through it; no leaf of `like` is kept.
+
+    Example:
+        >>> build = builder({"layer": {"w": torch.ones(2)}})
+        >>> build({"layer.w": torch.tensor([1.0, 2.0])})
+        {'layer': {'w': tensor([1., 2.])}}
+    """
+    if like is None:
+        return lambda flat: None
+    if isinstance(like, Tensor):
+        return lambda flat: flat[prefix]
+    kind, names = type(like), like if isinstance(like, dict) else getattr(like, "_fields", range(len(like)))
+    paths = [f"{prefix}.{name}" if prefix else str(name) for name in names]
+    parts = [builder(child, path) for child, path in zip(like.values() if isinstance(like, dict) else like, paths)]
+    if isinstance(like, dict):
+        named = list(zip(like, parts))
+        return lambda flat: {name: part(flat) for name, part in named}
+    if hasattr(like, "_fields"):
+        return lambda flat: kind(*[part(flat) for part in parts])
+    return lambda flat: tuple([part(flat) for part in parts])
 
 
 def size(tree: Tree) -> int:
@@ -214,7 +279,9 @@ def _from_bytes(data: memoryview, field: Field, finite: bool, refuse: Refuse) ->
     raw = bytearray(data)
     if field.dtype == torch.bool and (others := raw.translate(None, b"\0\1")):
         raise refuse("booleans stored as 0 and 1", f"the byte {max(others)}", field.name)
-    leaf = torch.frombuffer(raw, dtype=field.dtype).reshape(field.shape)
+    leaf = torch.frombuffer(raw, dtype=field.dtype)
+    if len(field.shape) != 1:
+        leaf = leaf.view(field.shape)
     if finite and (field.dtype.is_floating_point or field.dtype.is_complex):
         values = leaf.float() if field.dtype.itemsize == 1 else leaf  # torch has no isfinite for float8
         if not (is_finite := values.isfinite()).all():

@@ -475,3 +475,54 @@ def test_no_memory_is_kept_of_layouts_with_long_names() -> None:
     before = kept()
     wire.encode({"x" * 2**17: torch.ones(1)})
     assert kept() == before
+
+
+def with_metadata(payload: bytes) -> bytes:
+    """The same payload with metadata in front of its header, as `encode` writes them."""
+    stop = 8 + int.from_bytes(payload[:8], "little")
+    return build(b'{"__metadata__":{"fedtorch":"{\\"rows\\":1}"},' + payload[9:stop], payload[stop:])
+
+
+@pytest.mark.parametrize(
+    "payload", [payload for payload, _ in REFUSED if isinstance(payload, bytes) and W in str(payload)]
+)
+def test_a_payload_that_was_opened_is_refused_for_the_same_reason(payload):
+    marked = with_metadata(payload)
+    for _ in range(2):  # the second time its header is known
+        about, opened = wire.open_payload(marked)
+        assert about == {"rows": 1}
+        assert opened is not None
+        with pytest.raises(wire.PayloadError) as first:
+            wire.decode(marked, LIKE, client=1)
+        with pytest.raises(wire.PayloadError) as second:
+            wire.decode(marked, wire.Template(LIKE), client=1, opened=opened)
+        assert str(first.value) == str(second.value)
+
+
+@pytest.mark.parametrize("sent", trees(), ids=IDS)
+def test_a_payload_that_was_opened_is_read_by_a_template(sent):
+    payload = wire.encode(sent, {"kind": "answer"})
+    about, opened = wire.open_payload(payload)
+    assert about == {"kind": "answer"} == wire.metadata(payload)
+    got = wire.decode(payload, wire.Template(sent), opened=opened)
+    assert tree.map(lambda leaf: 0, got) == tree.map(lambda leaf: 0, sent)
+    equal(got, sent)
+
+
+@pytest.mark.parametrize(
+    "rest", ["", ",", "}}", "},", ',"a":1', ',"a":1,"a":1}', ',"__metadata__":{}}', ',"a":NaN}', ',"a":' + "[" * 10**5]
+)
+def test_what_follows_the_metadata_has_to_be_json_every_time(rest):
+    honest = build('{"__metadata__":{"fedtorch":"{}"},"a":1}')
+    for _ in range(2):
+        assert wire.metadata(honest) == {}
+        with pytest.raises(wire.PayloadError, match="expected a header in JSON"):
+            wire.metadata(build('{"__metadata__":{"fedtorch":"{}"}' + rest))
+
+
+def test_no_memory_is_kept_of_long_headers() -> None:
+    before = headers._follows_metadata.cache_info().currsize
+    long = build('{"__metadata__":{"fedtorch":"{}"},"' + "x" * 2**17 + '":1}')
+    assert wire.metadata(long) == {}
+    assert headers._follows_metadata.cache_info().currsize == before
+    assert headers._follows_metadata.cache_info().maxsize is not None

@@ -51,6 +51,7 @@ class Frame(NamedTuple):
     about: Mapping[str, Any]
     payload: bytes
     sender: str
+    opened: wire.Opened | None = None  # the payload with its header read
 
     def integer(self, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
         """Return a whole number of the metadata.
@@ -95,7 +96,8 @@ class Frame(NamedTuple):
 
     def tree(self, like: Tree, finite: bool = True) -> Tree:
         """Return the tensors, in a structure that is known; raises `PayloadError` if they are others."""
-        return wire.decode(self.payload, like, client=self.sender, limit=max(len(self.payload), 1), finite=finite)
+        limit = max(len(self.payload), 1)
+        return wire.decode(self.payload, like, client=self.sender, limit=limit, finite=finite, opened=self.opened)
 
     def room(self) -> dict[str, Tensor]:
         """Return a structure for bytes by name, see `coded`; raises `PayloadError` if their sizes are none."""
@@ -148,11 +150,11 @@ def read(payload: bytes, sender: str) -> Frame:
     Raises:
         PayloadError: it is none.
     """
-    about = wire.metadata(payload, client=sender)
+    about, opened = wire.open_payload(payload, client=sender)
     kind = about.get("kind")
     if not isinstance(kind, str):
         raise PayloadError(f"payload of client {sender!r}: expected a kind of frame, but got none")
-    return Frame(kind, about, payload, sender)
+    return Frame(kind, about, payload, sender, opened)
 
 
 def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | Frame], Any]:
@@ -239,12 +241,29 @@ def at_site(exchange: Exchange) -> Exchange:
 
 def encode_inboxes(kind: str, heard: Inboxes, more: Tree = None, **about: Any) -> bytes:
     """Encode a site's inboxes, with what is the same for all clients once, and tensors beside them."""
-    once = [name for name, leaf in tree.items(heard.inbox) if _is_shared(leaf)]
-    inbox = tree.map(lambda leaf: leaf[0] if _is_shared(leaf) else leaf, heard.inbox)
-    return encode(kind, {"ids": heard.ids, _INBOX: inbox, "more": more}, clients=len(heard.ids), once=once, **about)
+    flat, once = tree.flatten(heard.inbox, _INBOX), list[str]()
+    for path, leaf in flat.items():
+        if _is_shared(leaf):
+            flat[path] = leaf[0]
+            once.append(path.removeprefix(_INBOX).removeprefix("."))
+    return encode(kind, {"ids": heard.ids, **flat, "more": more}, clients=len(heard.ids), once=once, **about)
 
 
-def decode_inboxes(frame: Frame, like: Tree, most: int, more: Tree = None) -> tuple[Inboxes, Tree]:
+class _Expected(NamedTuple):
+    """How a frame of inboxes looks."""
+
+    template: wire.Template  # of tensors by path
+    shared: list[str]  # the paths of those that are sent once
+    build: Callable[[Mapping[str, Tensor]], Tree]  # the inbox, of tensors by path
+
+
+Known = dict[Any, _Expected]  # frames of inboxes that were read before; of a few kinds, the others are forgotten
+_MOST_KNOWN = 8
+
+
+def decode_inboxes(
+    frame: Frame, like: Tree, most: int, more: Tree = None, known: Known | None = None
+) -> tuple[Inboxes, Tree]:
     """Return (the inboxes, the tensors beside them) of such a frame.
 
     Args:
@@ -252,24 +271,39 @@ def decode_inboxes(frame: Frame, like: Tree, most: int, more: Tree = None) -> tu
         like: what one client hears.
         most: clients, at most.
         more: the structure of the tensors beside it.
+        known: of frames that differ in the clients, in what is sent once and in the leaves of `more` alone, where those
+            that look alike are kept to be compared with.
 
     Raises:
         PayloadError: they are something else.
     """
-    count, once = frame.integer("clients", 0, most), set(frame.texts("once"))
+    count, once = frame.integer("clients", 0, most), frame.texts("once")
+    key = None if known is None else (count, tuple(once), tree.layout(more))
+    expected = None if known is None else known.get(key)
+    if expected is None:
+        expected = _expected(frame, like, count, set(once), more)
+        if known is not None:
+            if len(known) >= _MOST_KNOWN:
+                known.clear()
+            known[key] = expected
+    came = frame.tree(expected.template, finite=False)
+    ids = came["ids"]
+    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+        raise frame.refused("ascending ids", ids.tolist())
+    for path in expected.shared:
+        came[path] = came[path].expand(count, *came[path].shape)
+    return Inboxes(ids, expected.build(came)), came["more"]
+
+
+def _expected(frame: Frame, like: Tree, count: int, once: set[str], more: Tree) -> _Expected:
     one = tree.flatten(like)
     if not once <= one.keys():
         raise frame.refused(f"values among {sorted(one)}", sorted(once - one.keys()))
-    shared = {_PREFIX + name if name else _INBOX: name in once for name in one}
-    rows = [leaf if same else leaf.expand(count, *leaf.shape) for leaf, same in zip(one.values(), shared.values())]
-    came = frame.tree(
-        {"ids": torch.empty(count, dtype=torch.int64), "more": more, **dict(zip(shared, rows))}, finite=False
-    )
-    ids = came["ids"]
-    if not bool((ids[1:] > ids[:-1]).all()):
-        raise frame.refused("ascending ids", ids.tolist())
-    leaves = [came[name].expand(count, *came[name].shape) if same else came[name] for name, same in shared.items()]
-    return Inboxes(ids, tree.refill(like, leaves)), came["more"]
+    paths = {name: _PREFIX + name if name else _INBOX for name in one}
+    rows = {paths[name]: leaf if name in once else leaf.expand(count, *leaf.shape) for name, leaf in one.items()}
+    ids = torch.empty(count, dtype=torch.int64, device="meta")
+    template = wire.Template({"ids": ids, "more": more, **rows})
+    return _Expected(template, [paths[name] for name in one if name in once], wire.builder(like, _INBOX))
 
 
 def _is_shared(leaf: Tensor) -> bool:

@@ -29,6 +29,7 @@ from fedtorch.sites.envelopes.envelopes import Envelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, Keyring
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._account import Account
+from fedtorch.sites.rounds._answer_looks import AnswerLooks
 from fedtorch.sites.rounds._began import OTHER_ROWS
 from fedtorch.sites.rounds._masked import Asked, Sums, name_of_sum, start_for_all
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -83,7 +84,7 @@ class ServerSession:
             at_server = replace(algorithm, exchange=algorithm.exchange._replace(finish=lambda aggregate: aggregate))
         self.local = LocalClients(at_server, state, plan.names, [(_NOBODY, plan.nobody)], len(plan.names), None)
         self.message: Tree = None
-        self._shape: Tree = None  # what becomes of it in a partial aggregate
+        self._looks = AnswerLooks(algorithm.exchange)
         self._directory, self._speakers = b"", list[str]()
         self.kept = [0] * sites
         self.saved: deque[tuple[int, ...]] = deque([(0,) * sites], maxlen=plan.checkpoints)
@@ -214,13 +215,8 @@ class ServerSession:
         refused = {
             int(k): str(field)[:200] for k, field in frame.names("refused").items() if len(k) < 20 and k.isdecimal()
         }
-        ids = torch.empty(count, dtype=torch.int64)
-        like = {
-            "ids": ids,
-            "info": {name: torch.empty(count, dtype=torch.float64) for name in names},
-            "partial": frame.room() if self.hidden else self._partial(count) if count else None,
-        }
-        came = frame.tree(like, finite=False)
+        room = frame.room() if self.hidden else None
+        came = frame.tree(self._looks.like(self.message, count, tuple(names), room), finite=False)
         clients = [*came["ids"].tolist(), *refused]
         if any(client not in self._own[site] for client in clients) or len(set(clients)) != len(clients):
             numbers = self._own[site]
@@ -245,16 +241,6 @@ class ServerSession:
         for weight in weights(partial):
             if float(weight.sum()) > rows:
                 raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(weight.sum()))
-
-    def _partial(self, count: int) -> Tree:
-        """Return a partial aggregate of so many clients, as it looks; sums look alike of any number."""
-        exchange = self.algorithm.exchange
-        if exchange.additive and self._shape is not None:
-            return self._shape
-        rows = 0 if exchange.additive else count
-        messages = tree.map(lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), self.message)
-        self._shape = exchange.gather(messages, torch.arange(rows))
-        return self._shape
 
     # -- requests --------------------------------------------------------------------------------------------------
 

@@ -99,6 +99,7 @@ class SiteSession:
         self.versions.put(FIRST, self.clients.state_dict())
         self._version: int | None = FIRST
         self._last: frames.Inboxes | None = None
+        self._rounds: frames.Known = {}
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Return keys, where the server may not read what clients send."""
@@ -158,7 +159,7 @@ class SiteSession:
             return self._part.begun
         silent = frame.integer("lost", 0, self._count)
         more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
-        inboxes, more, blobs = self._hear(frame, more)
+        inboxes, more, blobs = self._hear(frame, more, self._rounds)
         turn = Turn(more["key"], frame.integer("round"))
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self.watch.before(self.algorithm, turn, inboxes.ids)
@@ -307,11 +308,13 @@ class SiteSession:
         flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
         checkpoint.write(Path(path), flat)
 
-    def _hear(self, frame: Frame, more: Tree = None) -> tuple[frames.Inboxes, Tree, dict[str, bytes]]:
+    def _hear(
+        self, frame: Frame, more: Tree = None, known: frames.Known | None = None
+    ) -> tuple[frames.Inboxes, Tree, dict[str, bytes]]:
         """Return (what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
-        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room})
+        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room}, known)
         ids, blobs = inboxes.ids, frames.plain(came["blobs"])
         if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
