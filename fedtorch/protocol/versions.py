@@ -25,6 +25,7 @@ wherever either side is killed the node has what the others count on.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -92,12 +93,19 @@ class Versions:
         """Forget all but these and the first."""
         for version in [v for v in self._held if v not in versions and v != FIRST]:
             del self._held[version]
+        stay = {str(version) for version in versions}
         for path in self._files():
-            if path.stem not in {str(version) for version in versions}:
+            if path.stem not in stay:
                 path.unlink(missing_ok=True)
 
     def _files(self) -> list[Path]:
-        return [path for path in self.folder.glob("*.safetensors") if path.stem.isdecimal()] if self.folder else []
+        folder = self.folder
+        if folder is None or not folder.exists():
+            return []
+        parts = (name.partition(".") for name in os.listdir(folder))
+        return [
+            folder / f"{number}.{kind}" for number, _, kind in parts if kind == "safetensors" and number.isdecimal()
+        ]
 
     def _path(self, version: int) -> Path:
         assert self.folder is not None

@@ -1,9 +1,10 @@
-"""Know how the answers of sites to a round have to look, made once for those that look alike."""
+"""Know how the answers of sites to a round have to look, and find numbers in them that are none."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,3 +58,20 @@ class AnswerLooks:
         messages = tree.map(lambda leaf: leaf.new_zeros(rows, *leaf.shape[1:]), message)
         self._partial = self._exchange.gather(messages, torch.arange(rows))
         return self._partial
+
+
+def not_finite_in(partial: Tree) -> str | None:
+    """Return the path of the first leaf with NaN or Inf, None where all are finite.
+
+    A partial aggregate is a few numbers, which NumPy looks through without the turns that other threads are given at
+    every operation of torch.
+    """
+    if all(_is_finite(leaf) for leaf in tree.leaves(partial)):
+        return None
+    return next(path for path, leaf in tree.items(partial) if not _is_finite(leaf))
+
+
+def _is_finite(leaf: Tensor) -> bool:
+    if leaf.dtype in (torch.float64, torch.float32):
+        return bool(np.isfinite(leaf.numpy()).all())
+    return not leaf.is_floating_point() or bool(leaf.isfinite().all())

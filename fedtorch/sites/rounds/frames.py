@@ -230,7 +230,8 @@ class Inboxes(NamedTuple):
 
 def consecutive(ids: Tensor) -> Rows:
     """Return ascending ids as a slice, which is read as views, where it will do."""
-    first, last = int(ids[0]), int(ids[-1]) + 1
+    numbers = ids.numpy()
+    first, last = int(numbers[0]), int(numbers[-1]) + 1
     return slice(first, last) if last - first == len(ids) else ids
 
 
@@ -262,7 +263,7 @@ _MOST_KNOWN = 8
 
 
 def decode_inboxes(
-    frame: Frame, like: Tree, most: int, more: Tree = None, known: Known | None = None
+    frame: Frame, like: Tree, most: int, more: Tree = None, known: Known | None = None, about: int = 0
 ) -> tuple[Inboxes, Tree]:
     """Return (the inboxes, the tensors beside them) of such a frame.
 
@@ -271,14 +272,14 @@ def decode_inboxes(
         like: what one client hears.
         most: clients, at most.
         more: the structure of the tensors beside it.
-        known: of frames that differ in the clients, in what is sent once and in the leaves of `more` alone, where those
-            that look alike are kept to be compared with.
+        known: how frames looked that differ in the clients, in what is sent once and in `about` alone.
+        about: by what `more` differs from that of others in `known`.
 
     Raises:
         PayloadError: they are something else.
     """
     count, once = frame.integer("clients", 0, most), frame.texts("once")
-    key = None if known is None else (count, tuple(once), tree.layout(more))
+    key = None if known is None else (count, tuple(once), about)
     expected = None if known is None else known.get(key)
     if expected is None:
         expected = _expected(frame, like, count, set(once), more)
@@ -288,7 +289,8 @@ def decode_inboxes(
             known[key] = expected
     came = frame.tree(expected.template, finite=False)
     ids = came["ids"]
-    if len(ids) > 1 and not bool((ids[1:] > ids[:-1]).all()):
+    numbers = ids.numpy()
+    if not (numbers[1:] > numbers[:-1]).all():
         raise frame.refused("ascending ids", ids.tolist())
     for path in expected.shared:
         came[path] = came[path].expand(count, *came[path].shape)
@@ -307,7 +309,7 @@ def _expected(frame: Frame, like: Tree, count: int, once: set[str], more: Tree) 
 
 
 def _is_shared(leaf: Tensor) -> bool:
-    return len(leaf) > 1 and leaf.stride(0) == 0
+    return leaf.shape[0] > 1 and leaf.stride(0) == 0
 
 
 def _rows(leaf: Tensor, rows: Tensor) -> Tensor:

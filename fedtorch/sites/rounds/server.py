@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import checkpoint, tree
+from fedtorch import checkpoint
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.fedavg import rows_weight
-from fedtorch.federation.exchanges.exchange import has_negative_weights, is_finite, not_finite, weights
+from fedtorch.federation.exchanges.exchange import weights
 from fedtorch.federation.populations.clients import LocalClients, joined
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.turn import Turn
@@ -29,7 +29,7 @@ from fedtorch.sites.envelopes.envelopes import Envelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, Keyring
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._account import Account
-from fedtorch.sites.rounds._answer_looks import AnswerLooks
+from fedtorch.sites.rounds._answer_looks import AnswerLooks, not_finite_in
 from fedtorch.sites.rounds._began import OTHER_ROWS
 from fedtorch.sites.rounds._masked import Asked, Sums, name_of_sum, start_for_all
 from fedtorch.sites.rounds.fingerprint import fingerprint
@@ -78,6 +78,7 @@ class ServerSession:
         self.run, sites, self.anyway, self.resumed = secrets.token_hex(16), len(plan.sites.names), False, False
         self.hidden = plan.carry.masks is not None or plan.carry.network is not None
         self._own = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
+        self._all = {site: torch.arange(numbers.start, numbers.stop) for site, numbers in self._own.items()}
         self._keyring, self._sums, self._envelopes = self._hide()
         at_server = algorithm
         if self.hidden:  # what comes of it are aggregates
@@ -119,13 +120,14 @@ class ServerSession:
         """
         if self.message is None:
             self.message = self.local.reply(self.local.empty_block(), outbox, turn).message
-        asked = [site for site in self.members() if len(self.of_site(site, cohort))]
+        every = {site: self.of_site(site, cohort) for site in self.members()}
+        asked = [site for site, ids in every.items() if len(ids)]
         start = b"" if self._sums is None else start_for_all(self.algorithm, self.plan.carry, outbox)
         missing = yield from self.prepare(asked, start)
         number, key = self.plan.sites.next_sequence(), turn.key.to("cpu", torch.int64)
         named = [site for site in asked if site not in missing]
         for site in named:
-            ids, silent = self.of_site(site, cohort), self.of_site(site, _NOBODY if lost is None else lost)
+            ids, silent = every[site], self.of_site(site, _NOBODY if lost is None else lost)
             more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
             yield self.request("round", site, number, self.inboxes(outbox, ids), more, **about)
         received = yield self.wait(named, self.read)
@@ -193,7 +195,8 @@ class ServerSession:
 
     def _asked_of(self, sites: Iterable[str], cohort: Tensor | None, lost: Tensor | None) -> Tensor:
         """Return the clients of some sites that were asked, but for those whose messages are lost in any case."""
-        ids = torch.cat([_NOBODY, *(self.of_site(site, cohort) for site in sites)])
+        every = [self.of_site(site, cohort) for site in sites]
+        ids = torch.cat(every) if every else _NOBODY
         return ids if lost is None else ids[~torch.isin(ids, lost)]
 
     def _keep(self, answers: Mapping[str, Answer], number: int) -> None:
@@ -225,22 +228,22 @@ class ServerSession:
             return Answer(came["ids"], came["info"], refused, frames.plain(came["partial"]) if count else None)
         if not torch.equal(getattr(came["partial"], "ids", came["ids"]), came["ids"]):
             raise frame.refused("a message of each client that answered", "messages of others")
-        if count and not is_finite(came["partial"]):
-            field = next(iter(not_finite(tree.map(lambda leaf: leaf[None], came["partial"])).values()))
+        if count and (field := not_finite_in(came["partial"])) is not None:
             raise frame.refused(f"finite numbers in {field!r}", "NaN or Inf")
         self._check_weights(frame, site, came["ids"], came["partial"])
         return Answer(came["ids"], came["info"], refused, came["partial"])
 
     def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
         """Refuse messages that count for less than nothing, or for more rows than the site says its clients have."""
-        if has_negative_weights(partial):
+        every = weights(partial)
+        if any(float(weight) < 0 if weight.ndim == 0 else bool((weight < 0).any()) for weight in every):
             raise frame.refused("weights of at least 0", "negative ones")
         if self.algorithm.settings.get("weight") is not rows_weight:
             return
         rows = sum(self.plan.sites.bring[site].rows[client - self._own[site].start] for client in ids.tolist())
-        for weight in weights(partial):
-            if float(weight.sum()) > rows:
-                raise frame.refused(f"the weight of {rows} rows, which the site says it has", float(weight.sum()))
+        for weight in every:
+            if (total := float(weight if weight.ndim == 0 else weight.sum())) > rows:
+                raise frame.refused(f"the weight of {rows} rows, which the site says it has", total)
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -297,7 +300,7 @@ class ServerSession:
         """Return those of `ids`, None for all, that are at a site."""
         numbers = self._own[site]
         if ids is None:
-            return torch.arange(numbers.start, numbers.stop)
+            return self._all[site]
         return ids[(ids >= numbers.start) & (ids < numbers.stop)] if len(ids) else ids
 
     def add_up(self, first: Mapping[str, bytes], message: Tree, wanted: Asked) -> Half:

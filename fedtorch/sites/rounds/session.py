@@ -30,6 +30,7 @@ from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
+_KEY, _NOBODY = torch.zeros((), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
 _BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a server's `begin`
 
 
@@ -158,8 +159,8 @@ class SiteSession:
         if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
             return self._part.begun
         silent = frame.integer("lost", 0, self._count)
-        more = {"key": torch.zeros((), dtype=torch.int64), "lost": torch.zeros(silent, dtype=torch.int64)}
-        inboxes, more, blobs = self._hear(frame, more, self._rounds)
+        more = {"key": _KEY, "lost": torch.zeros(silent, dtype=torch.int64) if silent else _NOBODY}
+        inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"))
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self.watch.before(self.algorithm, turn, inboxes.ids)
@@ -314,10 +315,13 @@ class SiteSession:
         """Return (what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
-        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), {"more": more, "blobs": room}, known)
+        beside, silent = {"more": more, "blobs": room}, 0 if known is None else len(more["lost"])
+        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), beside, known, silent)
         ids, blobs = inboxes.ids, frames.plain(came["blobs"])
-        if len(ids) and not (int(ids[0]) in self._own and int(ids[-1]) in self._own):
+        if len(ids) and not (ids[0].item() in self._own and ids[-1].item() in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
-        return inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device)), came["more"], blobs
+        if self.clients.device.type != "cpu":
+            inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
+        return inboxes, came["more"], blobs

@@ -15,6 +15,7 @@ import fedtorch as ft
 from fedtorch import wire
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.sites import Remote
+from fedtorch.sites.rounds._answer_looks import not_finite_in
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
 LOCAL = sgd(0.1)
@@ -68,3 +69,18 @@ def test_a_site_that_counts_for_too_much_or_less_than_nothing_is_left_out(
     begun = run(lambda: ft.fedavg(LOCAL, weight=weight), sent)
     assert begun.step().ids.tolist() == [0, 1, 4, 5]
     assert expected in begun.population.troubles["b"]
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_numbers_that_are_none_are_refused_by_their_field(bad: float) -> None:
+    begun = run(lambda: ft.fedavg(LOCAL), bad)
+    assert begun.step().ids.tolist() == [0, 1, 4, 5]
+    assert "expected finite numbers in 'change.weight', but got 'NaN or Inf'" in begun.clients.plan.sites.troubles["b"]
+
+
+def test_values_whose_sum_is_too_large_are_finite() -> None:
+    large = {"a": torch.full((3,), 1.7e308, dtype=torch.float64), "b": torch.ones(1)}
+    assert not_finite_in(large) is None
+    assert not_finite_in({**large, "c": torch.tensor([1, 2])}) is None
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        assert not_finite_in({**large, "c": torch.tensor([1.0, -torch.inf], dtype=dtype)}) == "c"
