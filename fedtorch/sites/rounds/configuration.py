@@ -52,7 +52,8 @@ class SiteConfiguration:
         data: its clients' rows.
         algorithms: by name, functions of settings by name that return an algorithm with a `start`, which says how
             parameters look; what has none is given one with `dataclasses.replace(algorithm, start=...)`. Each call
-            makes a new algorithm with a module of its own: sites of one process compute at the same time.
+            makes a new algorithm with a solver of its own: sites of one process compute at the same time, and one that
+            would compute with another's solver refuses the run.
         policy: what it insists on.
         validation: rows of the same clients that `metrics` are computed on.
         metrics: by name, as `Run.evaluate` takes them.

@@ -21,6 +21,7 @@ from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
 from fedtorch.sites.rounds._began import check_begun
+from fedtorch.sites.rounds._in_use import take
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import built
@@ -39,7 +40,7 @@ class SiteSession:
 
     Args:
         configuration: what the site brings.
-        watch: over its policy.
+        watch: over its policy, one for each site.
         begin: the server's frame.
         folder: where versions of the states are kept, in a folder of the run's own; None for nowhere.
         identity: with which the site signs the keys that sums under masks and sealed envelopes need.
@@ -72,6 +73,7 @@ class SiteSession:
         self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
         self.algorithm, self._carry = built(configuration, begin)
+        take(watch, begin.text("algorithm"), self.algorithm)
         self._count = len(configuration.data)
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)

@@ -6,7 +6,6 @@ A site whose connection breaks connects again; one that is killed and started an
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +21,8 @@ from fedtorch.sites.formulas.site_frame import SiteFrame, by_design
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._began import check_name
+from fedtorch.sites.rounds._in_use import release, released
+from fedtorch.sites.rounds._site_log import SiteLog
 from fedtorch.sites.rounds._turns import TURNS
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
@@ -34,8 +35,6 @@ from fedtorch.wire import PayloadError
 
 TIMEOUT = 600.0  # seconds without a word from the server
 _LOG = logging.getLogger(__name__)
-_BETWEEN = 10.0  # seconds between two lines of the log about answers
-_SHOWN = 8  # digits of a run's identity
 
 
 def join(
@@ -66,9 +65,9 @@ def join(
         FileExistsError: another process works in the folder.
     """
     with alone_in(folder):
-        return _join(
-            dial, Site(configuration, None if folder is None else Path(folder), identity, record), Timeout(timeout)
-        )
+        site = Site(configuration, None if folder is None else Path(folder), identity, record)
+        with released(site.watch):
+            return _join(dial, site, Timeout(timeout))
 
 
 def deliver(
@@ -103,15 +102,16 @@ def deliver(
     with alone_in(folder):
         site, began = Site(configuration, Path(folder)), Path(folder) / "began"
         said = [site.hello()] if opens else []
-        if began.exists():
-            site.answer(began.read_bytes())
-        for payload in payloads:
-            before = site.begun
-            answer = site.answer(payload)
-            if answer is not None:
-                said.append(answer)
-            if site.begun is not None and site.begun != before:
-                files.replace(began, site.begun)
+        with released(site.watch):
+            if began.exists():
+                site.answer(began.read_bytes())
+            for payload in payloads:
+                before = site.begun
+                answer = site.answer(payload)
+                if answer is not None:
+                    said.append(answer)
+                if site.begun is not None and site.begun != before:
+                    files.replace(began, site.begun)
         if site.ended is not None:
             began.unlink(missing_ok=True)
         return said, site.ended
@@ -165,6 +165,7 @@ class Site:
         begun: the frame that began the run in which it takes part, or would not.
         unlisted: whether the server has said that its run is without this site.
         log: lines about what it does.
+        watch: over its policy.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class Site:
         self.folder, self._identity = folder, identity
         self._frame = SiteFrame(configuration, folder)
         self.configuration = self._frame.configuration
-        self._watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
+        self.watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
         self._recorded = self.recording.around(self._do, self._budget)
         self.ended: SiteSession | None = None
@@ -244,7 +245,7 @@ class Site:
                 if before is not None:
                     check_name(str(before.about["algorithm"]), frame.text("algorithm"))
                 session = SiteSession(
-                    self.configuration, self._watch, frame, self.folder, self._identity, self._past, versions
+                    self.configuration, self.watch, frame, self.folder, self._identity, self._past, versions
                 )
                 self.recording.begin(frame, server, None)
                 self._session = self._known = session
@@ -297,53 +298,9 @@ class Site:
             self.recording.over(frame)
             self.log.over(frame)
             self.ended = self._session
+            release(self.watch)
 
     def _refuse(self, payload: bytes, sequence: int, reason: str) -> bytes:
         _LOG.warning("refused: %s", reason)
         self.recording.refuse(payload, reason)
         return frames.encode("refusal", sequence=sequence, reason=reason[:1000])
-
-
-class SiteLog:
-    """Log what a site does while all goes well, at the level INFO.
-
-    Args:
-        between: seconds between two lines about answers, at least; the first answer in a run has one at once.
-    """
-
-    def __init__(self, between: float = _BETWEEN) -> None:
-        self._between, self._next, self._answers, self._began = between, 0.0, 0, 0.0
-
-    def connected(self, clients: int, rows: int) -> None:
-        """Note that the server has been reached, and told what the site brings."""
-        _LOG.info("connected, with %d clients and %d rows; waiting for a run", clients, rows)
-
-    def unlisted(self, reason: str) -> None:
-        """Note that the server has a run without this site."""
-        _LOG.warning("%s; waiting for a run", reason)
-
-    def begun(self, frame: Frame, first: int, clients: int) -> None:
-        """Note that the site takes part in a run."""
-        self._next, self._answers = 0.0, 0
-        settings = ", ".join(f"{name}={value}" for name, value in frame.names("settings").items())
-        what, total = f"{frame.text('algorithm')}({settings})", frame.integer("clients")
-        named = f"clients {first} to {first + clients - 1} of {total}"
-        _LOG.info("run %s has begun: %s with %s", run_of(frame)[:_SHOWN], what, named)
-
-    def working(self) -> None:
-        """Note that the site has been asked."""
-        self._began = time.monotonic()
-
-    def answered(self, frame: Frame) -> None:
-        """Note that the site has computed an answer."""
-        now, self._answers = time.monotonic(), self._answers + 1
-        if now < self._next:
-            return
-        self._next = now + self._between
-        what = f"round {frame.integer('round') + 1}" if frame.kind == "round" else frame.kind
-        seconds, run = now - self._began, run_of(frame)[:_SHOWN]
-        _LOG.info("%s of run %s: answered within %.2f s, %d answers so far", what, run, seconds, self._answers)
-
-    def over(self, frame: Frame) -> None:
-        """Note that the run is over."""
-        _LOG.info("run %s is over, after %d answers", run_of(frame)[:_SHOWN], self._answers)

@@ -12,7 +12,7 @@ from support.sites import Thread, offers
 
 import fedtorch as ft
 from fedtorch.sites import Hub, Remote
-from fedtorch.sites.rounds.site import SiteLog
+from fedtorch.sites.rounds._site_log import SiteLog
 
 DATA = linear_clients([5, 3, 8, 4, 6, 7])
 

@@ -1,0 +1,57 @@
+"""Log what a site does while all goes well."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from fedtorch.sites.rounds.frames import Frame, run_of
+
+_LOG = logging.getLogger(__name__)
+_BETWEEN = 10.0  # seconds between two lines about answers
+_SHOWN = 8  # digits of a run's identity
+
+
+class SiteLog:
+    """Log what a site does while all goes well, at the level INFO.
+
+    Args:
+        between: seconds between two lines about answers, at least; the first answer in a run has one at once.
+    """
+
+    def __init__(self, between: float = _BETWEEN) -> None:
+        self._between, self._next, self._answers, self._began = between, 0.0, 0, 0.0
+
+    def connected(self, clients: int, rows: int) -> None:
+        """Note that the server has been reached, and told what the site brings."""
+        _LOG.info("connected, with %d clients and %d rows; waiting for a run", clients, rows)
+
+    def unlisted(self, reason: str) -> None:
+        """Note that the server has a run without this site."""
+        _LOG.warning("%s; waiting for a run", reason)
+
+    def begun(self, frame: Frame, first: int, clients: int) -> None:
+        """Note that the site takes part in a run."""
+        self._next, self._answers = 0.0, 0
+        settings = ", ".join(f"{name}={value}" for name, value in frame.names("settings").items())
+        what, total = f"{frame.text('algorithm')}({settings})", frame.integer("clients")
+        named = f"clients {first} to {first + clients - 1} of {total}"
+        _LOG.info("run %s has begun: %s with %s", run_of(frame)[:_SHOWN], what, named)
+
+    def working(self) -> None:
+        """Note that the site has been asked."""
+        self._began = time.monotonic()
+
+    def answered(self, frame: Frame) -> None:
+        """Note that the site has computed an answer."""
+        now, self._answers = time.monotonic(), self._answers + 1
+        if now < self._next:
+            return
+        self._next = now + self._between
+        what = f"round {frame.integer('round') + 1}" if frame.kind == "round" else frame.kind
+        seconds, run = now - self._began, run_of(frame)[:_SHOWN]
+        _LOG.info("%s of run %s: answered within %.2f s, %d answers so far", what, run, seconds, self._answers)
+
+    def over(self, frame: Frame) -> None:
+        """Note that the run is over."""
+        _LOG.info("run %s is over, after %d answers", run_of(frame)[:_SHOWN], self._answers)

@@ -1,0 +1,132 @@
+"""Solvers that two sites of one process share: what would go wrong, and that it is refused."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+from support.oracles.closed_forms import ROUNDING, distance, linear, linear_clients, sgd
+from support.sites import Thread, joined, offers, parts
+from torch import Tensor, nn
+
+import fedtorch as ft
+from fedtorch.sites import Hub, Remote, SiteConfiguration, join
+from fedtorch.sites.rounds import session
+from fedtorch.sites.rounds._in_use import InUse
+from fedtorch.sites.streams import memory
+
+DATA = linear_clients([5, 3, 8, 4])
+
+
+class Meeting(nn.Linear):
+    """A module in which forward passes of two sites meet, once there is a barrier, and see if their weights stay."""
+
+    kept: list[bool]
+    barrier: threading.Barrier | None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        if self.barrier is not None and threading.current_thread().name.startswith("site "):
+            self.barrier.wait()
+            self.kept.append(weight is self.weight)
+            self.barrier.wait()
+        return super().forward(x)
+
+
+def meeting() -> ft.Algorithm:
+    return ft.fedavg(sgd(0.1, Meeting(3, 1, dtype=torch.float64), batched=False))
+
+
+def averaging() -> ft.Algorithm:
+    return ft.fedavg(sgd(0.1))
+
+
+@pytest.mark.parametrize("one", [True, False])
+def test_a_shared_solver_has_another_sites_weights_in_a_forward_pass(
+    one: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is refused: that is what happens where it is not, and nobody is told."""
+    monkeypatch.setattr(session, "take", lambda *arguments: None)
+    Meeting.kept, Meeting.barrier = [], None
+    shared = meeting()
+    with joined(offers(DATA, (lambda: shared) if one else meeting, sites=2)) as (sites, _):
+        run = ft.Run(meeting(), sites)
+        run.step()  # where each site tries its module
+        Meeting.barrier = threading.Barrier(2, timeout=5.0)
+        run.step()
+        assert not sites.troubles
+    assert len(Meeting.kept) >= 2
+    assert all(Meeting.kept) != one
+
+
+@pytest.mark.parametrize("part", ["algorithm", "solver"])
+def test_two_sites_with_one_solver_are_refused_by_name(part: str) -> None:
+    solver = sgd(0.1)
+    algorithm = ft.fedavg(solver)
+    make = (lambda: algorithm) if part == "algorithm" else (lambda: ft.fedavg(solver))
+    with joined(offers(DATA, make, sites=2), quorum=0.5) as (sites, _):
+        run = ft.Run(averaging(), sites)
+        run.step()
+        (why,) = sites.troubles.values()
+    assert "'it' returns an algorithm, or a solver in one, with which another site of the same process computes" in why
+    assert run.last is not None
+    assert len(run.last.ids) == 2  # those of one site
+
+
+def test_a_module_of_which_solvers_make_copies_may_be_shared() -> None:
+    module = linear()
+    with joined(offers(DATA, lambda: ft.fedavg(sgd(0.1, module)), sites=2)) as (sites, _):
+        there = ft.run(averaging(), sites, rounds=2, seed=0)
+        assert not sites.troubles
+    assert distance(there.server, ft.run(averaging(), ft.InProcess(DATA), rounds=2, seed=0).server) < ROUNDING
+
+
+def test_a_site_alone_may_return_one_algorithm_again_and_give_it_to_the_next() -> None:
+    shared, half = averaging(), parts(DATA, 2)
+    for name, data in zip("ab", half):
+        for _ in range(2):  # sites that join one after the other
+            host = Hub()
+            site = Thread(host, name, SiteConfiguration(data, {"it": lambda: shared}))
+            site.start()
+            sites = Remote(host, [name], "it", quorum=1.0, seconds=20.0)
+            for seed in range(2):  # runs of one site that is not told of the first one's end
+                there = ft.run(averaging(), sites, rounds=2, seed=seed)
+                here = ft.run(averaging(), ft.InProcess(data), rounds=2, seed=seed)
+                assert distance(there.server, here.server) < ROUNDING
+            sites.finish(there)
+            site.join(10.0)
+            assert site.session is not None
+
+
+def test_what_a_site_has_taken_is_free_when_it_ends_with_an_error() -> None:
+    shared, host = averaging(), Hub()
+    lost = SiteConfiguration(DATA, {"it": lambda: shared})
+    error: list[Exception] = []
+
+    def ends() -> None:
+        try:
+            join(lambda: memory.link(host, "a"), lost, timeout=0.2)
+        except TimeoutError as late:
+            error.append(late)
+
+    thread = threading.Thread(target=ends)
+    thread.start()
+    ft.run(averaging(), Remote(host, ["a"], "it", quorum=1.0), rounds=1)
+    thread.join(20.0)
+    assert error
+    with joined({"b": SiteConfiguration(DATA, {"it": lambda: shared})}) as (sites, _):
+        ft.run(averaging(), sites, rounds=1)
+
+
+def test_nothing_is_kept_of_what_is_gone() -> None:
+    used, first, second, module = InUse(), nn.Identity(), nn.Identity(), nn.Linear(1, 1)
+    assert used.take(first, [module])
+    del first
+    gc.collect()
+    assert used.take(second, [module])
+    del module
+    gc.collect()
+    assert used.take(nn.Identity(), [])
+    assert not used._users
