@@ -18,7 +18,6 @@ from fedtorch.sites import Remote
 from fedtorch.sites.rounds._answer_looks import not_finite_in
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
-LOCAL = sgd(0.1)
 
 
 def doubled(data: Any) -> Tensor:
@@ -66,14 +65,14 @@ def test_a_layers_weight_is_no_weight_of_a_mean() -> None:
 def test_a_site_that_counts_for_too_much_or_less_than_nothing_is_left_out(
     weight: Weight, sent: float, expected: str
 ) -> None:
-    begun = run(lambda: ft.fedavg(LOCAL, weight=weight), sent)
+    begun = run(lambda: ft.fedavg(sgd(0.1), weight=weight), sent)
     assert begun.step().ids.tolist() == [0, 1, 4, 5]
     assert expected in begun.population.troubles["b"]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_numbers_that_are_none_are_refused_by_their_field(bad: float) -> None:
-    begun = run(lambda: ft.fedavg(LOCAL), bad)
+    begun = run(lambda: ft.fedavg(sgd(0.1)), bad)
     assert begun.step().ids.tolist() == [0, 1, 4, 5]
     assert "expected finite numbers in 'change.weight', but got 'NaN or Inf'" in begun.clients.plan.sites.troubles["b"]
 
