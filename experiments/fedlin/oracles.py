@@ -139,8 +139,9 @@ def lasso_tails(rows: Rows, sweeps: int, seed: int) -> Array:
 
 
 def lasso_draws(rows: Rows, sweeps: int, seed: int) -> Array:
-    """Draws of all coefficients, `(sweeps, K, d)`, by Gibbs sampling (Park and Casella, 2008) with Metropolis steps for φ.
+    """Draws of all coefficients, `(sweeps, K, d)`, by Gibbs sampling (Park and Casella, 2008).
 
+    φ = (log λ, log σ²) moves by Metropolis steps.
     θ_kj Laplace of diversity σ/λ: θ_kj ~ N(0, σ² s_kj), s_kj exponential of rate λ²/2; log λ and log σ² ~ N(0, 5²).
     """
     generator = np.random.default_rng(seed)
