@@ -1,8 +1,8 @@
 """Compile C programs for the CPU with the system's compiler, once, and load them.
 
 The compiler is `CC`, or else cc, gcc or clang, whichever is found. Libraries are kept in `fedtorch/compiled` below
-`XDG_CACHE_HOME` or the home's `.cache`, a folder that nobody else may write to, by the digest of source, options,
-compiler and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
+`XDG_CACHE_HOME` or the home's `.cache`, a folder that nobody else may write to, by the digest of source, headers,
+options, compiler and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
 `FEDTORCH_KERNELS` is off, there is no program, and operations run as torch does them.
 """
 
@@ -14,6 +14,7 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -29,6 +30,7 @@ from fedtorch.dispatch import choice
 _LOG = logging.getLogger(__name__)
 _OPTIONS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-shared", "-fPIC")
 _LIBRARIES = ("-lm",)
+_INCLUDED = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 _PATIENCE = 60.0  # seconds
 _ENOUGH = 2**20  # bytes, for which a thread is worth starting
 
@@ -78,7 +80,7 @@ def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | 
     if compiler is None:
         _LOG.info("no C compiler is found: %s runs without its program", source.stem)
         return None
-    text, options = source.read_bytes(), (*_OPTIONS, *(f"-D{name}={value}" for name, value in macros))
+    text, options = _text(source), (*_OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     digest = hashlib.sha256("\0".join((*options, *compiler, _processor())).encode() + text)
     try:
         kept = _folder() / f"{source.stem}-{digest.hexdigest()[:32]}.so"
@@ -89,6 +91,12 @@ def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | 
         said = getattr(error, "stderr", None) or error
         _LOG.warning("%s could not be compiled, and runs without its program: %s", source.name, said)
         return None
+
+
+def _text(source: Path) -> bytes:
+    """Return the text of a file and of the files of ours that it includes, which a digest is made of."""
+    text = source.read_bytes()
+    return text + b"".join(_text(source.parent / name.decode()) for name in _INCLUDED.findall(text))
 
 
 def _compile(compiler: str, source: Path, options: tuple[str, ...], kept: Path) -> None:
