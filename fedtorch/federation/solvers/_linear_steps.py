@@ -18,6 +18,7 @@ from fedtorch.federation.solvers.objective import Loss
 from fedtorch.kernels import glm_steps
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
 from fedtorch.models.linear import LinearHead, raw
+from fedtorch.stacked_layers import StackedLinear
 from fedtorch.tree import Tree
 
 
@@ -77,7 +78,7 @@ def linear_steps(
 ) -> LinearSteps | None:
     """Return the steps of `module` if they are all that the program does, None otherwise."""
     family = next((f for f in (GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL) if f.loss is loss), None)
-    if family is None or type(module) not in (nn.Linear, LinearHead) or _hooked(module):
+    if family is None or type(module) not in (nn.Linear, StackedLinear, LinearHead) or _hooked(module):
         return None
     if trained != [name for name, _ in module.named_parameters()] or getattr(module, "feature_map", raw) is not raw:
         return None
