@@ -19,7 +19,11 @@ import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from fedtorch.dispatch import choice
 
@@ -28,6 +32,7 @@ _OPTIONS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-shared
 _LIBRARIES = ("-lm",)
 _INCLUDED = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 _PATIENCE = 60.0  # seconds
+_ENOUGH = 2**20  # bytes, for which a thread is worth starting
 
 
 def library(source: Path, **macros: str) -> ctypes.CDLL | None:
@@ -46,6 +51,26 @@ def library(source: Path, **macros: str) -> ctypes.CDLL | None:
     True
     """
     return _loaded(source, tuple(macros.items())) if choice.enabled() else None
+
+
+def in_threads(call: Callable[[int, int], object], count: int, size: int) -> None:
+    """Call `call(begin, end)` of ranges that make up `range(count)`, one for each of torch's threads.
+
+    Args:
+        call: into a program, which lets other threads of Python run.
+        count: of what does not depend on each other.
+        size: bytes of one; of few in all one thread takes care.
+
+    >>> in_threads(lambda begin, end: print(begin, end), 3, 8)
+    0 3
+    """
+    threads = max(1, min(torch.get_num_threads(), count, count * size // _ENOUGH))
+    if threads == 1:
+        call(0, count)
+        return
+    ends = [count * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, ends[:-1], ends[1:]))
 
 
 @functools.cache
