@@ -153,14 +153,14 @@ class Descent:
         """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
         if isinstance(data, ClientLoaders):
             return self._through_loaders(start, state, data, quadratic, turn)
-        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
-            self._learn(data)
         device, key = data.count.device, lambda: turn.key  # which full batches of a module without draws never ask for
         if len(count := data.count.to("cpu")) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
         limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit, turn.share)
         if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
             return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
+        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
+            self._learn(data)
         whole = self.loss.batched and not self.loss.separable and not self.drop_last
         per_epoch = limited(batches_of(count, self.batch_size, self.drop_last), turn.limit)
         groups = self._groups(state, per_epoch, turn.round, [count] if whole else [])
