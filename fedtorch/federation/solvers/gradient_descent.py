@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn
 
 from fedtorch import expected
+from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.local_schedule import batches_of, local_schedule
 from fedtorch.federation.solvers.batches import check_drop_last
@@ -25,6 +26,11 @@ from fedtorch.federation.solvers.objective import Loss
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.optimisers import MakeOptimizer
 from fedtorch.tree import Tree
+
+_MINIBATCHES = (
+    "Expected all of a client's rows in every step, for the loss of {kind} is one of all of them, but got {got}; leave "
+    "batch_size away and give the rows themselves"
+)
 
 
 def gradient_descent(
@@ -93,6 +99,7 @@ def gradient_descent(
 
     Raises:
         TypeError, ValueError, RuntimeError: at construction or on first sight of the data (when a population is bound),
+            if a module that says `all_rows = True`, its loss being one of all rows of a client, is given minibatches,
             if the module cannot run stacked, checkpoints activations, or cannot take the rows of some client (their
             number of features, their dtype, labels out of range), or if the loss depends on parameters that are not
             trained (a closure over `module`, a plain list of parameters); the message says what to do.
@@ -113,6 +120,9 @@ def gradient_descent(
     check_drop_last(drop_last, batch_size)
     if clip is not None:
         expected.positive(clip=clip)
+    all_rows = getattr(module, "all_rows", False)
+    if all_rows and batch_size is not None:
+        raise ValueError(_MINIBATCHES.format(kind=type(module).__name__, got=f"batch_size={batch_size}"))
     if precision not in ("32", "bf16", "tf32"):
         raise ValueError(
             f"Expected precision='32', 'bf16' or 'tf32', but got {precision!r}; other dtypes are the module's own"
@@ -132,7 +142,7 @@ def gradient_descent(
         init=descent.init,
         predict=predictor(descent.module, lambda: descent.loss.batched),
         tensors=descent.tensors,
-        prepare=descent.prepare,
+        prepare=partial(_without_loaders, descent) if all_rows else descent.prepare,
         module=descent.module,
         schedule=local_schedule(
             descent.configured, partial(batches_of, batch_size=batch_size, drop_last=drop_last), epochs, steps, rounds
@@ -154,3 +164,14 @@ def gradient_descent(
             "project": project,
         },
     )
+
+
+def _without_loaders(descent: Descent, data: Any) -> Any:
+    """Look at a block of a module that takes all of a client's rows at once.
+
+    Raises:
+        ValueError: the clients have loaders, and so minibatches.
+    """
+    if isinstance(data, ClientLoaders):
+        raise ValueError(_MINIBATCHES.format(kind=type(descent.module).__name__, got="loaders"))
+    return descent.prepare(data)

@@ -40,24 +40,52 @@ _SMOOTHNESS = (0.5, 1.5, 2.5)
 _OVER_F = 20  # nodes over f of a likelihood
 
 
+class NormalNoise(NamedTuple):
+    """Outputs with normal noise of f."""
+
+    variance: Tensor  # ()
+
+    def fit(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """Return E_q log p(y | f) of moments of f `(S, N)`, averaged over draws and summed over rows."""
+        square = (y - mean).square() + variance
+        return -0.5 * ((2 * math.pi * self.variance).log() + square / self.variance).mean(0).sum()
+
+    def outputs(self, mean: Tensor, variance: Tensor) -> MixtureSameFamily:
+        """Return the distribution of outputs, of moments of f `(N, S)`."""
+        parts = Normal(mean, (variance + self.variance).sqrt(), validate_args=False)
+        return MixtureSameFamily(Categorical(torch.ones_like(mean), validate_args=False), parts)
+
+
+class GivenF(NamedTuple):
+    """Outputs of any distribution given f, by quadrature over f."""
+
+    distribution: Likelihood
+
+    def fit(self, mean: Tensor, variance: Tensor, y: Tensor) -> Tensor:
+        """Return E_q log p(y | f) of moments of f `(S, N)`, averaged over draws and summed over rows."""
+        f, weights = _nodes_over(mean, variance)
+        return (self.distribution(f).log_prob(y[:, None]) * weights).sum(-1).mean(0).sum()
+
+    def outputs(self, mean: Tensor, variance: Tensor) -> MixtureSameFamily:
+        """Return the distribution of outputs, of moments of f `(N, S)`."""
+        f, weights = _nodes_over(mean, variance)
+        nodes = Categorical(weights.expand_as(f).flatten(1), validate_args=False)
+        return MixtureSameFamily(nodes, self.distribution(f.flatten(1)))
+
+
 class DeepPosterior(NamedTuple):
     """Hold what a unit's q says of its outputs, and how far q is from the prior."""
 
     mean: Tensor  # (S, N) of f_m, by draw of the inner layers
     variance: Tensor  # (S, N)
-    noise: Tensor  # () variance, not a number where there is a likelihood
     own: Tensor  # () KL of the outer q
     shared: Tensor  # () KL of the inner layers' q
     rows: Tensor  # () of all units together
-    likelihood: Likelihood | None = None  # other than of normal noise
+    likelihood: NormalNoise | GivenF
 
     def fit(self, y: Tensor) -> Tensor:
         """Return E_q log p(y | f), summed over rows."""
-        if self.likelihood is not None:
-            f, weights = _nodes_over(self.mean, self.variance)
-            return (self.likelihood(f).log_prob(y[:, None]) * weights).sum(-1).mean(0).sum()
-        square = (y - self.mean).square() + self.variance
-        return -0.5 * ((2 * math.pi * self.noise).log() + square / self.noise).mean(0).sum()
+        return self.likelihood.fit(self.mean, self.variance, y)
 
 
 class SparseLayer(nn.Module):
@@ -159,6 +187,7 @@ class DeepGP(nn.Module):
     """
 
     own: ClassVar[tuple[str, ...]] = ("outer.mean", "outer.root", "log_noise")
+    all_rows: ClassVar[bool] = True  # of a unit, in every step: so many as the loss divides KL(q(f) ‖ p) by
     total: Tensor
     nodes: Tensor
 
@@ -200,15 +229,14 @@ class DeepGP(nn.Module):
     def forward(self, x: Tensor) -> DeepPosterior | Tensor:
         """Return what q says of the outputs at x `(N, d)`: in training for `loss`, else their means `(N,)`."""
         if not self.training:
-            normal = self.likelihood is None
-            return self._moments(x, self.nodes[:, None])[0].mean(0) if normal else self.predict(x).mean
+            return self._outputs(x).mean
         noise = torch.randn(self.draws, len(x), len(self.inner), x.shape[-1], dtype=x.dtype, device=x.device)
         mean, variance = self._moments(x, noise)
         shared = self.total.new_zeros(())
         for layer in self.inner:
             shared = shared + layer.divergence()  # type: ignore[operator]
         own = self.outer.divergence()
-        return DeepPosterior(mean, variance, self._noise(), own, shared, self.total, self.likelihood)
+        return DeepPosterior(mean, variance, own, shared, self.total, self._likelihood())
 
     @staticmethod
     def loss(found: DeepPosterior, y: Tensor) -> Tensor:
@@ -223,13 +251,7 @@ class DeepGP(nn.Module):
     def predict(self, x: Tensor) -> MixtureSameFamily:
         """Return the distribution of outputs at x `(N, d)`, noise included: a mixture over values of inner layers."""
         with torch.no_grad():
-            mean, variance = self._moments(x, self.nodes[:, None])
-            if self.likelihood is not None:
-                f, weights = _nodes_over(mean.T, variance.T)
-                parts = self.likelihood(f.flatten(1))
-                return MixtureSameFamily(Categorical(weights.expand_as(f).flatten(1)), parts)
-            parts = Normal(mean.T, (variance + self._noise()).sqrt().T)
-            return MixtureSameFamily(Categorical(torch.ones_like(mean.T)), parts)
+            return self._outputs(x)
 
     def warp(self, x: Tensor) -> Tensor:
         """Return the inner layers' mean at x `(N, d)`, `(N, d)`: where the outer process sees each input."""
@@ -237,8 +259,12 @@ class DeepGP(nn.Module):
             x = layer(x)[0]
         return x
 
-    def _noise(self) -> Tensor:
-        return (2 * self.log_noise).exp() if self.likelihood is None else self.total.new_full((), math.nan)
+    def _likelihood(self) -> NormalNoise | GivenF:
+        return NormalNoise((2 * self.log_noise).exp()) if self.likelihood is None else GivenF(self.likelihood)
+
+    def _outputs(self, x: Tensor) -> MixtureSameFamily:
+        mean, variance = self._moments(x, self.nodes[:, None])
+        return self._likelihood().outputs(mean.T, variance.T)
 
     def _moments(self, x: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
         """Return means and variances of f `(S, N)` by normal numbers `(S, N or 1, layers, d)` of the inner layers."""

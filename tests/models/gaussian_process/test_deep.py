@@ -240,3 +240,14 @@ def test_units_whose_training_or_rows_go_wrong_are_named() -> None:
     holes = ft.data.FederatedData(rows(1).rows, torch.tensor([7, 0]), allow_empty=True)
     with pytest.raises(ValueError, match="Client '1': Expected at least one row to train on"):
         train(holes)
+
+
+def test_minibatches_are_refused_for_the_loss_divides_by_the_rows_of_a_unit() -> None:
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.05)
+    with pytest.raises(ValueError, match="the loss of DeepGP is one of all of them, but got batch_size=4"):
+        ft.gradient_descent(DeepGP(PLACES, 14), steps=2, batch_size=4, loss=DeepGP.loss, optimizer=adam)
+    whole = lambda k: torch.utils.data.DataLoader(torch.utils.data.TensorDataset(*rows()[k]), batch_size=7)
+    loaders = {str(k): whole(k) for k in range(2)}
+    local = ft.gradient_descent(DeepGP(PLACES, 14), steps=2, loss=DeepGP.loss, optimizer=adam)
+    with pytest.raises(ValueError, match="the loss of DeepGP is one of all of them, but got loaders; leave"):
+        ft.Run(ft.personal_layers(local, DeepGP.own), ft.InProcess(ft.data.from_loaders(loaders)))
