@@ -21,19 +21,20 @@ _LIBRARY = torch.library.Library("aten", "IMPL")
 Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], tuple[Tensor, ...]]
 
 
-def has_rule(operation: Any) -> bool:
+def has_rule(operation: Any, keys: Sequence[str] = _KEYS) -> bool:
     """Return whether `torch.vmap` knows how to evaluate an overload in `torch.ops.aten`."""
-    return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in _KEYS)
+    return any(torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key) for key in keys)
 
 
-def register(operation: Any, rule: Rule) -> None:
+def register(operation: Any, rule: Rule, composite: bool = False) -> None:
     """Let `torch.vmap` evaluate an operation by `rule`, unless torch knows how.
 
     Args:
         operation: an overload in `torch.ops.aten`.
         rule: is called outside of this vmap with all arguments of the schema, in its order.
+        composite: whether torch evaluates it by its parts, and is not to.
     """
-    if has_rule(operation):
+    if has_rule(operation, _KEYS[:1] if composite else _KEYS):
         return
     schema = operation._schema.arguments
     single = len(operation._schema.returns) == 1
