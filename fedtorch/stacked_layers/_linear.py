@@ -24,9 +24,8 @@ _OPERATIONS.define("linear(Tensor input, Tensor weight, Tensor? bias) -> Tensor"
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does."""
-    usual = weight.ndim == 2 and (bias is None or bias.ndim == 1)
-    if usual and weight.numel() >= _WIDE and torch._C._functorch.is_batchedtensor(weight):
+    """Return what `torch.nn.functional.linear` does, of weights `(O, I)` and biases `(O,)`."""
+    if torch._C._functorch.is_batchedtensor(weight) and weight.numel() >= _WIDE:
         return torch.ops.fedtorch.linear(x, weight, bias)
     return F.linear(x, weight, bias)
 
@@ -62,21 +61,21 @@ def _products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _rule(info: VmapInfo, dims: Any, arguments: tuple[Any, ...]) -> tuple[Tensor]:
     """Return `torch.nn.functional.linear` of clients."""
-    x, weight, bias = (a if a is None else in_front(info, a, d) for a, d in zip(arguments, dims))
+    x, weight = (in_front(info, arguments[i], dims[i]) for i in range(2))
     if dims[1] is None and dims[2] is None:
         return (F.linear(x, *arguments[1:]),)
     rows = x.reshape(len(x), math.prod(x.shape[1:-1]), x.shape[-1])
-    added = None if bias is None else bias.expand(-1, weight.shape[1])
-    products = _products
-    differentiated = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (rows, weight, added))
-    if x.device.type == "cpu" and differentiated and not any(map(_transformed, (rows, weight, added))):
-        products = _Products.apply
+    bias = None if arguments[2] is None else in_front(info, arguments[2], dims[2]).expand(-1, weight.shape[1])
+    given = [tensor for tensor in (rows, weight, bias) if tensor is not None]
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
+    transformed = any(map(torch._C._functorch.is_functorch_wrapped_tensor, given))
+    products: Any = _products if transformed or not differentiated or x.device.type != "cpu" else _apply
+    return (products(rows, weight, bias).view(*x.shape[:-1], weight.shape[1]),)
+
+
+def _apply(*arguments: Tensor | None) -> Tensor:
     with enable_single_level_autograd_function():  # outside of this vmap, of which `Function` would ask for a rule
-        return (products(rows, weight, added).view(*x.shape[:-1], weight.shape[1]),)
-
-
-def _transformed(tensor: Tensor | None) -> bool:
-    return tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        return _Products.apply(*arguments)  # type: ignore[attr-defined]
 
 
 _OPERATIONS.impl("linear", F.linear, "CompositeImplicitAutograd")

@@ -57,14 +57,6 @@ def test_what_clients_share_and_where_they_are(dims):
     compared(together, torch.stack([F.linear(*client) for client in each]), parts)
 
 
-def test_one_output_without_a_dimension_and_biases_of_other_shapes():
-    x, weight, bias = tensors()
-    single = vmap(lambda x, w: _linear.linear(x, w, None))(x, weight[:, 0])
-    compared(single, torch.stack(list(map(F.linear, x, weight[:, 0]))), [x, weight])
-    for other in (bias[:, :1], drawn(4, 4, 3, 6)):
-        compared(vmap(_linear.linear)(x, weight, other), torch.stack(list(map(F.linear, x, weight, other))), [x, other])
-
-
 def test_second_gradients_functional_ones_and_examples_inside():
     x, weight, bias = tensors()
     assert torch.autograd.gradgradcheck(vmap(_linear.linear), (x, weight, bias))
