@@ -36,7 +36,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from fedtorch import _files as files
+from fedtorch import _files as files, wire
 
 ANYWAY = (
     "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
@@ -49,9 +49,7 @@ _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
     """Write a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
-    files.replace(
-        path, safetensors.torch.save({n: leaf.detach().cpu().contiguous().clone() for n, leaf in flat.items()})
-    )
+    files.replace(path, wire.encode(flat) or safetensors.torch.save({}))
 
 
 def read(path: Path | str) -> dict[str, Tensor]:

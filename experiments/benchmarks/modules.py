@@ -12,9 +12,12 @@ is that of the loop's own operations: its products at the pace of this processor
 arguments and results at that of its memory, whichever takes longer. Stacked operations that find theirs in a cache may
 pass it, as may those that are fewer.
 
-The second table has what was aimed at, what is *reached*, and what would be *at best*: of stacked and compiled rounds
-and of rounds in milliseconds, were they their operations alone; of clients one by one, the loop's operations alone;
-with dropout, were the masks drawn and nothing else done with them; of the first round in a fresh process (torch and
+*Peak memory* is what two rounds add to the peak of a process of their own, rows of clients included, after two rounds
+of two clients have loaded what libraries load.
+
+The last table has what was aimed at, what is *reached*, and what would be *at best*: of stacked and compiled rounds and
+of rounds in milliseconds, were they their operations alone; of clients one by one, the loop's operations alone; with
+dropout, were the masks drawn and nothing else done with them; of the first round in a fresh process (torch and
 lightning included), were they imported and nothing else done.
 """
 
@@ -29,7 +32,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from experiments import common
-from experiments.benchmarks.parts import floors, kernel_bounds, measure, module_targets
+from experiments.benchmarks.parts import floors, kernel_bounds, measure, memory, module_targets
 from experiments.benchmarks.parts.cost_formulas import Device
 from experiments.benchmarks.parts.kinds import CLIENTS, KINDS, ways_of
 
@@ -83,6 +86,24 @@ def kinds(clients: int, repeat: int, names: Sequence[str]) -> list[common.Row]:
     return [row for name in names for row in rows_of(name, clients, repeat)]
 
 
+def memory_of(name: str, clients: int, way: str) -> float:
+    """MiB that two rounds of a kind of modules add to the peak of a process, data included."""
+    torch.set_num_threads(1)
+
+    def rounds(of: int) -> object:
+        loop, runs = ways_of(KINDS[name], of, {} if way == LOOP else {way: WAYS[way]})
+        step = loop if way == LOOP else runs[way].step
+        step(), step()
+        return loop, runs
+
+    return memory.added(lambda: rounds(2), lambda: rounds(clients))
+
+
+def memories(clients: int, names: Sequence[str]) -> list[common.Row]:
+    """Peaks of all kinds and ways."""
+    return [common.Row(name, f"{way}, MiB", memory_of(name, clients, way)) for name in names for way in (LOOP, *WAYS)]
+
+
 def targets(clients: int, repeat: int, small: bool) -> list[common.Row]:
     """What was aimed at, reached, and possible at best."""
     names = dict.fromkeys(name for name, _ in module_targets.FASTER)
@@ -100,6 +121,7 @@ def parts(small: bool) -> measure.Parts:
     size = (4, 1) if small else (CLIENTS, 5)
     some = ["LSTM of 256 units", *(name for name, _ in module_targets.FASTER)] if small else list(KINDS)
     return {
+        "Peak memory": functools.partial(memories, size[0], list(dict.fromkeys(some))),
         "Kinds of modules, × a plain loop": functools.partial(kinds, *size, list(dict.fromkeys(some))),
         "What was aimed at": functools.partial(targets, *size, small),
     }

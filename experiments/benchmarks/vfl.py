@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt
 import torch
 
 from experiments import common
+from experiments.benchmarks.parts.memory import peak
 from fedtorch import random, vfl
 from fedtorch.vfl.fit.guide import count_parameters, initial
 from fedtorch.vfl.fit.noise import draw_noise
@@ -106,19 +107,10 @@ def measure(what: str) -> None:
     guide = GUIDES[name]()
     warm = vfl.VerticalData(tuple(x[:256] for x in data.features), data.response[:256])
     vfl.sfvi(model(1.0), guide, warm, key=random.key(0), steps=20)  # libraries' own buffers
-    before = _peak(reset=True)
+    before = peak(reset=True)
     fit = vfl.sfvi(model(1.0), guide, data, key=random.key(0), steps=20, batch_size=256)
-    result = {"added": (_peak() - before) / 2**20, "parameters": count_parameters(fit.parameters)}
+    result = {"added": (peak() - before) / 2**20, "parameters": count_parameters(fit.parameters)}
     sys.stdout.write(json.dumps(result))
-
-
-def _peak(reset: bool = False) -> int:
-    """The peak of the resident memory in bytes; with `reset` it begins anew from the present one."""
-    if reset:
-        Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    name = "VmRSS" if reset else "VmHWM"
-    return int(next(line for line in status.splitlines() if line.startswith(name)).split()[1]) * 1024
 
 
 def traffic(smoke: bool) -> list[common.Row]:

@@ -38,7 +38,11 @@ COMPOSITIONS = {
     "vertical federation": Composition(party.errors, party.COMPOSED, party.PARTS, 200, 2),
 }
 KEPT = {  # of processes: where the rows are, the composition, and its parts
-    "deep kernel": ("fedmgp.features", "a chirp: deep kernel", ("a chirp: RBF kernel",)),
+    "deep kernel": (
+        "fedmgp.features",
+        "a chirp: deep kernel, the best bound of 4 starts",
+        ("a chirp: RBF kernel", "a chirp: deep kernel"),
+    ),
     "categories": (
         "fedmgp.features",
         "four categories: a learnt point for each",

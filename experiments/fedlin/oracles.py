@@ -133,8 +133,15 @@ def ridge_tails(rows: Rows, points: int = 61) -> Array:
 
 
 def lasso_tails(rows: Rows, sweeps: int, seed: int) -> Array:
-    """The same under the hierarchical lasso, by Gibbs sampling (Park and Casella, 2008) with Metropolis steps for φ.
+    """The same under the hierarchical lasso, by Gibbs sampling."""
+    below = (lasso_draws(rows, sweeps, seed) < 0).mean(0)
+    return np.minimum(below, 1 - below)
 
+
+def lasso_draws(rows: Rows, sweeps: int, seed: int) -> Array:
+    """Draws of all coefficients, `(sweeps, K, d)`, by Gibbs sampling (Park and Casella, 2008).
+
+    φ = (log λ, log σ²) moves by Metropolis steps.
     θ_kj Laplace of diversity σ/λ: θ_kj ~ N(0, σ² s_kj), s_kj exponential of rate λ²/2; log λ and log σ² ~ N(0, 5²).
     """
     generator = np.random.default_rng(seed)
@@ -163,8 +170,7 @@ def lasso_tails(rows: Rows, sweeps: int, seed: int) -> Array:
         log_rate = _metropolis(of_rate, log_rate, 2.4 / np.sqrt(4 * theta.size), generator)
         if sweep >= sweeps // 4:
             kept.append(theta.copy())
-    below = (np.stack(kept) < 0).mean(0)
-    return np.minimum(below, 1 - below)
+    return np.stack(kept)
 
 
 def _metropolis(

@@ -1,8 +1,8 @@
 """Compile C programs for the CPU with the system's compiler, once, and load them.
 
 The compiler is `CC`, or else cc, gcc or clang, whichever is found. Libraries are kept in `fedtorch/compiled` below
-`XDG_CACHE_HOME` or the home's `.cache`, a folder that nobody else may write to, by the digest of source, options,
-compiler and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
+`XDG_CACHE_HOME` or the home's `.cache`, a folder that nobody else may write to, by the digest of source, headers,
+options, compiler and processor; what others may have written is not loaded. Where there is no compiler, or it fails, or
 `FEDTORCH_KERNELS` is off, there is no program, and operations run as torch does them.
 """
 
@@ -14,18 +14,25 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+
+import torch
 
 from fedtorch.dispatch import choice
 
 _LOG = logging.getLogger(__name__)
 _OPTIONS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-shared", "-fPIC")
 _LIBRARIES = ("-lm",)
+_INCLUDED = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 _PATIENCE = 60.0  # seconds
+_ENOUGH = 2**20  # bytes, for which a thread is worth starting
 
 
 def library(source: Path, **macros: str) -> ctypes.CDLL | None:
@@ -46,6 +53,26 @@ def library(source: Path, **macros: str) -> ctypes.CDLL | None:
     return _loaded(source, tuple(macros.items())) if choice.enabled() else None
 
 
+def in_threads(call: Callable[[int, int], object], count: int, size: int) -> None:
+    """Call `call(begin, end)` of ranges that make up `range(count)`, one for each of torch's threads.
+
+    Args:
+        call: into a program, which lets other threads of Python run.
+        count: of what does not depend on each other.
+        size: bytes of one; of few in all one thread takes care.
+
+    >>> in_threads(lambda begin, end: print(begin, end), 3, 8)
+    0 3
+    """
+    threads = max(1, min(torch.get_num_threads(), count, count * size // _ENOUGH))
+    if threads == 1:
+        call(0, count)
+        return
+    ends = [count * i // threads for i in range(threads + 1)]
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(call, ends[:-1], ends[1:]))
+
+
 @functools.cache
 def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | None:
     """Return the library of a file with its macros, from the cache or compiled now."""
@@ -53,7 +80,7 @@ def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | 
     if compiler is None:
         _LOG.info("no C compiler is found: %s runs without its program", source.stem)
         return None
-    text, options = source.read_bytes(), (*_OPTIONS, *(f"-D{name}={value}" for name, value in macros))
+    text, options = _text(source), (*_OPTIONS, *(f"-D{name}={value}" for name, value in macros))
     digest = hashlib.sha256("\0".join((*options, *compiler, _processor())).encode() + text)
     try:
         kept = _folder() / f"{source.stem}-{digest.hexdigest()[:32]}.so"
@@ -64,6 +91,12 @@ def _loaded(source: Path, macros: tuple[tuple[str, str], ...]) -> ctypes.CDLL | 
         said = getattr(error, "stderr", None) or error
         _LOG.warning("%s could not be compiled, and runs without its program: %s", source.name, said)
         return None
+
+
+def _text(source: Path) -> bytes:
+    """Return the text of a file and of the files of ours that it includes, which a digest is made of."""
+    text = source.read_bytes()
+    return text + b"".join(_text(source.parent / name.decode()) for name in _INCLUDED.findall(text))
 
 
 def _compile(compiler: str, source: Path, options: tuple[str, ...], kept: Path) -> None:

@@ -1,4 +1,4 @@
-r"""L Gibbs sweeps of Bayesian regressions whose coefficients deviate from a centre under a horseshoe, in one launch.
+r"""L Gibbs sweeps of Bayesian regressions whose coefficients deviate from a centre under a horseshoe, in one call.
 
 For client k and chain c, with Gram matrix G, estimate θ̂ of residual sum of squares R, centre θ and precisions 1/τ²:
 
@@ -7,19 +7,21 @@ For client k and chain c, with Gram matrix G, estimate θ̂ of residual sum of s
     w_j = e_j / (u_j + \delta_j^2 / (2 \tau_j^2)), \quad u_j = e'_j / (1 + w_j), \quad
     s = g / (b + \tfrac12 \mathrm{RSS}),
 
-with exponential numbers e, e' and gamma numbers g of shape parameter a_σ + n/2, which the program draws in registers
-from the keys, the numbers of `fedtorch.random`. Its matrices stay there, too, so that a sweep touches no memory.
+with exponential numbers e, e' and gamma numbers g of shape parameter a_σ + n/2. Programs, in Triton for a CUDA device
+and in C for the CPU, draw them from the keys, the numbers of `fedtorch.random`, and keep the matrices of a problem in
+registers or in a core's cache, so that a sweep touches no memory.
 
 Source: Kidd, Wang, Xu and Ni, "Federated learning for sparse Bayesian models", 2023, section 2.2; Makalic and Schmidt,
 "A simple sampler for the horseshoe estimator", IEEE Signal Processing Letters 23, 2016. Bound: arithmetic, about p³
 operations and 3 p logarithms a sweep in float64; the baseline is a batched `cholesky_ex`. Not measured yet.
 
-Not differentiable. Programs know float64 and up to 16 coefficients.
+Not differentiable. Programs know float64; Triton's up to 16 coefficients.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +29,9 @@ from torch import Tensor
 from fedtorch import linalg
 from fedtorch.dispatch.choice import program
 from fedtorch.dispatch.launch import launch, power_of_two
+from fedtorch.kernels.programs import gibbs_loop
 from fedtorch.random import philox
+from fedtorch.random.words import is_plain
 
 MOST = 16  # coefficients
 _SIZE = 256  # numbers of a program's matrices
@@ -61,9 +65,10 @@ class Chains(NamedTuple):
 
 def knows(keys: Tensor, coefficients: int) -> bool:
     """Return whether a program runs for these keys."""
+    fits = 0 < coefficients <= MOST
     return (
-        program("fedtorch.kernels.programs.gibbs_sweeps", (keys,), (torch.int64,), fits=0 < coefficients <= MOST)
-        is not None
+        _library((keys,)) is not None
+        or program("fedtorch.kernels.programs.gibbs_sweeps", (keys,), (torch.int64,), fits=fits) is not None
     )
 
 
@@ -79,18 +84,33 @@ def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sw
     """
     (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)
+    if double and (library := _library((keys, *tensors))) is not None:
+        out = _like(chains)
+        gibbs_loop.run(library, (*tensors, keys), out, sweeps)
+        return out
     programs = program(
         "fedtorch.kernels.programs.gibbs_sweeps", (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double
     )
     if not programs:
         return _reference(rows, heard, chains, keys, sweeps)
-    out = Chains(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in chains))
+    out = _like(chains)
     side = power_of_two(size)
     batch = max(_SIZE // side**2, 1)
     given = [tensor.contiguous() for tensor in (*tensors, keys)]
     sizes = (clients * count, max(count, 1), size, sweeps)
     launch(programs.horseshoe, -(-clients * count // batch), *out, *given, *sizes, BATCH=batch, SIZE=side, warps=8)
     return out
+
+
+def _like(chains: Chains) -> Chains:
+    return Chains(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in chains))
+
+
+def _library(tensors: Sequence[Tensor]) -> Any:
+    """Return the program in C where it knows these tensors, else None."""
+    if not is_plain(tensors) or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return None
+    return gibbs_loop.program()
 
 
 def _reference(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:

@@ -73,7 +73,8 @@ class Versions:
         """Keep a version; the run is not over. Raises OSError where it cannot be written."""
         if self.folder is not None and version != FIRST:
             checkpoint.write(self._path(version), states)
-            (self.folder / _OVER).unlink(missing_ok=True)
+            if self.over:
+                (self.folder / _OVER).unlink(missing_ok=True)
         self.over = self.over and version == FIRST
         self._held[version] = states
 

@@ -170,17 +170,17 @@ def gamma(
     check_key(key)
     _check_real(dtype)
     full = (*key.shape, *shape)
-    a = torch.as_tensor(concentration, dtype=torch.float64)
-    known = (a > 0) & a.isfinite()
-    if not isinstance(concentration, Tensor) and not known:
+    if isinstance(concentration, Tensor):
+        a = concentration.to(key.device, torch.float64)
+    elif 0 < concentration < math.inf:
+        a = torch.tensor(concentration, dtype=torch.float64, device=key.device)
+    else:
         raise ValueError(f"Expected finite concentrations above 0, but got {concentration}")
-    a = torch.where(known, a, 1.0)
     try:
-        a = a.to(key.device).expand(full)
+        a = a.expand(full)
     except RuntimeError:
         raise ValueError(f"Expected a concentration that broadcasts to {full}, but got {tuple(a.shape)}") from None
-    numbers = philox.gamma(key.reshape(-1), a.reshape(key.numel(), math.prod(shape)), dtype)
-    return numbers.reshape(full).masked_fill_(~known.to(key.device), torch.nan)
+    return philox.gamma(key.reshape(-1), a.reshape(key.numel(), math.prod(shape)), dtype).reshape(full)
 
 
 def inverse_gamma(

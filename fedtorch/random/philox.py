@@ -1,13 +1,14 @@
 r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
 
-The reference is integer tensor operations, some ninety passes over memory: the same bits on any device. The program
-makes a block of four words a lane in registers and writes numbers only; words, integers, coins and uniform numbers are
-the same bits, normal, exponential and gamma numbers the same float64 formulas, equal to the last bit or two. A gamma
-number's lane proposes until one is accepted, so that nothing waits for the host.
+The reference is integer tensor operations, some ninety passes over memory: the same bits on any device. Programs, in
+Triton for a CUDA device and in C for the CPU, make a block of four words a lane in registers and write numbers only;
+words, integers, coins and uniform numbers are the same bits, normal, exponential and gamma numbers the same float64
+formulas, equal to the last bit or two. A gamma number's lane proposes until one is accepted, so that nothing waits for
+the host.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Box and Muller 1958; Marsaglia and Tsang,
 "A simple method for generating gamma variables", ACM TOMS 26, 2000. Bound: integer arithmetic, about a hundred
-operations a block, not bandwidth; float64 logarithms for normal numbers. Not measured yet.
+operations a block, not bandwidth; float64 logarithms for normal numbers.
 
 Not differentiable: a draw depends on a key. Results: any floating-point dtype.
 
@@ -34,30 +35,18 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.dispatch.choice import program, traced
+from fedtorch.dispatch.choice import program
 from fedtorch.dispatch.launch import launch, tile
+from fedtorch.random import philox_loop
+from fedtorch.random.words import DRAW, FOLD, GAMMA, WORD, block_words, folded_singly, is_plain, philox
 
-_ROUNDS = 10
-_WEYL = 0x9E3779B9, 0xBB67AE85
-WORD = 0xFFFFFFFF
 BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
-_DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
-
-# Small draws cost what calling torch costs, and scalar tensors spare it the wrapping of numbers.
-_CLEAR = torch.tensor(WORD, device="cpu")
-_HALF = torch.tensor(32, device="cpu")
-_FIRST, _SECOND = 0xD2511F53, 0xCD9E8D57  # factors of words 0 and 2
-_MULTIPLIERS = torch.tensor(_FIRST, device="cpu"), torch.tensor(_SECOND, device="cpu")
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
 _LANES = 256  # of a program
-_SHORT = 64  # times as many keys as blocks of each
 _SINGLY = 8  # new keys at most that are made one after the other
-_LOWER, _UPPER, _FACTORS = numpy.uint64(WORD), numpy.uint64(32), numpy.array((_SECOND, _FIRST), numpy.uint64)
-_STEPS = numpy.arange(_ROUNDS, dtype=numpy.uint64)[:, None] * numpy.array(_WEYL, numpy.uint64)  # of both key words
 
 
 def bits(key: Tensor, count: int) -> Tensor:
@@ -82,7 +71,7 @@ def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         convert = lambda words: (_joined_words(words) >> 10).to(dtype).mul_(2.0**-53)
     else:
         convert = lambda words: (words >> 32 - digits).to(dtype).mul_(2.0**-digits)
-    return _drawn("UNIFORM", key, shape, dtype, _words_per(dtype), convert)
+    return _drawn("UNIFORM", key, shape, dtype, _words_per(dtype), convert, digits)
 
 
 def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -94,9 +83,7 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         angle = inside[..., 1::2].mul(2 * math.pi)
         return torch.stack((radius * angle.cos(), radius * angle.sin()), -1).flatten(-2)
 
-    count = math.prod(shape)
-    pairs = _drawn("NORMAL", key, (count + count % 2,), dtype, _words_per(dtype), convert)
-    return pairs[..., :count].reshape((*key.shape, *shape))
+    return _drawn("NORMAL", key, shape, dtype, _words_per(dtype), convert)
 
 
 def exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -111,10 +98,13 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
 
     Args:
         keys: `(Q,)`.
-        a: shape parameters `(Q, n)` in float64, finite and positive.
+        a: shape parameters `(Q, n)` in float64; where one is not finite and positive, the number is NaN.
         dtype: of the numbers, `(Q, n)`.
     """
-    out = keys.new_empty(a.shape, dtype=dtype)
+    if (library := _library(keys, a)) is not None:
+        return philox_loop.gamma(library, keys, a, dtype)
+    known = (a > 0) & a.isfinite()
+    a, out = torch.where(known, a, 1.0), keys.new_empty(a.shape, dtype=dtype)
     smallest, (queries, count) = torch.finfo(dtype).tiny, a.shape
     programs = program("fedtorch.random.philox_program", (keys, a), (torch.int64,))
     if programs:
@@ -122,23 +112,25 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         across = -(-count // columns)
         arguments = (out, keys.contiguous(), a.contiguous(), queries, count, smallest, across)
         launch(programs.gamma, across * -(-queries // rows), *arguments, ROWS=rows, COLUMNS=columns)
-        return out
+        return out.masked_fill_(~known, torch.nan)
     step = max(BLOCK // max(queries, 1) // 4, 1)
     for start in range(0, count, step):
         stop = min(start + step, count)
         element = torch.arange(start, stop, device=keys.device)
         out[:, start:stop] = _marsaglia_tsang(keys[:, None], element, a[:, start:stop]).clamp_min_(smallest)
-    return out
+    return out.masked_fill_(~known, torch.nan)
 
 
 def folded(key: Tensor, data: Tensor | int) -> Tensor:
     """Make new keys of keys and int64 numbers that broadcast."""
     tensors = (key,) if isinstance(data, int) else (key, data)
+    if (library := _library(*tensors)) is not None:
+        return philox_loop.fold(library, key, data)
     programs = program("fedtorch.random.philox_program", tensors, (torch.int64,))
     if not programs:
-        if math.prod(part.numel() for part in tensors) <= _SINGLY and _is_plain(tensors):
-            return _folded_singly(key, data)
-        even, odd = _philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
+        if math.prod(part.numel() for part in tensors) <= _SINGLY and is_plain(tensors):
+            return folded_singly(key, data)
+        even, odd = philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
         return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
     number = torch.full_like(key, data) if isinstance(data, int) else data
     keys, numbers = (part.contiguous() for part in torch.broadcast_tensors(key, number))
@@ -147,95 +139,17 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
     return out
 
 
-def _folded_singly(key: Tensor, data: Tensor | int) -> Tensor:
-    """Return `folded` of few keys by Python's own integers, which for them take a fifth of what arrays do."""
-    if isinstance(data, int):
-        shape, keys, numbers = key.shape, key.reshape(-1).tolist(), [data] * key.numel()
-    else:
-        both = torch.broadcast_tensors(key, data)
-        shape, (keys, numbers) = both[0].shape, (part.reshape(-1).tolist() for part in both)
-    made = [_folded_number(*each) for each in zip(keys, numbers)]
-    return torch.tensor(made, dtype=torch.int64).reshape(shape)
-
-
-def _folded_number(key: int, number: int) -> int:
-    a, b, c, d = number & WORD, (number >> 32) & WORD, 0, FOLD
-    low, high = key & WORD, (key >> 32) & WORD
-    for _ in range(_ROUNDS):
-        first, second = a * _FIRST, c * _SECOND
-        a, b, c, d = (second >> 32) ^ b ^ low, second & WORD, (first >> 32) ^ d ^ high, first & WORD
-        low, high = (low + _WEYL[0]) & WORD, (high + _WEYL[1]) & WORD
-    return ((b ^ 2**31) << 32 | a) - 2**63  # as a signed number
-
-
-def _is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all are tensors on the CPU whose operations nobody intercepts."""
-    return all(each.device.type == "cpu" and type(each) is Tensor for each in tensors) and not traced(tensors)
-
-
-def _philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
-    """Return Philox-4x32-10 of keys and four counter words that broadcast.
-
-    That is words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
-    """
-    tensors = [key, *(word for word in counter if isinstance(word, Tensor))]
-    if _is_plain(tensors):
-        return _philox_numpy(key, counter)
-    shape = numpy.broadcast_shapes(*(word.shape for word in tensors))
-    even, odd, spare = key.new_empty((3, 2, *shape)).unbind()
-    words, low, spare_low = even.unbind(), odd.unbind(), spare.unbind()
-    for target, word in zip((words[0], low[0], words[1], low[1]), counter):
-        if isinstance(word, Tensor):
-            target.copy_(word)
-        else:
-            target.fill_(word)
-    padded = key.reshape((1,) * (len(shape) - key.ndim) + key.shape)
-    rounds = torch.arange(_ROUNDS, device=key.device, dtype=torch.int64).reshape(-1, *(1,) * len(shape))
-    round_keys = torch.stack((padded + rounds * _WEYL[0], (padded >> _HALF) + rounds * _WEYL[1]), 1)
-    # Only multiplication needs words without their upper half, so that is cleared once a round.
-    for round_key in round_keys.unbind():
-        torch.mul(words[1], _MULTIPLIERS[1], out=spare_low[0])
-        torch.mul(words[0], _MULTIPLIERS[0], out=spare_low[1])
-        torch.bitwise_right_shift(spare, _HALF, out=even)
-        even.bitwise_xor_(odd).bitwise_xor_(round_key).bitwise_and_(_CLEAR)
-        odd, spare, low, spare_low = spare, odd, spare_low, low
-    return even, odd
-
-
-def _philox_numpy(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
-    """Return `_philox` of tensors on the CPU, by NumPy, whose operations on few words cost a third of torch's."""
-    words = [word.numpy().view(numpy.uint64) if isinstance(word, Tensor) else numpy.uint64(word) for word in counter]
-    whole = key.numpy().view(numpy.uint64)
-    shape = numpy.broadcast_shapes(whole.shape, *(word.shape for word in words))
-    turned = len(shape) == 2 and _SHORT * shape[1] <= shape[0]  # longer loops over keys than over their blocks
-    even = numpy.empty((2, *(reversed(shape) if turned else shape)), numpy.uint64)
-    even = even.swapaxes(1, 2) if turned else even
-    odd, spare, swapped = numpy.empty_like(even), numpy.empty_like(even), even[::-1]
-    even[0], odd[0], even[1], odd[1] = words
-    ones = (1,) * (even.ndim - 1)
-    round_keys = numpy.empty((2, *ones[whole.ndim :], *whole.shape), numpy.uint64)
-    round_keys[0], round_keys[1] = whole & _LOWER, whole >> _UPPER
-    factors = _FACTORS.reshape(2, *ones)
-    for round_key in round_keys + _STEPS.reshape(_ROUNDS, 2, *ones):
-        numpy.multiply(swapped, factors, out=spare)
-        numpy.right_shift(spare, _UPPER, out=even)
-        even ^= odd
-        even ^= round_key
-        even &= _LOWER
-        odd, spare = spare, odd
-    return torch.from_numpy(even.view(numpy.int64)), torch.from_numpy(odd.view(numpy.int64))
-
-
-def _block_words(key: Tensor, block: Tensor, attempt: int, purpose: int) -> Tensor:
-    """Return the four words of the counter (block, attempt, purpose) of each key, `(..., 4)`."""
-    even, odd = _philox(key, (block & _CLEAR, block >> _HALF, attempt, purpose))
-    return torch.stack((even[0], odd[0], even[1], odd[1]), -1).bitwise_and_(_CLEAR)
+def _library(*tensors: Tensor) -> Any:
+    """Return the program in C where it knows these tensors, else None."""
+    if not is_plain(tensors) or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return None
+    return philox_loop.program()
 
 
 def _words(key: Tensor, start: int, count: int) -> Tensor:
     """Return words `start` to `start + count` of each key, `(*key.shape, count)`; `start` is a multiple of four."""
     blocks = torch.arange(start // 4, start // 4 + -(-count // 4), device=key.device, dtype=torch.int64)
-    return _block_words(key.unsqueeze(-1), blocks, 0, _DRAW).flatten(-2)[..., :count]
+    return block_words(key.unsqueeze(-1), blocks, 0, DRAW).flatten(-2)[..., :count]
 
 
 def _fill(
@@ -295,25 +209,31 @@ def _drawn(
     dtype: torch.dtype,
     words: int,
     convert: Callable[[Tensor], Tensor],
-    threshold: int = 0,
+    argument: int = 0,
 ) -> Tensor:
-    """Draw `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element."""
+    """Draw `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element.
+
+    The argument is the threshold of coins, or the digits of uniform numbers.
+    """
     check_key(key)
+    if (library := _library(key)) is not None:
+        return philox_loop.draw(library, form, key, shape, dtype, argument)
+    count, queries = math.prod(shape), key.numel()
     programs: Any = program("fedtorch.random.philox_program", (key,), (torch.int64,))
     if not programs:
-        return _fill(key, shape, dtype, words, convert)
-    count, queries = math.prod(shape), key.numel()
+        even = count + count % 2  # numbers that are made in pairs
+        return _fill(key, (even,), dtype, words, convert)[..., :count].reshape((*key.shape, *shape))
     out = key.new_empty((*key.shape, *shape), dtype=dtype)
     rows, columns = tile(-(-count * words // 4), _LANES)
     across = -(-count * words // (4 * columns))
     constants = {
         "FORM": getattr(programs, form).value,
         "WIDE": words == 2,
-        "DIGITS": _digits(dtype) if form == "UNIFORM" else 0,
+        "DIGITS": argument if form == "UNIFORM" else 0,
         "ROWS": rows,
         "COLUMNS": columns,
     }
-    arguments = (out, key.contiguous(), queries, count, threshold, across)
+    arguments = (out, key.contiguous(), queries, count, argument, across)
     launch(programs.draw, across * -(-queries // rows), *arguments, **constants)
     return out
 
@@ -331,14 +251,14 @@ def _marsaglia_tsang(keys: Tensor, element: Tensor, a: Tensor) -> Tensor:
         attempt += 1
     if bool(small.any()):
         row, column = small.nonzero(as_tuple=True)
-        words = _block_words(keys[row, 0], element[column], _BOOST, GAMMA)
+        words = block_words(keys[row, 0], element[column], _BOOST, GAMMA)
         value[row, column] *= (_between(words, torch.float64)[..., 0].log() / a[row, column]).exp()
     return value
 
 
 def _propose(keys: Tensor, element: Tensor, attempt: int, a: Tensor) -> tuple[Tensor, Tensor]:
     """Return (numbers, whether they are accepted) of one attempt; a ≥ 1."""
-    words = _block_words(keys, element, attempt, GAMMA)
+    words = block_words(keys, element, attempt, GAMMA)
     radius = _between(words[..., :2].contiguous(), torch.float64)[..., 0].log().mul_(-2).sqrt_()
     angle = words[..., 2].to(torch.float64).mul_(2 * math.pi * 2.0**-32)
     x = radius * angle.cos()

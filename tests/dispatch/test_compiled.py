@@ -84,3 +84,15 @@ def test_a_folder_that_others_write_to_is_not_used(source: Path, cache: Path, ca
     assert compiled.library(source, FACTOR="2") is None
     assert "to belong to this user and nobody else to write to it, but its mode is drwxrwxrwx" in caplog.text
     assert list(cache.iterdir()) == []
+
+
+@needs
+def test_another_header_is_another_program(source: Path) -> None:
+    """Headers count that a header includes, too."""
+    for name, text in (("outer.h", '#include "inner.h"\n'), ("inner.h", "enum { FACTOR = 5 };\n")):
+        (source.parent / name).write_text(text)
+    source.write_text('#include "outer.h"\n' + SOURCE)
+    assert compiled.library(source).times(7) == 35  # type: ignore[union-attr]
+    (source.parent / "inner.h").write_text("enum { FACTOR = 6 };\n")
+    compiled._loaded.cache_clear()
+    assert compiled.library(source).times(7) == 42  # type: ignore[union-attr]

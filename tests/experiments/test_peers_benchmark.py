@@ -71,14 +71,14 @@ def test_what_was_aimed_at_is_beside_what_is_possible(tmp_path):
     assert sum(line.count("|") == head.count("|") for line in lines) > 12
 
 
-def test_operations_are_called_again_by_their_parts():
-    added, weights, states, calls = torch.zeros(2, 3, 4, 12), torch.ones(2, 12, 4), torch.zeros(2, 4, 4), []
-    gru = torch.ops.fedtorch.gru
-    recorded = floors.recorded(lambda: calls.append(gru(added, states, weights, torch.zeros(2, 12))))
-    names = [str(each[0].overloadpacket) for each in recorded.operations]
-    assert names.count("aten.baddbmm") == 3  # of three steps
-    assert len(recorded.products().operations) == 3
-    added += 1
-    before = calls[0][0].clone()
-    recorded.again()  # in the memory of the first time
-    assert not torch.equal(calls[0][0], before)
+def test_operations_are_called_again_and_those_of_our_own_whole():
+    added, weights, states = torch.zeros(2, 3, 4, 12), torch.ones(2, 12, 4), torch.zeros(2, 4, 4)
+    gru, calls = torch.ops.fedtorch.gru, []
+    recorded = floors.recorded(lambda: gru(added, states, weights, torch.zeros(2, 12))[0].mul_(2))
+    assert len(recorded.operations) == 3  # zeros, the layer, and the product
+    names = [str(each[0].overloadpacket) for each in recorded.parts]
+    assert names.count("aten.baddbmm") == len(recorded.products().operations) == 3  # of three steps
+    layer = torch._library.custom_ops.OPDEFS["fedtorch::gru"]._init_fn
+    again = [(lambda *args: calls.append(layer(*args)), *each[1:]) for each in recorded.operations if each[0] is layer]
+    floors.Recorded(again, []).again()
+    assert len(calls) == 1

@@ -82,6 +82,8 @@ class Loopback:
         reply = self.sites[name].answer(frame)
         if reply is not None and (reply := self.after(name, reply)) is not None:
             self.frames.append((name, reply))
+        if name in self.sites:
+            self.sites[name].tidy()
 
     def receive(self, seconds: float) -> tuple[str, bytes]:
         if not self.frames:

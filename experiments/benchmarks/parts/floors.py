@@ -1,7 +1,7 @@
 """What the operations of a piece of work take by themselves: each is called once more, in order, and nothing else.
 
 No autograd, no `vmap`, no Python of a module or of a package lies between them: no program of these operations of torch
-is faster on one thread. Operations of fedtorch's own, such as a recurrent layer of all clients, count by their parts.
+is faster on one thread. Operations of fedtorch's own, such as a recurrent layer of all clients, are called whole.
 Operations on whole numbers, such as the draws of the order of rows, are left out.
 """
 
@@ -24,6 +24,7 @@ class Recorded(NamedTuple):
     """Operations, to be called again."""
 
     operations: list[Operation]
+    parts: list[Operation]  # the same, but for those of fedtorch's own the operations of torch that they consist of
 
     def again(self) -> None:
         """Call each."""
@@ -33,7 +34,8 @@ class Recorded(NamedTuple):
 
     def products(self) -> Recorded:
         """Those among them that are products of matrices, or convolutions."""
-        return Recorded([each for each in self.operations if each[0].overloadpacket in flop_registry])
+        products = [each for each in self.parts if each[0].overloadpacket in flop_registry]
+        return Recorded(products, products)
 
 
 class _Recording(TorchDispatchMode):
@@ -42,17 +44,23 @@ class _Recording(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[Operation] = []
+        self.parts: list[Operation] = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        parts = OPDEFS.get(function.name())
-        if parts is not None:
-            with self:
-                return parts._init_fn(*args, **kwargs)
+        own = OPDEFS.get(function.name())
+        if own is not None:
+            within = _Recording()
+            with within:
+                result = own._init_fn(*args, **kwargs)
+            self.operations.append((own._init_fn, args, kwargs))
+            self.parts += within.parts
+            return result
         result = function(*args, **kwargs)
         real = any(map(torch.is_floating_point, (*kernel_bounds.tensors(args), *kernel_bounds.tensors(result))))
         if real and not function.is_view and function is not torch.ops.aten._local_scalar_dense.default:
             self.operations.append((function, args, kwargs))
+            self.parts.append((function, args, kwargs))
         return result
 
 
@@ -60,4 +68,4 @@ def recorded(work: Callable[[], object]) -> Recorded:
     """The operations of a call, which keep their arguments in memory."""
     with _Recording() as recording:
         work()
-    return Recorded(recording.operations)
+    return Recorded(recording.operations, recording.parts)

@@ -101,6 +101,7 @@ class SiteSession:
             check_begun(self.versions.folder, begin.text("algorithm"), configuration.data, anyway)
         self.versions.put(FIRST, self.clients.state_dict())
         self._version: int | None = FIRST
+        self._wanted: set[int] | None = None  # versions to which the server may go back; None: no others are here
         self._last: frames.Inboxes | None = None
         self._rounds: frames.Known = {}
 
@@ -139,7 +140,7 @@ class SiteSession:
         return self.about == {name: begin.about.get(name) for name in _BEGUN}
 
     def settle(self, frame: Frame) -> None:
-        """Go to the version that the server counts on, and forget those that it does not go back to.
+        """Go to the version that the server counts on; what it does not go back to is left to `forget`.
 
         Raises:
             Refusal: that version is lost.
@@ -151,9 +152,19 @@ class SiteSession:
                 raise Refusal(f"the site does not have version {kept} of its states of run {self.run} any more")
             self._version = None  # until all of it is loaded
             self.clients.load_state_dict(states)
-        self._version = kept
-        if self._lasting:
-            self.versions.retain({kept, *keep})
+        self._version, self._wanted = kept, {kept, *keep}
+
+    def forget(self) -> None:
+        """Forget the versions of the states that the server does not go back to, as it has said last.
+
+        To be called when an answer has left, since deleting files may take as long as computing one.
+
+        Raises:
+            OSError: a file cannot be deleted.
+        """
+        wanted, self._wanted = self._wanted, None
+        if wanted is not None and self._lasting and self._version is not None:
+            self.versions.retain({self._version, *wanted})
 
     def round(self, frame: Frame) -> bytes:
         """Run the clients that are asked, keeps their new states as a version of its own, and answers."""
@@ -320,7 +331,8 @@ class SiteSession:
         beside, silent = {"more": more, "blobs": room}, 0 if known is None else len(more["lost"])
         inboxes, came = frames.decode_inboxes(frame, like, len(self._own), beside, known, silent)
         ids, blobs = inboxes.ids, frames.plain(came["blobs"])
-        if len(ids) and not (ids[0].item() in self._own and ids[-1].item() in self._own):
+        numbers = ids.numpy()
+        if len(numbers) and not (int(numbers[0]) in self._own and int(numbers[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))

@@ -108,6 +108,7 @@ def deliver(
             for payload in payloads:
                 before = site.begun
                 answer = site.answer(payload)
+                site.tidy()
                 if answer is not None:
                     said.append(answer)
                 if site.begun is not None and site.begun != before:
@@ -204,7 +205,16 @@ class Site:
             answer = self.answer((yield Receive(server, lambda sender, payload: payload)))
             if answer is not None:
                 yield Send(server, answer)
+            self.tidy()
         return self.ended
+
+    def tidy(self) -> None:
+        """Forget what the server does not go back to; to be called when an answer has left."""
+        if self._session is not None:
+            try:
+                self._session.forget()
+            except OSError:
+                _LOG.exception("old states could not be deleted")
 
     def answer(self, payload: bytes) -> bytes | None:
         """Answer a frame of the server; None for nothing."""
@@ -256,6 +266,7 @@ class Site:
             except Exception as error:
                 self._why = f"the site could not begin: {without_rows(error)}"
                 _LOG.exception("could not begin a run")
+            release(self.watch, but=None if self._known is None else self._known.algorithm)
             if self._session is None:
                 self.recording.begin(frame, server, self._why)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from support.oracles.closed_forms import linear, linear_clients, mean_squared_error, same_bits, sgd
@@ -296,3 +297,21 @@ def test_large_checkpoints_are_pointed_out_once(tmp_path: Path, monkeypatch: pyt
     with pytest.warns(UserWarning, match="every_n_epochs") as caught:
         saving(tmp_path, 3).fit(model)
     assert len([w for w in caught if "every_n_epochs" in str(w.message)]) == 1
+
+
+def test_a_file_is_read_by_the_library_of_its_format(tmp_path: Path) -> None:
+    flat = {
+        "rows": torch.arange(12.0).reshape(3, 4)[:, ::2],
+        "number": torch.tensor(3),
+        "nothing": torch.empty(0, 2),
+        "flags": torch.tensor([True, False]),
+        "half.of": torch.ones(3, dtype=torch.bfloat16, requires_grad=True),
+        "shared": torch.ones(1).expand(4),
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "complex": torch.tensor([1 + 2j]).conj(),
+    }
+    for name, some in {"some": flat, "none": {}}.items():
+        checkpoint.write(tmp_path / name, some)
+        plain = {each: leaf.detach().resolve_conj().contiguous().clone() for each, leaf in some.items()}
+        assert same_bits(safetensors.torch.load_file(tmp_path / name), plain)
+        assert (tmp_path / name).stat().st_size == len(safetensors.torch.save(plain))

@@ -534,3 +534,50 @@ def test_a_site_says_what_is_not_for_it() -> None:
     )
     assert "tell nothing for good" in reason(frames.encode("total", run=run, sequence=5, kept=0, keep=[]))
     assert tree.leaves(made.run().clients.state_dict())
+
+
+def held_back(made: Federation, name: str, run: ft.Run) -> bytes:
+    """The request for the next round, which the site does not get."""
+    requests: list[bytes] = []
+    made.host.before = lambda site, frame: site != name or requests.append(frame) is not None
+    with pytest.raises(RuntimeError, match="it is late"):
+        run.step()
+    made.host.before = lambda site, frame: True
+    return requests[-1]
+
+
+def test_old_states_are_deleted_when_the_answer_has_left(tmp_path: Path) -> None:
+    """Both are there until then, so that nobody waits for a file to be deleted."""
+    made = Federation(tmp_path)
+    run = made.run()
+    run.step(), run.step()
+    request, site = held_back(made, "b", run), made.host.sites["b"]
+    versions = site._session.versions
+    before, half = versions.numbers, site.half("server")
+    assert len(before) == 3
+    half.send(None), half.send(None)
+    answer = half.send(request)
+    new = frames.read(request, "server").integer("sequence")
+    assert frames.read(answer.message, "b").integer("sequence") == new
+    assert versions.numbers == before | {new}
+    half.send(None)
+    assert versions.numbers == {0, frames.read(request, "server").integer("kept"), new}
+    assert {int(path.stem) for path in (tmp_path / "b" / run.clients.run).glob("*[0-9].safetensors")} == {
+        *versions.numbers - {0}
+    }
+
+
+def test_a_site_goes_on_where_old_states_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made = Federation(tmp_path)
+    run = made.run()
+    run.step(), run.step()
+    with monkeypatch.context() as denied:
+        denied.setattr(Path, "unlink", lambda *arguments, **options: (_ for _ in ()).throw(OSError(errno.EPERM, "no")))
+        run.step()
+        assert "old states could not be deleted" in caplog.text
+        assert not run.population.troubles
+    run.step()
+    assert all(len(site._session.versions.numbers) == 3 for site in made.host.sites.values())
+    assert distance(run.server, alone(rounds=4).server) < ROUNDING

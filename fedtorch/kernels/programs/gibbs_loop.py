@@ -1,0 +1,62 @@
+"""Call the C program of `fedtorch.kernels.gibbs_sweeps`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedtorch.dispatch import compiled
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_NUMBER = ctypes.c_int64
+_TILE = 8  # problems that go side by side
+_READ = ("gram", "estimate", "least", "degrees", "centre", "shared", "scale", "w_in", "u_in", "noise_in", "keys")
+_WRITTEN = ("delta", "w", "u", "noise")
+
+
+class _Problem(ctypes.Structure):
+    """`Problem` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("chains", "size", "sweeps")),
+        *((name, ctypes.c_void_p) for name in (*_READ, *_WRITTEN)),
+    )
+
+
+def program() -> ctypes.CDLL | None:
+    """Return the library, None where there is none."""
+    return compiled.library(_SOURCE)
+
+
+def run(library: ctypes.CDLL, read: Sequence[Tensor], written: Sequence[Tensor], sweeps: int) -> None:
+    """Do all sweeps of all chains.
+
+    Args:
+        library: the program.
+        read: in the order of `_READ`, all float64 but the keys.
+        written: contiguous, in the order of `_WRITTEN`.
+        sweeps: of each.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    clients, chains, size = written[0].shape
+    kept = [tensor.contiguous() for tensor in read]  # to the end
+    problem = _Problem(chains, size, sweeps, *(tensor.data_ptr() for tensor in (*kept, *written)))
+    whole = clients * chains
+    tiles = -(-whole // _TILE)
+    threads = max(1, min(torch.get_num_threads(), tiles))
+    ends = [min(_TILE * (tiles * i // threads), whole) for i in range(threads + 1)]
+    call = lambda begin, end: library.gibbs_sweeps(ctypes.byref(problem), _NUMBER(begin), _NUMBER(end))
+    if threads == 1:
+        failed = [call(*ends)]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            failed = list(pool.map(call, ends[:-1], ends[1:]))
+    if any(failed):
+        raise MemoryError(f"no memory for the {2 * size**2} numbers of a problem's matrices")
