@@ -230,7 +230,8 @@ class History:
     def _write(self, row: Mapping[str, float]) -> None:
         """Add a row, whose other values are NaN."""
         for name in row:
-            self._column(name)
+            if name not in self._columns:
+                self._column(name)
         for name, column in self._columns.items():
             column.append(row.get(name, math.nan))
 

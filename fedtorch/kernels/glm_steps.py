@@ -17,23 +17,20 @@ classes in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch import tree
-from fedtorch.dispatch import choice
 from fedtorch.dispatch.choice import FLOATS, program
 from fedtorch.dispatch.launch import launch, power_of_two
 
 MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
 _RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
 _TILE = 2**14  # bytes of the rows that are read at a time otherwise
-_ROWS = 2**10  # of a run of steps of the loop, which stay in the cache
-_IGNORED = -100  # the label of rows that `cross_entropy` leaves out
+IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
 
 class Family(NamedTuple):
@@ -99,146 +96,6 @@ def glm_steps(
     return _launched(programs, problem) if programs else _reference(problem)
 
 
-def glm_loop(
-    family: Family,
-    x: Tensor,
-    y: Tensor,
-    start: Tensor,
-    runs: Callable[[int | None], Iterable[tuple[Tensor | None, Tensor]]],
-    *,
-    lr: float,
-    total: Tensor,
-    precision: Tensor | None = None,
-    shift: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `glm_steps` does, step by step on a CPU: by a program in C, or else by a loop of few products.
-
-    Args:
-        family, x, y, start, lr, precision, shift: as of `glm_steps`.
-        runs: the most rows that a run may have, None for any number -> runs: of S steps after another the rows
-            `(S, K, B)`, of which those beyond a client's size repeat others, or None for the first ones; and the sizes
-            `(S, K)`. No client takes its last step within one.
-        total: `(K,)` steps of each client.
-
-    Not differentiable: where a gradient is asked for the loop runs, whose operations in place torch refuses to go back.
-    """
-    theta = start.reshape(*start.shape[:2], -1)
-    pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
-    tensors = (x, y, start, total, *(pulled or ()))
-    if (library := _library(family, tensors, theta.shape[2])) is not None:
-        from fedtorch.kernels.programs import glm_loop as program
-
-        theta, told = program.run(library, family.code, x, y, theta, runs(None), lr, total, pulled)
-        return theta.reshape(start.shape), (told / total).to(start.dtype)
-    return _looped(family, x, y, start, runs(_ROWS), lr, total, precision, shift)
-
-
-def _library(family: Family, tensors: Sequence[Tensor], classes: int) -> Any:
-    """Return the library in C where it knows these tensors, first of all x, y and the start; else None."""
-    from fedtorch.kernels.programs import glm_loop as program
-
-    x, y, start = tensors[:3]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return None
-    if any(tensor.device.type != "cpu" for tensor in tensors) or choice.traced(tensors) or start.dtype != x.dtype:
-        return None
-    if family.code != CATEGORICAL.code:
-        return program.program(x.dtype) if y.dtype == x.dtype else None
-    known = (y == _IGNORED) | ((y >= 0) & (y < classes))  # others end with torch's error
-    return program.program(x.dtype) if y.dtype == torch.int64 and bool(known.all()) else None
-
-
-def _looped(
-    family: Family,
-    x: Tensor,
-    y: Tensor,
-    start: Tensor,
-    runs: Iterable[tuple[Tensor | None, Tensor]],
-    lr: float,
-    total: Tensor,
-    precision: Tensor | None,
-    shift: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Return what `glm_loop` does, by a loop over steps in which clients that are done take no part."""
-    rows = x if start.shape[1] == x.shape[2] else torch.cat([x, torch.ones_like(x[..., :1])], -1)
-    width, (flat, responses) = x.shape[1], (rows.flatten(0, 1), y.flatten())
-    theta = start.reshape(*start.shape[:2], -1).clone(memory_format=torch.contiguous_format)
-    told = start.new_zeros(len(start), dtype=torch.float64)
-    pull = (
-        None if precision is None or shift is None else (lr * precision[:, None, None], lr * shift.reshape(theta.shape))
-    )
-    done, ends = (torch.empty_like(theta), torch.empty_like(told)), set(total.tolist())
-    whole = rows[None], y[None]  # of the clients that are here, for steps that take all rows
-    client, here = torch.arange(len(start)), (theta, told, pull, width * torch.arange(len(start))[:, None])
-    step = 0
-    for place, size in runs:
-        if step in ends:
-            left = total[client] > step
-            done[0][client], done[1][client] = here[:2]
-            client, here = client[left], tree.take(here, left.nonzero()[:, 0])
-            whole = whole if place is not None else (rows[client][None], y[client][None])
-        step += len(size)
-        if len(client) < size.shape[1]:
-            place, size = None if place is None else place[:, client], size[:, client]
-        if place is None:
-            design, response = whole
-        else:
-            at = (place + here[3]).flatten()
-            design = flat.index_select(0, at).view(*place.shape, -1)
-            response = responses.index_select(0, at).view(place.shape)
-        _run(family, here, design, response, size, lr)
-    done[0][client], done[1][client] = here[:2]
-    return done[0].reshape(start.shape), (done[1] / total).to(start.dtype)
-
-
-def _run(family: Family, here: Any, design: Tensor, response: Tensor, size: Tensor, lr: float) -> None:
-    """Take the steps of sizes `(S, K)` by the clients that are `here`, in place; rows are of each step, or of all."""
-    theta, told, pull, _ = here
-    steps, labels, rate = len(size), family.code == CATEGORICAL.code, lr / design.shape[2]
-    inside = None
-    if labels and bool((response == _IGNORED).any()):
-        inside = response != _IGNORED
-        response = response.where(inside, 0)
-    if not bool((size == design.shape[2]).all()):
-        first = torch.arange(design.shape[2]) < size[..., None]
-        inside = first if inside is None else first & inside
-    wanted = (response if labels else response.to(theta.dtype))[..., None]
-    weights = None
-    if inside is not None:
-        seen = inside.sum(2)
-        weights, rate = (inside.to(theta.dtype) / seen.clamp(min=1)[..., None])[..., None], lr
-    each = [_of(steps, part).unbind() for part in (design, design.mT, wanted)]
-    weight = (None,) * steps if weights is None else _of(steps, weights).unbind()
-    less = theta.new_full((), -1.0).expand(wanted.shape[1:])
-    keep, push = (None, None) if pull is None else (1 - pull[0], pull[1])
-    kept = []  # what losses are made of: linear predictors, or the log probabilities of labels
-    for x, transposed, y, w in zip(*each, weight):
-        predictor = x @ theta
-        if labels:
-            log = predictor.log_softmax(-1)
-            kept.append(log.gather(-1, y))
-            gap = log.exp_().scatter_add_(-1, y, less)
-        else:
-            kept.append(predictor)
-            gap = family.misfit(predictor, y)
-        if w is not None:
-            gap *= w
-        if keep is not None:
-            theta.mul_(keep).add_(push)
-        theta.baddbmm_(transposed, gap, alpha=-rate)
-    logged = torch.stack(kept)
-    losses = (-logged if labels else family.loss(logged, _of(steps, wanted), reduction="none"))[..., 0]
-    if inside is None:
-        told += losses.mean(2).sum(0)
-    else:  # 0 / 0 where all are left out, as in torch
-        told += (torch.where(inside, losses, 0.0).sum(2) / seen).sum(0)
-
-
-def _of(steps: int, part: Tensor) -> Tensor:
-    """Return the part for each of the steps, where it is one of all."""
-    return part.expand(steps, *part.shape[1:])
-
-
 class _Problem(NamedTuple):
     """The arguments of `glm_steps`."""
 
@@ -280,7 +137,7 @@ def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
     flags = {"INDEXED": batches is not None, "PULL": pull}
     across = power_of_two(features)
     if labels:
-        tile = {"IGNORED": _IGNORED, "ROWS": 32, "FEATURES": max(across, 16), "CLASSES": 16}
+        tile = {"IGNORED": IGNORED, "ROWS": 32, "FEATURES": max(across, 16), "CLASSES": 16}
         sizes = (longest, width, features, start.shape[2], steps, batch)
         launch(programs.categorical, clients, *tensors, *sizes, lr, **flags, **tile, warps=8)
         return out, told
@@ -307,7 +164,7 @@ def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
         empty = ~inside.any(1)
         predictor = design @ theta
         if labels:
-            inside = inside & (response != _IGNORED)
+            inside = inside & (response != IGNORED)
             response = torch.where(inside, response, 0).long()
             losses = family.loss(predictor.mT, response, reduction="none")
         else:

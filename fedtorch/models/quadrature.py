@@ -21,7 +21,6 @@ tempering as in adaptive importance sampling (Cappé et al., 2004).
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -199,12 +198,12 @@ def _moved(
     least: int,
 ) -> _Moved:
     """Move a rule from `start` until its nodes see its own moments, but at least so often."""
-    nodes, weights = rule.nodes.to(cavity.mean), rule.weights.to(cavity.mean)
+    powers, weights = _Powers.of(*tree.to(rule, cavity.mean)), rule.weights.to(cavity.mean)
     mean, root = start
-    at, ratio, values = now = _evaluated(factor, nodes, whole, mean, root)
-    if nodes.shape[1] == 0:
+    at, ratio, values = now = _evaluated(factor, powers, whole, mean, root)
+    if at.shape[2] == 0:
         return _Moved(_weighted(at, weights.log() + ratio, values), start)
-    seen = partial(_seen, _Powers.of(nodes, weights))
+    seen = partial(_seen, powers)
     settled = torch.zeros_like(mean[:, 0], dtype=torch.bool)
     for move in range(_MOVES - 1):
         shift, half, enough = seen(torch.ones_like(ratio[:, 0]), ratio)
@@ -218,10 +217,10 @@ def _moved(
         mean = torch.where(settled[:, None], mean, mean + (root @ shift[..., None])[..., 0])
         root = torch.where(settled[:, None, None], root, root @ half)
         if only is None or 2 * int(settled.sum()) < len(settled):
-            now = _evaluated(factor, nodes, whole, mean, root)
+            now = _evaluated(factor, powers, whole, mean, root)
         else:
             ids = (~settled).nonzero()[:, 0]
-            these = _evaluated(only(ids), nodes, *tree.take((whole, mean, root), ids))
+            these = _evaluated(only(ids), powers, *tree.take((whole, mean, root), ids))
             now = tree.map(lambda every, some, ids=ids: every.index_copy(0, ids, some), now, these)
         at, ratio, values = now
     shift, half, _ = seen(torch.ones_like(ratio[:, 0]), ratio)
@@ -241,15 +240,17 @@ class _Evaluated(NamedTuple):
 
 def _evaluated(
     factor: Factor,
-    nodes: Tensor,
+    rule: _Powers,
     cavity: tuple[Tensor, Tensor],
     mean: Tensor,
     root: Tensor,
 ) -> _Evaluated:
     """Return what a factor tells at the rule's nodes for N(mean, root root')."""
-    at = mean[:, None] + nodes @ root.mT
+    across = rule.nodes.mT.expand(len(mean), -1, -1)
+    at = torch.baddbmm(mean[:, :, None], root, across).mT  # of which each coordinate is contiguous
     log_factor, values = factor(at)
-    return _Evaluated(at, log_factor + _log_normal(at, *cavity) - _log_normal(at, mean, root), values)
+    same = mean is cavity[0] and root is cavity[1]
+    return _Evaluated(at, log_factor if same else log_factor + _log_ratio(rule, cavity, mean, root), values)
 
 
 def _weighted(at: Tensor, log_weights: Tensor, values: Any) -> Nodes:
@@ -277,12 +278,15 @@ class _Powers(NamedTuple):
 
     nodes: Tensor  # (R, s)
     products: Tensor  # (R, s (s + 1) / 2)
+    twice: Tensor  # (s (s + 1) / 2,) how often each is in a square of all coordinates
     weights: Tensor  # (R,)
     log_weights: Tensor  # (R,)
 
     @staticmethod
     def of(nodes: Tensor, weights: Tensor) -> _Powers:
-        return _Powers(nodes, gaussian.pack(nodes[:, :, None] * nodes[:, None]), weights, weights.log())
+        size = nodes.shape[1]
+        twice = gaussian.pack(2 - torch.eye(size, dtype=nodes.dtype, device=nodes.device))
+        return _Powers(nodes, gaussian.pack(nodes[:, :, None] * nodes[:, None]), twice, weights, weights.log())
 
 
 def _seen(rule: _Powers, power: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,10 +301,12 @@ def _seen(rule: _Powers, power: Tensor, ratio: Tensor) -> tuple[Tensor, Tensor, 
     return mean, factor, (effective >= _SHARE) & (mean.abs().amax(1) <= _FARTHEST) & spread & (info == 0)
 
 
-def _log_normal(at: Tensor, mean: Tensor, root: Tensor) -> Tensor:
-    """Return log N(at `(K, R, s)`; mean `(K, s)`, root root')."""
-    if at.shape[-1] == 0:
-        return at.new_zeros(at.shape[:-1])
-    white = torch.linalg.solve_triangular(root, (at - mean[:, None]).mT, upper=False)
-    log_determinant = root.diagonal(dim1=-2, dim2=-1).log().sum(-1)[:, None]
-    return -0.5 * white.square().sum(1) - log_determinant - at.shape[-1] / 2 * math.log(2 * math.pi)
+def _log_ratio(rule: _Powers, cavity: tuple[Tensor, Tensor], mean: Tensor, root: Tensor) -> Tensor:
+    """Return log N(ζ; cavity) − log N(ζ; mean, root root') at the rule's nodes `(K, R)`: a quadratic of these."""
+    away = torch.cat([root, (mean - cavity[0])[..., None]], 2)
+    white = torch.linalg.solve_triangular(cavity[1], away, upper=False)
+    turn, shift = white[..., :-1], white[..., -1]
+    bend = gaussian.pack(turn.mT @ turn - torch.eye(turn.shape[2], dtype=turn.dtype, device=turn.device))
+    linear = (shift[:, None] @ turn)[:, 0] @ rule.nodes.mT
+    constant = turn.diagonal(dim1=-2, dim2=-1).log().sum(-1) - 0.5 * shift.square().sum(-1)
+    return constant[:, None] - linear - 0.5 * ((bend * rule.twice) @ rule.products.mT)

@@ -114,8 +114,6 @@ class Batches:
         self._ends: set[int] | None = None  # after so many steps some clients have taken all of theirs
         first = tree.leaves(rows)[0]
         self._device, self._width = first.device, first.shape[1]
-        self._client = torch.arange(len(count), device=self._device)[:, None]
-        self._all = torch.ones_like(count, dtype=torch.bool)
         self._everything: Batch | None = None
         if not self._full:
             self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
@@ -128,6 +126,16 @@ class Batches:
             self._order = torch.zeros(
                 len(count), self._ahead * self._width, dtype=torch.int64, device=self._permutations.device
             )
+
+    @functools.cached_property
+    def _client(self) -> Tensor:
+        """Return the clients' places, `(K, 1)`."""
+        return torch.arange(len(self._count), device=self._device)[:, None]
+
+    @functools.cached_property
+    def _all(self) -> Tensor:
+        """Return that all clients train, `(K,)`."""
+        return torch.ones_like(self._count, dtype=torch.bool)
 
     @property
     def together(self) -> bool:
@@ -155,7 +163,7 @@ class Batches:
         step, most = 0, self.longest
         if numbers is not None:
             most = max(1, numbers // max(1, len(self._count) * min(self._size, self._width)))
-        for end in self.total.unique().tolist():
+        for end in [self.longest] if self.alike else self.total.unique().tolist():
             while step < end:
                 yield (chosen := self._run(step, min(most, end - step)))
                 step += len(chosen[1])

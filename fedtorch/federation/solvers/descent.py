@@ -20,10 +20,10 @@ from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
-from fedtorch.federation.solvers._linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, probe, probe_batch
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined, keep_rows
 from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
+from fedtorch.federation.solvers.linear.steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
@@ -141,7 +141,8 @@ class Descent:
     def find_linear_steps(self, loss: Loss | None) -> None:
         """Let a program take all steps of a round at once where it knows all that they do."""
         if self.clip is None and self.project is None and self.loss.precision != "bf16":
-            self.linear = linear_steps(self.objective.module, loss, self.trained, self.configured(_SOME_STEPS))
+            configured = self.configured(_SOME_STEPS)
+            self.linear = linear_steps(self.objective, loss, self.trained, configured, self.keep)
 
     def move(self, device: torch.device) -> None:
         """Take the module to the device of the data."""
@@ -152,14 +153,14 @@ class Descent:
         """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
         if isinstance(data, ClientLoaders):
             return self._through_loaders(start, state, data, quadratic, turn)
-        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
-            self._learn(data)
         device, key = data.count.device, lambda: turn.key  # which full batches of a module without draws never ask for
         if len(count := data.count.to("cpu")) == 0:
             return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
         limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit, turn.share)
         if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
             return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
+        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
+            self._learn(data)
         whole = self.loss.batched and not self.loss.separable and not self.drop_last
         per_epoch = limited(batches_of(count, self.batch_size, self.drop_last), turn.limit)
         groups = self._groups(state, per_epoch, turn.round, [count] if whole else [])

@@ -287,6 +287,7 @@ class LinearForm(NamedTuple):
     """Coefficients θ on features, of any of the modules, an intercept at their end."""
 
     outputs: int  # o
+    features: int  # d, the intercept not among them
     design: Callable[[Tensor], Tensor]  # inputs (K, N, ...) -> features (K, N, p)
     join: Callable[[Tree], Tensor]  # parameters -> θ (K, p, o)
     split: Callable[[Tensor], dict[str, Tensor]]  # its inverse
@@ -306,6 +307,7 @@ def linear_form(module: nn.Module) -> LinearForm:
     if isinstance(module, LinearHead):
         return LinearForm(
             1,
+            module.features,
             module.block_design,
             lambda tensors: tensors["coefficients"][..., None],
             lambda θ: {"coefficients": θ[..., 0]},
@@ -330,4 +332,4 @@ def linear_form(module: nn.Module) -> LinearForm:
         weight = {"weight": joined[:, :features].mT}
         return {**weight, "bias": joined[:, -1]} if bias else weight
 
-    return LinearForm(module.out_features, design, join, split)
+    return LinearForm(module.out_features, features, design, join, split)

@@ -32,7 +32,7 @@ tensor([0.5000, 2.5000], dtype=torch.float64)
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -48,6 +48,7 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.families import Family, Ordered
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
+from fedtorch.models.hierarchical.integrals.given import LEAST, Coefficients, Given
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
@@ -63,6 +64,14 @@ class Conditional(NamedTuple):
     moments: Callable[[], Moments]  # of θ_k given the rows (K, R, d), (K, R, d, d)
 
 
+class Margins(NamedTuple):
+    """How a likelihood that is normal in θ_k does without covariances of θ_k spelled out at every node."""
+
+    fit: Callable[[Sequence[Tensor]], bool]  # whether it can with tensors such as these
+    # (prepared, θ_k before the rows, log σ² (K, R) or None, what `local` tells of the same) -> Conditional
+    at: Callable[[Any, Coefficients, Tensor | None, Callable[[], Conditional]], Conditional]
+
+
 class DeviceLikelihood(NamedTuple):
     """The model of a device's rows given θ_k."""
 
@@ -74,6 +83,7 @@ class DeviceLikelihood(NamedTuple):
     size: Callable[[Any], int]  # numbers a node of one client needs
     family: Family | None = None  # the distribution of one response, where it depends on x'θ_k
     dear: bool = False  # whether nodes cost so much that a rule of few of them finds the place of the others first
+    margins: Margins | None = None
 
 
 class Model(NamedTuple):
@@ -154,13 +164,27 @@ class _Parts(NamedTuple):
         """Return the hierarchy's part of ζ, and log σ²."""
         return (zeta[..., :-1], zeta[..., -1]) if self.noise else (zeta, None)
 
-    def numbers(self, data: Any, nodes: int) -> int:
-        """Return how many numbers the nodes of a client take."""
-        return nodes * max(len(self.hierarchy.mean) ** 2, self.likelihood.size(data))
+    def numbers(self, data: Any, nodes: int, like: Tensor | None = None) -> int:
+        """Return how many numbers as many nodes of a client take; `like` where no moments of θ_k are asked for."""
+        (d, m), components, margins = self.hierarchy.mean.shape, self.hierarchy.components, self.likelihood.margins
+        lean = like is not None and components is not None and margins is not None and margins.fit((like,))
+        inner = d + m + len(components.rows) if lean and components is not None else d * d
+        return nodes * max(inner, self.likelihood.size(data))
+
+    def local(
+        self, data: Any, given: Coefficients, log_noise: Tensor | None, spelled: Callable[[], tuple[Tensor, Tensor]]
+    ) -> Conditional:
+        """Return what the likelihood says, with means and covariances spelled out only where it needs them."""
+        every = lambda: self.likelihood.local(data, *spelled(), given.zeta, log_noise)
+        margins = self.likelihood.margins
+        tensors = given if log_noise is None else (*given, log_noise)
+        if margins is None or not margins.fit(tensors):
+            return every()
+        return margins.at(data, given, log_noise, every)
 
 
 def _project(parts: _Parts, cavity: Moments, data: Any, key: Tensor) -> Projected:
-    numbers = parts.numbers(data, len(parts.rule.weights))
+    numbers = parts.numbers(data, len(parts.rule.weights), cavity.mean)
     return Projected(_in_chunks(partial(_tilted_moments, parts), (cavity, data), numbers), cavity)
 
 
@@ -171,7 +195,7 @@ def _devices(parts: _Parts, cavity: Moments, data: Any) -> DevicePosterior:
 
 def _log_factor(parts: _Parts, phi: Tensor, data: Any) -> Tensor:
     evidence = partial(_log_evidence, parts)
-    return _in_chunks(evidence, (phi, data), parts.numbers(data, phi.shape[1]))
+    return _in_chunks(evidence, (phi, data), parts.numbers(data, phi.shape[1], phi))
 
 
 def _mixture_at(parts: _Parts, phi: Tensor, weights: Tensor, data: Any) -> DevicePosterior:
@@ -180,7 +204,7 @@ def _mixture_at(parts: _Parts, phi: Tensor, weights: Tensor, data: Any) -> Devic
 
 
 def _log_normaliser(parts: _Parts, cavity: Moments, data: Any) -> Tensor:
-    numbers = parts.numbers(data, len(parts.rule.weights))
+    numbers = parts.numbers(data, len(parts.rule.weights), cavity.mean)
     return _in_chunks(partial(_tilted_normaliser, parts), (cavity, data), numbers)
 
 
@@ -207,30 +231,37 @@ def _mixture_of_phi(parts: _Parts, given: tuple[Tensor, Tensor, Any]) -> DeviceP
     return _mixed(parts, weights, _conditional(parts, phi, data), zeta)
 
 
-def _tilted(parts: _Parts, cavity: Moments, data: Any) -> tuple[Nodes, _Given]:
+def _tilted(parts: _Parts, cavity: Moments, data: Any) -> tuple[Nodes, Given]:
     """Return nodes over ζ under cavity times factor, and μ given ζ under the cavity."""
-    given = _Given.of(cavity, parts.hierarchy.mean.to(cavity.mean))
+    given = Given.of(cavity, parts.hierarchy.mean.to(cavity.mean))
     scout = scout_rule(parts.rule.nodes.shape[1]) if parts.likelihood.dear else None
     return tilt(given.scales, partial(_factor, parts, given, data), parts.rule, scout), given
 
 
-def _factor(parts: _Parts, given: _Given, data: Any, zeta: Tensor) -> tuple[Tensor, Conditional]:
+def _factor(parts: _Parts, given: Given, data: Any, zeta: Tensor) -> tuple[Tensor, Conditional]:
     """Return the evidence at ζ with μ integrated out, and what else the likelihood says there."""
     inner, log_noise = parts.split(zeta)
-    covariance = parts.hierarchy.covariance(inner) + given.spread[:, None]
-    conditional = parts.likelihood.local(data, given.mean(zeta) @ given.design.mT, covariance, inner, log_noise)
+
+    def spelled() -> tuple[Tensor, Tensor]:
+        return given.mean(zeta) @ given.design.mT, parts.hierarchy.covariance(inner) + given.spread[:, None]
+
+    conditional = parts.local(data, given.coefficients(zeta, inner), log_noise, spelled)
     return conditional.log_evidence, conditional
 
 
 def _conditional(parts: _Parts, phi: Tensor, data: Any) -> Conditional:
     """Return what the likelihood says at φ = (μ, ζ)."""
-    means = parts.hierarchy.mean
-    m = means.shape[1]
-    mu, (inner, log_noise) = phi[..., :m], parts.split(phi[..., m:])
-    spread = parts.hierarchy.covariance(inner)
-    fixed = spread.diagonal(dim1=-2, dim2=-1) == 0  # not quite, so that Σ has a Cholesky factor
-    spread = spread + torch.diag_embed(fixed * torch.finfo(phi.dtype).eps)
-    return parts.likelihood.local(data, mu @ means.to(phi).mT, spread, inner, log_noise)
+    means = parts.hierarchy.mean.to(phi)
+    mu, zeta = phi.split([means.shape[1], phi.shape[-1] - means.shape[1]], -1)
+    inner, log_noise = parts.split(zeta)
+    given = Coefficients.at(mu, inner, means, parts.hierarchy.random)
+
+    def spelled() -> tuple[Tensor, Tensor]:
+        spread = parts.hierarchy.covariance(inner)
+        fixed = spread.diagonal(dim1=-2, dim2=-1) == 0
+        return mu @ means.mT, spread + torch.diag_embed(fixed * LEAST)
+
+    return parts.local(data, given, log_noise, spelled)
 
 
 def _mixed(parts: _Parts, weights: Tensor, found: Conditional, zeta: Tensor) -> DevicePosterior:
@@ -250,7 +281,7 @@ def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
         return {"mean": zero.expand(features), "second": second, "residual": zero, "count": zero}
     count, likelihood = len(tree.leaves(data)[0]), parts.likelihood
     cavity = Moments(*tree.expand(start, count))
-    given = _Given.of(cavity, parts.hierarchy.mean.to(start.mean))
+    given = Given.of(cavity, parts.hierarchy.mean.to(start.mean))
     _, conditional = _factor(parts, given, data, cavity.mean[:, None, m:])
     mean, covariance = (part[:, 0] for part in conditional.moments())
     residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
@@ -274,32 +305,6 @@ def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Pri
     return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
 
 
-class _Given(NamedTuple):
-    """μ given ζ under the cavity: μ ~ N(centre + slope (ζ − E ζ), covariance)."""
-
-    scales: Moments  # of ζ
-    centre: Tensor  # (K, m)
-    slope: Tensor  # (K, m, s)
-    covariance: Tensor  # (K, m, m)
-    design: Tensor  # (d, m)
-    spread: Tensor  # (K, d, d) of E θ_k given ζ
-
-    @staticmethod
-    def of(cavity: Moments, design: Tensor) -> _Given:
-        m = design.shape[1]
-        total, inner = cavity.covariance, cavity.covariance[:, m:, m:]
-        factor = torch.linalg.cholesky_ex(inner).L
-        half = torch.linalg.solve_triangular(factor, total[:, m:, :m], upper=False)
-        slope = torch.linalg.solve_triangular(factor.mT, half, upper=True).mT
-        covariance = total[:, :m, :m] - half.mT @ half
-        scales = Moments(cavity.mean[:, m:], inner)
-        return _Given(scales, cavity.mean[:, :m], slope, covariance, design, design @ covariance @ design.mT)
-
-    def mean(self, zeta: Tensor) -> Tensor:
-        """Return E μ given ζ, `(K, R, m)`."""
-        return self.centre[:, None] + (zeta - self.scales.mean[:, None]) @ self.slope.mT
-
-
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
     """Return `Conditional.derivatives` from the moments of θ_k before and after the rows."""
     factor = torch.linalg.cholesky_ex(covariance).L
@@ -308,17 +313,20 @@ def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tenso
     return gradient, (weights[..., None, None] * lost).sum(1)
 
 
-def _moments(nodes: Nodes, given: _Given) -> Moments:
+def _moments(nodes: Nodes, given: Given) -> Moments:
     """Return the tilted moments of (μ, ζ)."""
-    m = given.centre.shape[1]
+    size, m = nodes.nodes.shape[2], given.centre.shape[1]
     across = given.covariance @ given.design.mT
     gradient, information = nodes.values.derivatives(nodes.weights)
-    phi = torch.cat([given.mean(nodes.nodes) + gradient @ across.mT, nodes.nodes], -1)
-    centre = (nodes.weights[..., None] * phi).sum(1)
-    away = phi - centre[:, None]
-    total = (nodes.weights[..., None] * away).mT @ away
+    both = torch.cat([nodes.nodes.mT, gradient.mT], 1)  # (K, s + d, R), of which μ given ζ has a mean that is linear
+    average = (both @ nodes.weights[..., None])[..., 0]
+    away = both - average[..., None]
+    zeta, first = average[:, :size], torch.cat([given.slope, across], 2)
+    mu = given.centre + (first @ torch.cat([zeta - given.scales.mean, average[:, size:]], 1)[..., None])[..., 0]
+    turn = torch.cat([first, torch.eye(size, both.shape[1]).to(both).expand(len(both), -1, -1)], 1)
+    total = turn @ ((away * nodes.weights[:, None]) @ away.mT) @ turn.mT
     total[:, :m, :m] += given.covariance - across @ information @ across.mT
-    return Moments(centre, linalg.symmetric(total))
+    return Moments(torch.cat([mu, zeta], 1), linalg.symmetric(total))
 
 
 def _in_chunks(function: Callable[[Any], Any], stacked: Any, numbers: int) -> Any:

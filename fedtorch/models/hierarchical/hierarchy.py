@@ -17,6 +17,14 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 
 
+class Components(NamedTuple):
+    """Covariances as S(ζ) = Σ_t c_t(ζ) E_t, where E_t has ones at (row, column) and (column, row)."""
+
+    values: Callable[[Tensor], Tensor]  # ζ (..., s) -> c (..., T)
+    rows: Tensor  # (T,)
+    columns: Tensor  # (T,)
+
+
 class Hierarchy(NamedTuple):
     """The normal distribution of θ_k given φ = (μ, ζ).
 
@@ -38,6 +46,7 @@ class Hierarchy(NamedTuple):
     prior: Prior  # of φ
     coefficients: tuple[str, ...] = ()  # names of θ_k
     random: tuple[int, ...] = ()  # numbers of those that differ between devices
+    components: Components | None = None  # `covariance` by its entries; None where it is known as a whole only
 
 
 def normal(
@@ -84,19 +93,24 @@ def normal(
         raise ValueError(f"Expected a hyperprior for each of {r} random coefficients, but got {len(each)}")
     row, column = torch.tril_indices(r, r, -1) if correlated else torch.zeros(2, 0, dtype=torch.int64)
     place = torch.tensor(chosen, dtype=torch.int64)
+    first, second = torch.tril_indices(r, r) if correlated else torch.arange(r).expand(2, r)
 
     def root(zeta: Tensor) -> Tensor:
         unit = torch.eye(r, dtype=zeta.dtype, device=zeta.device).expand(*zeta.shape[:-1], r, r).clone()
         unit[..., row, column] = zeta[..., r:]
         return (zeta[..., :r, None] / 2).exp() * unit
 
-    def covariance(zeta: Tensor) -> Tensor:
-        full = zeta.new_zeros((*zeta.shape[:-1], features, features))
+    def entries(zeta: Tensor) -> Tensor:
         if not correlated:
-            full[..., place, place] = zeta.exp()
-            return full
+            return zeta.exp()
         half = root(zeta)
-        full[..., place[:, None], place] = half @ half.mT
+        return (half @ half.mT)[..., first, second]
+
+    def covariance(zeta: Tensor) -> Tensor:
+        full, values = zeta.new_zeros((*zeta.shape[:-1], features, features)), entries(zeta)
+        full[..., place[first], place[second]] = values
+        if correlated:
+            full[..., place[second], place[first]] = values
         return full
 
     def scales(matrix: Tensor, log_noise: Tensor) -> Tensor:
@@ -113,7 +127,8 @@ def normal(
     titles = [f"mean {name}" for name in labels] + [f"log variance {labels[j]}" for j in chosen]
     titles += [f"dependence {labels[chosen[i]]} on {labels[chosen[j]]}" for i, j in zip(row, column)]
     design = torch.eye(features, dtype=torch.float64)
-    return Hierarchy(tuple(titles), design, covariance, scales, prior, labels, tuple(chosen))
+    components = Components(entries, place[first], place[second])
+    return Hierarchy(tuple(titles), design, covariance, scales, prior, labels, tuple(chosen), components)
 
 
 def _number(which: int | str, names: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ sections 4.2.1 and 4.3.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,14 +29,17 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import linalg, tree
+from fedtorch.kernels import variance_components
+from fedtorch.kernels.variance_components import VarianceComponents
 from fedtorch.models._reduced import Reduced, reduced
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Margins, Model, of
 from fedtorch.models.hierarchical.families import GAUSSIAN
-from fedtorch.models.hierarchical.hierarchy import Hierarchy
+from fedtorch.models.hierarchical.hierarchy import Components, Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
+from fedtorch.models.hierarchical.integrals.given import Coefficients
 from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import log_weights, refuse
@@ -71,6 +74,17 @@ def linear(
         found = _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
         return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
 
+    def fit(tensors: Sequence[Tensor]) -> bool:
+        return variance_components.program(len(hierarchy.mean), tensors) is not None
+
+    def margin(
+        data: _Data, given: Coefficients, log_noise: Tensor | None, spelled: Callable[[], Conditional]
+    ) -> Conditional:
+        assert hierarchy.components is not None
+        known = data.log_noise[:, None].expand(given.zeta.shape[:2]) if log_noise is None else log_noise
+        found = _marginal(data.rows, hierarchy.components, given, known, spelled)
+        return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
+
     def prepare(data: Any) -> _Data:
         sums = statistics(data, hierarchy.mean.shape[0])
         if isinstance(noise, Hyperprior):
@@ -88,6 +102,7 @@ def linear(
         lambda data: data.rows.count,
         lambda data: 1,
         GAUSSIAN,
+        margins=None if hierarchy.components is None else Margins(fit, margin),
     )
     return of(hierarchy, likelihood, noise=noise if isinstance(noise, Hyperprior) else None, rule=rule)
 
@@ -150,13 +165,7 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
     factor = torch.linalg.cholesky_ex(total).L
     misfit = data.response[:, None] - mean @ root
     white = torch.linalg.solve_triangular(factor, misfit[..., None], upper=False)
-    log_evidence = (
-        -0.5 * data.count[:, None] * math.log(2 * math.pi)
-        - 0.5 * (data.count[:, None] - d) * log_noise
-        - 0.5 * data.rest[:, None] / variance
-        - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1)
-        - 0.5 * white.square().sum((-2, -1))
-    )
+    deviance = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + white.square().sum((-2, -1))
 
     def derivatives(weights: Tensor) -> tuple[Tensor, Tensor]:
         inverse = linalg.inverse_factor(factor)
@@ -173,4 +182,34 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
         gain = whole.mT @ (whole @ (root[:, None] @ scaled[..., None]))
         return Moments(mean + gain[..., 0], whole.mT @ whole)
 
-    return Conditional(log_evidence, derivatives, moments)
+    return Conditional(_log_evidence(data, log_noise, variance, deviance), derivatives, moments)
+
+
+def _marginal(
+    data: Reduced,
+    components: Components,
+    given: Coefficients,
+    log_noise: Tensor,
+    spelled: Callable[[], Conditional],
+) -> Conditional:
+    """Return the same from the components of Σ, which is spelled out for the moments of θ_k only."""
+    root = data.root
+    centre = data.response - (root.mT @ given.mean[..., None])[..., 0]
+    shared, slope, variance = root.mT @ given.shared @ root, given.slope @ root, log_noise.exp()
+    rows, columns = (part.to(root.device) for part in components[1:])
+    values, (inputs, origin) = components.values(given.zeta), given[1:3]
+    margins = VarianceComponents(values, inputs, variance, rows, columns, root, shared, origin, centre, slope)
+
+    def derivatives(weights: Tensor) -> tuple[Tensor, Tensor]:
+        score, information = variance_components.scores(margins, weights)
+        return score @ root.mT, root @ information @ root.mT
+
+    log_evidence = _log_evidence(data, log_noise, variance, variance_components.log_densities(margins))
+    return Conditional(log_evidence, derivatives, lambda: spelled().moments())
+
+
+def _log_evidence(data: Reduced, log_noise: Tensor, variance: Tensor, deviance: Tensor) -> Tensor:
+    """Return the log evidence of all rows from log |M| + u'M⁻¹u of the d rows that stand for them."""
+    count, d = data.count[:, None], data.response.shape[1]
+    rows = count * math.log(2 * math.pi) + (count - d) * log_noise + data.rest[:, None] / variance
+    return -0.5 * (rows + deviance)

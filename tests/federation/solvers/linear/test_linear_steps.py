@@ -15,10 +15,12 @@ from fedtorch import tree
 from fedtorch.dispatch import choice
 from fedtorch.dispatch.compiled import _compiler
 from fedtorch.federation.solvers import batches
-from fedtorch.federation.solvers._linear_steps import LinearSteps
 from fedtorch.federation.solvers.batches import Batches
-from fedtorch.kernels import glm_steps
-from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, glm_loop
+from fedtorch.federation.solvers.linear.steps import LinearSteps
+from fedtorch.kernels import glm_loop as loop
+from fedtorch.kernels.glm_loop import glm_loop
+from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
+from fedtorch.kernels.optimiser_rules import Adam, Momentum
 from fedtorch.kernels.programs import glm_loop as program
 
 PROGRAM = pytest.param("on", marks=pytest.mark.skipif(_compiler() is None, reason="needs a C compiler"))
@@ -30,14 +32,30 @@ LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], Callable
 }
 
 
-def trained(name: str, sizes: list[int], wrap: Callable[[Any], ft.Algorithm], batch_size: int | None) -> ft.Run:
+RULES = [None, Momentum(0.9, 0.1), Adam((0.9, 0.99), 1e-3, 0.1)]
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, weight_decay=0.1),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, dampening=0.2, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.05, betas=(0.8, 0.9), weight_decay=0.1),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.05, weight_decay=0.1),
+}
+
+
+def trained(
+    name: str,
+    sizes: list[int],
+    wrap: Callable[[Any], ft.Algorithm],
+    batch_size: int | None,
+    optimizer: str = "sgd",
+) -> ft.Run:
     loss, module, response = LOSSES[name]
     generator = torch.Generator().manual_seed(0)
     rows = [torch.randn(size, 3, generator=generator, dtype=torch.float64) for size in sizes]
     data = ft.data.from_tensors([(x, response(x.sum(1))) for x in rows])
     torch.manual_seed(0)
-    optimizer = lambda parameters: torch.optim.SGD(parameters, lr=0.05, weight_decay=0.1)
-    local = ft.gradient_descent(module().double(), epochs=3, batch_size=batch_size, loss=loss, optimizer=optimizer)
+    settings: dict[str, Any] = {"batch_size": batch_size, "loss": loss, "optimizer": OPTIMIZERS[optimizer]}
+    local = ft.gradient_descent(module().double(), epochs=3, **settings)
     return ft.run(wrap(local), ft.InProcess(data), rounds=2, faults=ft.partial_work(0.5))
 
 
@@ -56,9 +74,9 @@ def test_the_same_as_stacked_steps(
     name: str, sizes: list[int], batch_size: int | None, wrap: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: set[str] = set()
-    run, looped = program.run, glm_steps._looped
+    run, looped = program.run, loop._looped
     monkeypatch.setattr(program, "run", lambda *a: taken.add("run") or run(*a))
-    monkeypatch.setattr(glm_steps, "_looped", lambda *a: taken.add("_looped") or looped(*a))
+    monkeypatch.setattr(loop, "_looped", lambda *a: taken.add("_looped") or looped(*a))
     ours = trained(name, sizes, wrap, batch_size)
     assert taken == {"run" if mode == "on" else "_looped"}
     monkeypatch.setattr(LinearSteps, "knows", lambda *a: False)
@@ -67,6 +85,34 @@ def test_the_same_as_stacked_steps(
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
     losses = (torch.tensor(list(run.history["train_loss"])) for run in (ours, theirs))
     torch.testing.assert_close(*losses, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["gaussian", "categorical"])
+@pytest.mark.parametrize("sizes", [[6, 6, 6], [2, 9, 5]], ids=["alike", "ragged"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS)[1:])
+@pytest.mark.parametrize("wrap", [ft.fedavg, lambda local: ft.fedprox(local, 0.7)], ids=["fedavg", "fedprox"])
+def test_optimisers(
+    name: str, sizes: list[int], optimizer: str, wrap: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What torch's optimisers give on stacked parameters."""
+    knows = LinearSteps.knows
+    asked: list[bool] = []
+    monkeypatch.setattr(LinearSteps, "knows", lambda *a: asked.append(knows(*a)) or asked[-1])
+    ours = trained(name, sizes, wrap, 4, optimizer)
+    assert asked
+    assert all(asked)
+    monkeypatch.setattr(LinearSteps, "knows", lambda *a: False)
+    theirs = trained(name, sizes, wrap, 4, optimizer)
+    for one, other in zip(tree.leaves(ours.server), tree.leaves(theirs.server), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(("reset", "known"), [("round", True), ("never", False)])
+def test_moments_that_are_kept_stay_with_torch(reset: Any, known: bool) -> None:
+    local = ft.gradient_descent(
+        nn.Linear(3, 1), steps=1, loss=F.mse_loss, optimizer=lambda p: torch.optim.Adam(p, lr=0.1), reset=reset
+    )
+    assert (local.solve.__self__.linear is not None) == known  # type: ignore[attr-defined]
 
 
 def test_labels_that_are_left_out(mode: str) -> None:
@@ -80,37 +126,76 @@ def test_labels_that_are_left_out(mode: str) -> None:
     assert not torch.equal(one, start)
 
 
-def problem(family: Any, clients: int, size: int, classes: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def problem(
+    family: Any, clients: int, size: int, classes: int, dtype: torch.dtype, features: int = 5
+) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(clients, size, 5, generator=generator, dtype=dtype)
+    x = torch.randn(clients, size, features, generator=generator, dtype=dtype)
     if family is CATEGORICAL:
         y = torch.randint(0, classes, (clients, size), generator=generator)
     else:
         y = torch.randn(clients, size, generator=generator, dtype=dtype).abs().round()
         y = y.clamp(max=1) if family is BERNOULLI else y
-    return x, y, torch.zeros(clients, 6, *[classes] * (family is CATEGORICAL), dtype=dtype)
+    return x, y, torch.zeros(clients, features + 1, *[classes] * (family is CATEGORICAL), dtype=dtype)
 
 
 @pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("family", [GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_the_program_does_what_the_loop_does(family: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows than a tile of the program has, with an intercept, for any number of threads."""
-    x, y, start = problem(family, 3, 150, 4, dtype)
+@pytest.mark.parametrize("features", [5, 16, 40])
+@pytest.mark.parametrize(
+    "rule", [None, Momentum(0.9, 0.1), Adam((0.9, 0.99), 1e-3, 0.1)], ids=["sgd", "momentum", "adam"]
+)
+def test_the_program_does_what_the_loop_does(
+    family: Any, dtype: torch.dtype, features: int, rule: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More rows than a tile has, by columns and by rows, with an intercept, for any number of threads."""
+    x, y, start = problem(family, 3, 150, 4, dtype, features)
     total = torch.tensor([4, 2, 4])
     runs = lambda _: [(None, torch.tensor([[150, 131, 67]]).expand(2, 3))] * 2
+    pull: Any = {"precision": torch.tensor([0.0, 0.5, 2.0], dtype=dtype), "shift": torch.ones_like(start)}
     got = {}
     before = torch.get_num_threads()
     for way, threads in (("off", before), ("on", 1), ("on", 3)):
         monkeypatch.setenv(choice.VARIABLE, way)
         torch.set_num_threads(threads)
-        got[way, threads] = glm_loop(family, x, y, start, runs, lr=0.1, total=total)
+        got[way, threads] = glm_loop(family, x, y, start, runs, lr=0.02, total=total, rule=rule, **pull)
     torch.set_num_threads(before)
     for one, other in zip(got["off", before], got["on", 1], strict=True):
         torch.testing.assert_close(
-            one, other, rtol=1e-11 if dtype == torch.float64 else 1e-4, atol=1e-6 * (x.itemsize < 8)
+            one, other, rtol=1e-11 if dtype == torch.float64 else 1e-4, atol=1e-5 * (x.itemsize < 8)
         )
     assert all(torch.equal(one, other) for one, other in zip(got["on", 1], got["on", 3], strict=True))
+
+
+@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("features", [5, 40])
+def test_batches_of_chosen_rows(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are chosen anew in every step, of which the last are left out."""
+    x, y, start = problem(CATEGORICAL, 2, 150, 4, torch.float64, features)
+    y[:, ::7] = -100
+    place = torch.stack([torch.randperm(150, generator=torch.Generator().manual_seed(k)) for k in range(6)])
+    place = place.reshape(3, 2, 150)[:, :, :100]
+    runs = lambda _: [(place, torch.tensor([[100, 71], [3, 64], [1, 65]]))]
+    got = []
+    for way in ("off", "on"):
+        monkeypatch.setenv(choice.VARIABLE, way)
+        got.append(glm_loop(CATEGORICAL, x, y, start, runs, lr=0.1, total=torch.tensor([3, 3])))
+    for one, other in zip(*got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=0, equal_nan=True)
+
+
+@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
+def test_more_rows_than_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One client's rows are brought to columns once, the other's, of which there are too many, in every step."""
+    x, y, start = problem(GAUSSIAN, 2, 9000, 1, torch.float64)
+    runs = lambda _: [(None, torch.tensor([[9000, 100]]).expand(3, 2))]
+    got = []
+    for way in ("off", "on"):
+        monkeypatch.setenv(choice.VARIABLE, way)
+        got.append(glm_loop(GAUSSIAN, x, y, start, runs, lr=0.02, total=torch.tensor([3, 3])))
+    for one, other in zip(*got, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
 
 
 def test_a_label_without_a_class_is_an_error_of_torch(mode: str) -> None:
