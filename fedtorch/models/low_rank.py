@@ -52,11 +52,11 @@ class LowRank(NamedTuple):
         left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
         values = singular.square()
         left, values = _canonical(left, values)
+        if len(values) <= rank:
+            pad = torch.nn.functional.pad
+            return cls(multiple, pad(left, (0, rank - len(values))), pad(values, (0, rank - len(values))))
         beyond = values[rank:].sum() / max(units - rank, 1)
-        missing = rank - min(rank, len(values))
-        vectors = torch.cat([left[:, :rank], left.new_zeros(units, missing)], 1)
-        kept = (values[:rank] - beyond).clamp(min=0)
-        return cls(multiple + beyond, vectors, torch.cat([kept, kept.new_zeros(missing)]))
+        return cls(multiple + beyond, left[:, :rank].clone(), (values[:rank] - beyond).clamp(min=0))
 
     def dense(self) -> Tensor:
         """Return Ω itself, `(K, K)`; for few units."""
@@ -84,8 +84,8 @@ class LowRank(NamedTuple):
 
     def inverse_diagonal(self) -> Tensor:
         """Return the conditional precisions (Ω⁻¹)_kk, `(K,)`."""
-        squares = self.vectors.square()
-        return (1 - squares.sum(1)).clamp(min=0) / self.multiple + squares @ (1 / (self.multiple + self.values))
+        squares, beyond = self.vectors.square(), self.multiple + self.values
+        return torch.addmv((1 - squares.sum(1)).clamp(min=0) / self.multiple, squares, beyond.reciprocal())
 
     def quadratic_form(self, right: Tensor) -> Tensor:
         """Return tr(right' Ω⁻¹ right), right `(K, d)`, as a sum of squares: exact also where Ω is nearly singular."""
@@ -119,8 +119,8 @@ def _canonical(vectors: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 def solve(covariance: LowRank, right: Tensor) -> Tensor:
     """Return Ω⁻¹ right, for right `(K, d)`."""
     inside = covariance.vectors.mT @ right
-    outside = (right - covariance.vectors @ inside) / covariance.multiple
-    return outside + covariance.vectors @ (inside / (covariance.multiple + covariance.values)[:, None])
+    outside = torch.addmm(right, covariance.vectors, inside, alpha=-1) / covariance.multiple
+    return torch.addmm(outside, covariance.vectors, inside / (covariance.multiple + covariance.values)[:, None])
 
 
 def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tensor) -> Tensor:
@@ -141,15 +141,20 @@ def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tenso
     return right / base + scaled @ torch.cholesky_solve(scaled.mT @ right, inner)
 
 
-def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
+def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1, precision: Tensor | None = None) -> Tensor:
     r"""Return a bound c with Ω⁻¹ ≼ c · diag(Ω⁻¹), at most `accuracy` above the smallest.
 
     c is the largest eigenvalue of the partial correlation matrix E − ZZ', E = diag(1 / (a (Ω⁻¹)_kk)), Z `(K, r)`: 1
     when the units are independent, K at most. E − ZZ' − c is negative definite just when its number of positive
     eigenvalues, by Sylvester's law of inertia the number of E_k > c plus that of I − Z'(E − c)⁻¹Z minus r, is zero; so
     c is found by bisection, at O(K r²) a step: r is better `trimmed`.
+
+    Args:
+        covariance: Ω.
+        accuracy: see above.
+        precision: diag(Ω⁻¹), where it is known.
     """
-    precision = covariance.inverse_diagonal()
+    precision = covariance.inverse_diagonal() if precision is None else precision
     weights = 1 / (covariance.multiple * precision)
     shrunk = covariance.values / (covariance.multiple + covariance.values)
     z = covariance.vectors * (shrunk * weights[:, None]).sqrt()
@@ -157,8 +162,8 @@ def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1) -> Tensor:
 
     def positive(c: Tensor) -> Tensor:
         gap = weights - c
-        gap = torch.where(gap.abs() < 1e-14 * c, -1e-14 * c, gap)
-        inner = eye - z.mT @ (z / gap[:, None])
+        gap.masked_fill_(gap.abs() < 1e-14 * c, -1e-14 * c)
+        inner = torch.addmm(eye, z.mT, z / gap[:, None], alpha=-1)
         return (gap > 0).sum() + (torch.linalg.eigvalsh(inner) > 0).sum() > len(inner)
 
     low, high = torch.ones_like(covariance.multiple), weights.max().clamp(max=len(weights))

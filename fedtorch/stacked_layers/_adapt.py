@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from fedtorch.stacked_layers._attention import StackedAttention
+from fedtorch.stacked_layers._linear import StackedLinear
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -17,6 +18,7 @@ class StackedGroupNorm(nn.GroupNorm):
 
 _STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.GroupNorm: StackedGroupNorm,
+    nn.Linear: StackedLinear,
     nn.MultiheadAttention: StackedAttention,
 }
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._functorch.autograd_function import VmapInfo
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fedtorch.stacked_layers._linear import linear
 from fedtorch.stacked_layers._rules import in_front, register
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ class StackedAttention(nn.MultiheadAttention):
                 query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
             )
         heads = (3, self.num_heads, self.head_dim)
-        each = F.linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, heads).unbind(-3)
+        each = linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, heads).unbind(-3)
         masks = [_added(attn_mask, query), _added(key_padding_mask, query)]
         if masks[1] is not None:
             masks[1] = masks[1][:, None, None]

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch.stacked_layers import _cells_program
+
 # (inputs `(K, T, B, I)`, states before, w_ih, w_hh, b_ih, b_hh) -> (outputs `(K, T, B, H)`, states after...)
 Cell = Callable[..., Sequence[Tensor]]
 
@@ -67,6 +69,8 @@ def rnn(
 @torch.library.custom_op("fedtorch::gru", mutates_args=())
 def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (outputs, gates, what the reset gate multiplies)."""
+    if (program := _cells_program.library(added, h, w, bias)) is not None:
+        return _cells_program.gru(program, added, h, w, bias)
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, hidden = (added.new_empty(*added.shape[:-1], size) for _ in range(2))
     before = h
@@ -87,6 +91,11 @@ def _gru_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of what `_gru` takes."""
     size, before = h.shape[-1], _shifted(h, outputs)
+    if (program := _cells_program.library(d_outputs, h, w, gates)) is not None:
+        d_gates, d_new, d_h = _cells_program.gru_backward(program, d_outputs, h, w, outputs, gates, hidden)
+        d_w, d_bias = _weight_gradient(d_gates, before), d_gates.sum((1, 2))
+        d_gates[..., 2 * size :] = d_new
+        return d_gates, d_h, d_w, d_bias
     reset, update, new = gates.split(size, -1)
     slope = (1 - new.square()).mul_(1 - update)
     d_gates = torch.empty_like(gates)  # first the derivatives of the state by the gates, then those of the loss
@@ -107,6 +116,8 @@ def _gru_backward(
 @torch.library.custom_op("fedtorch::lstm", mutates_args=())
 def _lstm(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (outputs, cells, gates, tanh of the cells)."""
+    if (program := _cells_program.library(added, h, c, w)) is not None:
+        return _cells_program.lstm(program, added, h, c, w)
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, cells, squashed = (added.new_empty(*added.shape[:-1], size) for _ in range(3))
     for add, gate, h_after, c_after, tanh_c in _steps(added, gates, outputs, cells, squashed):
@@ -123,7 +134,7 @@ def _lstm(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tenso
 @torch.library.custom_op("fedtorch::lstm_backward", mutates_args=())
 def _lstm_backward(
     d_outputs: Tensor,
-    d_cells: Tensor,
+    d_cells: Tensor | None,
     h: Tensor,
     c: Tensor,
     w: Tensor,
@@ -132,8 +143,11 @@ def _lstm_backward(
     gates: Tensor,
     squashed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of what `_lstm` takes."""
-    size = h.shape[-1]
+    """Return the gradients of what `_lstm` takes; cells without one of their own have none."""
+    if (program := _cells_program.library(d_outputs, h, c, w, gates)) is not None:
+        back = _cells_program.lstm_backward(program, d_outputs, d_cells, h, c, w, cells, gates, squashed)
+        return *back, _weight_gradient(back[0], _shifted(h, outputs))
+    size, d_cells = h.shape[-1], torch.zeros_like(cells) if d_cells is None else d_cells
     write, keep, new, show = gates.split(size, -1)
     d_gates = torch.empty_like(gates)  # first the derivatives of cells and states, then those of the loss
     d_write, d_keep, d_new, d_show = d_gates.split(size, -1)
@@ -192,8 +206,7 @@ def _gru_gradients(ctx: Any, d_outputs: Tensor | None, *_: Any) -> tuple[Tensor 
 
 def _lstm_gradients(ctx: Any, d_outputs: Tensor | None, d_cells: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
     h, c, w, outputs, *others = ctx.saved_tensors
-    d_outputs, d_cells = _or_zeros(d_outputs, outputs), _or_zeros(d_cells, outputs)
-    return _lstm_backward(d_outputs, d_cells, h, c, w, outputs, *others)
+    return _lstm_backward(_or_zeros(d_outputs, outputs), d_cells, h, c, w, outputs, *others)
 
 
 def _rnn_gradients(ctx: Any, d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,7 @@ _KEY = torch._C.DispatchKey.FuncTorchBatched
 _KEYS = (_KEY.name, "FuncTorchBatchedDecomposition")
 # Of draws, vmap takes note also where no tensor is batched.
 _OUTSIDE = torch._C.DispatchKeySet(_KEY).add(torch._C.DispatchKey.FuncTorchVmapMode)
-_LIBRARY = torch.library.Library("aten", "IMPL")
+_LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("aten", "fedtorch")}
 
 # (what vmap is told, at which dimension each tensor has the batch, the operation's arguments) -> results, batch first
 Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], tuple[Tensor, ...]]
@@ -30,7 +30,7 @@ def register(operation: Any, rule: Rule, composite: bool = False) -> None:
     """Let `torch.vmap` evaluate an operation by `rule`, unless torch knows how.
 
     Args:
-        operation: an overload in `torch.ops.aten`.
+        operation: an overload in `torch.ops.aten`, or in `torch.ops.fedtorch`.
         rule: is called outside of this vmap with all arguments of the schema, in its order.
         composite: whether torch evaluates it by its parts, and is not to.
     """
@@ -51,7 +51,7 @@ def register(operation: Any, rule: Rule, composite: bool = False) -> None:
         wrapped = wrap_batched(results, (0,) * len(results), level)
         return wrapped[0] if single else tuple(wrapped)
 
-    _LIBRARY.impl(operation.name().removeprefix("aten::"), evaluate, _KEY.name, with_keyset=True)
+    _LIBRARIES[operation.namespace].impl(operation.name(), evaluate, _KEY.name, with_keyset=True)
 
 
 def in_front(info: VmapInfo, tensor: Tensor, dim: int | None) -> Tensor:

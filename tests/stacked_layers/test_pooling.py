@@ -9,17 +9,10 @@ from torch.func import vmap
 
 from fedtorch import random
 from fedtorch.captured import capture
-from fedtorch.dispatch import choice, compiled
+from fedtorch.dispatch import compiled
 from fedtorch.stacked_layers import _pooling
 
 aten = torch.ops.aten
-
-
-@pytest.fixture(params=["on", "off"])
-def programs(request, monkeypatch):
-    """With programs in C, where there is a compiler, and without."""
-    monkeypatch.setenv(choice.VARIABLE, request.param)
-    return request.param
 
 
 def drawn(number, *shape, dtype=torch.float64):

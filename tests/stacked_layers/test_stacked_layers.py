@@ -63,7 +63,7 @@ def recurrent(kind, dtype, **options):
         (nn.RNN, {"bias": False, "nonlinearity": "relu"}),
     ],
 )
-def test_recurrent_layers_and_their_gradients(kind, options, dtype, tolerance):
+def test_recurrent_layers_and_their_gradients(kind, options, dtype, tolerance, programs):
     run, tensors, arguments = recurrent(kind, dtype, **options)
     together = vmap(run)(tensors, *arguments)
     alone = [torch.stack(each) for each in zip(*(run(at(tensors, k), *(a[k] for a in arguments)) for k in range(3)))]

@@ -214,7 +214,7 @@ class LocalClients:
 
     def commit(self, states: list[tuple[Rows, Tree]]) -> None:
         """Keep the states of clients whose messages have arrived."""
-        if states:
+        if len(states) > 1:  # side by side
             self.table.reserve(torch.cat([indices(ids) for ids, _ in states]))
         for ids, state in states:
             self.table.write(ids, state)

@@ -14,6 +14,10 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.tree import Rows, Tree
 
+_MOST_PLACES = 256  # slices of clients whose places are kept
+
+Place = tuple[Tree, Tensor | None, Rows]  # a page, rows of a request in it, rows of the page; None for all of a request
+
 
 class StateTable:
     """States of `clients` clients.
@@ -35,6 +39,7 @@ class StateTable:
         self._pages: list[Tree] = []
         self._starts: list[int] = []  # the first slot of each page
         self._capacity = self._used = 0
+        self._places: dict[tuple[int, int], list[Place]] = {}  # of slices of clients, until others take slots
 
     def touched(self) -> Tensor:
         """Return the clients that have committed, ascending, `(T,)`."""
@@ -42,18 +47,16 @@ class StateTable:
 
     def read(self, ids: Rows) -> Tree:
         """Return the states of `ids`, `(K, ...)`: read only, a view where the states lie side by side."""
-        slots = self._slots[ids]
-        if self._empty or not self._pages or bool((slots < 0).all()):
-            return tree.expand(self.initial, len(slots))
-        parts = list(self._parts(slots))
+        parts = [] if self._empty or not self._pages else self._where(ids)
+        count = ids.stop - ids.start if isinstance(ids, slice) else len(ids)
+        if not parts:
+            return tree.expand(self.initial, count)
         if len(parts) == 1 and parts[0][1] is None:
             page, _, inside = parts[0]
             return tree.take(page, inside)
-        states = tree.map(lambda leaf: leaf.repeat(len(slots), *[1] * leaf.ndim), self.initial)
+        states = tree.map(lambda leaf: leaf.repeat(count, *[1] * leaf.ndim), self.initial)
         for page, rows, inside in parts:
             held = tree.take(page, inside)
-            if rows is None:
-                return held
             tree.map(lambda new, old, rows=rows: new.index_copy_(0, rows.to(new.device), old), states, held)
         return states
 
@@ -63,13 +66,13 @@ class StateTable:
             self._slots[ids] = 0
             return
         self.reserve(ids)
-        for page, rows, inside in self._parts(self._slots[ids]):
+        for page, rows, inside in self._where(ids):
             new = states if rows is None else tree.take(states, rows)
             tree.map(lambda old, leaf, inside=inside: _store(old, inside, leaf), page, new)
 
     def reserve(self, ids: Rows) -> None:
         """Take slots, side by side, for those of `ids` that have none."""
-        if self._empty:
+        if self._empty or self._are_together(ids):
             return
         indices = torch.arange(ids.start, ids.stop) if isinstance(ids, slice) else ids
         new = indices[self._slots[indices] < 0]
@@ -82,9 +85,26 @@ class StateTable:
             self._used, self._capacity = self._capacity, self._capacity + size
         self._slots[new] = torch.arange(self._used, self._used + len(new))
         self._used += len(new)
+        self._places.clear()
 
-    def _parts(self, slots: Tensor) -> Iterator[tuple[Tree, Tensor | None, Rows]]:
-        """(page, rows of the request in it, rows of the page); rows of the request are None when they are all."""
+    def _are_together(self, ids: Rows) -> bool:
+        """Return whether it is known that all of a slice of clients have slots, in one page."""
+        known = self._places.get((ids.start, ids.stop)) if isinstance(ids, slice) else None
+        return known is not None and len(known) == 1 and known[0][1] is None
+
+    def _where(self, ids: Rows) -> list[Place]:
+        """Return the places of those of `ids` that have slots."""
+        if not isinstance(ids, slice):
+            return list(self._parts(self._slots[ids]))
+        known = self._places.get((ids.start, ids.stop))
+        if known is None:
+            if len(self._places) >= _MOST_PLACES:
+                self._places.clear()
+            known = self._places[ids.start, ids.stop] = list(self._parts(self._slots[ids]))
+        return known
+
+    def _parts(self, slots: Tensor) -> Iterator[Place]:
+        """Return page by page the places of slots; those below 0 have none."""
         ends = [*self._starts[1:], self._capacity]
         for page, start, end in zip(self._pages, self._starts, ends):
             rows = ((slots >= start) & (slots < end)).nonzero()[:, 0]
@@ -93,13 +113,15 @@ class StateTable:
             inside = slots[rows] - start
             first, last = int(inside[0]), int(inside[-1]) + 1
             together = last - first == len(inside) and bool((inside[1:] - inside[:-1] == 1).all())
-            where = slice(first, last) if together else inside.to(tree.leaves(page)[0].device)
+            where: Rows = slice(first, last) if together else inside.to(tree.leaves(page)[0].device)
             yield page, None if len(rows) == len(slots) else rows, where
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the touched clients and their states, flat: `ids` and `state.…`."""
         ids = self.touched()
-        return {"ids": ids, **tree.flatten(tree.to(self.read(ids), "cpu", copy=True), "state")}
+        first, last = (int(ids[0]), int(ids[-1]) + 1) if len(ids) else (0, 0)
+        rows = slice(first, last) if last - first == len(ids) else ids
+        return {"ids": ids, **tree.flatten(tree.to(self.read(rows), "cpu", copy=True), "state")}
 
     def load_state_dict(self, flat: dict[str, Tensor], keep: Tensor | None = None) -> None:
         """Replace all states by those of `flat`; `keep` `(K,)` bool names the clients that belong here."""

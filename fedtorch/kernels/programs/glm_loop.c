@@ -1,12 +1,10 @@
 /* Steps of gradient descent of K generalised linear models, each on its own rows; see `fedtorch/kernels/glm_loop.py`.
 
    Compiled once for REAL = float and once for double. A client's parameters (C, p) and its rows stay in the cache of
-   one core for all steps of a call. Clients do not depend on each other, so that calls for several ranges of them may
-   run in several threads.
-
-   Rows of few features are taken by columns: a tile has blocks of LANES rows, a vector for each feature, so that no sum
-   runs within a vector but the last of a step. Where all rows are taken in every step, and are few, they are brought to
-   this order once. Rows of many features are taken as they lie in memory. */
+   one core for all steps of a call. Calls for several ranges of clients may run in several threads. Where all rows are
+   taken in every step, and they are few and of few features, they are brought into columns once: a tile has blocks of
+   LANES rows, a vector for each feature, so that no sum runs within a vector but the last of a step. Other rows are
+   taken as they lie in memory. */
 
 #include <math.h>
 #include <stdint.h>
@@ -26,14 +24,13 @@ __attribute__((simd("notinbranch"))) extern float logf(float);
 
 #define EXP(v) (sizeof(REAL) == 4 ? (REAL)expf((float)(v)) : (REAL)exp((double)(v)))
 #define LOG(v) (sizeof(REAL) == 4 ? (REAL)logf((float)(v)) : (REAL)log((double)(v)))
+#define SIMD _Pragma("omp simd")
 #define SQRT(v) (sizeof(REAL) == 4 ? (REAL)sqrtf((float)(v)) : (REAL)sqrt((double)(v)))
 
 typedef REAL Vector __attribute__((vector_size(64), may_alias));
-
 enum { GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL };
-enum { PLAIN, MOMENTUM, ADAM };
-enum { LANES = 64 / sizeof(REAL), TILE = 64, IGNORED = -100 };
-enum { NARROW = 32, SUMS = 1024, RESIDENT = 1 << 15 }; /* most features, sums, and numbers of a client's rows */
+enum { PLAIN, MOMENTUM, ADAM, LANES = 64 / sizeof(REAL), TILE = 64, IGNORED = -100 };
+enum { NARROW = 24, SUMS = 1024, RESIDENT = 1 << 15 }; /* most features, sums, and numbers of rows in columns */
 
 typedef struct {
     int64_t family, rows, features, parameters, classes; /* rows: of the longest client; parameters: with intercept */
@@ -46,7 +43,7 @@ typedef struct {
     int64_t rule, nesterov;
     double beta1, beta2, eps;         /* of momentum: itself, and the dampening */
     int64_t rate_step;                /* 3, or 0 where the steps are alike */
-    const double *rate;               /* (T, 3) of each step: its size, the root of beta2's correction, 1 - lr * decay */
+    const double *rate;               /* (T, 3): size of a step, root of beta2's correction, 1 - lr * decay */
     REAL *mean, *square;              /* (K, C, p) moments, zero before the first step, in place, or NULL */
 } Problem;
 
@@ -59,15 +56,15 @@ typedef struct {
 /* Rows of a batch, at most TILE. */
 typedef struct {
     int64_t count;
-    Vector *columns;                  /* of few features: (blocks, features) */
-    const REAL *rows[TILE];           /* of many: where each lies */
+    Vector *columns;                  /* (blocks, features), or NULL */
+    const REAL *rows[TILE];           /* where each lies */
     REAL responses[TILE];
     int64_t labels[TILE];
 } Tile;
 
 typedef struct {
-    Tile *tiles;
-    int64_t most, size;               /* how many; rows that they hold all together, -1 for those of another client */
+    Tile *tiles;                      /* one without columns first */
+    int64_t most, size;               /* how many with; rows that they hold together, -1 for another client's */
     Vector *eta, *sums;               /* of a tile; of a step (C, p) */
     REAL *gradient;                   /* (C, p) */
 } Workspace;
@@ -83,15 +80,11 @@ static void predict(const Problem *p, const REAL *theta, const REAL *const *rows
             REAL sa = intercept, sb = intercept, sf = intercept, sg = intercept;
 #pragma omp simd reduction(+ : sa, sb, sf, sg)
             for (int64_t j = 0; j < d; j++) {
-                sa += a[j] * own[j];
-                sb += b[j] * own[j];
-                sf += f[j] * own[j];
-                sg += g[j] * own[j];
+                sa += a[j] * own[j], sb += b[j] * own[j];
+                sf += f[j] * own[j], sg += g[j] * own[j];
             }
-            eta[i * C + c] = sa;
-            eta[(i + 1) * C + c] = sb;
-            eta[(i + 2) * C + c] = sf;
-            eta[(i + 3) * C + c] = sg;
+            eta[i * C + c] = sa, eta[(i + 1) * C + c] = sb;
+            eta[(i + 2) * C + c] = sf, eta[(i + 3) * C + c] = sg;
         }
     }
     for (int64_t i = quads; i < count; i++)
@@ -116,8 +109,7 @@ static double misfits(int64_t family, int64_t count, const REAL *restrict y, REA
         }
     } else if (family == BERNOULLI) {
         REAL e[TILE], whole = 1; /* whole: a product of at most 2 ** TILE, which float holds */
-#pragma omp simd
-        for (int64_t i = 0; i < count; i++) e[i] = EXP(-(eta[i] < 0 ? -eta[i] : eta[i]));
+        SIMD for (int64_t i = 0; i < count; i++) e[i] = EXP(-(eta[i] < 0 ? -eta[i] : eta[i]));
 #pragma omp simd reduction(+ : sum) reduction(* : whole)
         for (int64_t i = 0; i < count; i++) {
             const REAL positive = eta[i] > 0 ? eta[i] : 0;
@@ -146,8 +138,7 @@ static double misfits_of_classes(int64_t count, int64_t C, const int64_t *y, REA
         for (int64_t c = 0; c < C; c++) own[c] -= most;
         sum -= own[y[i]];
     }
-#pragma omp simd
-    for (int64_t i = 0; i < count * C; i++) eta[i] = EXP(eta[i]);
+    SIMD for (int64_t i = 0; i < count * C; i++) eta[i] = EXP(eta[i]);
     for (int64_t i = 0; i < count; i++) {
         REAL *own = eta + i * C, whole = 0;
         for (int64_t c = 0; c < C; c++) whole += own[c];
@@ -166,19 +157,16 @@ static double misfits_of_blocks(int64_t count, int64_t C, const int64_t *y, REAL
         REAL most[LANES], whole[LANES] = {0};
         memcpy(most, eta, sizeof(most));
         for (int64_t c = 1; c < C; c++)
-#pragma omp simd
-            for (int64_t i = 0; i < LANES; i++) most[i] = eta[c * LANES + i] > most[i] ? eta[c * LANES + i] : most[i];
+            SIMD for (int64_t i = 0; i < LANES; i++) most[i] = eta[c * LANES + i] > most[i] ? eta[c * LANES + i] : most[i];
         for (int64_t i = 0; i < left; i++) sum -= eta[y[from + i] * LANES + i] - most[i];
         for (int64_t c = 0; c < C; c++)
-#pragma omp simd
-            for (int64_t i = 0; i < LANES; i++) {
+            SIMD for (int64_t i = 0; i < LANES; i++) {
                 eta[c * LANES + i] = EXP(eta[c * LANES + i] - most[i]);
                 whole[i] += eta[c * LANES + i];
             }
         for (int64_t i = 0; i < left; i++) sum += LOG(whole[i]);
         for (int64_t c = 0; c < C; c++)
-#pragma omp simd
-            for (int64_t i = 0; i < LANES; i++) eta[c * LANES + i] /= whole[i];
+            SIMD for (int64_t i = 0; i < LANES; i++) eta[c * LANES + i] /= whole[i];
         for (int64_t i = 0; i < left; i++) eta[y[from + i] * LANES + i] -= 1;
     }
     return sum;
@@ -193,8 +181,7 @@ static void add(const Problem *p, const REAL *const *rows, int64_t count, const 
             REAL *restrict own = gradient + c * p->parameters;
             const REAL *gap = eta + i * C + c;
             const REAL ga = gap[0], gb = gap[C], gf = gap[2 * C], gg = gap[3 * C];
-#pragma omp simd
-            for (int64_t j = 0; j < d; j++) own[j] += (ga * a[j] + gb * b[j]) + (gf * f[j] + gg * g[j]);
+            SIMD for (int64_t j = 0; j < d; j++) own[j] += (ga * a[j] + gb * b[j]) + (gf * f[j] + gg * g[j]);
             if (p->parameters > d) own[d] += (ga + gb) + (gf + gg);
         }
     }
@@ -203,8 +190,7 @@ static void add(const Problem *p, const REAL *const *rows, int64_t count, const 
             const REAL *restrict row = rows[i];
             REAL *restrict own = gradient + c * p->parameters;
             const REAL gap = eta[i * C + c];
-#pragma omp simd
-            for (int64_t j = 0; j < d; j++) own[j] += gap * row[j];
+            SIMD for (int64_t j = 0; j < d; j++) own[j] += gap * row[j];
             if (p->parameters > d) own[d] += gap;
         }
 }
@@ -272,25 +258,20 @@ static void move(const Problem *p, int64_t client, int64_t t, int64_t seen, cons
     REAL *restrict theta = p->theta + client * length;
     const double *rate = p->rate + p->rate_step * t;
     const REAL *restrict shift = p->precision ? p->shift + client * length : NULL;
-    const REAL lr = (REAL)rate[0], each = (REAL)(1.0 / (seen ? seen : 1));
+    const REAL lr = (REAL)rate[0], each = (REAL)(1.0 / (seen ? seen : 1)), by = (REAL)(rate[0] / (seen ? seen : 1));
     if (p->rule == PLAIN) {
-        const REAL by = (REAL)(rate[0] / (seen ? seen : 1));
         if (shift) {
             const REAL keep = (REAL)(1 - rate[0] * p->precision[client]);
-#pragma omp simd
-            for (int64_t j = 0; j < length; j++) theta[j] = theta[j] * keep + lr * shift[j];
+            SIMD for (int64_t j = 0; j < length; j++) theta[j] = theta[j] * keep + lr * shift[j];
         }
-#pragma omp simd
-        for (int64_t j = 0; j < length; j++) theta[j] -= by * gradient[j];
+        SIMD for (int64_t j = 0; j < length; j++) theta[j] -= by * gradient[j];
         return;
     }
-    const REAL pull = shift ? p->precision[client] : 0;
-    REAL *restrict mean = p->mean + client * length;
+    REAL *restrict mean = p->mean + client * length, pull = shift ? p->precision[client] : 0;
     if (p->rule == MOMENTUM) {
         const REAL beta = (REAL)p->beta1, fresh = t ? (REAL)(1 - p->beta2) : 1;
         const REAL now = p->nesterov ? 1 : 0, kept = p->nesterov ? beta : 1;
-#pragma omp simd
-        for (int64_t j = 0; j < length; j++) {
+        SIMD for (int64_t j = 0; j < length; j++) {
             const REAL slope = gradient[j] * each + (shift ? pull * theta[j] - shift[j] : 0);
             mean[j] = beta * mean[j] + fresh * slope;
             theta[j] -= lr * (now * slope + kept * mean[j]);
@@ -300,8 +281,7 @@ static void move(const Problem *p, int64_t client, int64_t t, int64_t seen, cons
     REAL *restrict square = p->square + client * length;
     const REAL fresh1 = (REAL)(1 - p->beta1), fresh2 = (REAL)(1 - p->beta2), beta2 = (REAL)p->beta2;
     const REAL root = (REAL)rate[1], keep = (REAL)rate[2], eps = (REAL)p->eps;
-#pragma omp simd
-    for (int64_t j = 0; j < length; j++) {
+    SIMD for (int64_t j = 0; j < length; j++) {
         const REAL slope = gradient[j] * each + (shift ? pull * theta[j] - shift[j] : 0);
         mean[j] += fresh1 * (slope - mean[j]);
         square[j] = beta2 * square[j] + fresh2 * slope * slope;
@@ -312,52 +292,52 @@ static void move(const Problem *p, int64_t client, int64_t t, int64_t seen, cons
 /* Takes step number t of a client, on rows of its own. */
 static void step(const Problem *p, int64_t client, int64_t t, const int64_t *place, int64_t size, Workspace *w) {
     const int64_t length = p->classes * p->parameters, tiles = (size + TILE - 1) / TILE;
-    const int held = !place && w->tiles->columns && tiles <= w->most;
+    const int held = !place && tiles <= w->most;
     const REAL *theta = p->theta + client * length;
-    REAL *gradient = w->gradient;
-    int64_t seen = 0;
+    REAL *const gradient = w->gradient;
     double loss = 0;
-    if (w->tiles->columns) memset(w->sums, 0, length * sizeof(Vector));
+    int64_t seen = 0;
+    if (held) memset(w->sums, 0, length * sizeof(Vector));
     else memset(gradient, 0, length * sizeof(REAL));
     for (int64_t i = 0; i < tiles; i++) {
-        Tile *tile = w->tiles + (held ? i : 0);
-        if (!held || w->size != size) take(p, client, place, i * TILE, (i + 1) * TILE < size ? (i + 1) * TILE : size, tile);
+        Tile *tile = w->tiles + (held ? i + 1 : 0);
+        const int64_t from = i * TILE, to = from + TILE < size ? from + TILE : size;
+        if (!held || w->size != size) take(p, client, place, from, to, tile);
         seen += tile->count;
-        if (tile->columns) {
+        if (held) {
             loss += by_columns(p, theta, tile, w->eta, w->sums);
             continue;
         }
-        REAL *eta = (REAL *)w->eta;
+        REAL *const eta = (REAL *)w->eta;
         predict(p, theta, tile->rows, tile->count, eta);
         loss += p->family == CATEGORICAL ? misfits_of_classes(tile->count, p->classes, tile->labels, eta)
                                          : misfits(p->family, tile->count, tile->responses, eta);
         add(p, tile->rows, tile->count, eta, gradient);
     }
     w->size = held ? size : -1;
-    if (w->tiles->columns)
-        for (int64_t j = 0; j < length; j++) {
-            const REAL *sum = (const REAL *)(w->sums + j);
-            REAL whole = 0;
+    for (int64_t j = 0; held && j < length; j++) {
+        const REAL *sum = (const REAL *)(w->sums + j);
+        REAL whole = 0;
 #pragma omp simd reduction(+ : whole)
-            for (int64_t i = 0; i < LANES; i++) whole += sum[i];
-            gradient[j] = whole;
-        }
+        for (int64_t i = 0; i < LANES; i++) whole += sum[i];
+        gradient[j] = whole;
+    }
     move(p, client, t, seen, gradient);
     p->told[client] += loss / (double)seen; /* 0 / 0 where all rows are left out, as in torch */
 }
 
 /* Takes the steps of the clients [begin, end); returns 0, or 1 if there is no memory. */
 int glm_loop(const Problem *p, const Steps *s, int64_t begin, int64_t end) {
-    const int64_t d = p->features, length = p->classes * p->parameters;
-    const int narrow = d > 0 && d <= NARROW && length <= SUMS;
-    const int64_t longest = (p->rows + TILE - 1) / TILE, most = narrow && !s->place ? RESIDENT / (d * TILE) : 1;
-    const int64_t tiles = longest < 1 ? 1 : longest < most ? longest : most, across = narrow ? tiles * TILE / LANES * d : 0;
-    const int64_t etas = p->classes * TILE / LANES, sums = narrow ? length : 0;
-    Vector *vectors = aligned_alloc(sizeof(Vector), (across + etas + sums) * sizeof(Vector));
+    const int64_t d = p->features, length = p->classes * p->parameters, across = TILE / LANES * d;
+    const int narrow = !s->place && d > 0 && d <= NARROW && length <= SUMS;
+    const int64_t longest = (p->rows + TILE - 1) / TILE, room = narrow ? RESIDENT / (d * TILE) : 0;
+    const int64_t most = longest < room ? longest : room, etas = p->classes * TILE / LANES, sums = narrow ? length : 0;
+    Vector *vectors = aligned_alloc(sizeof(Vector), (most * across + etas + sums) * sizeof(Vector));
     REAL *gradient = malloc(length * sizeof(REAL));
-    Workspace w = {malloc(tiles * sizeof(Tile)), tiles, -1, vectors + across, vectors + across + etas, gradient};
+    Workspace w = {malloc((most + 1) * sizeof(Tile)), most, -1, vectors, vectors + etas, gradient};
     const int failed = !vectors || !gradient || !w.tiles;
-    for (int64_t i = 0; !failed && i < tiles; i++) w.tiles[i].columns = narrow ? vectors + i * (TILE / LANES) * d : NULL;
+    for (int64_t i = 0; !failed && i <= most; i++)
+        w.tiles[i].columns = i ? vectors + etas + sums + (i - 1) * across : NULL;
     for (int64_t client = begin; !failed && client < end; client++) {
         w.size = -1;
         for (int64_t t = 0; t < s->steps && s->first + t < p->total[client]; t++) {
@@ -365,8 +345,6 @@ int glm_loop(const Problem *p, const Steps *s, int64_t begin, int64_t end) {
             step(p, client, s->first + t, place, s->size[t * s->size_step + client * s->size_client], &w);
         }
     }
-    free(vectors);
-    free(gradient);
-    free(w.tiles);
+    free(vectors), free(gradient), free(w.tiles);
     return failed;
 }

@@ -45,10 +45,11 @@ class InUse:
             self._users |= {id(each): (ref(each), ref(user)) for each in objects}
             return True
 
-    def release(self, user: object) -> None:
-        """Note that somebody uses nothing any more."""
+    def release(self, user: object, but: Sequence[object] = ()) -> None:
+        """Note that somebody uses nothing any more, but for some objects."""
+        stay = {id(each) for each in but}
         with self._lock:
-            self._users = {key: (kept, by) for key, (kept, by) in self._users.items() if by() is not user}
+            self._users = {key: used for key, used in self._users.items() if used[1]() is not user or key in stay}
 
 
 _IN_USE = InUse()
@@ -60,17 +61,20 @@ def take(user: object, name: str, algorithm: Algorithm) -> None:
     Raises:
         Refusal: another site has them.
     """
-    objects: list[object] = [algorithm, *(() if algorithm.module is None else algorithm.module.modules())]
-    if not _IN_USE.take(user, objects):
+    if not _IN_USE.take(user, _objects(algorithm)):
         raise Refusal(
             f"the site's function {name!r} returns an algorithm, or a solver in one, with which another site of the "
             "same process computes; let it make new ones at every call"
         )
 
 
-def release(user: object) -> None:
-    """Give back what a site has taken."""
-    _IN_USE.release(user)
+def release(user: object, but: Algorithm | None = None) -> None:
+    """Give back what a site has taken, but for an algorithm with which it may go on."""
+    _IN_USE.release(user, () if but is None else _objects(but))
+
+
+def _objects(algorithm: Algorithm) -> list[object]:
+    return [algorithm, *(() if algorithm.module is None else algorithm.module.modules())]
 
 
 @contextmanager

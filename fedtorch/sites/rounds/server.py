@@ -78,6 +78,7 @@ class ServerSession:
         self.run, sites, self.anyway, self.resumed = secrets.token_hex(16), len(plan.sites.names), False, False
         self.hidden = plan.carry.masks is not None or plan.carry.network is not None
         self._own = {site: range(f, f + n) for site, f, n in zip(plan.sites.names, plan.firsts, plan.counts)}
+        self._index = {site: index for index, site in enumerate(plan.sites.names)}
         self._all = {site: torch.arange(numbers.start, numbers.stop) for site, numbers in self._own.items()}
         self._keyring, self._sums, self._envelopes = self._hide()
         at_server = algorithm
@@ -226,7 +227,8 @@ class ServerSession:
             raise frame.refused(f"different clients from {numbers.start} to {numbers.stop - 1}", clients)
         if self.hidden:
             return Answer(came["ids"], came["info"], refused, frames.plain(came["partial"]) if count else None)
-        if not torch.equal(getattr(came["partial"], "ids", came["ids"]), came["ids"]):
+        ids_of_messages = getattr(came["partial"], "ids", None)
+        if ids_of_messages is not None and not torch.equal(ids_of_messages, came["ids"]):
             raise frame.refused("a message of each client that answered", "messages of others")
         if count and (field := not_finite_in(came["partial"])) is not None:
             raise frame.refused(f"finite numbers in {field!r}", "NaN or Inf")
@@ -266,7 +268,7 @@ class ServerSession:
         self, kind: str, site: str, number: int, heard: frames.Inboxes | None = None, more: Tree = None, **about: Any
     ) -> Send:
         """Make a request of this number to a site: its clients' inboxes, tensors beside them, and what is passed on."""
-        index = self.plan.sites.names.index(site)
+        index = self._index[site]
         keep = sorted({saved[index] for saved in self.saved})
         about = {**about, "run": self.run, "sequence": number, "kept": self.kept[index], "keep": keep}
         blobs = {} if self._keyring is None else {DIRECTORY: self._directory}

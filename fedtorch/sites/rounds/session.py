@@ -331,7 +331,8 @@ class SiteSession:
         beside, silent = {"more": more, "blobs": room}, 0 if known is None else len(more["lost"])
         inboxes, came = frames.decode_inboxes(frame, like, len(self._own), beside, known, silent)
         ids, blobs = inboxes.ids, frames.plain(came["blobs"])
-        if len(ids) and not (ids[0].item() in self._own and ids[-1].item() in self._own):
+        numbers = ids.numpy()
+        if len(numbers) and not (int(numbers[0]) in self._own and int(numbers[-1]) in self._own):
             raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))

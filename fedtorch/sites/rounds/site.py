@@ -266,6 +266,7 @@ class Site:
             except Exception as error:
                 self._why = f"the site could not begin: {without_rows(error)}"
                 _LOG.exception("could not begin a run")
+            release(self.watch, but=None if self._known is None else self._known.algorithm)
             if self._session is None:
                 self.recording.begin(frame, server, self._why)
 

@@ -39,6 +39,10 @@ def join(chunks: Iterator[bytes], pipe: Pipe, most: int) -> None:
             raise ValueError(
                 f"Expected a frame of at most {most} bytes, but got one of {size}; raise `frame` in limits"
             )
+        if len(first) == HEAD.size + size:  # most frames are one chunk
+            pipe.put(first[HEAD.size :])
+            del first
+            continue
         pipe.reserve(size)
         frame, rest = BytesIO(), memoryview(first)[HEAD.size :]
         for part in _and(rest, islice(chunks, max(0, -(-size // CHUNK) - 1))):

@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class Room:
@@ -18,6 +18,10 @@ class Room:
 
     def __init__(self, limit: float) -> None:
         self.limit, self.used = limit, 0
+
+    def fits(self, size: int) -> bool:
+        """Return whether so many bytes more may be held; any number where there are none."""
+        return self.used == 0 or self.used + size <= self.limit
 
 
 class Pipe:
@@ -32,6 +36,7 @@ class Pipe:
         limit: bytes that may wait.
         shared: bytes that may wait in several pipes with the same `changed`.
         unasked: bytes of a frame that comes without having been asked for, see `ask`; None where all frames may come.
+        arrived: called with `changed` held when a frame has come.
     """
 
     def __init__(
@@ -41,11 +46,12 @@ class Pipe:
         limit: float = math.inf,
         shared: Room | None = None,
         unasked: int | None = None,
+        arrived: Callable[[], object] | None = None,
     ) -> None:
         self.changed = threading.Condition() if changed is None else changed
         self._ahead, self._frames, self._arriving = ahead, deque[bytes](), deque[int]()
         self._own, self._shared = Room(limit), Room(math.inf) if shared is None else shared
-        self._unasked = math.inf if unasked is None else unasked
+        self._unasked, self._arrived = math.inf if unasked is None else unasked, arrived
         self._asked: float | None = None  # long frames that may come; None until somebody has said so
         self._ended: tuple[type[Exception], tuple[object, ...]] | None = None
         self._moved = time.monotonic()  # when a part of the arriving frame came last
@@ -74,26 +80,15 @@ class Pipe:
             PermissionError: nobody has asked for so long a frame.
             OSError: the pipe has ended; the reason.
         """
-        self.reserve(len(frame), seconds)
-        self.fill(frame)
+        with self.changed:
+            self._make_room(len(frame), seconds)
+            self._add(frame)
 
     def reserve(self, size: int, seconds: float | None = None) -> None:
         """Wait for room for a frame that `fill` then adds; raise what `put` does."""
         with self.changed:
-            if not self.changed.wait_for(lambda: self._ended or self._may_decide(size), seconds):
-                raise TimeoutError(
-                    f"Expected a frame to be taken within {seconds:g} s, but {len(self._frames)} wait, with "
-                    f"{self.held} bytes"
-                )
-            self._raise_ended()
-            if size > self._unasked and not self._asked:
-                raise PermissionError(
-                    f"Expected frames of at most {self._unasked} bytes unless they were asked for, but got one of "
-                    f"{size}; raise `unasked` in the limits of the server if it should take them"
-                )
-            self._asked = None if self._asked is None else max(self._asked - 1, 0)
+            self._make_room(size, seconds)
             self._arriving.append(size)
-            self._use(size)
             self._moved = time.monotonic()
 
     def fill(self, frame: bytes) -> None:
@@ -101,8 +96,7 @@ class Pipe:
         with self.changed:
             if self._arriving:
                 self._arriving.popleft()
-                self._frames.append(frame)
-                self.changed.notify_all()
+                self._add(frame)
 
     def note_part(self) -> None:
         """Note that a part of the arriving frame has come."""
@@ -120,14 +114,19 @@ class Pipe:
             OSError: the pipe has ended; the reason.
         """
         with self.changed:
-            if not self.changed.wait_for(lambda: self._frames or self._ended, seconds):
+            come = self._frames or self._ended or self.changed.wait_for(lambda: self._frames or self._ended, seconds)
+            if not come:
                 raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
             if not self._frames:
                 self._raise_ended()
-            frame = self._frames.popleft()
-            self._use(-len(frame))
-            self.changed.notify_all()
-            return frame
+            return self.take()
+
+    def take(self) -> bytes:
+        """Return the frame that has waited longest, for whoever holds `changed` and has seen that one waits."""
+        frame = self._frames.popleft()
+        self._use(-len(frame))
+        self.changed.notify_all()
+        return frame
 
     def answer_only(self) -> None:
         """Let long frames come only once they are asked for, where nobody has said anything of them before."""
@@ -165,13 +164,37 @@ class Pipe:
             except OSError:
                 return
 
+    def _make_room(self, size: int, seconds: float | None) -> None:
+        """Wait for room for a frame of this size and take it, or raise what `put` does; `changed` is held."""
+        decided = lambda: self._ended or self._may_decide(size)
+        if not (decided() or self.changed.wait_for(decided, seconds)):
+            raise TimeoutError(
+                f"Expected a frame to be taken within {seconds:g} s, but {len(self._frames)} wait, with "
+                f"{self.held} bytes"
+            )
+        self._raise_ended()
+        if size > self._unasked and not self._asked:
+            raise PermissionError(
+                f"Expected frames of at most {self._unasked} bytes unless they were asked for, but got one of "
+                f"{size}; raise `unasked` in the limits of the server if it should take them"
+            )
+        self._asked = None if self._asked is None else max(self._asked - 1, 0)
+        self._use(size)
+
+    def _add(self, frame: bytes) -> None:
+        """Add a frame that has its room; `changed` is held."""
+        self._frames.append(frame)
+        if self._arrived is not None:
+            self._arrived()
+        self.changed.notify_all()
+
     def _may_decide(self, size: int) -> bool:
         """Return whether a frame of this size may come now, or is refused."""
         if size > self._unasked and not self._asked:
             return self._asked is not None
-        waiting = len(self._frames) + len(self._arriving)
-        fits = all(room.used == 0 or room.used + size <= room.limit for room in (self._own, self._shared))
-        return waiting < self._ahead and fits
+        if len(self._frames) + len(self._arriving) >= self._ahead:
+            return False
+        return self._own.fits(size) and self._shared.fits(size)
 
     def _use(self, size: int) -> None:
         self._own.used += size

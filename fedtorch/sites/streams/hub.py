@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -79,7 +78,7 @@ class Hub:
         self.limits, self.port, self.closed = limits, 0, False
         self._changed, self._room = threading.Condition(), Room(limits.total)
         self._lines: dict[str, Line] = {}
-        self._turn: deque[str] = deque()  # whose frame is taken next
+        self._waiting: dict[str, None] = {}  # peers whose frames are taken in turn; of some a link has taken them
         self._closing: list[Callable[[], None]] = []
 
     @property
@@ -110,9 +109,9 @@ class Hub:
         _check_frame(frame, self.limits)
         with self._changed:
             line = self._lines.get(peer)
-        if line is None:
-            raise ConnectionError(f"Expected {peer!r} to be connected, but it is not")
-        line.inward.ask(answers)
+            if line is None:
+                raise ConnectionError(f"Expected {peer!r} to be connected, but it is not")
+            line.inward.ask(answers)
         try:
             line.outward.put(frame, self.limits.seconds)
         except TimeoutError as error:
@@ -128,14 +127,15 @@ class Hub:
         ends = time.monotonic() + seconds
         while True:
             with self._changed:
-                if not self._changed.wait_for(self._ready, max(0.0, ends - time.monotonic())):
+                next_one = self._next() or self._changed.wait_for(self._next, max(0.0, ends - time.monotonic()))
+                if next_one is None:
                     raise TimeoutError(f"Expected a frame within {seconds:g} s, but got none")
-                peer = next(name for name in self._turn if self._lines[name].inward.waiting)
-                self._turn.remove(peer)
-                self._turn.append(peer)
-                line = self._lines[peer]
-                frame = line.inward.get()
+                peer, line = next_one
+                frame = line.inward.take()
                 line.inward.answer_only()
+                del self._waiting[peer]
+                if line.inward.waiting:
+                    self._waiting[peer] = None  # behind the others
             if self._may_speak(peer, line):
                 return peer, frame
 
@@ -178,11 +178,10 @@ class Hub:
             if before is None and len(self._lines) >= self.limits.peers:
                 raise ConnectionRefusedError(f"Expected at most {self.limits.peers} peers; try again later")
             limits = self.limits
-            inward = Pipe(limits.ahead, self._changed, limits.member, self._room, limits.unasked)
+            arrived = partial(self._waiting.setdefault, peer)
+            inward = Pipe(limits.ahead, self._changed, limits.member, self._room, limits.unasked, arrived)
             line = Line(inward, Pipe(limits.ahead), admitted)
             self._lines[peer] = line
-            if before is None:
-                self._turn.append(peer)
             self._changed.notify_all()
         if before is not None:
             before.end(ConnectionAbortedError(f"{peer!r} has connected anew"))
@@ -194,7 +193,6 @@ class Hub:
         with self._changed:
             if self._lines.get(peer) is line:
                 del self._lines[peer]
-                self._turn.remove(peer)
         line.end(reason)
         line.inward.abandon()
 
@@ -221,8 +219,15 @@ class Hub:
         while self._closing:
             self._closing.pop()()
 
-    def _ready(self) -> bool:
-        return any(line.inward.waiting for line in self._lines.values())
+    def _next(self) -> tuple[str, Line] | None:
+        """Return whose frame is taken next; None where none waits."""
+        while self._waiting:
+            peer = next(iter(self._waiting))
+            line = self._lines.get(peer)
+            if line is not None and line.inward.waiting:
+                return peer, line
+            del self._waiting[peer]
+        return None
 
     def _may_speak(self, peer: str, line: Line) -> bool:
         try:

@@ -13,7 +13,7 @@ from support.oracles.closed_forms import ROUNDING, client_tensors, clock_clients
 from torch import Tensor, nn
 
 import fedtorch as ft
-from fedtorch import random
+from fedtorch import random, tree
 from fedtorch.federation.algorithms.matrix_normal import devices
 from fedtorch.federation.algorithms.matrix_normal.algorithm import (
     MatrixNormalServer,
@@ -32,6 +32,7 @@ from fedtorch.models.matrix_normal import (
     posterior_mode,
     zhang_yeung,
 )
+from fedtorch.trust import attacks
 
 SIZES = [5, 2, 9, 4, 17, 6]
 K = len(SIZES)
@@ -389,6 +390,17 @@ def test_steps_that_are_too_long_stop_the_run(learn: CovarianceUpdate) -> None:
         list(run.rounds(40))
     assert 0 < run.number < 40
     assert run.server.covariance.dense().isfinite().all()
+
+
+def test_devices_that_lie_about_their_degrees_of_freedom() -> None:
+    """Less than nothing in all: no noise is known, and of the liars it would be −∞."""
+    algorithm = ft.matrix_normal(ft.least_squares(LinearHead(3, dtype=torch.float64), steps=4))
+    attacked = algorithm | attacks.inner_product_manipulation([1, 4], 4.0)
+    run = ft.Run(attacked, ft.InProcess(linear_clients([5, 2, 9, 4, 17, 6, 3])), cohort=[0, 1, 2, 4, 5], seed=1)
+    run.step()
+    assert float(run.server.summary.freedom.sum()) < 0
+    assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(run.outbox))
+    assert run.step().number == 2
 
 
 def test_noise_that_cannot_be_estimated() -> None:

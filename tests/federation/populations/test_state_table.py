@@ -76,6 +76,8 @@ def test_reads_and_writes_like_a_dict(seed: int) -> None:
         table.write(ids, states)
         model.update({k: row(states, i) for i, k in enumerate(as_list(ids))})
         check(table, model, some_ids(clients, generator))
+        for known in (slice(0, 0), slice(0, 3), slice(2, 7), slice(0, clients)):  # read before, and others since
+            check(table, model, known)
         assert table.touched().tolist() == sorted(model)
         if len(model) > 5:  # begin again, half of the time through a round trip
             flat = table.state_dict()
@@ -97,6 +99,30 @@ def test_rows_that_grew_over_several_pages() -> None:
         model.update({int(k): row(states, i) for i, k in enumerate(ids)})
     check(table, model, slice(0, 200))
     check(table, model, torch.randperm(200, generator=generator))
+
+
+def test_slices_of_clients_that_have_nothing_yet_are_read_again_when_they_have() -> None:
+    generator, model = torch.Generator().manual_seed(2), {}
+    table = StateTable(initial(), 6)
+    for ids in (slice(0, 2), slice(1, 4), torch.tensor([5]), slice(0, 6)):
+        for known in (slice(0, 2), slice(0, 4), slice(4, 6), slice(0, 6)):
+            check(table, model, known)
+        states = fresh(len(as_list(ids)), generator)
+        table.write(ids, states)
+        model.update({k: row(states, i) for i, k in enumerate(as_list(ids))})
+        for known in (slice(0, 2), slice(0, 4), slice(4, 6), slice(0, 6)):
+            check(table, model, known)
+    table.load_state_dict({k: leaf[:2] for k, leaf in table.state_dict().items()})
+    check(table, {k: model[k] for k in range(2)}, slice(0, 6))
+
+
+def test_of_many_slices_some_are_looked_up_anew() -> None:
+    generator = torch.Generator().manual_seed(3)
+    table, states = StateTable(initial(), 400), fresh(400, generator)
+    table.write(slice(0, 400), states)
+    for start in (*range(399), 0):
+        assert same_bits(table.read(slice(start, start + 1)), tree.take(states, slice(start, start + 1)))
+    assert len(table._places) <= 256
 
 
 def test_before_the_first_commit_everybody_shares_the_initial_state() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -41,6 +43,21 @@ def meeting() -> ft.Algorithm:
 
 def averaging() -> ft.Algorithm:
     return ft.fedavg(sgd(0.1))
+
+
+@contextmanager
+def threads_of(brought: Mapping[str, SiteConfiguration]) -> Iterator[Hub]:
+    """A hub, and such sites in threads."""
+    host = Hub()
+    threads = [Thread(host, name, configuration) for name, configuration in brought.items()]
+    for thread in threads:
+        thread.start()
+    try:
+        yield host
+    finally:
+        for thread in threads:
+            host.drop(thread.site, "the test is over")
+            thread.join(10.0)
 
 
 @pytest.mark.parametrize("one", [True, False])
@@ -118,6 +135,30 @@ def test_what_a_site_has_taken_is_free_when_it_ends_with_an_error() -> None:
     assert error
     with joined({"b": SiteConfiguration(DATA, {"it": lambda: shared})}) as (sites, _):
         ft.run(averaging(), sites, rounds=1)
+
+
+def test_a_site_that_has_begun_another_run_has_given_back_what_it_computed_with_before() -> None:
+    """Also where it has not been told of the end; what it may go on with stays its own where it refuses the other."""
+    one, two, half = averaging(), averaging(), parts(DATA, 2)
+    brought = {
+        "a": SiteConfiguration(half[0], {"one": lambda: one, "two": lambda: two, "not": lambda: 1 / 0}),
+        "b": SiteConfiguration(half[1], {"one": lambda: one}),
+    }
+    with threads_of(brought) as host:
+
+        def run(site: str, algorithm: str) -> ft.Run:
+            more = {"quorum": 1.0, "seconds": 20.0}
+            return ft.run(averaging(), Remote(host, [site], algorithm, **more), rounds=1, seed=0)
+
+        run("a", "one")
+        for offered in ("not", "unknown"):
+            with pytest.raises(RuntimeError, match="nothing of the round was kept"):
+                run("a", offered)
+        with pytest.raises(RuntimeError, match="with which another site of the same process computes"):
+            run("b", "one")
+        run("a", "two")
+        there = run("b", "one")
+    assert distance(there.server, ft.run(averaging(), ft.InProcess(half[1]), rounds=1, seed=0).server) < ROUNDING
 
 
 def test_nothing_is_kept_of_what_is_gone() -> None:

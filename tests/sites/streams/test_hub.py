@@ -35,6 +35,24 @@ def test_peers_that_have_sent_several_take_turns() -> None:
     assert [host.receive(1.0)[0] for _ in range(6)] == ["a", "b"] * 3
 
 
+def test_who_has_sent_first_is_taken_first_and_nobody_who_has_gone_or_whom_a_link_has() -> None:
+    host = hub()
+    names = ("gone", "met", "late", "early")
+    sites = {name: memory.link(host, name) for name in names}
+    met = host.meet("met", 1.0)
+    for name in ("gone", "met", "early", "late", "early"):
+        sites[name].send(name.encode())
+    assert met.receive(1.0) == b"met"
+    host.drop("gone", "it is not wanted")
+    assert [host.receive(1.0)[0] for _ in range(3)] == ["early", "late", "early"]
+    with pytest.raises(TimeoutError):
+        host.receive(0.05)
+    sites["met"].send(b"again")
+    sites["late"].send(b"again")
+    assert met.receive(1.0) == b"again"
+    assert host.receive(1.0) == ("late", b"again")
+
+
 def test_a_site_that_sends_more_than_is_taken_waits_and_holds_up_nobody() -> None:
     host = hub(ahead=2)
     loud, quiet = memory.link(host, "loud"), memory.link(host, "quiet")

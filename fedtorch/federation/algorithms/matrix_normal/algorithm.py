@@ -32,6 +32,7 @@ Source: Yue, Al Kontar, Estrada Gómez, "Federated data analytics: a study on li
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -93,7 +94,7 @@ class Shrinkage(NamedTuple):
     """Say how the prior acts on Θ: in the devices' problems, on the server after their steps, or both."""
 
     quadratic: Callable[[LowRank, Tensor], tuple[Tensor, Tensor]]  # (Ω, Θ) -> (λ (K,), h (K, p))
-    after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor]  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
+    after: Callable[[LowRank, Tensor, Tensor, Tensor], Tensor] | None  # (Ω, Θ, who moved (M,), steps (M,)) -> Θ
 
 
 class _Chosen(NamedTuple):
@@ -108,12 +109,13 @@ class _Chosen(NamedTuple):
 
 def in_every_step() -> Shrinkage:
     """Apply the prior in every local step, exactly, and damped just enough that L never increases."""
-    return Shrinkage(_majorised, lambda covariance, theta, moved, steps: theta)
+    return Shrinkage(_majorised, after=None)
 
 
 def _majorised(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
     covariance = covariance.trimmed()
-    precision = low_rank.eigenvalue_bound(covariance) * covariance.inverse_diagonal()
+    alone = covariance.inverse_diagonal()
+    precision = low_rank.eigenvalue_bound(covariance, precision=alone) * alone
     return precision, precision[:, None] * theta - low_rank.solve(covariance, theta)
 
 
@@ -239,12 +241,13 @@ def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) 
     """Send each device its row, noise and prior; no prior until its noise is known and it was heard, or Ω is given."""
     variance = noise_variance(server.summary, chosen.noise)
     precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
-    known = (server.heard | (chosen.start is not None)) & variance.isfinite()
+    finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
+    unknown = ~(server.heard & finite if chosen.start is None else finite)
     return _Outbox(
         server.parameters.to(dtype),
-        torch.where(known, variance, 1.0),
-        torch.where(known, precision, 0.0),
-        torch.where(known[:, None], shift, 0.0).to(dtype),
+        variance.masked_fill(unknown, 1.0),
+        precision.masked_fill(unknown, 0.0),
+        shift.masked_fill(unknown[:, None], 0.0).to(dtype),
     )
 
 
@@ -271,22 +274,24 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
 def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen: _Chosen) -> MatrixNormalServer:
     """Update Θ and the noise from the devices that answered; then Ω."""
     ids, (change, (fresh, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
-    had_a_prior = state.heard[ids] | (chosen.start is not None)
+    before = state.heard
     theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
     summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, fresh.summary)))
     state = MatrixNormalServer(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
-    variance, seen = noise_variance(summary, chosen.noise), summary.spread > 0
-    reach = torch.where(state.heard[:, None], theta, 0.0).square().sum()
-    finite, bounded, units = torch.stack([variance.isfinite().all(), reach.isfinite(), state.heard.sum()]).tolist()
+    variance = noise_variance(summary, chosen.noise)
+    known = torch.where(state.heard[:, None], theta, 0.0)
+    reach = known.square().sum()
+    finite, size, units = torch.stack([variance.isfinite().all(), reach, state.heard.sum()]).tolist()
     if not finite:
         if units == len(variance):
             raise ValueError(_HOPELESS)
         return state
-    theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], fresh.step[had_a_prior])
-    state = state._replace(parameters=theta)
-    if not bounded:  # steps too long for the objective: Θ tells, Ω stays
+    if chosen.shrinkage.after is not None:
+        had_a_prior = before[ids] | (chosen.start is not None)
+        theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], fresh.step[had_a_prior])
+        state, known = state._replace(parameters=theta), torch.where(state.heard[:, None], theta, 0.0)
+    if not math.isfinite(size):  # steps too long for the objective: Θ tells, Ω stays
         return state
-    known = torch.where(state.heard[:, None], theta, 0.0)
-    typical = torch.where(seen, variance * summary.spread, torch.nan).nanmedian()
-    scale = torch.where(seen.any(), typical, 0.0)
-    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, units))
+    typical = (variance * summary.spread).masked_fill(summary.spread <= 0, torch.nan).nanmedian()
+    scale = typical.nan_to_num(0.0, posinf=torch.inf)  # where nobody has been seen
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, int(units)))
