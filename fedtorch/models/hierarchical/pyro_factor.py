@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +47,7 @@ from fedtorch.models.hierarchical._pyro_program import (
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.integrals.newton import TRIALS
-from fedtorch.models.hierarchical.integrals.smooth import Integrated, integrated
+from fedtorch.models.hierarchical.integrals.smooth import Integrated, Search, integrated
 from fedtorch.models.hierarchical.integrals.starts import Starts
 from fedtorch.models.hierarchical.projections import Projected, from_the_prior, weighted
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
@@ -297,26 +296,17 @@ class PyroFactor:
             given = phi.flatten(0, 1)[nodes], mask[clients], *(leaf[clients] for leaf in filled)
             return lambda theta: torch.vmap(node)(theta, *given)
 
-        def found(phi: Tensor, start: Tensor | None, search: _Search) -> Integrated:
-            how = {"only": partial(only, phi), "start": start, "still": search.still, "trials": search.trials}
-            return integrated(log_joint, phi, sites.size, search.rule, rows=most, **how)
+        def found(phi: Tensor, rule: QuadratureRule | None, search: Search) -> Integrated:
+            return integrated(log_joint, phi, sites.size, rule, rows=most, only=partial(only, phi), search=search)
 
         start = starts.at(which, phi, sites.size)
         if start is None and sites.size and phi.shape[1] > _ALONE:
-            centre = found(phi.mean(1, keepdim=True), None, _Search(None, _STILL, TRIALS))
+            centre = found(phi.mean(1, keepdim=True), None, Search(None, _STILL))
             start = centre.mean.expand(-1, phi.shape[1], -1)
-        chosen = _Search(_few_nodes(sites.size), *_ROUGH) if rough else _Search(self._rule(sites.size), _STILL, TRIALS)
-        latent = found(phi, start, chosen)
+        rule = _few_nodes(sites.size) if rough else self._rule(sites.size)
+        latent = found(phi, rule, Search(start, *(_ROUGH if rough else (_STILL,))))
         starts.keep(which, phi, latent.mean)
         return latent
-
-
-class _Search(NamedTuple):
-    """How θ is integrated: by a rule about its mode, and how exactly that is sought, see `integrated`."""
-
-    rule: QuadratureRule | None
-    still: float
-    trials: int
 
 
 def _few_nodes(size: int) -> QuadratureRule | None:

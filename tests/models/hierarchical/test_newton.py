@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.models.hierarchical.integrals.newton import minimised
-from fedtorch.models.hierarchical.integrals.smooth import integrated
+from fedtorch.models.hierarchical.integrals.smooth import Search, integrated
 from fedtorch.models.hierarchical.integrals.starts import Starts
 from fedtorch.models.quadrature import gauss_hermite
 
@@ -93,7 +93,7 @@ def test_integrals_do_not_depend_on_where_the_search_begins() -> None:
     log_joint = lambda theta, at: (3 * theta - (theta + at).exp() - 0.5 * theta.square())[..., 0]
     rule = gauss_hermite(1, 15)
     plain = integrated(log_joint, at, 1, rule)
-    warm = integrated(log_joint, at, 1, rule, start=torch.full((1, 5, 1), 0.9).double(), still=0.03)
+    warm = integrated(log_joint, at, 1, rule, search=Search(torch.full((1, 5, 1), 0.9).double(), 0.03))
     for one, other in zip(warm, plain, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
     grid = torch.linspace(-8, 8, 16001, dtype=torch.float64)

@@ -134,8 +134,8 @@ class _State(NamedTuple):
         damping = torch.where(good & ~(share < _POOR), damping, more)
         own = curvature.diagonal(dim1=-2, dim2=-1).abs()
         mine = (trial, value, gradient, curvature, torch.maximum(self.scale, own))
-        kept = tree.where(good, mine, self[:5])
-        return _State(*kept, damping, self.close + near, self.done)
+        at, value, gradient, curvature, scale = tree.where(good, mine, self[:5])
+        return _State(at, value, gradient, curvature, scale, damping, self.close + near, self.done)
 
 
 def _step(state: _State, still: float) -> tuple[Tensor, Tensor, Tensor]:

@@ -35,6 +35,14 @@ class Integrated(NamedTuple):
     covariance: Tensor  # (K, R, d, d)
 
 
+class Search(NamedTuple):
+    """Hold how modes of θ are sought; see `minimised`."""
+
+    start: Tensor | None = None  # (K, R, d); default: zeros
+    still: float = 0.0  # sds of the normal approximation, the last step
+    trials: int = TRIALS  # evaluations, at most
+
+
 class Slopes(NamedTuple):
     """Hold a row's log likelihood and its derivatives in η and v, `(K, R, N)` each; None where there is no v."""
 
@@ -78,9 +86,7 @@ def integrated(
     slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]] | None = None,
     rows: int = 1,
     only: Callable[[Tensor], Callable[[Tensor], Tensor]] | None = None,
-    start: Tensor | None = None,
-    still: float = 0.0,
-    trials: int = TRIALS,
+    search: Search | None = None,
 ) -> Integrated:
     """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ.
 
@@ -95,9 +101,7 @@ def integrated(
         rows: of a client, by which the rule's nodes are taken some at a time.
         only: (indices `(M,)` of the K · R) -> log_joint there, θ `(M, d)` -> `(M,)`; with it the search for modes goes
             on without those that are found.
-        start: of the search `(K, R, d)`; default: zeros.
-        still, trials: the last step of the search, in sds of the normal approximation, and its most evaluations, see
-            `minimised`.
+        search: for modes; default: from zeros, to rounding.
 
     >>> import torch
     >>> from fedtorch.models.quadrature import gauss_hermite
@@ -122,11 +126,11 @@ def integrated(
 
     eye = torch.eye(size, dtype=first.dtype, device=first.device)
     metric = eye.expand(clients * count, -1, -1)
-    start = first.new_zeros((clients * count, size)) if start is None else start.reshape(-1, size)
+    how = Search() if search is None else search
+    start = first.new_zeros(clients * count, size) if how.start is None else how.start.reshape(-1, size)
     negative = None if only is None else lambda ids: _negative(only(ids))
-    mode, curvature, least = minimised(
-        objective, start, metric, None if slopes is None else about, negative, still, trials
-    )
+    by = None if slopes is None else about
+    mode, curvature, least = minimised(objective, start, metric, by, negative, *how[1:])
     factor, info = torch.linalg.cholesky_ex(curvature)
     lost = (info != 0)[:, None, None]  # nodes so far out that no mode was found: they have no weight
     factor, mode = torch.where(lost, eye, factor), torch.where(lost[..., 0], 0.0, mode)
