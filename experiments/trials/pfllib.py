@@ -23,6 +23,7 @@ import importlib
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,29 +111,33 @@ class Mixed(NamedTuple):
     alpha: Tensor
 
 
-def apfl(network: Network) -> ft.Algorithm:
-    """APFL as PFLlib has it."""
-    local = descent(network, 1)
+def apfl(local: ft.LocalSolver, lr: float, steps: int = EPOCHS) -> ft.Algorithm:
+    """APFL as PFLlib has it: `local` goes one step at rate `lr`, after which α moves.
+
+    A step may be an epoch: then α moves by the sum of its gradients, all at the weights that came before.
+    """
 
     def step(parameters: Tree, state: Mixed, data: ClientData, turn: ft.Turn) -> tuple[Tree, Tree]:
         new = local.solve(parameters, state.solver, data, None, turn).parameters
-        return new, tree.scale(tree.subtract(parameters, new), 1 / LR)  # and the gradient
+        return new, tree.scale(tree.subtract(parameters, new), 1 / lr)  # and the gradient
 
     def client(inbox: Tree, state: Mixed, data: ClientData, turn: ft.Turn) -> ft.Reply:
         shared, personal, alpha = inbox, state.personal, state.alpha
-        for _ in range(EPOCHS):
-            shared, of_shared = step(shared, state, data, turn)
-            personal, of_personal = step(personal, state, data, turn)
+        for number in range(steps):
+            same = turn.with_key(partial(ft.random.fold_in, turn.key, number))  # minibatches of both models
+            shared, of_shared = step(shared, state, data, same)
+            personal, of_personal = step(personal, state, data, same)
             slope = 0.02 * alpha
             for name, leaf in tree.subtract(personal, shared).items():
                 part = alpha.view(-1, *[1] * (leaf.ndim - 1))
                 slope = slope + (leaf * (part * of_personal[name] + (1 - part) * of_shared[name])).flatten(1).sum(1)
-            alpha = (alpha - LR * slope).clamp(0, 1)
+            alpha = (alpha - lr * slope).clamp(0, 1)
         mixed = tree.map(lambda a, b: a + alpha.view(-1, *[1] * (a.ndim - 1)) * (b - a), shared, personal)
         return ft.Reply(ft.Mean(shared, data.count), Mixed(state.solver, mixed, alpha), {})
 
     def init(parameters: Tree, clients: int) -> tuple[Tree, Mixed]:
-        return parameters, Mixed(local.init(parameters), parameters, torch.tensor(ALPHA))
+        alpha = torch.tensor(ALPHA, dtype=tree.leaves(parameters)[0].dtype)
+        return parameters, Mixed(local.init(parameters), parameters, alpha)
 
     return ft.Algorithm(
         init=init,
@@ -141,7 +146,7 @@ def apfl(network: Network) -> ft.Algorithm:
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: state.personal,
         prepare=local.prepare,
-        **pfedme.of_solver(local, algorithm="apfl"),
+        **pfedme.of_solver(local, algorithm="apfl", lr=lr, steps=steps),
     )
 
 
@@ -171,7 +176,7 @@ OURS: dict[str, Callable[[Users, int], Tree]] = {
     "FedBABU": babu,
     "Ditto": lambda of, rounds: run(ft.ditto(descent(of.network), LAMBDA), of.train, rounds).tensors(),
     "pFedMe, server": server_of_pfedme,
-    "APFL": lambda of, rounds: run(apfl(of.network), of.train, rounds).tensors(),
+    "APFL": lambda of, rounds: run(apfl(descent(of.network, 1), LR), of.train, rounds).tensors(),
 }
 CLIENTS = {
     "FedAvg": ("clientavg", "clientAVG"),

@@ -47,7 +47,7 @@ def test_fedrep_trains_the_head_then_the_body() -> None:
 
 def test_apfl_mixes_by_its_own_alpha() -> None:
     of = a_few(1)
-    run = pfllib.run(pfllib.apfl(of.network), of.train, 1)
+    run = pfllib.run(pfllib.apfl(pfllib.descent(of.network, 1), pfllib.LR), of.train, 1)
     shared, personal, alpha = copy.deepcopy(of.network), copy.deepcopy(of.network), pfllib.ALPHA
     ((x, y),) = of.train
     for _ in range(pfllib.EPOCHS):
