@@ -19,23 +19,31 @@ Mathematik 18, 1971, sections 4 and 5).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
+
+from fedtorch import exact_loop
 
 LIMBS = 10
 LARGEST = 2.0**148  # what a number must stay below
 _BITS, _MASK = 32, 2**32 - 1
 _SCALE = 160  # a unit of the last limb is 2^−160
 _SPLIT = 2.0**27 + 1
+_NOT_FINITE = "Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them"
 
 
-class Whole(NamedTuple):
+class Whole:
     """Sums as whole numbers of 2⁻¹⁶⁰, which the host knows.
+
+    Attributes:
+        like: what they were read from, `(..., LIMBS)`.
 
     Example:
         >>> import torch
@@ -44,8 +52,15 @@ class Whole(NamedTuple):
         [0.5, 3.0]
     """
 
-    numbers: list[int]  # in flat order
-    like: Tensor  # (..., LIMBS) what they were read from
+    def __init__(self, like: Tensor, numbers: list[int] | None = None) -> None:
+        self.like = like
+        if numbers is not None:
+            self.numbers = numbers
+
+    @functools.cached_property
+    def numbers(self) -> list[int]:
+        """Return the numbers in flat order."""
+        return _integers(self.like.reshape(-1, LIMBS).cpu())
 
 
 def limbs(value: Tensor) -> Tensor:
@@ -60,6 +75,8 @@ def limbs(value: Tensor) -> Tensor:
         `(..., LIMBS)`, float64, integers of magnitude below 2³³ that have the sign of the number; NaN where it is not
         finite or not smaller than 2¹⁴⁸ in magnitude.
     """
+    if (library := exact_loop.program((value,))) is not None:
+        return exact_loop.limbs(library, (value,), LIMBS)
     has_limbs = value.abs() < LARGEST
     fraction, exponent = torch.frexp(torch.where(has_limbs, value, 0.0))
     whole = (fraction.abs() * 2.0**53).to(torch.int64)
@@ -75,21 +92,35 @@ def limbs(value: Tensor) -> Tensor:
     return result.to(torch.float64) * sign.unsqueeze(-1)
 
 
+def totals(*sums: Sequence[Tensor]) -> list[Tensor]:
+    """Return each sum of terms of one shape in limbs, all by one look at the numbers."""
+    terms = [term for each in sums for term in each]
+    if (library := exact_loop.program(terms)) is not None:
+        return [exact_loop.limbs(library, each, LIMBS) for each in sums]
+    flat = limbs(torch.cat([term.reshape(-1) for term in terms]) if terms else torch.zeros(0).double())
+    parts = iter(flat.split([term.numel() for term in terms]))
+    return [sum(next(parts) for _ in each).reshape(*each[0].shape, LIMBS) for each in sums]
+
+
 def read(*totals: Tensor) -> list[Whole]:
     """Return the sums that `totals`, `(..., LIMBS)` each, stand for; a device is waited for once.
 
     Raises:
-        ValueError: limbs are NaN or infinite.
+        ValueError: limbs are NaN or infinite; of tensors on the CPU when their sums are asked for.
     """
+    if exact_loop.program(totals) is not None:
+        return [Whole(total) for total in totals]
     flat = [total.reshape(-1, LIMBS) for total in totals]
     numbers = iter(_integers(torch.cat(flat).cpu()))
-    return [Whole(list(itertools.islice(numbers, len(part))), total) for part, total in zip(flat, totals)]
+    return [Whole(total, list(itertools.islice(numbers, len(part)))) for part, total in zip(flat, totals)]
 
 
 def value(total: Tensor | Whole) -> Tensor:
     """Return the float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
-    numbers, like = read(total)[0] if isinstance(total, Tensor) else total
-    return _tensor([_divide(number, 1 << _SCALE) for number in numbers], like)
+    whole = read(total)[0] if isinstance(total, Tensor) else total
+    if (library := exact_loop.program((whole.like,))) is not None:
+        return _checked(exact_loop.values(library, whole.like))
+    return _tensor([_divide(number, 1 << _SCALE) for number in whole.numbers], whole.like)
 
 
 def values(*totals: Tensor) -> list[Tensor]:
@@ -99,6 +130,8 @@ def values(*totals: Tensor) -> list[Tensor]:
 
 def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return w·x and w·x² as sums of float64 numbers without rounding: two and four terms, in the arguments' shape."""
+    if weight.shape == value.shape and (library := exact_loop.program((weight, value))) is not None:
+        return exact_loop.products(library, weight, value)
     first = _product(weight, value)
     return first, (*_product(first[0], value), *_product(first[1], value))
 
@@ -126,6 +159,9 @@ def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Te
         >>> [float(moment) for moment in about(*read(total(w), total(*wx), total(*wxx), limbs(centre)))]
         [2.0, 0.0, 2.0]
     """
+    likes = [whole.like for whole in (zeroth, first, second, centre)]
+    if len({like.shape for like in likes}) == 1 and (library := exact_loop.program(likes)) is not None:
+        return _checked(exact_loop.about(library, likes)).unbind()  # type: ignore[return-value]
     sums: tuple[list[float], list[float], list[float]] = [], [], []
     d = 1 << _SCALE
     for w, wx, wxx, n in zip(zeroth.numbers, first.numbers, second.numbers, centre.numbers):
@@ -156,7 +192,7 @@ def _integers(total: Tensor) -> list[int]:
     """Return the numbers that limbs `(n, LIMBS)` stand for: carried, they are the words of two's complement."""
     limbs = total.numpy()
     if not numpy.isfinite(limbs).all():
-        raise ValueError("Expected sums of finite numbers below 2**148 in magnitude, but got others; rescale them")
+        raise ValueError(_NOT_FINITE)
     digits = numpy.array(limbs.T, dtype=numpy.int64, order="C")
     carry: Any = 0
     for place in range(LIMBS):
@@ -166,6 +202,12 @@ def _integers(total: Tensor) -> list[int]:
     words = numpy.stack([*(digits[0::2] | digits[1::2] << _BITS), carry], 1).astype("<i8").tobytes()
     size = 4 * LIMBS + 8
     return [int.from_bytes(words[i : i + size], "little", signed=True) for i in range(0, len(words), size)]
+
+
+def _checked(found: Tensor | None) -> Tensor:
+    if found is None:
+        raise ValueError(_NOT_FINITE)
+    return found
 
 
 def _divide(numerator: int, denominator: int) -> float:

@@ -6,9 +6,18 @@ from fractions import Fraction
 
 import pytest
 import torch
+from support.programs import reference
 from torch import Tensor
 
 from fedtorch import exact
+from fedtorch.dispatch import choice, compiled
+
+
+@pytest.fixture(autouse=True, params=["on", "off"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By the program in C, where there is a compiler, and by operations of torch."""
+    monkeypatch.setenv(choice.VARIABLE, request.param)
+    return request.param
 
 
 def numbers(count: int, low: float, high: float, seed: int = 0) -> Tensor:
@@ -73,3 +82,35 @@ def test_no_numbers_and_bad_numbers() -> None:
         assert with_bad.isnan().any(1).tolist() == [False, True]
         with pytest.raises(ValueError, match=r"Expected sums of finite numbers below 2\*\*148"):
             exact.value(with_bad)
+
+
+@pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4, 5)])
+def test_the_program_gives_the_bits_of_the_reference(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    count = torch.Size(shape).numel()
+    each = [numbers(count, -170, 60, seed).reshape(shape) for seed in range(4)]
+    if count > 2:
+        each[0].view(-1)[:3] = torch.tensor([0.0, -(2.0**-160), 2.0**-161])
+    strided = each[1].mT.contiguous().mT if len(shape) > 1 else each[1]
+
+    def found() -> list[Tensor]:
+        (total, other), first = exact.totals(each[:3], [strided]), exact.products(each[0], strided)
+        moments = [*exact.totals([each[0].abs()], *exact.products(each[0].abs(), strided)), exact.limbs(each[3])]
+        many = [2**20 * part for part in moments[:3]]  # of as many clients
+        about = exact.about(*exact.read(*many, moments[3]))
+        sums = total - 3 * other, *exact.values(total - 3 * other, total)
+        return [total, other, *sums, *(term for terms in first for term in terms), *moments, *about]
+
+    monkeypatch.setenv(choice.VARIABLE, "on")
+    by_program = found()
+    with reference():
+        for one, two in zip(by_program, found()):
+            assert one.shape == two.shape
+            assert torch.equal(one, two)
+
+
+def test_bad_numbers_about_a_centre() -> None:
+    one, bad = (exact.limbs(torch.tensor([value], dtype=torch.float64)) for value in (1.0, torch.nan))
+    for place in range(4):
+        with pytest.raises(ValueError, match="Expected sums of finite numbers"):
+            exact.about(*exact.read(*(bad if place == at else one for at in range(4))))

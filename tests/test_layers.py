@@ -26,6 +26,7 @@ LAYERS = (
         "random",
         "dispatch",
         "exact",
+        "exact_loop",
         "_files",
         "tables",
         "functional",

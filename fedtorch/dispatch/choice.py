@@ -115,6 +115,19 @@ def traced(tensors: Sequence[Tensor]) -> bool:
     return torch._C._len_torch_dispatch_stack() > 0 or any(map(wrapped, tensors))
 
 
+def plain(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all are tensors on the CPU of which nobody asks for a derivative and nobody sees the operations.
+
+    >>> plain([torch.ones(2)]), plain([torch.ones(2, requires_grad=True)]), plain([torch.nn.Parameter(torch.ones(2))])
+    (True, False, False)
+    """
+    differentiated = torch.is_grad_enabled()
+    for tensor in tensors:
+        if type(tensor) is not Tensor or not tensor.is_cpu or (differentiated and tensor.requires_grad):
+            return False
+    return not traced(tensors)
+
+
 @functools.cache
 def installed() -> bool:
     """Return whether Triton is installed."""

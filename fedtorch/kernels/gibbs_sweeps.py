@@ -27,11 +27,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.dispatch.choice import program
+from fedtorch.dispatch.choice import plain, program
 from fedtorch.dispatch.launch import launch, power_of_two
 from fedtorch.kernels.programs import gibbs_loop
 from fedtorch.random import philox
-from fedtorch.random.words import is_plain
 
 MOST = 16  # coefficients
 _SIZE = 256  # numbers of a program's matrices
@@ -108,9 +107,7 @@ def _like(chains: Chains) -> Chains:
 
 def _library(tensors: Sequence[Tensor]) -> Any:
     """Return the program in C where it knows these tensors, else None."""
-    if not is_plain(tensors) or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return None
-    return gibbs_loop.program()
+    return gibbs_loop.program() if plain(tensors) else None
 
 
 def _reference(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:

@@ -36,6 +36,8 @@ from fedtorch.models.gaussian import Moments
 _POINTS = {0: 1, 1: 25, 2: 11, 3: 7, 4: 5}  # of the product rule, a dimension, by dimension
 _MOST_DESIGNED = 20  # dimensions
 _MOVES = 60  # of the rule, at most
+_ROUGH_MOVES = 12  # the same, where the factor itself is asked afterwards
+_PATIENT = 8  # moves, from which on those of which nodes see enough go half the way
 _BISECTIONS = 20
 _FITS = 0.02  # the difference of the rule's moments from the product's, in the rule's units, where it stays
 _PLACED = 0.1  # the same, where a rule of fewer nodes has found the place
@@ -157,6 +159,7 @@ def tilt(
     rule: QuadratureRule,
     scout: QuadratureRule | None = None,
     only: Callable[[Tensor], Factor] | None = None,
+    rough: tuple[Factor, Callable[[Tensor], Factor]] | None = None,
 ) -> Nodes:
     """Return nodes and weights of the densities N(ζ; cavity) f(ζ), for `K` clients at once.
 
@@ -167,7 +170,9 @@ def tilt(
         scout: a rule of fewer nodes that moves first, where the factor is dear; then `rule` starts from where that
             one stays, and itself moves where its moments differ by more than a tenth of an sd.
         only: (indices of clients) -> the factor of these; with it, clients whose rule stays are left out of the moves
-            of the others once they are half or more.
+            of the others.
+        rough: an approximation of the factor, and of that of some clients, by which `rule` moves before the factor
+            itself is asked; it then moves on where its moments are not yet its own.
 
     In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
     weights of that client are NaN then.
@@ -177,7 +182,9 @@ def tilt(
     few = scout is not None and 0 < 2 * len(scout.weights) < len(rule.weights)
     if scout is not None and few:
         start, fits = _moved(cavity, (mean, root), (mean, root), factor, only, scout, _FITS, 1).place, _PLACED
-    return _moved(cavity, (mean, root), start, factor, only, rule, fits, 0 if few else 1).nodes
+    if rough is not None:
+        start = _moved(cavity, (mean, root), start, *rough, rule, fits, 1, _ROUGH_MOVES).place
+    return _moved(cavity, (mean, root), start, factor, only, rule, fits, 0 if few or rough is not None else 1).nodes
 
 
 class _Moved(NamedTuple):
@@ -196,8 +203,9 @@ def _moved(
     rule: QuadratureRule,
     fits: float,
     least: int,
+    most: int = _MOVES,
 ) -> _Moved:
-    """Move a rule from `start` until its nodes see its own moments, but at least so often."""
+    """Move a rule from `start` until its nodes see its own moments, but at least so often, at most `most` times."""
     powers, weights = _Powers.of(*tree.to(rule, cavity.mean)), rule.weights.to(cavity.mean)
     mean, root = start
     at, ratio, values = now = _evaluated(factor, powers, whole, mean, root)
@@ -205,7 +213,7 @@ def _moved(
         return _Moved(_weighted(at, weights.log() + ratio, values), start)
     seen = partial(_seen, powers)
     settled = torch.zeros_like(mean[:, 0], dtype=torch.bool)
-    for move in range(_MOVES - 1):
+    for move in range(most - 1):
         shift, half, enough = seen(torch.ones_like(ratio[:, 0]), ratio)
         settled = settled | (enough & (_misfit(shift, half) < fits) & (move >= least))
         all_settled, all_enough = torch.stack([settled.all(), enough.all()]).tolist()
@@ -214,17 +222,23 @@ def _moved(
         if not all_enough:
             few = ~enough
             shift[few], half[few], _ = seen(_power(seen, ratio[few]), ratio[few])
+        if move >= _PATIENT:  # two places in turn are left by half a move
+            eye = torch.eye(half.shape[-1], dtype=half.dtype, device=half.device)
+            shift = torch.where(enough[:, None], shift / 2, shift)
+            half = torch.where(enough[:, None, None], (half + eye) / 2, half)
         mean = torch.where(settled[:, None], mean, mean + (root @ shift[..., None])[..., 0])
         root = torch.where(settled[:, None, None], root, root @ half)
-        if only is None or 2 * int(settled.sum()) < len(settled):
+        if only is None or not bool(settled.any()):
             now = _evaluated(factor, powers, whole, mean, root)
         else:
             ids = (~settled).nonzero()[:, 0]
             these = _evaluated(only(ids), powers, *tree.take((whole, mean, root), ids))
             now = tree.map(lambda every, some, ids=ids: every.index_copy(0, ids, some), now, these)
         at, ratio, values = now
-    shift, half, _ = seen(torch.ones_like(ratio[:, 0]), ratio)
+    shift, half, enough = seen(torch.ones_like(ratio[:, 0]), ratio)
     lost = ~settled & ~(_misfit(shift, half) < _LOST)
+    if most < _MOVES:
+        lost = lost & ~enough  # of which nodes see enough is a place to go on from
     there = _weighted(at, torch.where(lost[:, None], torch.nan, weights.log() + ratio), values)
     back = torch.where(lost[:, None], whole[0], mean), torch.where(lost[:, None, None], whole[1], root)
     return _Moved(there, back)

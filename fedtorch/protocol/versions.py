@@ -67,7 +67,7 @@ class Versions:
     @property
     def numbers(self) -> set[int]:
         """Return the versions that are here; the first always is, for a node can begin anew."""
-        return {FIRST, *self._held, *(int(path.stem) for path in self._files())}
+        return {FIRST, *self._held, *self._on_disk()}
 
     def put(self, version: int, states: Flat) -> None:
         """Keep a version; the run is not over. Raises OSError where it cannot be written."""
@@ -94,19 +94,18 @@ class Versions:
         """Forget all but these and the first."""
         for version in [v for v in self._held if v not in versions and v != FIRST]:
             del self._held[version]
-        stay = {str(version) for version in versions}
-        for path in self._files():
-            if path.stem not in stay:
-                path.unlink(missing_ok=True)
+        for version in self._on_disk().difference(versions):
+            self._path(version).unlink(missing_ok=True)
 
-    def _files(self) -> list[Path]:
-        folder = self.folder
-        if folder is None or not folder.exists():
-            return []
-        parts = (name.partition(".") for name in os.listdir(folder))
-        return [
-            folder / f"{number}.{kind}" for number, _, kind in parts if kind == "safetensors" and number.isdecimal()
-        ]
+    def _on_disk(self) -> set[int]:
+        """Return the versions that have a file."""
+        if self.folder is None:
+            return set()
+        try:
+            parts = [name.partition(".") for name in os.listdir(self.folder)]
+        except FileNotFoundError:
+            return set()
+        return {int(number) for number, _, kind in parts if kind == "safetensors" and number.isdecimal()}
 
     def _path(self, version: int) -> Path:
         assert self.folder is not None

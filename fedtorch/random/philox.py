@@ -38,10 +38,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.dispatch.choice import program
+from fedtorch.dispatch.choice import plain, program
 from fedtorch.dispatch.launch import launch, tile
 from fedtorch.random import philox_loop
-from fedtorch.random.words import DRAW, FOLD, GAMMA, WORD, block_words, folded_singly, is_plain, philox
+from fedtorch.random.words import DRAW, FOLD, GAMMA, WORD, block_words, folded_singly, philox
 
 BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
@@ -128,7 +128,7 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
         return philox_loop.fold(library, key, data)
     programs = program("fedtorch.random.philox_program", tensors, (torch.int64,))
     if not programs:
-        if math.prod(part.numel() for part in tensors) <= _SINGLY and is_plain(tensors):
+        if math.prod(part.numel() for part in tensors) <= _SINGLY and plain(tensors):
             return folded_singly(key, data)
         even, odd = philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
         return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
@@ -141,9 +141,7 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
 
 def _library(*tensors: Tensor) -> Any:
     """Return the program in C where it knows these tensors, else None."""
-    if not is_plain(tensors) or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return None
-    return philox_loop.program()
+    return philox_loop.program() if plain(tensors) else None
 
 
 def _words(key: Tensor, start: int, count: int) -> Tensor:

@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.dispatch.choice import traced
+from fedtorch.dispatch.choice import plain
 
 WORD = 0xFFFFFFFF
 DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
@@ -25,18 +25,13 @@ _LOWER, _UPPER, _FACTORS = numpy.uint64(WORD), numpy.uint64(32), numpy.array((_S
 _STEPS = numpy.arange(_ROUNDS, dtype=numpy.uint64)[:, None] * numpy.array(_WEYL, numpy.uint64)  # of both key words
 
 
-def is_plain(tensors: Sequence[Tensor]) -> bool:
-    """Return whether all are tensors on the CPU whose operations nobody intercepts."""
-    return all(each.device.type == "cpu" and type(each) is Tensor for each in tensors) and not traced(tensors)
-
-
 def philox(key: Tensor, counter: Sequence[Tensor | int]) -> tuple[Tensor, Tensor]:
     """Return Philox-4x32-10 of keys and four counter words that broadcast.
 
     That is words 0 and 2, and words 1 and 3, `(2, *shape)` each; the upper half of the second is not cleared.
     """
     tensors = [key, *(word for word in counter if isinstance(word, Tensor))]
-    if is_plain(tensors):
+    if plain(tensors):
         return _philox_numpy(key, counter)
     shape = numpy.broadcast_shapes(*(word.shape for word in tensors))
     even, odd, spare = key.new_empty((3, 2, *shape)).unbind()

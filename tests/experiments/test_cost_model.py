@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 from experiments.benchmarks import scaling
 from experiments.benchmarks.cost_model import __main__ as cost_model
-from experiments.benchmarks.parts import cost_formulas as formulas, gpu_kernels, kernel_bounds
+from experiments.benchmarks.parts import c_programs, cost_formulas as formulas, gpu_kernels, kernel_bounds
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 
 HERE = Here(
@@ -96,6 +97,22 @@ def test_what_a_compiler_refuses_is_said() -> None:
     assert len(line) == len(kernel_bounds.COMPILED)
     assert line[4] == "refused (TypeError)"
     assert line[-1] == "never"
+
+
+@pytest.mark.parametrize("name", c_programs.WORK)
+def test_programs_in_c_have_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(c_programs, "seconds_to_compile", lambda source: 0.5)
+    line = c_programs.line(name, small=True)
+    assert len(line) == len(c_programs.COLUMNS)
+    assert float(line[4]) > 0
+    monkeypatch.setattr(c_programs, "seconds_to_compile", lambda source: None)
+    assert "no compiler" in c_programs.line(name, small=True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_a_program_is_compiled_anew_to_time_it() -> None:
+    assert (c_programs.seconds_to_compile("random/philox_loop.c") or 0) > 0.01
 
 
 @pytest.mark.slow

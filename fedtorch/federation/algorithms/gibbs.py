@@ -113,14 +113,8 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
 
 
 def _in_limbs(sums: Sums) -> dict[str, Tensor]:
-    """Return each name's number in limbs, `(..., LIMBS)`; all numbers are converted in one call."""
-    terms = [term for each in sums.values() for term in each]
-    flat = exact.limbs(torch.cat([term.reshape(-1) for term in terms]) if terms else torch.zeros(0).double())
-    parts = iter(flat.split([term.numel() for term in terms]))
-    found = {}
-    for name, each in sums.items():
-        found[name] = sum(next(parts) for _ in each).reshape(*each[0].shape, exact.LIMBS)
-    return found
+    """Return each name's number in limbs, `(..., LIMBS)`."""
+    return dict(zip(sums, exact.totals(*sums.values())))
 
 
 def _check_start(parameters: Any, chains: int) -> Tensor:

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random
+from fedtorch.kernels.programs import gibbs_server
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.gibbs._gaussian_conditional import Design, Fold, columns, from_columns
@@ -88,9 +89,11 @@ def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Te
         prior: P, the prior precisions of θ, `(C, p)` or a number.
         keys: `(C,)`.
     """
-    information = gaussian.unpack(packed)
     z = random.normal(keys, centre.shape[-1:], torch.float64)
-    parts = (information, score, theta, centre, prior.to(centre.device).expand_as(centre), z)
+    given = (theta, centre, prior.to(centre.device).expand_as(centre), z)
+    if (library := gibbs_server.program(keys, (score, packed, *given))) is not None:
+        return gibbs_server.move(library, (score, packed, *given))
+    parts = (gaussian.unpack(packed), score, *given)
     # One chain after another: a chain's bits do not depend on how many there are.
     return torch.stack([_draw(*(part[c].clone() for part in parts)) for c in range(len(keys))])
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.kernels.programs import gibbs_server
 
 POINTS = 32
 FINEST = 0.2  # spacing of y, up to twice that; POINTS of them span 300 to 100 000 s
@@ -71,6 +72,9 @@ def on_lattice(density: Callable[[Tensor], Tensor], x: Tensor, middle: Tensor, w
         width: s > 0, which broadcasts to it: where the density is and how wide, roughly; they must not depend on x.
         keys: `(C,)`.
     """
+    if (library := gibbs_server.program(keys, (x, middle, width))) is not None:
+        points, y, coins = gibbs_server.lattice(library, x, middle, width, keys, POINTS, FINEST)
+        return gibbs_server.choose(library, points, y, density(points), coins)
     for_spacing, for_place, for_choice = random.uniform(keys, (3, x.shape[-1]), torch.float64).unbind(1)
     steps = torch.arange(POINTS, device=x.device, dtype=torch.float64)[:, None, None]
     y = ((x - middle) / width).asinh() + FINEST * (1 + for_spacing) * (steps - (POINTS * for_place).floor())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.kernels.programs import gibbs_server
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.tree import Tree
 
@@ -155,7 +156,10 @@ def spike_and_slab(
         return SpikeAndSlab(ones, ones[:, :1] if shared_variance else ones, torch.full_like(ones[:, 0], 0.5))
 
     def update(state: SpikeAndSlab, estimate: Tensor, precision: Tensor, keys: Tensor) -> tuple[Tensor, SpikeAndSlab]:
-        p = estimate.shape[-1]
+        p, numbers = estimate.shape[-1], (state.variance, state.inclusion, estimate, precision)
+        given = (spike, *variance, *inclusion), shared_variance, keys, numbers
+        if blocks is None and (found := gibbs_server.spike_and_slab(*given)):
+            return found[0], SpikeAndSlab(*found[1:])
         for_flips, for_theta, for_variance, for_inclusion, for_more_flips = random.split(keys, 5)
         index = (torch.arange(p) if blocks is None else blocks).to(estimate.device)
         count = int(index.max()) + 1
@@ -173,18 +177,16 @@ def spike_and_slab(
             first = torch.stack([(index == g).nonzero()[0, 0] for g in range(count)])  # of each block
             each = flip_blocks(state.included[:, first], evidence, for_flips)
         posterior = precision + 1 / (_factor(each, spike)[:, index] * state.variance)
-        theta = precision * estimate / posterior
-        theta = theta + random.normal(for_theta, (p,), torch.float64) / posterior.sqrt()
+        theta = _normal(estimate, precision, posterior, for_theta)
         if not shared_variance:
             each = flip_blocks(each, slab_evidence(theta.square() / 2, spike, *variance), for_more_flips)
         energy = theta.square() / _factor(each, spike)[:, index] / 2
-        shape, rate = variance
+        (shape, rate), (a, b) = variance, inclusion
         if shared_variance:
             gamma = random.gamma(for_variance, shape + p / 2, (1,), torch.float64)
             eta = (rate + energy.sum(-1, keepdim=True)) / gamma
         else:
             eta = (rate + energy) / random.gamma(for_variance, shape + 0.5, (p,), torch.float64)
-        a, b = inclusion
         slabs = each.sum(-1)
         rho = random.beta(for_inclusion, a + slabs, b + count - slabs, (), torch.float64)
         return theta, SpikeAndSlab(each[:, index], eta, rho)
@@ -219,8 +221,7 @@ def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:
         raise ValueError(f"Expected a positive slab, but got {slab}")
 
     def mix(state: Mixture, energy: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        p = energy.shape[-1]
-        first, second = (random.exponential(key, (p,), torch.float64) for key in random.split(keys, 2))
+        first, second = (random.exponential(key, energy.shape[-1:], torch.float64) for key in random.split(keys, 2))
         precision = first / (state.auxiliary + energy)
         return precision, second / (1 + precision)
 

@@ -13,7 +13,6 @@ Source: Vehtari et al. (2020), "Expectation propagation as a way of life", secti
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,12 +22,9 @@ from fedtorch import linalg, random, tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical.hyperpriors import Prior
+from fedtorch.models.hierarchical.integrals.newton import minimised
 from fedtorch.models.quadrature import QuadratureRule, default_rule, tilt
 from fedtorch.tree import Tree
-
-_NEWTON_STEPS = 50
-_HALVINGS = 12
-_NEAR = 1e-12  # Newton decrement, relative to the objective, from which a step is taken whole
 
 
 class Projected(NamedTuple):
@@ -103,7 +99,7 @@ def quadrature(log_factor: LogFactor, rule: QuadratureRule | None = None, *, apa
         chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
         only = lambda ids: lambda phi: (log_factor(phi, tree.take(data, ids)), None)
         nodes = tilt(cavity, lambda phi: (log_factor(phi, data), None), chosen, only=only if apart else None)
-        return Projected(_weighted(nodes.nodes, nodes.weights), cavity)
+        return Projected(weighted(nodes.nodes, nodes.weights), cavity)
 
     return project
 
@@ -131,7 +127,7 @@ def importance(log_factor: LogFactor, draws: int = 2000) -> Projection:
         white = torch.cat([half, -half], 1)
         phi = cavity.mean[:, None] + white @ torch.linalg.cholesky_ex(cavity.covariance).L.mT
         weights = torch.softmax(log_factor(phi, data), 1)
-        return Projected(_weighted(phi, weights), _weighted(phi, torch.full_like(weights, 1 / draws)))
+        return Projected(weighted(phi, weights), weighted(phi, torch.full_like(weights, 1 / draws)))
 
     return project
 
@@ -157,7 +153,7 @@ def laplace(log_factor: LogFactor) -> Projection:
             quadratic = 0.5 * (away[:, None] @ precision @ away[..., None])[:, 0, 0]
             return quadratic - log_factor(phi[:, None], data)[:, 0]
 
-        mode, curvature = minimised(objective, cavity.mean, precision)
+        mode, curvature, _ = minimised(objective, cavity.mean, precision)
         factor, info = torch.linalg.cholesky_ex(curvature)
         covariance = torch.where((info == 0)[:, None, None], torch.cholesky_inverse(factor), torch.nan)
         return Projected(Moments(mode, covariance), cavity)
@@ -195,95 +191,8 @@ def from_the_prior(project: Projection) -> Start:
     return Start(summary, estimate)
 
 
-Objective = Callable[[Tensor], Tensor]  # (K, p) -> (K,), each from its own row
-
-
-def minimised(
-    objective: Objective,
-    start: Tensor,
-    metric: Tensor,
-    derivatives: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]] | None = None,
-    only: Callable[[Tensor], Objective] | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return Newton's method on `K` problems at once: where each is least, `(K, p)`, and the second derivatives there.
-
-    Args:
-        objective: `(K, p)` -> `(K,)`, each from its own row.
-        start: `(K, p)`.
-        metric: `(K, p, p)` positive definite, used for a step where the second derivatives are not.
-        derivatives: of the objective: value `(K,)`, gradient `(K, p)` and second derivatives `(K, p, p)`; default: by
-            automatic differentiation.
-        only: (indices `(M,)`) -> the objective of these problems, `(M, p)` -> `(M,)`; with it, and without
-            `derivatives`, problems that are solved are left out once they are half or more.
-
-    >>> import torch
-    >>> goal = torch.tensor([[1.0, 5.0], [0.0, -3.0]]).double()
-    >>> at, curvature = minimised(lambda x: (x - goal).square().sum(1), torch.zeros_like(goal), torch.eye(2).double())
-    >>> at, curvature[0]
-    (tensor([[ 1.,  5.], [ 0., -3.]], dtype=torch.float64), tensor([[2., 0.], [0., 2.]], dtype=torch.float64))
-    """
-    found = partial(_derivatives, objective) if derivatives is None else derivatives
-    at = start.clone()
-    ids = torch.arange(len(start), device=start.device)  # of the problems that are not solved
-    mine, slopes, part = objective, found, start
-    for _ in range(_NEWTON_STEPS):
-        value, gradient, curvature = slopes(part)
-        bad = (torch.linalg.cholesky_ex(curvature).info != 0)[:, None, None]
-        step = torch.linalg.solve_ex(torch.where(bad, metric, curvature), gradient[..., None]).result[..., 0]
-        near = (step * gradient).sum(1).abs() <= _NEAR * (1 + value.abs())  # its values tell rounding from here on
-        length = _lengths(mine, part, step, value, near, None if only is None else partial(_those, only, ids))
-        part = part - length[:, None] * step
-        done = (step * gradient).sum(1).abs() * length < 1e-18
-        at[ids] = part
-        solved = int(done.sum())
-        if solved == len(done):
-            break
-        if only is not None and derivatives is None and 2 * solved >= len(done):
-            ids, metric, part = ids[~done], metric[~done], part[~done]
-            mine = only(ids)
-            slopes = partial(_derivatives, mine)
-    return at, found(at)[2]
-
-
-def _those(only: Callable[[Tensor], Objective], ids: Tensor, some: Tensor) -> Objective:
-    """Return the objective of some of the problems `ids`."""
-    return only(ids[some])
-
-
-def _lengths(
-    objective: Objective,
-    at: Tensor,
-    step: Tensor,
-    value: Tensor,
-    near: Tensor,
-    only: Callable[[Tensor], Objective] | None,
-) -> Tensor:
-    """Return the shares of steps `(K,)`, halved until the objective is no greater; 0 where it is after all halvings."""
-    length = torch.ones_like(value)
-    worse = ~((objective(at - step) <= value) | near)
-    for _ in range(_HALVINGS - 1):
-        if not bool(worse.any()):
-            return length
-        length = torch.where(worse, length / 2, length)
-        if only is None or 2 * int(worse.sum()) > len(worse):
-            worse = ~((objective(at - length[:, None] * step) <= value) | near)
-        else:
-            some = worse.nonzero()[:, 0]
-            worse[some] = ~(only(some)(at[some] - length[some, None] * step[some]) <= value[some])  # NaN is worse
-    return torch.where(worse, 0.0, length)
-
-
-def _derivatives(objective: Callable[[Tensor], Tensor], at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    with torch.enable_grad():
-        at = at.detach().requires_grad_()
-        value = objective(at)
-        (gradient,) = torch.autograd.grad(value.sum(), at, create_graph=True)
-        rows = [torch.autograd.grad(gradient[:, j].sum(), at, retain_graph=True)[0] for j in range(at.shape[1])]
-    curvature = torch.stack(rows, 1)
-    return value.detach(), gradient.detach(), linalg.symmetric(curvature).detach()
-
-
-def _weighted(nodes: Tensor, weights: Tensor) -> Moments:
+def weighted(nodes: Tensor, weights: Tensor) -> Moments:
+    """Return the moments of weighted nodes `(K, R, p)`."""
     mean = (weights[..., None] * nodes).sum(1)
     centred = nodes - mean[:, None]
     return Moments(mean, linalg.symmetric((weights[..., None] * centred).mT @ centred))

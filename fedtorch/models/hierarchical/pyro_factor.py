@@ -47,15 +47,19 @@ from fedtorch.models.hierarchical._pyro_program import (
 from fedtorch.models.hierarchical.factor import Model
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Prior
-from fedtorch.models.hierarchical.integrals.smooth import Integrated, integrated
-from fedtorch.models.hierarchical.projections import from_the_prior, quadrature
-from fedtorch.models.quadrature import QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
+from fedtorch.models.hierarchical.integrals.smooth import Integrated, Search, integrated
+from fedtorch.models.hierarchical.integrals.starts import Starts
+from fedtorch.models.hierarchical.projections import Projected, from_the_prior, weighted
+from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
 from fedtorch.models.rows import refuse
 
 __all__ = ["pyro_factor"]
 
 _FEW, _MANY = 2, 20  # dimensions between which φ has two spherical designs for nodes
 _AROUND = 7  # points for each of two latent variables around their mode
+_STILL = 0.03  # sds, a step to the mode that is the last one: what integrates about the mode sees the rest
+_ROUGH = 0.1, 5  # the same, and evaluations, while the place of nodes of φ is sought
+_ALONE = 3  # nodes for which the mode between them is not sought first
 _CHUNK = 2**18  # rows at nodes of φ whose modes are sought at once
 
 
@@ -100,7 +104,7 @@ class PyroFactor:
 
     def __call__(self, phi: Tensor, data: Any) -> Tensor:
         """Return log f at the nodes φ, `(K, R)`."""
-        parts, order = self._parts(phi, data)
+        parts, order = self._parts(phi, data, Starts(len(phi)))
         return torch.cat([part.log_factor for part in parts])[order] if parts else phi.new_zeros(phi.shape[:2])
 
     def model(
@@ -139,7 +143,7 @@ class PyroFactor:
             raise ValueError(f"Expected a name for each of {size} coordinates of phi, but got {len(names)}")
         if rule is None and _FEW < size <= _MANY:
             rule = two_shells(size)  # a product rule would ask for the mode of θ at hundreds of nodes
-        project = quadrature(self, rule, apart=True)
+        project = partial(self._project, rule)
         return Model(
             names=names,
             hierarchy=_unnamed(names, prior),
@@ -173,20 +177,41 @@ class PyroFactor:
         >>> posterior.mean.round(decimals=3), posterior.variance.round(decimals=3)  # N(2, 1/2)
         (tensor([[2.]], dtype=torch.float64), tensor([[0.5000]], dtype=torch.float64))
         """
-        chosen = default_rule(cavity.mean.shape[1]) if rule is None else rule
-
-        def at(phi: Tensor, data: Any) -> tuple[Tensor, Integrated]:
-            latent = self._latent(phi, data)
-            return latent.log_factor, latent
-
-        only = lambda ids: partial(at, data=tree.take(data, ids))
-        nodes = tilt(cavity, partial(at, data=data), chosen, only=only)
+        nodes = self._tilted(rule, cavity, data)
         latent: Integrated = nodes.values
         return DevicePosterior(nodes.weights, latent.mean, latent.covariance, torch.full_like(nodes.weights, torch.nan))
 
-    def _latent(self, phi: Tensor, data: Any) -> Integrated:
+    def _project(self, rule: QuadratureRule | None, cavity: Moments, data: Any, key: Tensor) -> Projected:
+        nodes = self._tilted(rule, cavity, data, factors=True)
+        return Projected(weighted(nodes.nodes, nodes.weights), cavity)
+
+    def _tilted(self, rule: QuadratureRule | None, cavity: Moments, data: Any, factors: bool = False) -> Nodes:
+        """Return nodes of φ, with what is known of θ at them unless only factors are asked for.
+
+        The place of the nodes is sought with few nodes of θ first, about modes that are not sought exactly.
+        """
+        chosen, starts = default_rule(cavity.mean.shape[1]) if rule is None else rule, Starts(len(cavity.mean))
+        every = torch.arange(len(cavity.mean))
+
+        def of(ids: Tensor, rough: bool) -> Callable[[Tensor], tuple[Tensor, Any]]:
+            some = data if ids is every else tree.take(data, ids)
+
+            def at(phi: Tensor) -> tuple[Tensor, Any]:
+                if factors or rough:
+                    parts, order = self._parts(phi, some, starts, ids, rough)
+                    values = [part.log_factor for part in parts]
+                    return torch.cat(values)[order] if parts else phi.new_zeros(phi.shape[:2]), None
+                latent = self._latent(phi, some, starts, ids)
+                return latent.log_factor, latent
+
+            return at
+
+        exact, rough = (partial(of, rough=is_rough) for is_rough in (False, True))
+        return tilt(cavity, exact(every), chosen, only=exact, rough=(rough(every), rough))
+
+    def _latent(self, phi: Tensor, data: Any, starts: Starts | None = None, which: Tensor | None = None) -> Integrated:
         """Return what is known of θ at every φ."""
-        parts, order = self._parts(phi, data)
+        parts, order = self._parts(phi, data, Starts(len(phi)) if starts is None else starts, which)
         sizes = {part.mean.shape[-1] for part in parts}
         if len(sizes) > 1:
             raise ValueError(
@@ -200,8 +225,18 @@ class PyroFactor:
         latent: Integrated = tree.take(tree.concatenate(parts), order)
         return latent
 
-    def _parts(self, phi: Tensor, data: Any) -> tuple[list[Integrated], Tensor]:
-        """Return what is known of θ, clients together that can be, and the order that puts these in theirs."""
+    def _parts(
+        self, phi: Tensor, data: Any, starts: Starts, which: Tensor | None = None, rough: bool = False
+    ) -> tuple[list[Integrated], Tensor]:
+        """Return what is known of θ, clients together that can be, and the order that puts these in theirs.
+
+        Args:
+            phi: nodes `(K, R, p)`.
+            data: of the clients.
+            starts: of the search for modes, where this one is kept.
+            which: their numbers in `starts`; default: the first ones.
+            rough: whether by few nodes of θ.
+        """
         import pyro
 
         count = data.count.tolist()
@@ -218,7 +253,8 @@ class PyroFactor:
             if len(set(count)) > 1 and not self._filled:
                 groups = [torch.tensor([k for k, n in enumerate(count) if n == size]) for size in sorted(set(count))]
             chunks = self._chunks(groups, phi, rows[0])
-            parts = [self._stacked(phi, rows, data.count, ids) for ids in chunks]
+            which = torch.arange(len(count)) if which is None else which.to("cpu")
+            parts = [self._stacked(phi, rows, data.count, ids, starts, which[ids], rough) for ids in chunks]
         return parts, torch.cat(chunks).argsort().to(phi.device)
 
     def _chunks(self, groups: Sequence[Tensor], phi: Tensor, leaf: Tensor) -> list[Tensor]:
@@ -231,7 +267,9 @@ class PyroFactor:
             return self.rule
         return gauss_hermite(2, _AROUND) if size == 2 else default_rule(size)
 
-    def _stacked(self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor) -> Integrated:
+    def _stacked(
+        self, phi: Tensor, rows: list[Tensor], count: Tensor, ids: Tensor, starts: Starts, which: Tensor, rough: bool
+    ) -> Integrated:
         """Return what is known of θ of some clients, filled up to the largest of them."""
         ids = ids.to(phi.device)
         phi, count = phi[ids], count[ids]
@@ -241,26 +279,41 @@ class PyroFactor:
         sites = sites_of(self.program, phi[0, 0], [leaf[0] for leaf in filled])
         whole = bool(mask.all())
 
+        def node(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
+            return log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
+
         def log_joint(theta: Tensor, phi: Tensor) -> Tensor:
             """Return log p(y, θ | φ) of θ `(K, R, d)`, `(K, R)`."""
 
             def client(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
-                node = lambda theta, phi: log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
-                return torch.vmap(node)(theta, phi)
+                return torch.vmap(lambda theta, phi: node(theta, phi, kept, *mine))(theta, phi)
 
             return torch.vmap(client)(theta, phi, mask, *filled)
 
-        def only(nodes: Tensor) -> Callable[[Tensor], Tensor]:
+        def only(phi: Tensor, nodes: Tensor) -> Callable[[Tensor], Tensor]:
             """Return log p(y, θ | φ) of θ `(M, d)` at some nodes of the clients."""
             clients = nodes // phi.shape[1]
             given = phi.flatten(0, 1)[nodes], mask[clients], *(leaf[clients] for leaf in filled)
-
-            def node(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
-                return log_joint_of(self.program, sites, theta, phi, mine, None if whole else kept)
-
             return lambda theta: torch.vmap(node)(theta, *given)
 
-        return integrated(log_joint, phi, sites.size, self._rule(sites.size), rows=most, only=only)
+        def found(phi: Tensor, rule: QuadratureRule | None, search: Search) -> Integrated:
+            return integrated(log_joint, phi, sites.size, rule, rows=most, only=partial(only, phi), search=search)
+
+        start = starts.at(which, phi, sites.size)
+        if start is None and sites.size and phi.shape[1] > _ALONE:
+            centre = found(phi.mean(1, keepdim=True), None, Search(None, _STILL))
+            start = centre.mean.expand(-1, phi.shape[1], -1)
+        rule = _few_nodes(sites.size) if rough else self._rule(sites.size)
+        latent = found(phi, rule, Search(start, *(_ROUGH if rough else (_STILL,))))
+        starts.keep(which, phi, latent.mean)
+        return latent
+
+
+def _few_nodes(size: int) -> QuadratureRule | None:
+    """Return the rule over θ while the place of nodes of φ is sought."""
+    if size < 2:
+        return gauss_hermite(size, 5)
+    return two_shells(size) if size <= _MANY else None
 
 
 def _unnamed(names: tuple[str, ...], prior: Prior) -> Hierarchy:

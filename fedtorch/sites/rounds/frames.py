@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchanges.exchange import Exchange, indices
+from fedtorch.federation.exchanges.exchange import Exchange, client_count, indices
 from fedtorch.tree import Rows, Tree
 from fedtorch.wire import PayloadError
 
@@ -221,10 +221,9 @@ class Inboxes(NamedTuple):
 
     def of(self, ids: Rows) -> Tree:
         """Return the inboxes of some of them."""
-        wanted = indices(ids)
-        if len(wanted) == len(self.ids):
+        if client_count(ids) == len(self.ids):
             return self.inbox
-        rows = torch.searchsorted(self.ids, wanted)
+        rows = torch.searchsorted(self.ids, indices(ids))
         return tree.map(lambda leaf: _rows(leaf, rows), self.inbox)
 
 

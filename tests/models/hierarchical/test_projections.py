@@ -14,6 +14,7 @@ import fedtorch as ft
 from fedtorch import random
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import projections
+from fedtorch.models.hierarchical.integrals import newton
 from fedtorch.models.quadrature import gauss_hermite
 
 
@@ -85,12 +86,12 @@ def test_solved_problems_and_settled_clients_are_left_out_and_change_nothing() -
     problem = lambda goal: lambda x: ((x - goal).square() / 2 + (x - goal).cosh().log() * 50)[:, 0]
     sizes: list[int] = []
 
-    def only(ids: Tensor) -> projections.Objective:
+    def only(ids: Tensor) -> newton.Objective:
         sizes.append(len(ids))
         return problem(goal[ids])
 
     start, metric = torch.zeros_like(goal), torch.ones(5, 1, 1).double()
-    whole, parts = (projections.minimised(problem(goal), start, metric, None, way) for way in (None, only))
+    whole, parts = (newton.minimised(problem(goal), start, metric, None, way) for way in (None, only))
     assert distance(parts[0], goal) < 1e-8
     assert distance(parts[0], whole[0]) < 1e-8
     assert torch.allclose(parts[1], whole[1], rtol=1e-12)

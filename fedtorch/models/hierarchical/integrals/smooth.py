@@ -19,7 +19,7 @@ from fedtorch import tree
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.factor import Conditional, derivatives
-from fedtorch.models.hierarchical.projections import minimised
+from fedtorch.models.hierarchical.integrals.newton import TRIALS, minimised
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.tree import Tree
 
@@ -33,6 +33,14 @@ class Integrated(NamedTuple):
     log_factor: Tensor  # (K, R)
     mean: Tensor  # (K, R, d)
     covariance: Tensor  # (K, R, d, d)
+
+
+class Search(NamedTuple):
+    """Hold how modes of θ are sought; see `minimised`."""
+
+    start: Tensor | None = None  # (K, R, d); default: zeros
+    still: float = 0.0  # sds of the normal approximation, the last step
+    trials: int = TRIALS  # evaluations, at most
 
 
 class Slopes(NamedTuple):
@@ -78,6 +86,7 @@ def integrated(
     slopes: Callable[[Tensor, Any], tuple[Tensor, Tensor, Tensor]] | None = None,
     rows: int = 1,
     only: Callable[[Tensor], Callable[[Tensor], Tensor]] | None = None,
+    search: Search | None = None,
 ) -> Integrated:
     """Return ∫ exp(log_joint) dθ by a rule around the mode, and the moments of θ.
 
@@ -92,6 +101,7 @@ def integrated(
         rows: of a client, by which the rule's nodes are taken some at a time.
         only: (indices `(M,)` of the K · R) -> log_joint there, θ `(M, d)` -> `(M,)`; with it the search for modes goes
             on without those that are found.
+        search: for modes; default: from zeros, to rounding.
 
     >>> import torch
     >>> from fedtorch.models.quadrature import gauss_hermite
@@ -115,9 +125,12 @@ def integrated(
         return -value.reshape(-1), -gradient.flatten(0, 1), information.flatten(0, 1)
 
     eye = torch.eye(size, dtype=first.dtype, device=first.device)
-    start, metric = first.new_zeros((clients * count, size)), eye.expand(clients * count, -1, -1)
+    metric = eye.expand(clients * count, -1, -1)
+    how = Search() if search is None else search
+    start = first.new_zeros(clients * count, size) if how.start is None else how.start.reshape(-1, size)
     negative = None if only is None else lambda ids: _negative(only(ids))
-    mode, curvature = minimised(objective, start, metric, None if slopes is None else about, negative)
+    by = None if slopes is None else about
+    mode, curvature, least = minimised(objective, start, metric, by, negative, *how[1:])
     factor, info = torch.linalg.cholesky_ex(curvature)
     lost = (info != 0)[:, None, None]  # nodes so far out that no mode was found: they have no weight
     factor, mode = torch.where(lost, eye, factor), torch.where(lost[..., 0], 0.0, mode)
@@ -125,8 +138,8 @@ def integrated(
     missed = torch.where(lost[:, 0, 0], _NOWHERE, 0.0).reshape(clients, count)
     normal, shape = size / 2 * math.log(2 * math.pi) - factor.diagonal(dim1=-2, dim2=-1).log().sum(-1), (clients, count)
     if rule is None:
-        peak, spread = log_joint(shaped(mode), given) + normal.reshape(shape) + missed, half @ half.mT
-        return Integrated(peak, shaped(mode), spread.reshape(*shape, size, size))
+        peak, spread = torch.where(lost[:, 0, 0], 0.0, -least) + normal, half @ half.mT
+        return Integrated(peak.reshape(shape) + missed, shaped(mode), spread.reshape(*shape, size, size))
     log, centre, within = _at_nodes(log_joint, given, rule, slopes, rows, mode, half)
     spread = half @ within @ half.mT
     mean = mode + (half @ centre[..., None])[..., 0]

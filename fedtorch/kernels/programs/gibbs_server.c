@@ -1,0 +1,139 @@
+/* Draws of the global variables of a Gibbs sampler, one chain after another; see fedtorch/models/gibbs. */
+
+#include <stdlib.h>
+
+#include "../../random/philox.h"
+
+/* Elements of draws of float64 numbers, as `fedtorch.random` makes them. */
+static double uniform_of(int64_t key, uint64_t element) {
+    uint32_t w[4];
+    words_of(key, element / 2, 0, DRAW, w);
+    const int at = element % 2 ? 2 : 0;
+    return (whole(w[at]) * 0x1p21 + whole(w[at + 1] >> 11)) * 0x1p-53;
+}
+
+static double normal_of(int64_t key, uint64_t element) {
+    uint32_t w[4];
+    double one, other;
+    words_of(key, element / 2, 0, DRAW, w);
+    normals(inside(w[0], w[1]), inside(w[2], w[3]), &one, &other);
+    return element % 2 ? other : one;
+}
+
+static double logit(double u) { return log(u / (1.0 - u)); }
+
+static double log_density(double x, double variance) { return -0.5 * (log(variance) + x * x / variance); }
+
+/* out (C, p) = N(A^-1 b, A^-1) with A = Q + diag(prior), b = score + Q centre, Q from its packed triangle; `theta` where A
+   is not positive definite to rounding. Not zero where there is no memory. */
+int move(const double *score, const double *packed, const double *theta, const double *centre, const double *prior,
+         const double *z, int64_t chains, int64_t p, double *out) {
+    double *factor = malloc((size_t)(p * p + 1) * sizeof(double));
+    if (!factor) return 1;
+    for (int64_t c = 0; c < chains; c++, score += p, theta += p, centre += p, prior += p, z += p, out += p) {
+        for (int64_t i = 0; i < p; i++)
+            for (int64_t j = 0; j <= i; j++) factor[j * p + i] = factor[i * p + j] = *packed++;
+        for (int64_t i = 0; i < p; i++) {
+            out[i] = score[i];
+            for (int64_t j = 0; j < p; j++) out[i] += factor[i * p + j] * centre[j];
+        }
+        int fine = 1;
+        for (int64_t i = 0; i < p && fine; i++) /* its lower triangle becomes L */
+            for (int64_t j = 0; j <= i && fine; j++) {
+                double rest = factor[i * p + j] + (i == j ? prior[i] : 0.0);
+                for (int64_t k = 0; k < j; k++) rest -= factor[i * p + k] * factor[j * p + k];
+                fine = i > j || rest > 0.0;
+                factor[i * p + j] = i == j ? sqrt(rest) : rest / factor[j * p + j];
+            }
+        for (int64_t i = 0; i < p && fine; i++) {
+            for (int64_t k = 0; k < i; k++) out[i] -= factor[i * p + k] * out[k];
+            out[i] /= factor[i * p + i];
+        }
+        for (int64_t i = 0; i < p; i++) out[i] = fine ? out[i] + z[i] : theta[i];
+        for (int64_t i = p - 1; i >= 0 && fine; i--) {
+            for (int64_t k = i + 1; k < p; k++) out[i] -= factor[k * p + i] * out[k];
+            out[i] /= factor[i * p + i];
+        }
+    }
+    free(factor);
+    return 0;
+}
+
+typedef struct {
+    int64_t chains, size, shared;           /* C, p, whether one variance is of all */
+    double spike, shape, rate, a, b;        /* of the prior */
+    const double *variance_in, *inclusion_in, *estimate, *precision; /* (C, p) or (C, 1), (C,), (C, p), (C, p) */
+    const int64_t *keys;                    /* (C,) */
+    double *theta, *included, *variance, *inclusion;                 /* (C, p), (C, p), as above, (C,) */
+} Slabs;
+
+/* One step of `global_priors.spike_and_slab` of coefficients without groups. */
+void spike_and_slab(const Slabs *s) {
+    const int64_t p = s->size;
+    for (int64_t c = 0; c < s->chains; c++) {
+        int64_t key[5];
+        for (int i = 0; i < 5; i++) key[i] = new_key(s->keys[c], i);
+        const double *estimate = s->estimate + c * p, *precision = s->precision + c * p, odds = logit(s->inclusion_in[c]);
+        double *theta = s->theta + c * p, *included = s->included + c * p, slabs = 0.0, energy = 0.0;
+        for (int64_t j = 0; j < p; j++) {
+            const double eta = s->shared ? s->variance_in[c] : s->variance_in[c * p + j], known = 1.0 / precision[j];
+            const double evidence = log_density(estimate[j], eta + known) - log_density(estimate[j], s->spike * eta + known);
+            included[j] = logit(uniform_of(key[0], (uint64_t)j)) < evidence + odds ? 1.0 : 0.0;
+            const double posterior = precision[j] + 1.0 / ((included[j] + s->spike * (1.0 - included[j])) * eta);
+            theta[j] = precision[j] * estimate[j] / posterior + normal_of(key[1], (uint64_t)j) / sqrt(posterior);
+            slabs += included[j];
+        }
+        for (int64_t j = 0; j < p && !s->shared; j++) { /* given the others, with the variance and rho integrated out */
+            const double half = theta[j] * theta[j] / 2.0, others = slabs - included[j];
+            const double evidence = 0.5 * log(s->spike) +
+                                    (s->shape + 0.5) * log((s->rate + half / s->spike) / (s->rate + half)) +
+                                    log((s->a + others) / (s->b + (double)(p - 1) - others));
+            included[j] = logit(uniform_of(key[4], (uint64_t)j)) < evidence ? 1.0 : 0.0;
+            slabs = others + included[j];
+        }
+        for (int64_t j = 0; j < p; j++) {
+            const double half = theta[j] * theta[j] / (included[j] + s->spike * (1.0 - included[j])) / 2.0;
+            energy += half;
+            if (!s->shared) s->variance[c * p + j] = (s->rate + half) / gamma_number(key[2], (uint64_t)j, s->shape + 0.5);
+        }
+        if (s->shared) s->variance[c] = (s->rate + energy) / gamma_number(key[2], 0, s->shape + (double)p / 2.0);
+        const double one = gamma_number(new_key(key[3], 0), 0, s->a + slabs);
+        const double other = gamma_number(new_key(key[3], 1), 0, s->b + (double)p - slabs);
+        s->inclusion[c] = one / (one + other);
+    }
+}
+
+/* points, y (N, C, p) of the lattices laid through x (C, p), and the coins (C, p) of the choice among them. */
+void lattice(const double *x, const double *middle, const double *width, const int64_t *keys, int64_t chains, int64_t p,
+             int64_t count, double finest, double *points, double *y, double *coins) {
+    for (int64_t c = 0; c < chains; c++)
+        for (int64_t j = 0; j < p; j++) {
+            const int64_t at = c * p + j;
+            const double spacing = finest * (1.0 + uniform_of(keys[c], (uint64_t)j));
+            const double place = floor((double)count * uniform_of(keys[c], (uint64_t)(p + j)));
+            const double own = asinh((x[at] - middle[at]) / width[at]);
+            coins[at] = uniform_of(keys[c], (uint64_t)(2 * p + j));
+            for (int64_t i = 0; i < count; i++) {
+                const int64_t to = i * chains * p + at;
+                y[to] = own + spacing * ((double)i - place);
+                points[to] = middle[at] + width[at] * sinh(y[to]);
+            }
+        }
+}
+
+/* out (n,) = of the points (N, n) one each, in proportion to exp(log_of) cosh(y). */
+void choose(const double *points, const double *y, const double *log_of, const double *coins, int64_t count, int64_t n,
+            double *out) {
+    double height[count];
+    for (int64_t at = 0; at < n; at++) {
+        double most = -INFINITY, total = 0.0;
+        for (int64_t i = 0; i < count; i++) {
+            height[i] = log_of[i * n + at] + log(cosh(y[i * n + at]));
+            most = height[i] > most ? height[i] : most;
+        }
+        for (int64_t i = 0; i < count; i++) height[i] = total += exp(height[i] - most);
+        int64_t chosen = 0;
+        for (int64_t i = 0; i < count; i++) chosen += height[i] <= coins[at] * total;
+        out[at] = points[(chosen < count ? chosen : count - 1) * n + at];
+    }
+}

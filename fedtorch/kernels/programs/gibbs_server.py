@@ -1,0 +1,98 @@
+"""Call the C program of the global variables of a Gibbs sampler; see `fedtorch.models.gibbs`."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fedtorch.dispatch import choice, compiled
+
+_SOURCE = Path(__file__).with_suffix(".c")
+_NUMBER, _ADDRESS, _REAL = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+
+
+class _Slabs(ctypes.Structure):
+    """`Slabs` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("chains", "size", "shared")),
+        *((name, _REAL) for name in ("spike", "shape", "rate", "a", "b")),
+        *((name, _ADDRESS) for name in ("variance_in", "inclusion_in", "estimate", "precision", "keys")),
+        *((name, _ADDRESS) for name in ("theta", "included", "variance", "inclusion")),
+    )
+
+
+def program(keys: Tensor, numbers: Sequence[Tensor]) -> ctypes.CDLL | None:
+    """Return the library where there is one and it knows keys and float64 numbers like these, else None."""
+    if not choice.plain((keys, *numbers)) or any(tensor.dtype != torch.float64 for tensor in numbers):
+        return None
+    library = compiled.library(_SOURCE)
+    if library is not None and library.move.argtypes is None:
+        library.move.argtypes = (*(_ADDRESS,) * 6, _NUMBER, _NUMBER, _ADDRESS)
+        library.lattice.argtypes = (*(_ADDRESS,) * 4, _NUMBER, _NUMBER, _NUMBER, _REAL, *(_ADDRESS,) * 3)
+        library.choose.argtypes = (*(_ADDRESS,) * 4, _NUMBER, _NUMBER, _ADDRESS)
+    return library
+
+
+def move(library: ctypes.CDLL, numbers: Sequence[Tensor]) -> Tensor:
+    """Return θ `(C, p)` of `_interweaving.move`.
+
+    Args:
+        library: the program.
+        numbers: score, packed information, θ, centre, prior precisions and standard normal numbers, a row a chain.
+
+    Raises:
+        MemoryError: there is not enough.
+    """
+    out = torch.empty(numbers[0].shape, dtype=torch.float64, device="cpu")
+    kept = [tensor.contiguous() for tensor in numbers]
+    if library.move(*(tensor.data_ptr() for tensor in kept), *out.shape, out.data_ptr()):
+        raise MemoryError(f"no memory for the {out.shape[-1] ** 2} numbers of a chain's matrix")
+    return out
+
+
+def spike_and_slab(
+    prior: tuple[float, float, float, float, float], shared: bool, keys: Tensor, numbers: Sequence[Tensor]
+) -> tuple[Tensor, ...] | None:
+    """Return θ, γ, η and ρ after one step of `global_priors.spike_and_slab`, None where there is no program.
+
+    Args:
+        prior: c₀, the shape and rate of η, and both parameters of ρ.
+        shared: whether one η is of all coefficients.
+        keys: `(C,)`.
+        numbers: η `(C, p)` or `(C, 1)`, ρ `(C,)`, the estimate and its precision `(C, p)`.
+    """
+    library = program(keys, numbers)
+    if library is None:
+        return None
+    variance, inclusion, estimate, _ = kept = [tensor.contiguous() for tensor in numbers]
+    keys = keys.contiguous()
+    out = tuple(torch.empty_like(part) for part in (estimate, estimate, variance, inclusion))
+    places = (tensor.data_ptr() for tensor in (*kept, keys, *out))
+    library.spike_and_slab(ctypes.byref(_Slabs(*estimate.shape, shared, *prior, *places)))
+    return out
+
+
+def lattice(
+    library: ctypes.CDLL, x: Tensor, middle: Tensor, width: Tensor, keys: Tensor, points: int, finest: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return points and y of the lattices of `_scales.on_lattice`, `(points, C, p)`, and coins `(C, p)`."""
+    chains, p = x.shape
+    kept = [x.contiguous(), middle.expand(x.shape).contiguous(), width.expand(x.shape).contiguous(), keys.contiguous()]
+    found, y = torch.empty((2, points, chains, p), dtype=torch.float64, device="cpu").unbind()
+    coins = torch.empty_like(kept[0])
+    out = (tensor.data_ptr() for tensor in (found, y, coins))
+    library.lattice(*(tensor.data_ptr() for tensor in kept), chains, p, points, finest, *out)
+    return found, y, coins
+
+
+def choose(library: ctypes.CDLL, points: Tensor, y: Tensor, log: Tensor, coins: Tensor) -> Tensor:
+    """Return of the points of each lattice one, in proportion to exp(log) cosh y."""
+    out, log = torch.empty_like(coins), log.to(torch.float64).expand(points.shape).contiguous()
+    places = (tensor.data_ptr() for tensor in (points, y, log, coins))
+    library.choose(*places, len(points), coins.numel(), out.data_ptr())
+    return out

@@ -1,0 +1,120 @@
+"""The server's draws by the program in C are those of torch's operations with the same random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.programs import reference
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.dispatch import choice, compiled
+from fedtorch.kernels.programs import gibbs_server
+from fedtorch.models import gaussian
+from fedtorch.models.gibbs import _interweaving, _scales
+from fedtorch.models.gibbs.global_priors import spike_and_slab
+
+pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
+SIZES = [(4, 11), (1, 1), (3, 2), (0, 3), (2, 33)]
+
+
+@pytest.fixture(autouse=True)
+def _by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(choice.VARIABLE, "on")
+
+
+def normal(seed: int, *shape: int) -> Tensor:
+    return random.normal(random.key(seed), shape, torch.float64)
+
+
+def keys_of(chains: int) -> Tensor:
+    return random.fold_in(random.key(9), torch.arange(chains))
+
+
+def compare(draw: Callable[[], tree.Tree], close: float, function: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[str] = []
+    original = getattr(gibbs_server, function)
+    monkeypatch.setattr(gibbs_server, function, lambda *a: called.append(function) or original(*a))
+    found = draw()
+    assert called
+    monkeypatch.undo()
+    with reference():
+        wanted = draw()
+    for one, other in zip(tree.leaves(found), tree.leaves(wanted), strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        torch.testing.assert_close(one, other, rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(("chains", "p"), [size for size in SIZES if size[0]])
+@pytest.mark.parametrize("prior", ["a number", "each", "flat"])
+def test_moves(prior: str, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where columns depend on each other: θ stays under a flat prior."""
+    x = normal(1, chains, p + 5, p)
+    if p > 1:
+        x[: chains // 2, :, 1] = x[: chains // 2, :, 0] = 0.0
+    packed = gaussian.pack(x.mT @ x)
+    precision = {
+        "a number": torch.tensor(0.5).double(),
+        "each": normal(2, chains, p).exp(),
+        "flat": torch.zeros(1).double(),
+    }
+    score, theta = normal(3, chains, p), normal(4, chains, p)
+    centre = normal(5, p, chains).mT  # strided
+    draw = lambda: _interweaving.move(score, packed, theta, centre, precision[prior], keys_of(chains))
+    compare(draw, 1e-10, "move", monkeypatch)  # condition numbers of some hundreds
+    if prior == "flat" and p > 1 and chains > 1:
+        assert torch.equal(draw()[0], theta[0])
+        assert not torch.equal(draw()[-1], theta[-1])
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+@pytest.mark.parametrize("shared", [False, True])
+def test_spikes_and_slabs(shared: bool, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several steps from the start, with estimates that are precise and others that say nothing."""
+    prior = spike_and_slab(spike=0.02, variance=(1.5, 0.4), inclusion=(0.7, 2.0), shared_variance=shared)
+    estimate = 2 * normal(1, chains, p) * (torch.arange(p) % 2)
+    precision = (3 * normal(2, chains, p)).exp()
+
+    def draw() -> tree.Tree:
+        variables, drawn = prior.init(torch.zeros(chains, p).double()), []
+        for key in random.split(keys_of(chains), 6):
+            theta, variables = prior.update(variables, estimate, precision, key)
+            drawn.append((theta, variables))
+        return tuple(drawn)
+
+    compare(draw, 1e-10, "spike_and_slab", monkeypatch)
+    with reference():
+        included = torch.stack([variables.included for _, variables in draw()])
+    assert included.numel() == 0 or p == 1 or 0 < float(included.mean()) < 1  # of both kinds
+
+
+def test_groups_are_drawn_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gibbs_server, "spike_and_slab", lambda *a: pytest.fail("it knows no groups"))
+    prior = spike_and_slab(groups=[0, 0, 1])
+    start = torch.zeros(2, 3).double()
+    theta, variables = prior.update(prior.init(start), start, start + 1, keys_of(2))
+    assert theta.shape == (2, 3)
+    assert torch.equal(variables.included[:, 0], variables.included[:, 1])
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+def test_lattices(chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    middle, width = normal(1, p), normal(2, chains, 1).exp()
+    x = middle + 3 * normal(3, p, chains).mT
+    density = lambda points: -((points - middle) ** 2) / 2 - points.exp()
+    draw = lambda: _scales.on_lattice(density, x, middle.expand_as(x), width, keys_of(chains))
+    compare(draw, 1e-12, "choose", monkeypatch)
+    nowhere = lambda points: torch.where((points - x).abs() < 1e-9, 0.0, -torch.inf)  # only where one is
+    torch.testing.assert_close(_scales.on_lattice(nowhere, x, middle.expand_as(x), width, keys_of(chains)), x)
+
+
+def test_a_chain_does_not_see_the_others() -> None:
+    prior, start = spike_and_slab(), torch.zeros(5, 4).double()
+    variables = prior.init(start)
+    estimate, precision = normal(1, 5, 4), normal(2, 5, 4).exp()
+    whole = prior.update(variables, estimate, precision, keys_of(5))
+    part = tree.take((variables, estimate, precision, keys_of(5)), slice(2, 3))
+    for one, together in zip(tree.leaves(prior.update(*part)), tree.leaves(whole)):
+        assert torch.equal(one[0], together[2])
