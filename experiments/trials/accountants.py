@@ -56,8 +56,8 @@ READING = result_pages.Reading(
         ),
         result_pages.Reason(
             "^tutorial, noise 0.6, .*Mironov",
-            "of the tutorial's orders, a tenth apart, the best is 2.9 with 9.747; the least over all orders, 9.745, is what "
-            "is printed",
+            "of the tutorial's orders, a tenth apart, the best is 2.9 with 9.747; the least over all orders, 9.745, is "
+            "what is printed",
         ),
         result_pages.Reason("^Gboard.*Mironov", "Gboard's ε comes from the later conversion, as the other rows show"),
     ),

@@ -8,8 +8,8 @@ In a round a user goes on through its rows in R minibatches of 20; on each it ta
 from where θ was, and then :math:`w \leftarrow w - \eta \lambda (w - \theta)`; the server takes the mean of w by rows.
 Stored are three results, each the mean of ten runs: "server's model" (η = 0.005, λ = 15, R = 10, η' = 0.09) and
 "server's model, R = 20" (η' = 0.1, the README's command) on all users' rows before a round, and of that command also
-"own models" of all users in a round. Runs begin at the same weights (`torch.manual_seed(0)`) and differ in who is asked, so that
-round 0 has one value.
+"own models" of all users in a round. Runs begin at the same weights (`torch.manual_seed(0)`) and differ in who is
+asked, so that round 0 has one value.
 
 What the authors stored of users is w_k, not the personal θ_k of the paper: `test_persionalized_model` loads what
 `update_parameters` has just set to w_k. Nothing is stored of θ_k. The tables of README and paper were not at hand (the
