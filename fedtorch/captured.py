@@ -9,6 +9,7 @@ shapes, so whatever changes from step to step has to be among them, and a step t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
 aten = torch.ops.aten
-_VIEWS = (aten.detach.default, aten.expand.default, aten.view.default, aten._unsafe_view.default, aten.alias.default)
+_VIEWS = tuple(getattr(aten, name).default for name in ("detach", "expand", "view", "_unsafe_view", "alias", "permute"))
 
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
 _WARM = 3  # runs before a CUDA graph is recorded, in which libraries take their memory
@@ -118,7 +119,8 @@ def _simplify(graph: GraphModule) -> None:
 
     A product that is handed out transposed is computed in that order, so that it lies in memory as its parameter does.
     """
-    nodes = [node for node in graph.graph.nodes if node.op == "call_function"]
+    called = (node for node in graph.graph.nodes if node.op == "call_function")
+    nodes = [node for node in called if node.target is not operator.getitem]  # one of several results
     if not all(isinstance(node.target, OpOverload) and not node.target._schema.is_mutable for node in nodes):
         return
     handed_out = set(graph.graph.output_node().all_input_nodes)

@@ -1,21 +1,24 @@
 """The cost of a round against the number of clients and of processes: a linear model, 40 rows and 5 full-batch steps.
 
-`clients` stacks them in one process, and `few` asks a hundred of them. `roofline` sets a round beside passes over the
-clients' rows in memory, two of which each of its five steps needs, and beside its matrix products alone. `start` is
-the processor time of a fresh process up to the end of the first round of the README's first example. `processes` has
-one and two of them, started by torchrun with one thread each, which take turns: with the same clients in all ("strong")
-and with the same clients each ("weak"). Seconds are those of the quickest round, for the machine may have other work,
-unless they are the processor's.
+`clients` has them in one process: by a program in C, which takes a linear model's steps where there is a compiler, and
+with a branch in the module's code, so that it takes the stacked steps of any module. `few` asks a hundred of them.
+`roofline` sets a round by the program beside a pass over the clients' rows in memory, beside the two that each of five
+stacked steps needs, and beside the matrix products of these alone. `start` is the processor time of a fresh process up
+to the end of the first round of the README's first example. `processes` has one and two of them, started by torchrun
+with one thread each, which take turns: with the same clients in all ("strong") and with the same clients each ("weak").
+Seconds are those of the quickest round, for the machine may have other work, and the processor's but for `processes`.
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -25,7 +28,11 @@ from experiments.benchmarks.parts import measure, scaling_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 TIMED = "import time\ndef said(name): print('until the end of', name, time.process_time(), flush=True)"
-WAYS = {"stacked": False, "compile=True": True}
+SPENT, SPENT_EACH = "processor s a round", "processor µs a round and client"
+WAYS: dict[str, dict[str, Any]] = {
+    **scaling_ranks.WAYS,
+    "compile=True": {"module": scaling_ranks.Branching, "compile": True},
+}
 MEETINGS = {  # what a rank of two tells of a round
     "processor time": "processor s a round, one of two processes",
     "in collectives": "s a round in collectives, one of two processes",
@@ -37,30 +44,33 @@ MEETINGS = {  # what a rank of two tells of a round
 def clients(counts: Sequence[int]) -> list[common.Row]:
     """A round of so many clients in this process."""
     rows = []
-    for name, compile in WAYS.items():
+    for name, settings in WAYS.items():
         for count in counts:
-            run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), compile)
-            seconds = scaling_ranks.least_round(run, 100 if count < 10_000 else 10)
-            rows.append(common.Row(f"{count} clients, {name}", "s a round", seconds))
-            rows.append(common.Row(f"{count} clients, {name}", "µs a round and client", seconds / count * 1e6))
+            run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), **settings)
+            seconds = scaling_ranks.least_round(run, 100 if count < 10_000 else 10, time.process_time)
+            rows.append(common.Row(f"{count} clients, {name}", SPENT, seconds))
+            rows.append(common.Row(f"{count} clients, {name}", SPENT_EACH, seconds / count * 1e6))
     return rows
 
 
 def processes(counts: Sequence[int], repeat: int) -> list[common.Row]:
     """A round over one and two processes."""
     found, rows = scaling_ranks.least(repeat, [*counts, 2 * counts[-1]]), []
-    for count in counts:
-        one, two = (found[ranks][f"{count} clients"] for ranks in (1, 2))
-        setting = f"{count} clients in one and in two processes"
+    for count, way in itertools.product(counts, scaling_ranks.WAYS):
+        name = f"{count} clients, {way}"
+        one, two = (found[ranks][name] for ranks in (1, 2))
+        setting = f"{name}, in one and in two processes"
         rows += [
             common.Row(setting, "s a round, one process", one),
             common.Row(setting, "s a round, two processes", two),
             common.Row(setting, "times faster with two (at most 2)", one / two),
         ]
         for metric, unit in MEETINGS.items():
-            rows.append(common.Row(setting, unit, found[2][f"{count} clients, {metric}"]))
-    one, two = found[1][f"{counts[-1]} clients"], found[2][f"{2 * counts[-1]} clients"]
-    rows.append(common.Row(f"{counts[-1]} clients in each process", "part of the speed that two keep", one / two))
+            rows.append(common.Row(setting, unit, found[2][f"{name}, {metric}"]))
+    for way in scaling_ranks.WAYS:
+        one, two = found[1][f"{counts[-1]} clients, {way}"], found[2][f"{2 * counts[-1]} clients, {way}"]
+        setting = f"{counts[-1]} clients, {way}, in each process"
+        rows.append(common.Row(setting, "part of the speed that two keep", one / two))
     for numbers in scaling_ranks.SUMS:
         milliseconds = 1000 * found[2][f"sum of {numbers}"]
         rows.append(common.Row(f"sum of {numbers} numbers over two processes", "ms", milliseconds))
@@ -73,7 +83,7 @@ def few(counts: Sequence[int]) -> list[common.Row]:
     for count in counts:
         run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), cohort=min(count, 100))
         times = measure.interleaved({"round": run.step}, 20, 3, time.process_time)
-        rows.append(common.Row(f"100 of {count} clients", "processor s a round", measure.medians(times)["round"]))
+        rows.append(common.Row(f"100 of {count} clients", SPENT, measure.medians(times)["round"]))
     return rows
 
 
@@ -85,6 +95,7 @@ def roofline(count: int) -> list[common.Row]:
     weights, residuals = x.new_ones(count, x.shape[2], 1), x.new_ones(count, x.shape[1], 1)
     ways: dict[str, Callable[[], object]] = {
         "a round": run.step,
+        "a pass over the rows": x.sum,
         "two passes a step over the rows": lambda: [x.sum() for _ in range(2 * steps)],
         "the products of its steps": lambda: [(x.bmm(weights), x.transpose(1, 2).bmm(residuals)) for _ in range(steps)],
     }
@@ -109,7 +120,7 @@ def start() -> list[common.Row]:
 def draw(rows: Sequence[common.Row]) -> Figure:
     """Seconds of a round, and of a round per client, on logarithmic axes."""
     figure, axes = common.subplots(1, 2, figsize=(8, 3.4))
-    for each, metric in zip(axes, ("s a round", "µs a round and client")):
+    for each, metric in zip(axes, (SPENT, SPENT_EACH)):
         for name in WAYS:
             mine = [row for row in rows if row.setting.endswith(f"clients, {name}") and row.metric == metric]
             points = [(int(row.setting.split()[0]), row.ours) for row in mine]

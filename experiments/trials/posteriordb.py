@@ -3,11 +3,13 @@
 Eight schools, each a client whose effect has a known error; its centred and its non-centred model are one posterior and
 share one reference. The radon models and others with groups (`rats`, `seeds`, `surgical`, `GLMM`) have no reference
 there. Beside it the linear regressions of children's test scores (`kidiq`) and of mesquite bushes, whose rows are split
-at random over five sites, each seed another split; what is shared is then all there is.
+at random over five sites, each seed another split; what is shared is then all there is. Other regressions that have
+references (`earnings`, `nes`, `diamonds`, `kilpisjarvi_mod`, `sblrc`, `sblri`) were not run.
 
-Three ways: `ft.ep` as it is, `corrected`, and for schools' own effects `devices` of both. Gibbs has no kernel for a
-half-Cauchy scale of one coefficient with known errors, and is left out. A published mean's sd is the Monte Carlo error
-that posteriordb keeps with it; an sd's is sd / √(2n) for the same effective number of draws n.
+Two ways: `ft.ep` as it is, of the eight schools alone, and `corrected`; schools' own effects are `devices` of each. Of
+Gibbs kernels none has errors of the clients that are known, and it is left out. A published mean's sd is the Monte
+Carlo error that posteriordb keeps with it; an sd's is sd / √(2n) for the same effective number of draws n, as of a
+normal posterior: of one with long tails, such as that of the schools' τ, it is more.
 
 Source: Magnusson et al. (2024), "posteriordb: testing, benchmarking and developing Bayesian inference algorithms";
 github.com/stan-dev/posteriordb, commit 28f8d3d6. Data: `git clone https://github.com/stan-dev/posteriordb`, and

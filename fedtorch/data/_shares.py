@@ -11,26 +11,50 @@ from torch import Tensor
 from fedtorch import random
 
 
+def grouped(codes: Tensor, groups: int) -> Tensor:
+    """Return the rows of group 0, then those of 1, …, each in their order, `(total,)`: a counting sort.
+
+    >>> grouped(torch.tensor([1, 0, 1, 0]), 2)
+    tensor([1, 3, 0, 2])
+    """
+    from scipy.sparse import coo_matrix
+
+    total = len(codes)
+    place = codes.to(torch.int32).numpy(), numpy.arange(total, dtype=numpy.int32 if total < 2**31 else numpy.int64)
+    rows = coo_matrix((numpy.ones(total, numpy.int8), place), shape=(groups, total)).tocsr().indices
+    return torch.from_numpy(rows).to(torch.int64)
+
+
+def _shuffled(codes: Tensor, sizes: Tensor, key: Tensor) -> Tensor:
+    """Return the rows class by class, each class of so many in random order, `(total,)`."""
+    order = random.permutation(key, len(codes))
+    small = torch.uint8 if len(sizes) <= 2**8 else torch.int32  # the fewer bytes, the more of them are in the cache
+    return order[grouped(codes.to(small)[order], len(sizes))]
+
+
+def _places(sizes: Tensor) -> Tensor:
+    """Return 0…n_c−1 of each class, one after another."""
+    return torch.arange(int(sizes.sum())) - (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+
+
 def ranks(codes: Tensor, key: Tensor) -> Tensor:
     """Return the place of each row in a random order of the rows of its class, 0…n_c−1."""
-    order = random.permutation(key, len(codes))
-    order = order[codes[order].argsort(stable=True)]
     sizes = codes.bincount()
-    rank = torch.empty_like(codes)
-    rank[order] = torch.arange(len(codes)) - (sizes.cumsum(0) - sizes)[codes[order]]
-    return rank
+    return torch.empty_like(codes).scatter_(0, _shuffled(codes, sizes, key), _places(sizes))
 
 
 def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) -> Tensor:
     """Cut the rows of each class, in random order, by Dirichlet proportions over the clients."""
     sizes = codes.bincount()
     bounds = _dirichlet(alpha, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)  # (C, K)
-    place = (ranks(codes, random.fold_in(key, 1)).double() + 0.5) / sizes[codes]  # in (0, 1)
-    assignment = torch.empty_like(codes)
-    for c in range(len(sizes)):
-        members = codes == c
-        assignment[members] = torch.searchsorted(bounds[c], place[members], right=True)
-    return _fill_up(assignment.clamp(max=clients - 1), clients, minimum, random.fold_in(key, 2))
+    order = _shuffled(codes, sizes, random.fold_in(key, 1))
+    part = torch.empty(len(codes), dtype=torch.int32)  # half the bytes to write at random
+    start = 0
+    for bound, size in zip(bounds, sizes.tolist()):
+        at = (torch.arange(size).double() + 0.5) / size  # in (0, 1)
+        part[order[start : start + size]] = torch.searchsorted(bound, at, right=True, out_int32=True)
+        start += size
+    return _fill_up(part.clamp_(max=clients - 1).to(torch.int64), clients, minimum, random.fold_in(key, 2))
 
 
 def _dirichlet(alpha: float, shape: tuple[int, int], key: Tensor) -> Tensor:
@@ -41,9 +65,11 @@ def _dirichlet(alpha: float, shape: tuple[int, int], key: Tensor) -> Tensor:
 def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Tensor:
     """Move random rows of the largest clients to those with fewer than `minimum`."""
     counts = assignment.bincount(minlength=clients)
+    if int(counts.min()) >= minimum:
+        return assignment
     target = _level(counts, minimum)
-    moved = (ranks(assignment, key) >= target[assignment]).nonzero().squeeze(1)
-    assignment = assignment.clone()
+    beyond = _places(counts) >= target.repeat_interleave(counts)
+    moved = _shuffled(assignment, counts, key)[beyond].sort().values
     assignment[moved] = torch.arange(clients).repeat_interleave((target - counts).clamp(min=0))
     return assignment
 

@@ -71,7 +71,7 @@ def partition(rows: Any, partitioner: Partitioner, *, clients: int | None = None
             f"Expected clients in 0…{count - 1}, but the partitioner returned {int(assignment.min())}…"
             f"{int(assignment.max())}"
         )
-    order = _by_client(assignment, count)
+    order = _shares.grouped(assignment, count)
     taken = tree.map(lambda leaf: gather_rows(leaf, order), rows)
     return FederatedData(taken, assignment.bincount(minlength=count))
 
@@ -215,16 +215,6 @@ def split_features(x: Tensor, parties: int | Sequence[Sequence[int]]) -> list[Te
     if len(set(given)) < len(given):
         raise ValueError(f"Expected every column at one party at most, but got {parties}; remove the repetition")
     return [x[..., list(party)] for party in parties]
-
-
-def _by_client(assignment: Tensor, clients: int) -> Tensor:
-    """Return the rows of the first client, then those of the next, in their order: a counting sort."""
-    from scipy.sparse import coo_matrix
-
-    total = len(assignment)
-    place = assignment.to(torch.int32).numpy(), numpy.arange(total, dtype=numpy.int32 if total < 2**31 else numpy.int64)
-    rows = coo_matrix((numpy.ones(total, numpy.int8), place), shape=(clients, total)).tocsr().indices
-    return torch.from_numpy(rows).to(torch.int64)
 
 
 def _count_rows(rows: Tree) -> int:

@@ -22,10 +22,13 @@ import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from fedtorch.dispatch import choice
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _OPTIONS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-shared", "-fPIC")
@@ -53,24 +56,23 @@ def library(source: Path, **macros: str) -> ctypes.CDLL | None:
     return _loaded(source, tuple(macros.items())) if choice.enabled() else None
 
 
-def in_threads(call: Callable[[int, int], object], count: int, size: int) -> None:
-    """Call `call(begin, end)` of ranges that make up `range(count)`, one for each of torch's threads.
+def in_threads(call: Callable[[int, int], T], count: int, size: int) -> list[T]:
+    """Return what `call(begin, end)` gives of ranges that make up `range(count)`, one for each of torch's threads.
 
     Args:
         call: into a program, which lets other threads of Python run.
         count: of what does not depend on each other.
         size: bytes of one; of few in all one thread takes care.
 
-    >>> in_threads(lambda begin, end: print(begin, end), 3, 8)
-    0 3
+    >>> in_threads(lambda begin, end: end - begin, 3, 8)
+    [3]
     """
     threads = max(1, min(torch.get_num_threads(), count, count * size // _ENOUGH))
     if threads == 1:
-        call(0, count)
-        return
+        return [call(0, count)]
     ends = [count * i // threads for i in range(threads + 1)]
     with ThreadPoolExecutor(threads) as pool:
-        list(pool.map(call, ends[:-1], ends[1:]))
+        return list(pool.map(call, ends[:-1], ends[1:]))
 
 
 @functools.cache
@@ -110,14 +112,12 @@ def _compile(compiler: str, source: Path, options: tuple[str, ...], kept: Path) 
 
 @functools.cache
 def _compiler() -> tuple[str, str] | None:
-    """Return the compiler's path and what it says of its version."""
+    """Return the compiler's path and what its file is; to ask for its version takes longer than to load a program."""
     for name in filter(None, (os.environ.get("CC"), "cc", "gcc", "clang")):
         if (path := shutil.which(name)) is not None:
-            try:
-                said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=_PATIENCE)
-            except (OSError, subprocess.SubprocessError):
-                continue
-            return path, said.stdout
+            file = Path(path).resolve()
+            status = file.stat()
+            return path, f"{file} {status.st_size} {status.st_mtime_ns}"
     return None
 
 

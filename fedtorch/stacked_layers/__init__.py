@@ -16,7 +16,12 @@ own, that one stays.
 torch.Size([2, 5, 7, 4])
 """
 
-from fedtorch.stacked_layers import _composite as _composite, _counting as _counting, _pooling as _pooling
+from fedtorch.stacked_layers import (
+    _composite as _composite,
+    _counting as _counting,
+    _cross_entropy as _cross_entropy,
+    _pooling as _pooling,
+)
 from fedtorch.stacked_layers._adapt import adapt as adapt
 from fedtorch.stacked_layers._branches import ReadsValues as ReadsValues, by_branches as by_branches
 from fedtorch.stacked_layers._linear import StackedLinear as StackedLinear

@@ -22,6 +22,9 @@ _STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.MultiheadAttention: StackedAttention,
 }
 
+for _usual, _stacked in _STACKED.items():
+    _stacked.__name__ = _usual.__name__  # by which errors name a user's layer
+
 
 def adapt(module: nn.Module) -> None:
     """Let the layers of a module, which is changed, take the ways that `torch.vmap` can, or that are fast under it.

@@ -34,16 +34,14 @@ class _Shape(ctypes.Structure):
     )
 
 
-def _rule(info: VmapInfo, dims: Any, arguments: tuple[Any, ...]) -> tuple[Tensor]:
+def _rule(info: VmapInfo, dims: Any, arguments: tuple[Any, ...]) -> Any:
     """Return `torch.max_pool2d` of clients."""
     x, dilation, ceil = in_front(info, arguments[0], dims[0]), arguments[4], arguments[5]
     plain = x.device.type == "cpu" and x.ndim in (4, 5) and not torch._C._functorch.is_functorch_wrapped_tensor(x)
-    if plain and all(step == 1 for step in dilation):
-        window, stride, padding = (list(each) * (2 // max(1, len(each))) for each in arguments[1:4])
-        return (_max_pool(x, window, stride or window, padding, ceil)[0],)
-    if x.ndim != 5:
-        return (torch.stack([aten.max_pool2d.default(each, *arguments[1:]) for each in x]),)
-    return (aten.max_pool2d.default(x.flatten(0, 1), *arguments[1:]).unflatten(0, x.shape[:2]),)
+    if not plain or any(step != 1 for step in dilation):
+        return NotImplemented
+    window, stride, padding = (list(each) * (2 // max(1, len(each))) for each in arguments[1:4])
+    return (_max_pool(x, window, stride or window, padding, ceil)[0],)
 
 
 @torch.library.custom_op("fedtorch::max_pool", mutates_args=())

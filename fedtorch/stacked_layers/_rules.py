@@ -18,7 +18,7 @@ _OUTSIDE = torch._C.DispatchKeySet(_KEY).add(torch._C.DispatchKey.FuncTorchVmapM
 _LIBRARIES = {name: torch.library.Library(name, "FRAGMENT") for name in ("aten", "fedtorch")}
 
 # (what vmap is told, at which dimension each tensor has the batch, the operation's arguments) -> results, batch first
-Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], tuple[Tensor, ...]]
+Rule = Callable[[VmapInfo, Any, tuple[Any, ...]], Any]
 
 
 def has_rule(operation: Any, keys: Sequence[str] = _KEYS) -> bool:
@@ -32,7 +32,7 @@ def register(operation: Any, rule: Rule, composite: bool = False) -> None:
     Args:
         operation: an overload in `torch.ops.aten`, or in `torch.ops.fedtorch`.
         rule: is called outside of this vmap with all arguments of the schema, in its order.
-        composite: whether torch evaluates it by its parts, and is not to.
+        composite: whether torch evaluates it by its parts, and is to where the rule returns NotImplemented only.
     """
     if has_rule(operation, _KEYS[:1] if composite else _KEYS):
         return
@@ -48,6 +48,8 @@ def register(operation: Any, rule: Rule, composite: bool = False) -> None:
         info = VmapInfo(interpreter.batch_size(), interpreter.randomness())
         with torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
             results = rule(info, dims, arguments)
+        if results is NotImplemented:
+            return operation.decompose(*args, **kwargs)
         wrapped = wrap_batched(results, (0,) * len(results), level)
         return wrapped[0] if single else tuple(wrapped)
 

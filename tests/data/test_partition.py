@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from fedtorch import random
 from fedtorch.data import (
     FederatedData,
+    _shares,
     by_column,
     dirichlet,
     iid,
@@ -255,3 +257,23 @@ def test_split_features() -> None:
 def test_split_features_refuses(parties: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         split_features(torch.zeros(2, 5), parties)
+
+
+@pytest.mark.parametrize(
+    ("total", "classes", "clients", "minimum"), [(500, 3, 7, 1), (900, 300, 20, 30), (40, 1, 40, 1)]
+)
+def test_rows_of_a_class_are_cut_by_their_ranks(total: int, classes: int, clients: int, minimum: int) -> None:
+    """Row by row: where its rank among its class lies between the bounds of clients; then small clients are filled."""
+    key, generator = random.key(3), torch.Generator().manual_seed(0)
+    codes = torch.randint(classes, (total,), generator=generator).unique(return_inverse=True)[1]
+    sizes, rank = codes.bincount(), _shares.ranks(codes, random.fold_in(key, 1))
+    for c, size in enumerate(sizes.tolist()):
+        assert rank[codes == c].sort().values.tolist() == list(range(size))
+    bounds = _shares._dirichlet(0.5, (len(sizes), clients), random.fold_in(key, 0)).cumsum(1)
+    place = (rank.double() + 0.5) / sizes[codes]
+    wanted = (place[:, None] >= bounds[codes]).sum(1).clamp(max=clients - 1)
+    counts = wanted.bincount(minlength=clients)
+    target = _shares._level(counts, minimum)
+    moved = _shares.ranks(wanted, random.fold_in(key, 2)) >= target[wanted]
+    wanted[moved] = torch.arange(clients).repeat_interleave((target - counts).clamp(min=0))
+    assert torch.equal(_shares.cut(codes, 0.5, clients, minimum, key), wanted)

@@ -37,6 +37,18 @@ def test_fednova_moves_by_changes_per_step(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(run.server[name], leaf.detach() + total * step, atol=1e-6, rtol=0)
 
 
+def test_means_that_are_said_not_to_differ_do_not_by_welchs_test() -> None:
+    record = json.loads((fedbench.result_pages.RESULTS / "trials_fedbench.json").read_text())
+    rows = [row for run in record["runs"] for row in run["rows"] if row["setting"] == "FCUBE, FedAdam"]
+    rows = [row for row in rows if row["metric"] in ("accuracy after 2 rounds", "accuracy after 50 rounds")]
+    assert len(rows) == 2
+    for row in rows:
+        theirs = row["published_sd"] ** 2 * 3 / 2 / 3  # the sd is divided by the number of runs
+        t = (row["ours"] - row["published"]) / (row["sd"] ** 2 / row["repeats"] + theirs) ** 0.5
+        assert round(t, 1) == -1.1
+        assert row["sd"] > 4 * row["published_sd"]
+
+
 def test_the_first_round_is_kept_for_all_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fedbench, "EPOCHS", 1)
     draws, module = torch.Generator().manual_seed(1), fedbench.made(fedbench.perceptron, 0)

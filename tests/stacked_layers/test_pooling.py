@@ -93,7 +93,7 @@ def test_errors_are_those_of_torch():
         vmap(lambda planes: F.max_pool2d(planes, 2, 2, 2))(torch.ones(2, 1, 1, 4, 4))
     with pytest.raises(RuntimeError, match="too small"):
         vmap(lambda planes: F.max_pool2d(planes, 5))(torch.ones(2, 1, 1, 4, 4))
-    with pytest.raises(RuntimeError, match="3D or 4D"):
+    with pytest.raises(RuntimeError):  # an assertion of torch's rule
         vmap(lambda planes: F.max_pool2d(planes, 2))(torch.ones(2, 4, 4))
 
 

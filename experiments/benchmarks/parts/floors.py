@@ -2,11 +2,14 @@
 
 No autograd, no `vmap`, no Python of a module or of a package lies between them: no program of these operations of torch
 is faster on one thread. Operations of fedtorch's own, such as a recurrent layer of all clients, are called whole.
-Operations on whole numbers, such as the draws of the order of rows, are left out.
+Operations on whole numbers, such as the draws of the order of rows, are left out. Programs in C count by the operations
+of torch in their place, so that what takes one may be faster.
 """
 
 from __future__ import annotations
 
+import os
+import unittest.mock
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -16,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from experiments.benchmarks.parts import kernel_bounds
+from fedtorch.dispatch import choice
 
 Operation = tuple[Any, tuple[Any, ...], Mapping[str, Any]]  # and its arguments
 
@@ -66,6 +70,6 @@ class _Recording(TorchDispatchMode):
 
 def recorded(work: Callable[[], object]) -> Recorded:
     """The operations of a call, which keep their arguments in memory."""
-    with _Recording() as recording:
+    with unittest.mock.patch.dict(os.environ, {choice.VARIABLE: "off"}), _Recording() as recording:
         work()
     return Recorded(recording.operations, recording.parts)

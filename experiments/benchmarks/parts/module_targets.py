@@ -90,8 +90,8 @@ def dropout(clients: int, repeat: int) -> list[common.Row]:
 def few_clients(repeat: int) -> list[common.Row]:
     """A round of ten clients of a linear model, five full-batch steps."""
     rows = []
-    for way, compile in (("stacked", False), ("compile=True", True)):
-        run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(10)), compile)
+    for way, settings in scaling.WAYS.items():
+        run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(10)), **settings)
         run.step()
         alone = floors.recorded(run.step)
         ways: dict[str, Callable[[], object]] = {"round": run.step, "alone": alone.again}

@@ -6,6 +6,7 @@ JSON.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -19,11 +20,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
-from experiments.benchmarks.parts import measure
 from fedtorch import tree
 
 ROWS, STEPS = 40, 5
@@ -39,27 +41,43 @@ def linear_data(clients: int) -> ft.data.FederatedData:
     return ft.data.FederatedData((x, y), torch.full((clients,), ROWS))
 
 
-def linear_run(population: ft.InProcess | ft.Distributed, compile: bool = False, cohort: int | None = None) -> ft.Run:
+class Branching(core.Linear):
+    """The same with a branch in its step, so that its steps are those of any module."""
+
+    def training_step(self, batch: core.Client, batch_idx: int) -> Tensor:
+        output = self.layer(batch[0])
+        return F.mse_loss(output.squeeze(-1) if output.ndim > 1 else output, batch[1])
+
+
+WAYS: dict[str, dict[str, Any]] = {"by a program": {}, "stacked": {"module": Branching}}
+
+
+def linear_run(
+    population: ft.InProcess | ft.Distributed,
+    compile: bool = False,
+    cohort: int | None = None,
+    module: type[core.Linear] = core.Linear,
+) -> ft.Run:
     """FedAvg of it, five full-batch steps a round."""
     torch.manual_seed(0)
-    algorithm = ft.fedavg(ft.gradient_descent(core.Linear(), steps=STEPS, compile=compile))
+    algorithm = ft.fedavg(ft.gradient_descent(module(), steps=STEPS, compile=compile))
     return ft.Run(algorithm, population, cohort=cohort)
 
 
-def least_round(run: ft.Run, count: int) -> float:
+def least_round(run: ft.Run, count: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the quickest of so many rounds, after two of warm-up; other programs are in the others."""
-    return min(measure.round_seconds(run, count + 2)[2:])
+    return min([common.seconds(run.step, clock) for _ in range(count + 2)][2:])
 
 
 def work(clients: Sequence[int]) -> dict[str, float]:
     """Seconds of a round for so many clients, and of sums of so many numbers."""
     found = {}
-    for count in clients:
+    for count, (way, settings) in itertools.product(clients, WAYS.items()):
         population = ft.Distributed(linear_data(count))
-        run = linear_run(population)
+        run, title = linear_run(population, **settings), f"{count} clients, {way}"
         rounds = 150 if count <= 1000 else 15
-        found[f"{count} clients"] = least_round(run, rounds)
-        found |= {f"{count} clients, {name}": value for name, value in meetings(run, population.ranks, rounds).items()}
+        found[title] = least_round(run, rounds)
+        found |= {f"{title}, {name}": value for name, value in meetings(run, population.ranks, rounds).items()}
     ranks = ft.Distributed(linear_data(2)).ranks
     for numbers in SUMS:
         value = torch.ones(numbers, dtype=torch.float64)

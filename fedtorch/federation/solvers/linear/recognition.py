@@ -7,9 +7,11 @@ result is a polynomial within that loss, and one that equals the linear model's 
 
 from __future__ import annotations
 
+import functools
 import inspect
+import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +46,7 @@ class LinearModel(NamedTuple):
     dims: frozenset[int]  # that y may have, the clients and rows included
     logs: tuple[str, ...]  # names under which it logs the loss
     code: StraightLine
+    flattens: Callable[[tuple[int, ...]], bool]  # whether it takes rows of a shape as the features, one after another
 
 
 class _Unknown(Exception):
@@ -92,12 +95,14 @@ def linear_model(objective: Objective, loss: Any, trained: list[str]) -> LinearM
     if code is None:
         return None
     form = _of_module(linear_form(leaf), f"{name}." if name else "")
-    found = {columns: _tried(objective, form, trained, columns) for columns in ((), (1,))}
+    tried = functools.partial(_tried, objective, form, trained)
+    found = {columns: tried(columns, (form.features,)) for columns in ((), (1,))}
     known = {columns: each for columns, each in found.items() if each is not None}
     if len(set(known.values())) != 1:  # what it is may not depend on the shape of y
         return None
     family, logs = next(iter(known.values()))
-    return LinearModel(family, form, frozenset(2 + len(columns) for columns in known), logs, code)
+    flattens = functools.cache(lambda shape: all(tried(columns, shape) == each for columns, each in known.items()))
+    return LinearModel(family, form, frozenset(2 + len(columns) for columns in known), logs, code, flattens)
 
 
 def _of_module(form: LinearForm, prefix: str) -> LinearForm:
@@ -112,13 +117,18 @@ def _of_module(form: LinearForm, prefix: str) -> LinearForm:
 
 
 def _tried(
-    objective: Objective, form: LinearForm, trained: list[str], columns: tuple[int, ...]
+    objective: Objective, form: LinearForm, trained: list[str], columns: tuple[int, ...], shape: tuple[int, ...]
 ) -> tuple[Family, tuple[str, ...]] | None:
-    """Return the family, and the names of what is logged, of drawn rows with y `(N, *columns)`; None if unknown."""
+    """Return the family and the names of what is logged, None if that is not known.
+
+    Args:
+        objective, form, trained: of the module.
+        columns, shape: of drawn rows, y `(N, *columns)` and x `(N, *shape)`.
+    """
     swap = functional.Swap(objective.module, trained)
     parameters = dict(objective.module.named_parameters())
     first = next(iter(parameters.values()))
-    if first.dtype not in _TOLERANCE or first.device.type != "cpu":
+    if first.dtype not in _TOLERANCE or first.device.type != "cpu" or math.prod(shape) != form.features:
         return None
     draw = lambda number, *shape: random.normal(random.fold_in(random.key(0), number), shape).to(first.dtype)
     values = {name: draw(i, *parameters[name].shape) for i, name in enumerate(trained)}
@@ -134,7 +144,7 @@ def _tried(
         objective.reductions.clear()
         try:
             with warnings.catch_warnings(action="error"), torch.no_grad(), swap(list(values.values())), calls:
-                loss, logs = objective((x, y.reshape(rows, *columns)), None, 0)
+                loss, logs = objective((x.reshape(rows, *shape), y.reshape(rows, *columns)), None, 0)
         except Exception:  # whatever a module objects to
             return None
         if len(calls.losses) != 1 or (calls.losses[0] is CATEGORICAL) != (form.outputs > 1):

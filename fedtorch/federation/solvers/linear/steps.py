@@ -41,15 +41,18 @@ class LinearSteps(NamedTuple):
             return False
         if quadratic is not None and isinstance(quadratic.precision, dict):
             return False
-        (x, y), dtype = rows, first.dtype
-        if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        if not isinstance(rows, tuple) or len(rows) != 2 or not all(isinstance(part, Tensor) for part in rows):
             return False
+        (x, y), dtype = rows, first.dtype
         family, form = self.model.family, self.model.form
         wanted = torch.int64 if family is CATEGORICAL else dtype
         parameters = sum(leaf[0].numel() for leaf in start.values()) // form.outputs
         known = not self._launches(first) or glm_steps.fits(family, parameters, form.outputs, dtype)
         one = y.ndim in self.model.dims and y.shape == (*x.shape[:2], 1)[: y.ndim]
-        return known and one and (x.shape[2:], x.dtype, y.dtype) == ((form.features,), dtype, wanted)
+        if not (known and one and (x.dtype, y.dtype) == (dtype, wanted)):
+            return False
+        shape = tuple(x.shape[2:])
+        return shape == (form.features,) or self.model.flattens(shape)
 
     def _launches(self, like: Tensor) -> bool:
         """Return whether a program takes all steps, and not a loop over them."""
@@ -57,7 +60,7 @@ class LinearSteps(NamedTuple):
 
     def solve(self, start: Tree, state: LocalState, data: Any, batches: Batches, quadratic: Quadratic | None) -> Local:
         """Take the steps; the result is that of stacked steps, up to rounding."""
-        (family, form, _, logs, _), (x, y) = self.model, data.batch
+        (family, form, _, logs, *_), (x, y) = self.model, data.batch
         join = form.join if family is CATEGORICAL else lambda parameters: form.join(parameters)[..., 0]
         total = batches.total.to(x.device)
         own, precision, shift = join(start), None, None
@@ -65,8 +68,8 @@ class LinearSteps(NamedTuple):
             strength = own.new_zeros(len(own)) if quadratic is None else quadratic.precision_of("")
             precision = strength + self.weight_decay
             shift = torch.zeros_like(own) if quadratic is None else join(quadratic.shift)
-        more: dict[str, Any]
-        y, more = y.reshape(x.shape[:2]), {"lr": self.lr, "total": total, "precision": precision, "shift": shift}
+        x, y = x if x.ndim == 3 else x.flatten(2), y.reshape(x.shape[:2])
+        more: dict[str, Any] = {"lr": self.lr, "total": total, "precision": precision, "shift": shift}
         if self._launches(own):
             more["batches"] = batches.chosen()
             steps = int(batches.total.max())

@@ -221,6 +221,83 @@ def test_modules_with_a_loss(make: Callable[[], nn.Module], loss: Any, dims: set
     assert (None if found is None else found.model.dims) == dims
 
 
+class Flattening(Squeezed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 4)
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+
+
+class SqueezedImages(Flattening):
+    """Flattens no images but those of one line."""
+
+    def training_step(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.layer(batch[0].squeeze()), batch[1])
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "known"),
+    [
+        (Flattening, (2, 3), True),
+        (Flattening, (1, 2, 3), True),
+        (Flattening, (6,), True),
+        (SqueezedImages, (1, 6), True),
+        (SqueezedImages, (2, 3), False),
+        (lambda: Own(nn.Sequential(nn.Flatten(), nn.Linear(6, 4))), (1, 2, 3), True),
+    ],
+)
+def test_rows_that_are_flattened(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    module = make().double()
+    generator = torch.Generator().manual_seed(0)
+    clients = [(torch.randn(n, *shape, generator=generator).double(), torch.arange(n) % 4) for n in (6, 8, 3)]
+    settings: dict[str, Any] = {"loss": F.cross_entropy} if isinstance(module, Own) else {}
+    optimizer = lambda p: torch.optim.SGD(p, lr=0.05)
+    local = lambda: ft.gradient_descent(module, epochs=2, batch_size=4, optimizer=optimizer, **settings)
+    linear = local().solve.__self__.linear  # type: ignore[attr-defined]
+    stacked = ft.data.from_tensors(clients).stack(range(3))
+    start = {name: leaf.detach().expand(3, *leaf.shape) for name, leaf in module.named_parameters()}
+    assert linear.knows(start, stacked.batch, None) == known
+    if known:
+        runs = [ft.run(ft.fedavg(local()), ft.InProcess(ft.data.from_tensors(clients)), rounds=2)]
+        monkeypatch.setattr(LinearSteps, "knows", lambda *a: False)
+        runs.append(ft.run(ft.fedavg(local()), ft.InProcess(ft.data.from_tensors(clients)), rounds=2))
+        for one, other in zip(*(tree.leaves(run.server) for run in runs), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("clients", [2, 3])
+def test_rows_of_another_structure_have_the_steps_of_any_module(clients: int) -> None:
+    """Three fields, a dict, or one tensor, of as many clients as a pair has parts too."""
+    linear = steps_of(Squeezed())
+    assert linear is not None
+    start = {"layer.weight": torch.zeros(clients, 1, 3), "layer.bias": torch.zeros(clients, 1)}
+    x, y = torch.zeros(clients, 5, 3), torch.zeros(clients, 5)
+    assert linear.knows(start, (x, y), None)
+    for rows in (
+        (x, y, y),
+        {"x": x, "y": y},
+        x,
+        (x,),
+        (x, {"y": y}),
+        (x[..., :2], y),
+        (x, y[..., None]),
+        (x, y.long()),
+    ):
+        assert not linear.knows(start, rows, None)
+
+
+def test_three_fields_of_which_two_are_read() -> None:
+    """They train as they did before linear models were recognised."""
+    rows = [(x, y, y) for x, y in (data()[k] for k in range(3))]
+    local = ft.gradient_descent(Squeezed().double(), epochs=1, batch_size=4)
+    assert ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)), rounds=1).number == 1
+
+
 def test_code_that_is_replaced_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     found = steps_of(Squeezed())
     assert found is not None
