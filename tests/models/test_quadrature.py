@@ -90,7 +90,7 @@ def test_rules_that_do_not_exist() -> None:
 
 @pytest.mark.parametrize("bias", [0.0, 0.3, 30.0])
 def test_a_rough_factor_finds_the_place_and_decides_nothing(bias: float) -> None:
-    """Of the factor itself a few evaluations are asked then, and its moments are found even where the rough one errs."""
+    """The factor itself is asked a few times then, and its moments are found even where the rough one errs."""
     goal = torch.tensor([[0.5], [-4.0], [8.0]], dtype=torch.float64)
     asked: list[int] = []
 
