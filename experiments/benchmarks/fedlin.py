@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from experiments import common
-from experiments.benchmarks.parts import measure
+from experiments.benchmarks.parts import ep_programs, measure
 from fedtorch.dispatch import choice
 from fedtorch.federation.algorithms.ep import corrected, settled
 from fedtorch.models import gaussian, hierarchical
@@ -209,6 +209,7 @@ def parts(smoke: bool) -> measure.Parts:
         "HM1, many devices": lambda: many_devices(1000 if smoke else 100_000, 8, 8, 2 if smoke else 5),
         "HM2": lambda: expectation_propagation(*(([6], 2, 10) if smoke else ([20, 200, 2000], 4, 500))),
         "HM2, logistic": lambda: logistic(*((3, 10, 1, 2, 1024) if smoke else (20, 200, 5, 5, 4096))),
+        "HM2, Pyro programs": lambda: ep_programs.measured(*((3, 3) if smoke else (60, 6))),
         "HM2, ten features": lambda: expectation_propagation(*(([6], 5, 2) if smoke else ([20, 200, 2000], 10, 200))),
     }
 

@@ -6,7 +6,7 @@ with a branch in the module's code, so that it takes the stacked steps of any mo
 stacked steps needs, and beside the matrix products of these alone. `start` is the processor time of a fresh process up
 to the end of the first round of the README's first example. `processes` has one and two of them, started by torchrun
 with one thread each, which take turns: with the same clients in all ("strong") and with the same clients each ("weak").
-Seconds are those of the quickest round, for the machine may have other work, unless they are the processor's.
+Seconds are those of the quickest round, for the machine may have other work, and the processor's but for `processes`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from experiments.benchmarks.parts import measure, scaling_ranks
 
 README = Path(__file__).parents[2] / "README.md"
 TIMED = "import time\ndef said(name): print('until the end of', name, time.process_time(), flush=True)"
+SPENT, SPENT_EACH = "processor s a round", "processor µs a round and client"
 WAYS: dict[str, dict[str, Any]] = {
     **scaling_ranks.WAYS,
     "compile=True": {"module": scaling_ranks.Branching, "compile": True},
@@ -46,9 +47,9 @@ def clients(counts: Sequence[int]) -> list[common.Row]:
     for name, settings in WAYS.items():
         for count in counts:
             run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), **settings)
-            seconds = scaling_ranks.least_round(run, 100 if count < 10_000 else 10)
-            rows.append(common.Row(f"{count} clients, {name}", "s a round", seconds))
-            rows.append(common.Row(f"{count} clients, {name}", "µs a round and client", seconds / count * 1e6))
+            seconds = scaling_ranks.least_round(run, 100 if count < 10_000 else 10, time.process_time)
+            rows.append(common.Row(f"{count} clients, {name}", SPENT, seconds))
+            rows.append(common.Row(f"{count} clients, {name}", SPENT_EACH, seconds / count * 1e6))
     return rows
 
 
@@ -82,7 +83,7 @@ def few(counts: Sequence[int]) -> list[common.Row]:
     for count in counts:
         run = scaling_ranks.linear_run(ft.InProcess(scaling_ranks.linear_data(count)), cohort=min(count, 100))
         times = measure.interleaved({"round": run.step}, 20, 3, time.process_time)
-        rows.append(common.Row(f"100 of {count} clients", "processor s a round", measure.medians(times)["round"]))
+        rows.append(common.Row(f"100 of {count} clients", SPENT, measure.medians(times)["round"]))
     return rows
 
 
@@ -119,7 +120,7 @@ def start() -> list[common.Row]:
 def draw(rows: Sequence[common.Row]) -> Figure:
     """Seconds of a round, and of a round per client, on logarithmic axes."""
     figure, axes = common.subplots(1, 2, figsize=(8, 3.4))
-    for each, metric in zip(axes, ("s a round", "µs a round and client")):
+    for each, metric in zip(axes, (SPENT, SPENT_EACH)):
         for name in WAYS:
             mine = [row for row in rows if row.setting.endswith(f"clients, {name}") and row.metric == metric]
             points = [(int(row.setting.split()[0]), row.ours) for row in mine]

@@ -40,7 +40,7 @@ _ROUGH_MOVES = 12  # the same, where the factor itself is asked afterwards
 _PATIENT = 8  # moves, from which on those of which nodes see enough go half the way
 _BISECTIONS = 20
 _FITS = 0.02  # the difference of the rule's moments from the product's, in the rule's units, where it stays
-_PLACED = 0.1  # the same, where a rule of fewer nodes has found the place
+_PLACED = 0.1  # the same, where a rule of fewer nodes, or a rough factor, has found the place
 _LOST = 0.25  # the same difference, after all moves, from which on nothing has been found
 # What nodes must see of a density, in the rule's units, to move to its moments. A single node would see no spread.
 _SHARE = 0.05  # the effective share of the nodes
@@ -172,7 +172,7 @@ def tilt(
         only: (indices of clients) -> the factor of these; with it, clients whose rule stays are left out of the moves
             of the others.
         rough: an approximation of the factor, and of that of some clients, by which `rule` moves before the factor
-            itself is asked; it then moves on where its moments are not yet its own.
+            itself is asked; it then moves on where its moments differ by more than a tenth of an sd.
 
     In many dimensions a factor that is a hundred times narrower than the cavity and many sds off may not be found; the
     weights of that client are NaN then.
@@ -184,6 +184,7 @@ def tilt(
         start, fits = _moved(cavity, (mean, root), (mean, root), factor, only, scout, _FITS, 1).place, _PLACED
     if rough is not None:
         start = _moved(cavity, (mean, root), start, *rough, rule, fits, 1, _ROUGH_MOVES).place
+        fits = _PLACED
     return _moved(cavity, (mean, root), start, factor, only, rule, fits, 0 if few or rough is not None else 1).nodes
 
 

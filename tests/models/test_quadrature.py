@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support.oracles.closed_forms import ROUNDING
@@ -84,3 +86,30 @@ def test_rules_that_do_not_exist() -> None:
         quasi_random(6, 10)
     with pytest.raises(ValueError, match="Expected at least 1 dimension, but got 0"):
         two_shells(0)
+
+
+@pytest.mark.parametrize("bias", [0.0, 0.3, 30.0])
+def test_a_rough_factor_finds_the_place_and_decides_nothing(bias: float) -> None:
+    """The factor itself is asked a few times then, and its moments are found even where the rough one errs."""
+    goal = torch.tensor([[0.5], [-4.0], [8.0]], dtype=torch.float64)
+    asked: list[int] = []
+
+    def quartic(goal: Tensor) -> Any:
+        def factor(zeta: Tensor) -> tuple[Tensor, None]:
+            asked.append(len(zeta))
+            away = zeta[..., 0] - goal
+            return -8 * away.square() - 0.5 * away.pow(4), None
+
+        return factor
+
+    cavity = Moments(torch.zeros(3, 1).double(), torch.full((3, 1, 1), 4.0).double())
+    rule = gauss_hermite(1, 25)
+    plain = tilt(cavity, quartic(goal), rule)
+    several, asked[:] = len(asked), []
+    coarse = lambda ids: lambda zeta: (-9 * (zeta[..., 0] - goal[ids] - bias / 4).square(), None)
+    every = torch.arange(3)
+    found = tilt(cavity, quartic(goal), rule, only=lambda ids: quartic(goal[ids]), rough=(coarse(every), coarse))
+    mean, wanted = ((nodes.weights * nodes.nodes[..., 0]).sum(1) for nodes in (found, plain))
+    torch.testing.assert_close(mean, wanted, rtol=0, atol=1e-4)
+    torch.testing.assert_close(found.log_normaliser, plain.log_normaliser, rtol=0, atol=1e-4)
+    assert bias > 1 or len(asked) < several

@@ -26,7 +26,6 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import core
-from experiments.benchmarks.parts import measure
 from fedtorch import tree
 
 ROWS, STEPS = 40, 5
@@ -65,9 +64,9 @@ def linear_run(
     return ft.Run(algorithm, population, cohort=cohort)
 
 
-def least_round(run: ft.Run, count: int) -> float:
+def least_round(run: ft.Run, count: int, clock: Callable[[], float] = time.perf_counter) -> float:
     """Seconds of the quickest of so many rounds, after two of warm-up; other programs are in the others."""
-    return min(measure.round_seconds(run, count + 2)[2:])
+    return min([common.seconds(run.step, clock) for _ in range(count + 2)][2:])
 
 
 def work(clients: Sequence[int]) -> dict[str, float]:

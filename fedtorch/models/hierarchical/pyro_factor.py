@@ -16,8 +16,9 @@ be continuous and its support must not depend on φ.
 Clients and nodes are evaluated together by `torch.vmap`, so that a client costs little beside the model's Python code.
 Clients of different numbers of rows are filled up with copies of a row, and a mask takes these out of the observations
 in a `pyro.plate` of as many. A model whose density that changes, which one client tells (a latent variable for each
-row, observations outside a plate, a mean over rows), has clients of equally many rows together. With three latent
-variables, or with errors of long tails, a client costs some ten times or more of what two and a log-concave density do.
+row, observations outside a plate, a mean over rows), has clients of equally many rows together. Nodes of φ
+find their place with few nodes of θ, from modes that the last ones foretell. A client of three latent variables, which
+have 343 nodes, costs several times what one of two does.
 
 Source: Yue, Kontar, Estrada Gómez (2022), section 4.2; Bingham et al. (2019), "Pyro".
 """

@@ -47,6 +47,7 @@ class Given(NamedTuple):
 
     @staticmethod
     def of(cavity: Moments, design: Tensor) -> Given:
+        """Return what a cavity over (μ, ζ) says of μ given ζ; `design` `(d, m)` makes θ_k's prior mean of μ."""
         m = design.shape[1]
         total, inner = cavity.covariance, cavity.covariance[:, m:, m:]
         factor = torch.linalg.cholesky_ex(inner).L
