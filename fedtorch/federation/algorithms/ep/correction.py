@@ -175,13 +175,22 @@ def _log_prior(prior: Prior, nodes: Tensor) -> Tensor:
 
 
 def _proposed(size: int, points: int) -> Tensor:
-    """Draw nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's in turn, and the negatives of all."""
-    normal, last = quasi_random(size + 1, points).nodes.split([size, 1], 1)
+    """Draw nodes of g at m = 0, Σ = I, `(R, size)`: normal and Student's, and the negatives of all.
+
+    Up to five dimensions they take turns. Of four nodes in turn one would always lie in the same quadrant of the first
+    two coordinates, whose correlation would be 0.06 off with any number of nodes: there one coordinate more says which.
+    """
+    normal, last, *other = quasi_random(size + 1 + (size > _LOW), points).nodes.split(
+        [size, 1, *[1] * (size > _LOW)], 1
+    )
     chi_square = -2 * torch.special.log_ndtr(last)  # of two degrees of freedom, the only one with so short an inverse
     every, wider = _mixed(size)
-    place = torch.arange(len(normal))[:, None] % every
-    nodes = torch.where(place == 1, (_FREEDOM / chi_square).sqrt(), wider) * normal
-    return nodes if size <= _LOW else torch.stack(nodes.chunk(2), 1).flatten(0, 1)
+    if other:
+        student = (2 * torch.special.ndtr(-other[0].abs())) > 1 - 1 / every  # alike for a node and its negative
+    else:
+        student = torch.arange(len(normal))[:, None] % every == 1
+    nodes = torch.where(student, (_FREEDOM / chi_square).sqrt(), wider) * normal
+    return torch.stack(nodes.chunk(2), 1).flatten(0, 1) if other else nodes
 
 
 def _mixed(size: int) -> tuple[int, float]:

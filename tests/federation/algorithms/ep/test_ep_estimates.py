@@ -9,7 +9,7 @@ import statsmodels.formula.api as smf
 import torch
 
 import fedtorch as ft
-from fedtorch.federation.algorithms.ep import posterior, settled
+from fedtorch.federation.algorithms.ep import correction, posterior, settled
 from fedtorch.federation.algorithms.ep.correction import corrected
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
@@ -98,3 +98,14 @@ def test_no_names_are_no_hindrance() -> None:
     model = hierarchical.shrinkage.penalised(hierarchical.shrinkage.ridge(3))
     run = ft.run(ft.ep(model), ft.InProcess(sites(4, 8)), rounds=20, progress=False)
     assert list(run.summary(tolerance=torch.inf).index) == ["log l2", "log noise"]
+
+
+@pytest.mark.parametrize("size", [2, 5, 6, 8, 12])
+@pytest.mark.parametrize("points", [8192, 32768])
+def test_nodes_of_a_correction_know_all_covariances(size: int, points: int) -> None:
+    """Of a standard normal, within two standard errors of so many effective nodes; not only variances."""
+    white = correction._proposed(size, points)
+    weights = torch.softmax(-0.5 * white.square().sum(1) - correction._log_mixture(white), 0)
+    away = white - weights @ white
+    error = ((away * weights[:, None]).mT @ away - torch.eye(size, dtype=torch.float64)).abs().max()
+    assert float(error) < 2 * float(weights.square().sum().sqrt())
