@@ -146,4 +146,5 @@ def test_scales_are_drawn_as_in_the_federated_sampler() -> None:
     known = _scales.Heard(torch.full((5, 1), 7.0).double(), first, second, third)
     keys = random.fold_in(random.key(15), torch.arange(5))
     theirs = _scales.draw(known, fourth, evidence, keys)
-    assert torch.equal(draw_scale(7, third, fourth, lambda v: evidence(second, v / first), keys), theirs)
+    ours = draw_scale(7, third, fourth, lambda v: evidence(second, v / first), keys)
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)  # the sampler's may be by a program in C
