@@ -35,7 +35,7 @@ _OPTIONS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-shared
 _LIBRARIES = ("-lm",)
 _INCLUDED = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 _PATIENCE = 60.0  # seconds
-_ENOUGH = 2**20  # bytes, for which a thread is worth starting
+ENOUGH = 2**20  # bytes, for which a thread is worth starting
 
 
 def library(source: Path, **macros: str) -> ctypes.CDLL | None:
@@ -62,12 +62,12 @@ def in_threads(call: Callable[[int, int], T], count: int, size: int) -> list[T]:
     Args:
         call: into a program, which lets other threads of Python run.
         count: of what does not depend on each other.
-        size: bytes of one; of few in all one thread takes care.
+        size: bytes of one, or so many that passing over them takes as long; of few in all one thread takes care.
 
     >>> in_threads(lambda begin, end: end - begin, 3, 8)
     [3]
     """
-    threads = max(1, min(torch.get_num_threads(), count, count * size // _ENOUGH))
+    threads = max(1, min(torch.get_num_threads(), count, count * size // ENOUGH))
     if threads == 1:
         return [call(0, count)]
     ends = [count * i // threads for i in range(threads + 1)]

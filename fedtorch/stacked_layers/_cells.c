@@ -3,20 +3,10 @@
    Compiled once for REAL = float and once for double. Tensors are (K, T, B, ...) over all steps, or (K, B, ...) of one.
    Clients do not depend on each other, so that calls for several ranges of them may run in several threads. */
 
-#include <math.h>
 #include <stddef.h>
 #include <stdint.h>
 
-#ifndef REAL
-#define REAL double
-#endif
-
-#if defined(__GLIBC__) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((simd("notinbranch"))) extern double exp(double);
-__attribute__((simd("notinbranch"))) extern float expf(float);
-#endif
-
-#define EXP(v) (sizeof(REAL) == 4 ? (REAL)expf((float)(v)) : (REAL)exp((double)(v)))
+#include "../dispatch/vector_math.h"
 
 typedef struct {
     int64_t steps, rows, size;         /* T, B, H */

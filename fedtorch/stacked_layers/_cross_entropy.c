@@ -2,19 +2,9 @@
 
    Compiled once for REAL = float and once for double. */
 
-#include <math.h>
 #include <stdint.h>
 
-#ifndef REAL
-#define REAL double
-#endif
-
-#if defined(__GLIBC__) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((simd("notinbranch"))) extern double exp(double);
-__attribute__((simd("notinbranch"))) extern float expf(float);
-#endif
-
-#define EXP(v) (sizeof(REAL) == 4 ? (REAL)expf((float)(v)) : (REAL)exp((double)(v)))
+#include "../dispatch/vector_math.h"
 
 /* Of logits (K, rows, classes) and labels (K, rows) the losses (K,) and their derivatives (K, rows, classes); rows whose
    label is `ignored` do not count. Returns 1 if another label is no class, and 0 otherwise. */

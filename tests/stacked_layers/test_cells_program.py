@@ -69,6 +69,6 @@ def test_other_dtypes_have_no_program_and_threads_share_the_clients(monkeypatch)
     assert _cells_program.library(given[0].bfloat16()) is None
     assert _cells_program.library(given[0], given[0].double()) is None
     alone = results("gru", given, [0])
-    monkeypatch.setattr(compiled, "_ENOUGH", 1)
+    monkeypatch.setattr(compiled, "ENOUGH", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     torch.testing.assert_close(results("gru", given, [0]), alone, rtol=0, atol=0)

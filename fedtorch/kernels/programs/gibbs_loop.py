@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from fedtorch.dispatch import compiled
@@ -50,13 +48,9 @@ def run(library: ctypes.CDLL, read: Sequence[Tensor], written: Sequence[Tensor],
     problem = _Problem(chains, size, sweeps, *(tensor.data_ptr() for tensor in (*kept, *written)))
     whole = clients * chains
     tiles = -(-whole // _TILE)
-    threads = max(1, min(torch.get_num_threads(), tiles))
-    ends = [min(_TILE * (tiles * i // threads), whole) for i in range(threads + 1)]
-    call = lambda begin, end: library.gibbs_sweeps(ctypes.byref(problem), _NUMBER(begin), _NUMBER(end))
-    if threads == 1:
-        failed = [call(*ends)]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            failed = list(pool.map(call, ends[:-1], ends[1:]))
+    call = lambda begin, end: library.gibbs_sweeps(
+        ctypes.byref(problem), _NUMBER(_TILE * begin), _NUMBER(min(_TILE * end, whole))
+    )
+    failed = compiled.in_threads(call, tiles, compiled.ENOUGH)
     if any(failed):
         raise MemoryError(f"no memory for the {2 * size**2} numbers of a problem's matrices")

@@ -6,26 +6,13 @@
    LANES rows, a vector for each feature, so that no sum runs within a vector but the last of a step. Other rows are
    taken as they lie in memory. */
 
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#ifndef REAL
-#define REAL double
-#endif
+#include "../../dispatch/vector_math.h"
 
-#if defined(__GLIBC__) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((simd("notinbranch"))) extern double exp(double);
-__attribute__((simd("notinbranch"))) extern double log(double);
-__attribute__((simd("notinbranch"))) extern float expf(float);
-__attribute__((simd("notinbranch"))) extern float logf(float);
-#endif
-
-#define EXP(v) (sizeof(REAL) == 4 ? (REAL)expf((float)(v)) : (REAL)exp((double)(v)))
-#define LOG(v) (sizeof(REAL) == 4 ? (REAL)logf((float)(v)) : (REAL)log((double)(v)))
 #define SIMD _Pragma("omp simd")
-#define SQRT(v) (sizeof(REAL) == 4 ? (REAL)sqrtf((float)(v)) : (REAL)sqrt((double)(v)))
 
 typedef REAL Vector __attribute__((vector_size(64), may_alias));
 enum { GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL };

@@ -6,14 +6,11 @@
    not depend on each other, so that calls for several ranges of them may run in several threads. */
 
 #include <float.h>
-#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__GLIBC__) && defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-__attribute__((simd("notinbranch"))) extern double log(double);
-#endif
+#include "../../dispatch/vector_math.h"
 
 enum { LANES = 8, MOST = 16, TRIANGLE = MOST * (MOST + 1) / 2, AT_ONCE = 4 };
 

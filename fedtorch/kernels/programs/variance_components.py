@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedtorch.dispatch import compiled
@@ -67,12 +65,6 @@ def _run(function: str, model: Any, **tensors: Tensor) -> None:
         for axis, stride in zip(("client", "node", "column"), tensor.stride()):
             setattr(problem, f"{name}_{axis}", stride)
     call = lambda begin, end: getattr(library(), function)(ctypes.byref(problem), _NUMBER(begin), _NUMBER(end))
-    threads = max(1, min(torch.get_num_threads(), clients, clients * nodes // _FEW))
-    ends = [clients * i // threads for i in range(threads + 1)]
-    if threads == 1:
-        failed = [call(*ends)]
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            failed = list(pool.map(call, ends[:-1], ends[1:]))
+    failed = compiled.in_threads(call, clients, nodes * compiled.ENOUGH // _FEW)
     if any(failed):
         raise MemoryError(f"no memory for the {len(model.rows)} variance components of a client")
