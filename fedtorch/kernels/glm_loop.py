@@ -68,9 +68,7 @@ def _library(family: Family, tensors: Sequence[Tensor], classes: int) -> Any:
     from fedtorch.kernels.programs import glm_loop as program
 
     x, y, start = tensors[:3]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
-        return None
-    if any(tensor.device.type != "cpu" for tensor in tensors) or choice.traced(tensors) or start.dtype != x.dtype:
+    if start.dtype != x.dtype or not choice.plain(tensors):
         return None
     if family.code != CATEGORICAL.code:
         return program.program(x.dtype) if y.dtype == x.dtype else None

@@ -48,13 +48,12 @@ class VarianceComponents(NamedTuple):
 
 def program(size: int, tensors: Sequence[Tensor]) -> Any:
     """Return the program in C for vectors of this size, where it is there and knows such tensors, else None."""
-    if not 0 < size <= MOST or (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
-        return None
-    if any(tensor.device.type != "cpu" or tensor.dtype != torch.float64 for tensor in tensors):
+    wide = all(tensor.dtype == torch.float64 for tensor in tensors)
+    if not (0 < size <= MOST and wide and choice.plain(tensors)):
         return None
     from fedtorch.kernels.programs import variance_components as module
 
-    return None if choice.traced(tensors) or module.library() is None else module
+    return None if module.library() is None else module
 
 
 def log_densities(model: VarianceComponents) -> Tensor:
