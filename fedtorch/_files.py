@@ -11,8 +11,8 @@ from pathlib import Path
 def replace(path: Path | str, payload: bytes | memoryview) -> None:
     """Write a file beside its place, to the disk, and then under its name.
 
-    A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it. The folder is
-    forced to the disk as well: after this function has returned, a power cut does not bring the old file back.
+    A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it. The folder
+    is forced to the disk as well: after this function has returned, a power cut does not bring the old file back.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
