@@ -118,12 +118,13 @@ def meetings(run: ft.Run, ranks: Any, rounds: int) -> dict[str, float]:
         seconds = common.seconds(lambda: together(collective, *tensors))
         calls[-1].append((seconds, tree.nbytes(tensors[-1])))
 
-    def step() -> None:
-        calls.append([])
-        run.step()
+    def steps() -> None:
+        for _ in range(rounds):
+            calls.append([])
+            run.step()
 
     ranks._together = noted
-    processor = common.seconds(lambda: [step() for _ in range(rounds)], time.process_time)
+    processor = common.seconds(steps, time.process_time)
     ranks._together = together
     each = [(sum(seconds for seconds, _ in mine), sum(size for _, size in mine)) for mine in calls]
     return {
