@@ -20,6 +20,12 @@ static double normal_of(int64_t key, uint64_t element) {
     return element % 2 ? other : one;
 }
 
+static double exponential_of(int64_t key, uint64_t element) {
+    uint32_t w[4];
+    words_of(key, element / 2, 0, DRAW, w);
+    return -logarithm(element % 2 ? inside(w[2], w[3]) : inside(w[0], w[1]));
+}
+
 static double logit(double u) { return log(u / (1.0 - u)); }
 
 static double log_density(double x, double variance) { return -0.5 * (log(variance) + x * x / variance); }
@@ -100,6 +106,47 @@ void spike_and_slab(const Slabs *s) {
         const double one = gamma_number(new_key(key[3], 0), 0, s->a + slabs);
         const double other = gamma_number(new_key(key[3], 1), 0, s->b + (double)p - slabs);
         s->inclusion[c] = one / (one + other);
+    }
+}
+
+typedef struct {
+    int64_t chains, size, turns;
+    double loosest, bound;                                       /* of factors, and of |log tau^2| */
+    const double *clients, *energy, *rate, *auxiliary;           /* (C,), (C, p), (C, p), (C, p) */
+    const double *precision_in, *factors_in;                     /* (C, p), (C, 2, p) */
+    const int64_t *keys;                                         /* (C,) */
+    double *precision, *factors;                                 /* as above */
+} Levels;
+
+/* Draws of `_levels.move`. */
+void levels(const Levels *l) {
+    const int64_t p = l->size;
+    const double limit = exp(l->bound), least = 1.0 / l->loosest;
+    for (int64_t c = 0; c < l->chains; c++) {
+        const int64_t for_rates = new_key(l->keys[c], 0), for_draws = new_key(l->keys[c], 1);
+        const double shape = (l->clients[c] + 1.0) / 2.0;
+        for (int64_t j = 0; j < p; j++) {
+            const int64_t at = c * p + j, first = 2 * c * p + j;
+            double t = l->precision_in[at], w = l->factors_in[first], u = l->factors_in[first + p];
+            for (int64_t draw = 0; draw < 3 * l->turns; draw++) {
+                const uint64_t element = (uint64_t)(draw * p + j);
+                const double x = exponential_of(for_rates, element), g = gamma_number(for_draws, element, shape);
+                double t_new, w_new = w, u_new = u;
+                if (draw % 3 == 0) {
+                    t_new = g / (x / (1.0 + t) + l->energy[at] * w);
+                } else if (draw % 3 == 1) {
+                    const double inverse = g / (x / (1.0 + 1.0 / t) + l->rate[at] * w * u * t);
+                    t_new = 1.0 / inverse, w_new = w * (inverse * t);
+                } else {
+                    t_new = g / (x / (1.0 + t) + l->auxiliary[at] * u / t);
+                    w_new = w * (t / t_new), u_new = u * (t_new / t);
+                }
+                if (t_new <= limit && t_new * limit >= 1.0 && w_new <= l->loosest && w_new >= least &&
+                    u_new <= l->loosest && u_new >= least)
+                    t = t_new, w = w_new, u = u_new;
+            }
+            l->precision[at] = t, l->factors[first] = w, l->factors[first + p] = u;
+        }
     }
 }
 

@@ -26,6 +26,20 @@ class _Slabs(ctypes.Structure):
     )
 
 
+class _Levels(ctypes.Structure):
+    """`Levels` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("chains", "size", "turns")),
+        *((name, _REAL) for name in ("loosest", "bound")),
+        *(
+            (name, _ADDRESS)
+            for name in ("clients", "energy", "rate", "auxiliary", "precision_in", "factors_in", "keys")
+        ),
+        *((name, _ADDRESS) for name in ("precision", "factors")),
+    )
+
+
 def program(keys: Tensor, numbers: Sequence[Tensor]) -> ctypes.CDLL | None:
     """Return the library where there is one and it knows keys and float64 numbers like these, else None."""
     if not choice.plain((keys, *numbers)) or any(tensor.dtype != torch.float64 for tensor in numbers):
@@ -74,6 +88,25 @@ def spike_and_slab(
     out = tuple(torch.empty_like(part) for part in (estimate, estimate, variance, inclusion))
     places = (tensor.data_ptr() for tensor in (*kept, keys, *out))
     library.spike_and_slab(ctypes.byref(_Slabs(*estimate.shape, shared, *prior, *places)))
+    return out
+
+
+def levels(
+    library: ctypes.CDLL, numbers: Sequence[Tensor], keys: Tensor, turns: int, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Return 1/τ² `(C, p)` and factors `(C, 2, p)` of `_levels.move`.
+
+    Args:
+        library: the program.
+        numbers: clients `(C,)`, energy, rate, auxiliary and 1/τ² `(C, p)`, factors `(C, 2, p)`.
+        keys: `(C,)`.
+        turns: how many rounds of draws.
+        limits: the largest factor, and of |log τ²|.
+    """
+    kept = [tensor.contiguous() for tensor in (*numbers, keys)]
+    out = torch.empty_like(kept[4]), torch.empty_like(kept[5])
+    places = (tensor.data_ptr() for tensor in (*kept, *out))
+    library.levels(ctypes.byref(_Levels(*out[0].shape, turns, *limits, *places)))
     return out
 
 

@@ -13,7 +13,7 @@ from fedtorch import random, tree
 from fedtorch.dispatch import choice, compiled
 from fedtorch.kernels.programs import gibbs_server
 from fedtorch.models import gaussian
-from fedtorch.models.gibbs import _interweaving, _scales
+from fedtorch.models.gibbs import _interweaving, _levels, _scales
 from fedtorch.models.gibbs.global_priors import spike_and_slab
 
 pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
@@ -108,6 +108,28 @@ def test_lattices(chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(draw, 1e-12, "choose", monkeypatch)
     nowhere = lambda points: torch.where((points - x).abs() < 1e-9, 0.0, -torch.inf)  # only where one is
     torch.testing.assert_close(_scales.on_lattice(nowhere, x, middle.expand_as(x), width, keys_of(chains)), x)
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+@pytest.mark.parametrize("loosest", [2.0**50, 1.5])
+def test_levels(loosest: float, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several moves in a row, also where factors keep running into their bounds; one site, and none with energy."""
+    sums = [(2 * normal(seed, p, chains).mT).exp() for seed in (1, 2, 3)]  # strided
+    sums[0] = sums[0] * (torch.arange(p) % 3 > 0)
+    clients = torch.arange(1.0, chains + 1).double()
+
+    def draw() -> tree.Tree:
+        precision = normal(4, chains, p).exp()
+        factors = torch.ones(chains, 2, p).double()
+        drawn = []
+        for key in random.split(keys_of(chains), 4):
+            precision, factors = _levels.move(_levels.Levels(clients, *sums), precision, factors, 69.0, key)
+            drawn.append((precision, factors))
+        return tuple(drawn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_levels, "LOOSEST", loosest)
+        compare(draw, 1e-10, "levels", monkeypatch)
 
 
 def test_a_chain_does_not_see_the_others() -> None:
