@@ -100,14 +100,25 @@ def test_groups_are_drawn_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("chains", "p"), SIZES)
-def test_lattices(chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    middle, width = normal(1, p), normal(2, chains, 1).exp()
-    x = middle + 3 * normal(3, p, chains).mT
-    density = lambda points: -((points - middle) ** 2) / 2 - points.exp()
-    draw = lambda: _scales.on_lattice(density, x, middle.expand_as(x), width, keys_of(chains))
-    compare(draw, 1e-12, "choose", monkeypatch)
-    nowhere = lambda points: torch.where((points - x).abs() < 1e-9, 0.0, -torch.inf)  # only where one is
-    torch.testing.assert_close(_scales.on_lattice(nowhere, x, middle.expand_as(x), width, keys_of(chains)), x)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_scales(parts: int, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws in a row from near and far, of one site and of many, without scatter, and of components without a share."""
+    clients = 10.0 ** torch.arange(chains)[:, None].double()
+    weight, scatter = (2 * normal(1, p, chains).mT).exp(), (3 * normal(2, chains, p)).exp()  # strided
+    scatter = scatter * (torch.arange(p) % 3 > 0) * (clients - 1)
+    heard = _scales.Heard(clients, weight, 3 * normal(3, chains, p), scatter)
+    weights = normal(4, parts, chains, 1)
+    weights[:-1, : chains // 2] = -torch.inf
+    components = _scales.Components(weights, normal(5, parts, 1, p).exp())
+
+    def draw() -> tree.Tree:
+        precision, drawn = (6 * normal(6, chains, p)).exp(), []
+        for key in random.split(keys_of(chains), 5):
+            precision = _scales.draw(heard, precision, components, key)
+            drawn.append(precision)
+        return tuple(drawn)
+
+    compare(draw, 1e-10, "scales", monkeypatch)
 
 
 @pytest.mark.parametrize(("chains", "p"), SIZES)
