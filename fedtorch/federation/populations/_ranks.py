@@ -63,9 +63,11 @@ class Ranks:
         leaves = tree.leaves(partial)
         if self.world_size == 1 or not leaves:
             return partial
-        total = self.sum(torch.cat([leaf.flatten().to(self.device, torch.float64) for leaf in leaves]))
-        parts = total.split([leaf.numel() for leaf in leaves])
-        return tree.refill(partial, [p.reshape(leaf.shape).to(leaf) for p, leaf in zip(parts, leaves)])
+        total = torch.cat([_widened(leaf, self.device) for leaf in leaves])
+        self._together(self._met().all_reduce, total)
+        parts = zip(total.split([leaf.numel() for leaf in leaves]), leaves)
+        same = lambda part, leaf: part if (leaf.dtype, leaf.device) == (part.dtype, part.device) else part.to(leaf)
+        return tree.refill(partial, [same(part.view(leaf.shape), leaf) for part, leaf in parts])
 
     def gather(self, rows: Tree) -> Tree:
         """Return all ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""
@@ -181,6 +183,11 @@ def _hears(stream: Any) -> bool:
 
 def _named(ranks: list[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+
+
+def _widened(leaf: Tensor, device: torch.device) -> Tensor:
+    flat = leaf.reshape(-1)
+    return flat if flat.dtype == torch.float64 and flat.device == device else flat.to(device, torch.float64)
 
 
 def _as_bytes(leaf: Tensor) -> Tensor:
