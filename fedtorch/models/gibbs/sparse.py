@@ -278,7 +278,7 @@ def hierarchy(
         if scale is None:
             scatter = (second - first * shift).clamp_min(0) * factors[:, 0]
             of_scales = scales.Heard(clients[:, None], weight, before + shift, scatter)
-            precision = scales.draw(of_scales, precision, partial(prior.evidence, state.prior), for_scale)
+            precision = scales.draw(of_scales, precision, prior.components(state.prior), for_scale)
         theta, variables = prior.update(state.prior, before + shift, weight * precision, for_prior)
         centre = theta + (state.centre - before)
         noise = state.noise
