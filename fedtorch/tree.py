@@ -159,7 +159,9 @@ def _flatten(node: Tree, path: str, flat: dict[str, Tensor]) -> None:
             raise ValueError(f"Expected distinct paths, but two leaves are called {path!r}; rename one of the keys")
         flat[path] = node
     elif node is not None:
-        for name, child in node.items() if isinstance(node, dict) else _children(node):
+        fields = getattr(node, "_fields", None)
+        each = node.items() if isinstance(node, dict) else _children(node) if fields is None else zip(fields, node)
+        for name, child in each:
             _flatten(child, f"{path}.{name}" if path else str(name), flat)
 
 
@@ -183,11 +185,11 @@ def row_layout(tree: Tree) -> Layout:
         >>> row_layout({"w": torch.ones(50, 2, 3)})  # of 50 clients
         (('w', torch.float32, torch.Size([2, 3])),)
     """
-    stacked = layout(tree)
-    for name, _, shape in stacked:
-        if not shape:
+    flat = flatten(tree)
+    for name, leaf in flat.items():
+        if not leaf.ndim:
             raise ValueError(f"Expected a stacked tree with leaves (K, ...), but got a scalar in {name!r}")
-    return tuple((name, dtype, shape[1:]) for name, dtype, shape in stacked)
+    return tuple((name, leaf.dtype, leaf.shape[1:]) for name, leaf in flat.items())
 
 
 def unflatten(flat: Mapping[str, Tensor], like: Tree, prefix: str = "") -> Tree:

@@ -193,7 +193,12 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
         if not (choice.plain((mask,)) and bool(mask.all())):
             design, y = torch.where(mask[..., None], design, 0.0), torch.where(tree.along(mask, y), y, 0.0)
     power = y.square().flatten(len(shape) - 1).sum(-1)
-    return SufficientStatistics(design.mT @ design, _times(design.mT, y, len(shape)), power, rows)
+    if y.ndim > len(shape) and y.shape[-1] != 1:
+        cross = design.mT @ y
+    else:  # of one response a row times the design, which is faster than the design's transpose times a column
+        cross = y.reshape(*shape[:-1], 1, shape[-1]) @ design
+        cross = cross.reshape(*shape[:-1], design.shape[-1], *y.shape[len(shape) :])
+    return SufficientStatistics(design.mT @ design, cross, power, rows)
 
 
 def block_statistics(data: Any, features: int | None = None) -> SufficientStatistics:
@@ -209,11 +214,6 @@ def block_statistics(data: Any, features: int | None = None) -> SufficientStatis
     """
     x, y = observations(data, features, LINEAR_EXTRAS).whitened()
     return sufficient_statistics(x, y)._replace(count=data.count.to(torch.float64))
-
-
-def _times(matrix: Tensor, values: Tensor, vector: int) -> Tensor:
-    """Return the product of matrices with matrices, or with vectors, which have `vector` dimensions."""
-    return matrix @ values if values.ndim > vector else (matrix @ values[..., None])[..., 0]
 
 
 def ridge(statistics: SufficientStatistics, penalty: Tensor | float = 0.0) -> Tensor:
@@ -275,7 +275,8 @@ def spectral(statistics: SufficientStatistics) -> Spectral:
     place = torch.arange(gram.shape[-1], device=gram.device)
     known = place >= gram.shape[-1] - rank[..., None]
     values = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny), 0.0)
-    cross = _times(vectors.mT, statistics.cross, gram.ndim - 1)
+    some = statistics.cross if statistics.cross.ndim == gram.ndim else statistics.cross[..., None]
+    cross = (vectors.mT @ some).reshape(statistics.cross.shape)
     return Spectral(statistics, values, vectors, cross, statistics.count)
 
 
@@ -313,13 +314,14 @@ class LeastSquares(NamedTuple):
     spread: Tensor  # (...) mean of 1/eigenvalue of X'X over its rank; times σ² the mean sampling variance
 
 
-def least_norm(statistics: SufficientStatistics) -> LeastSquares:
+def least_norm(statistics: SufficientStatistics, warn: bool = True) -> LeastSquares:
     """Return the least squares solution of least norm in the columns' units; defined for any rows, also none.
 
-    Warns of columns that depend on each other.
+    Warns of columns that depend on each other, unless somebody has.
     """
     parts = linalg.equilibrated(statistics.gram)
-    warn_of_dependence(statistics, parts.rank)
+    if warn:
+        warn_of_dependence(statistics, parts.rank)
     root = parts.inverse_root(parts.null())
     solution = (root @ (root.mT @ statistics.cross[..., None]))[..., 0]
     return LeastSquares(solution, parts.rank, root.square().sum((-2, -1)) / parts.rank.clamp(min=1))

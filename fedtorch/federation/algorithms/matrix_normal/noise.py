@@ -12,8 +12,16 @@ from fedtorch import linalg
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.kernels.programs import matrix_normal as _program
 from fedtorch.models.hierarchical.penalised import null_information
-from fedtorch.models.linear import SufficientStatistics, least_norm, residual_sum, sufficient_statistics
-from fedtorch.tree import Tree
+from fedtorch.models.linear import (
+    CLEAR,
+    LeastSquares,
+    Spectral,
+    SufficientStatistics,
+    least_norm,
+    residual_sum,
+    sufficient_statistics,
+)
+from fedtorch.tree import Tree, take
 
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
 _EXACT = 1e-14  # residuals below, relative to y'y, are rounding
@@ -46,7 +54,8 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
             statistics = sufficient_statistics(local.module.block_design(x), y, data.mask)
     else:
         statistics = _of_one_response(local.statistics(prepared))
-    fit = least_norm(statistics)
+    known = isinstance(prepared, Spectral)
+    fit = spectral_least_norm(prepared, statistics) if known else least_norm(statistics)
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
     freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
@@ -60,6 +69,24 @@ def _unit(number: float, count: Tensor) -> Tensor:
 
 def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
     return statistics._replace(cross=statistics.cross[..., 0])
+
+
+def spectral_least_norm(parts: Spectral, statistics: SufficientStatistics) -> LeastSquares:
+    """Return `least_norm` of each client, from eigenvectors where its eigenvalues are clear; `spectral` has warned.
+
+    Args:
+        parts: of the statistics a row, of one response, `(K, p, 1)`.
+        statistics: of all rows, `(K, ...)`.
+    """
+    clear = (parts.values > CLEAR * parts.values[:, -1:]).all(-1)
+    solution = (parts.vectors @ (parts.cross / parts.values[..., None]))[..., 0]
+    spread = (parts.values * statistics.count[:, None]).reciprocal().mean(-1)
+    rank = torch.full_like(parts.count, parts.values.shape[-1], dtype=torch.int64)
+    fit, others = LeastSquares(solution, rank, spread), (~clear).nonzero()[:, 0]
+    if len(others) == 0:
+        return fit
+    exact = least_norm(take(statistics, others), warn=False)
+    return LeastSquares(*(leaf.index_copy(0, others, other.to(leaf)) for leaf, other in zip(fit, exact)))
 
 
 def _of_the_null(rows: Any, y: Tensor, family: str) -> Summary:
