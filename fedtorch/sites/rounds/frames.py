@@ -19,12 +19,13 @@ from torch import Tensor
 
 from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange, client_count, indices
+from fedtorch.sites.rounds import _frame_header as header
 from fedtorch.tree import Rows, Tree
 from fedtorch.wire import PayloadError
 
 _INBOX = "inbox"
 _PREFIX = f"{_INBOX}."
-PROTOCOL = 2  # what is said may not be understood by another
+PROTOCOL = 3  # what is said may not be understood by another
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -51,7 +52,8 @@ class Frame(NamedTuple):
     about: Mapping[str, Any]
     payload: bytes
     sender: str
-    opened: wire.Opened | None = None  # the payload with its header read
+    header: header.Header  # the same object in frames of one header, as long as that is kept
+    opened: wire.Opened | None  # the payload with its header read
 
     def integer(self, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
         """Return a whole number of the metadata.
@@ -124,7 +126,7 @@ class Frame(NamedTuple):
 
 def encode(kind: str, tensors: Tree = None, **about: Any) -> bytes:
     """Return the bytes of a frame."""
-    return wire.encode(tensors, {"kind": kind, **about})
+    return header.write(tensors, {"kind": kind, **about})
 
 
 def encode_blobs(kind: str, blobs: Mapping[str, bytes], **about: Any) -> bytes:
@@ -150,11 +152,11 @@ def read(payload: bytes, sender: str) -> Frame:
     Raises:
         PayloadError: it is none.
     """
-    about, opened = wire.open_payload(payload, client=sender)
+    known, about, opened = header.read(payload, sender)
     kind = about.get("kind")
     if not isinstance(kind, str):
         raise PayloadError(f"payload of client {sender!r}: expected a kind of frame, but got none")
-    return Frame(kind, about, payload, sender, opened)
+    return Frame(kind, about, payload, sender, known, opened)
 
 
 def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | Frame], Any]:
