@@ -164,12 +164,15 @@ def map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:
 
 
 def is_finite(partial: Tree, messages: Tree = None) -> bool:
-    """Return whether a partial aggregate is finite and no weight of messages is negative; one number is read.
+    """Return whether a partial aggregate is finite and no weight of messages is negative.
 
+    On a device, from which reading waits for all that it does, one number is read.
     NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
     """
-    sums = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()]
-    sums += [weight.clamp(max=0).sqrt().sum() for weight in weights(messages)]  # roots of what is negative are NaN
+    sums, every = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()], weights(messages)
+    if all(tensor.device.type == "cpu" for tensor in (*sums, *every)):
+        return all(map(math.isfinite, sums)) and not any(weight.numel() and weight.min() < 0 for weight in every)
+    sums += [weight.clamp(max=0).sqrt().sum() for weight in every]  # roots of what is negative are NaN
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 
@@ -212,12 +215,10 @@ def check_sum(partial: Tree, clients: int) -> None:
 
 def weights(messages: Tree) -> list[Tensor]:
     """Return the weights of every `Mean` of messages, or of a partial aggregate."""
-    every: list[Tensor] = []
-
-    def look(node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-        if isinstance(node, Mean):
-            every.append(node.weight)
-        return node
-
-    tree.map(look, messages, is_leaf=(Mean, Sum))
-    return every
+    if isinstance(messages, Mean):
+        return [messages.weight]
+    if messages is None or isinstance(messages, (Tensor, Sum)):
+        return []
+    return [
+        weight for node in (messages.values() if isinstance(messages, dict) else messages) for weight in weights(node)
+    ]
