@@ -44,8 +44,8 @@ def _without_power(weight: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
     wide = weight.to(torch.float64)
     size = wide.sum()
     if size.device.type == "cpu":  # whose numbers are read without waiting for others
-        power = math.ldexp(1.0, min(math.frexp(float(size))[1], _EXPONENT))  # of NaN, Inf or nothing 1
-        return wide / power, power, size
+        above = math.ldexp(1.0, min(math.frexp(float(size))[1], _EXPONENT))  # of NaN, Inf or nothing 1
+        return wide / above, above, size
     power = (size / torch.frexp(size).mantissa).clamp(max=2.0**_EXPONENT)
     power = torch.where(power > 0, power, 1.0)  # not of NaN, Inf or nothing
     return wide / power, power, size

@@ -60,7 +60,8 @@ def write(tensors: Tree, about: Mapping[str, Any]) -> bytes:
     >>> about, header.about
     ({'kind': 'answer', 'sequence': 7}, {'kind': 'answer'})
     """
-    flat, said, counters, numbers = tree.flatten(tensors), {}, {}, list[int]()
+    flat, said, numbers = tree.flatten(tensors), dict[str, Any](), list[int]()
+    counters: dict[str, int | None] = {}
     for name, value in about.items():
         if name not in _COUNTED:
             said[name] = value

@@ -31,7 +31,7 @@ def run(make: Any, change: Any = None) -> ft.Run:
     begun = ft.Run(make(), Remote(host, ["a", "b", "c"], "it", seconds=60.0, quorum=0.5), seed=3)
 
     def answered(name: str, reply: bytes) -> bytes:
-        about = dict(frames.read(reply, name).about)
+        about = {key: value for key, value in frames.read(reply, name).about.items() if key != frames.EVERYBODY}
         if name != "b" or about["kind"] != "answer" or change is None:
             return reply
         mean = {"value": {"weight": torch.zeros(1, 3).double(), "bias": torch.zeros(1).double()}}
