@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.federation.exchanges._finite_loop import finite
 from fedtorch.tree import Rows, Tree
 
 
@@ -164,15 +165,15 @@ def map_messages(function: Callable[[Mean | Sum], Tree], message: Tree) -> Tree:
 
 
 def is_finite(partial: Tree, messages: Tree = None) -> bool:
-    """Return whether a partial aggregate is finite and no weight of messages is negative.
+    """Return whether a partial aggregate is finite and no weight of messages is negative; one number is read.
 
-    On a device, from which reading waits for all that it does, one number is read.
     NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
     """
-    sums, every = [leaf.sum() for leaf in tree.leaves(partial) if leaf.is_floating_point()], weights(messages)
-    if all(tensor.device.type == "cpu" for tensor in (*sums, *every)):
-        return all(map(math.isfinite, sums)) and not any(weight.numel() and weight.min() < 0 for weight in every)
-    sums += [weight.clamp(max=0).sqrt().sum() for weight in every]  # roots of what is negative are NaN
+    numbers, told = [leaf for leaf in tree.leaves(partial) if leaf.is_floating_point()], weights(messages)
+    if (known := finite(numbers, told)) is not None:
+        return known
+    sums = [leaf.sum() for leaf in numbers]
+    sums += [weight.clamp(max=0).sqrt().sum() for weight in told]  # roots of what is negative are NaN
     return not sums or math.isfinite(sum(sums[1:], sums[0]))
 
 
@@ -219,6 +220,5 @@ def weights(messages: Tree) -> list[Tensor]:
         return [messages.weight]
     if messages is None or isinstance(messages, (Tensor, Sum)):
         return []
-    return [
-        weight for node in (messages.values() if isinstance(messages, dict) else messages) for weight in weights(node)
-    ]
+    nodes = messages.values() if isinstance(messages, dict) else messages
+    return [weight for node in nodes for weight in weights(node)]

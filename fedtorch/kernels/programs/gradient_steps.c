@@ -59,11 +59,15 @@ static inline void descended(const Problem *p, int64_t begin, int64_t end, const
             for (int64_t i = 0; i < n; i++) {
                 const double *vector = basis + i * n;
                 double here = 0, pull = 0;
-#pragma omp simd reduction(+ : here)
-                for (int64_t j = 0; j < n; j++) here += vector[j] * start[j * o + c];
                 if (shift)
-#pragma omp simd reduction(+ : pull)
-                    for (int64_t j = 0; j < n; j++) pull += vector[j] * shift[j * o + c];
+#pragma omp simd reduction(+ : here, pull)
+                    for (int64_t j = 0; j < n; j++) {
+                        here += vector[j] * start[j * o + c];
+                        pull += vector[j] * shift[j * o + c];
+                    }
+                else
+#pragma omp simd reduction(+ : here)
+                    for (int64_t j = 0; j < n; j++) here += vector[j] * start[j * o + c];
                 slope[i * o + c] = spectral[i * o + c] * p->share + pull - curvature[i] * here;
             }
         for (int64_t i = 0; i < n; i++) curvature[i] = 1 - rate * curvature[i];
@@ -73,14 +77,15 @@ static inline void descended(const Problem *p, int64_t begin, int64_t end, const
                 const double by = slope[i * o + c] * curvature[n + i];
                 for (int64_t j = 0; j < n; j++) to[j * o + c] += basis[i * n + j] * by;
             }
-        for (int64_t c = 0; c < o; c++)
-            for (int64_t i = 0; i < n; i++) {
-                const double *row = p->gram + (k * n + i) * n;
-                double image = 0;
-#pragma omp simd reduction(+ : image)
-                for (int64_t j = 0; j < n; j++) image += row[j] * to[j * o + c];
-                loss += to[i * o + c] * (image - 2 * p->cross[(k * n + i) * o + c]);
+        for (int64_t c = 0; c < o; c++) {
+            double *restrict image = curvature;
+            for (int64_t i = 0; i < n; i++) image[i] = -2 * p->cross[(k * n + i) * o + c];
+            for (int64_t j = 0; j < n; j++) {
+                const double *row = p->gram + (k * n + j) * n, by = to[j * o + c]; /* a column, too */
+                for (int64_t i = 0; i < n; i++) image[i] += row[i] * by;
             }
+            for (int64_t i = 0; i < n; i++) loss += to[i * o + c] * image[i];
+        }
         loss = (p->power[k] + loss) / (double)o;
         p->loss[k] = loss < 0 ? 0 : loss;
         p->rates[k] = (double)p->steps * rate;

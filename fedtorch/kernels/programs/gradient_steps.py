@@ -62,10 +62,10 @@ def descended(
     values, vectors, *others = data
     kept = [values, vectors.mT, *others, *((None, None) if added is None else added), start]
     kept = [None if tensor is None else tensor.contiguous() for tensor in kept]
-    end, rates = torch.empty_like(kept[-1]), values.new_empty(2, clients)
-    places = [None if tensor is None else tensor.data_ptr() for tensor in (*kept, end, *rates)]
+    end, rates, loss = torch.empty_like(kept[-1]), values.new_empty(clients), values.new_empty(clients)
+    places = [None if tensor is None else tensor.data_ptr() for tensor in (*kept, end, rates, loss)]
     problem = _Problem(size, outputs, steps, share, float("nan") if lr is None else lr, *places)
     call = lambda begin, stop: library.descend(ctypes.byref(problem), _NUMBER(begin), _NUMBER(stop))
     if any(compiled.in_threads(call, clients, 32 * size * (size + outputs))):
         raise MemoryError(f"no memory for {size} coefficients of {outputs} outputs")
-    return end, rates[0], rates[1]
+    return end, rates, loss

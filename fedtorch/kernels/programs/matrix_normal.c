@@ -248,6 +248,19 @@ void noise_variance(const double *residual, const double *freedom, int64_t units
     for (int64_t k = 0; k < units; k++) out[k] = (residual[k] + pooling * pooled) / (freedom[k] + pooling);
 }
 
+/* What devices are sent: noise variances (K,), and precisions (K,) and shifts (K, d) in place, which are 0, and the
+   variance 1, where the variance is not known or, unless `heard` (K,) is 0, the device has not been heard. */
+void priors(const double *residual, const double *freedom, const uint8_t *heard, int64_t units, int64_t d,
+            double pooling, double *variance, double *precision, double *shift) {
+    noise_variance(residual, freedom, units, pooling, variance);
+    for (int64_t k = 0; k < units; k++) {
+        if (isfinite(variance[k]) && (!heard || heard[k])) continue;
+        variance[k] = 1;
+        precision[k] = 0;
+        memset(shift + k * d, 0, (size_t)d * sizeof(double));
+    }
+}
+
 /* The number at place `wanted` of n that are ascending; they are moved about. */
 static double chosen(double *numbers, int64_t n, int64_t wanted) {
     int64_t low = 0, high = n - 1;

@@ -45,7 +45,8 @@ def program(tensors: Sequence[Tensor]) -> ctypes.CDLL | None:
     if library is not None and library.factored.argtypes is None:
         library.factored.argtypes = (_ADDRESS, _NUMBER, _NUMBER, _NUMBER, *(_ADDRESS,) * 3)
         library.noise_variance.argtypes = (_ADDRESS, _ADDRESS, _NUMBER, _REAL, _ADDRESS)
-        library.noise_variance.restype = None
+        library.priors.argtypes = (*(_ADDRESS,) * 3, _NUMBER, _NUMBER, _REAL, *(_ADDRESS,) * 3)
+        library.noise_variance.restype = library.priors.restype = None
     return library
 
 
@@ -90,6 +91,28 @@ def noise_variance(library: ctypes.CDLL, residual: Tensor, freedom: Tensor, pool
     return out
 
 
+def priors(
+    library: ctypes.CDLL, told: Sequence[Tensor], heard: Tensor | None, pooling: float, prior: Sequence[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what devices are sent: noise variances, precisions `(K,)` and shifts `(K, d)`.
+
+    Args:
+        library: the program.
+        told: residuals and degrees of freedom, `(K,)`.
+        heard: `(K,)` bool, which devices have been heard; None if that does not matter.
+        pooling: degrees of freedom of all devices' noise in that of each.
+        prior: precisions and shifts of those of which all is known.
+    """
+    residual, freedom = (tensor.contiguous() for tensor in told)
+    variance = torch.empty_like(residual)
+    precision, shift = (tensor.clone(memory_format=torch.contiguous_format) for tensor in prior)
+    known = None if heard is None else heard.contiguous()
+    places = (residual.data_ptr(), freedom.data_ptr(), None if known is None else known.data_ptr())
+    out = (tensor.data_ptr() for tensor in (variance, precision, shift))
+    library.priors(*places, *shift.shape, pooling, *out)
+    return variance, precision, shift
+
+
 def renewed(
     library: ctypes.CDLL,
     server: Sequence[Tensor],
@@ -118,7 +141,9 @@ def renewed(
         IndexError: one that answered is not among the devices.
         MemoryError: there is not enough.
     """
-    theta, residual, freedom, spread, heard = (tensor.clone().contiguous() for tensor in (*server, heard))
+    theta, residual, freedom, spread, heard = (
+        tensor.clone(memory_format=torch.contiguous_format) for tensor in (*server, heard)
+    )
     known, numbers = torch.empty_like(theta), theta.new_empty(4)
     kept = [tensor.contiguous() for tensor in (ids, *told)]
     given = noise if noise is None else noise.contiguous()

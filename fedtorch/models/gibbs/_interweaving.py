@@ -18,9 +18,8 @@ keeps its *centre*, θ less those moves; d_k is the site's place less the centre
 What a site tells is X_k' Ω_k X_k and a vector, as much as in least squares in closed form: only their sums are needed,
 so let them be made securely.
 
-What is slowest then is τ, of which `fedtorch.models.gibbs._scales` integrates θ out. It could move with the sites' λ_k
-too, at fixed λ_k τ; tried with one sum more, that halves the correlation time of log τ and leaves that of θ as it is,
-and scales, too, would have to be told less all that was multiplied so far.
+What is slowest then is τ, of which `fedtorch.models.gibbs._scales` integrates θ out, and which
+`fedtorch.models.gibbs._levels` moves with the scales λ_k of all sites.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random
-from fedtorch.kernels.programs import gibbs_server
+from fedtorch.kernels.programs import gibbs_loop, gibbs_server
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.gibbs._gaussian_conditional import Design, Fold, columns, from_columns
@@ -49,6 +48,8 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
         place: `(K, C, p)`.
         noise: 1/σ², `(K, C)`.
     """
+    if (found := gibbs_loop.likelihoods(design.statistics.gram, design.estimate, place, noise)) is not None:
+        return Natural(*found)
     clients, chains, _ = place.shape
     gram = columns(design.statistics.gram[:, None].expand(-1, chains, -1, -1))
     gap = columns(design.estimate[:, None].expand(-1, chains, -1)) - columns(place)

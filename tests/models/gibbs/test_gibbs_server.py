@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.dispatch import choice, compiled
-from fedtorch.kernels.programs import gibbs_server
+from fedtorch.kernels.programs import gibbs_loop, gibbs_server
 from fedtorch.models import gaussian
-from fedtorch.models.gibbs import _interweaving, _scales
+from fedtorch.models.gibbs import _interweaving, _levels, _scales
+from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.global_priors import spike_and_slab
+from fedtorch.models.linear import SufficientStatistics
 
 pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
 SIZES = [(4, 11), (1, 1), (3, 2), (0, 3), (2, 33)]
@@ -100,14 +102,47 @@ def test_groups_are_drawn_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("chains", "p"), SIZES)
-def test_lattices(chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    middle, width = normal(1, p), normal(2, chains, 1).exp()
-    x = middle + 3 * normal(3, p, chains).mT
-    density = lambda points: -((points - middle) ** 2) / 2 - points.exp()
-    draw = lambda: _scales.on_lattice(density, x, middle.expand_as(x), width, keys_of(chains))
-    compare(draw, 1e-12, "choose", monkeypatch)
-    nowhere = lambda points: torch.where((points - x).abs() < 1e-9, 0.0, -torch.inf)  # only where one is
-    torch.testing.assert_close(_scales.on_lattice(nowhere, x, middle.expand_as(x), width, keys_of(chains)), x)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_scales(parts: int, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws in a row from near and far, of one site and of many, without scatter, and of components without a share."""
+    clients = 10.0 ** torch.arange(chains)[:, None].double()
+    weight, scatter = (2 * normal(1, p, chains).mT).exp(), (3 * normal(2, chains, p)).exp()  # strided
+    scatter = scatter * (torch.arange(p) % 3 > 0) * (clients - 1)
+    heard = _scales.Heard(clients, weight, 3 * normal(3, chains, p), scatter)
+    shares = normal(4, parts, chains, 1).exp()
+    shares[:-1, : chains // 2] = 0.0
+    components = _scales.Components(shares, normal(5, parts, 1, p).exp())
+
+    def draw() -> tree.Tree:
+        precision, drawn = (6 * normal(6, chains, p)).exp(), []
+        for key in random.split(keys_of(chains), 5):
+            precision = _scales.draw(heard, precision, components, key)
+            drawn.append(precision)
+        return tuple(drawn)
+
+    compare(draw, 1e-10, "scales", monkeypatch)
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+@pytest.mark.parametrize("loosest", [2.0**50, 1.5])
+def test_levels(loosest: float, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several moves in a row, also where factors keep running into their bounds; one site, and none with energy."""
+    sums = [(2 * normal(seed, p, chains).mT).exp() for seed in (1, 2, 3)]  # strided
+    sums[0] = sums[0] * (torch.arange(p) % 3 > 0)
+    clients = torch.arange(1.0, chains + 1).double()
+
+    def draw() -> tree.Tree:
+        precision = normal(4, chains, p).exp()
+        factors = torch.ones(chains, 2, p).double()
+        drawn = []
+        for key in random.split(keys_of(chains), 4):
+            precision, factors = _levels.move(_levels.Levels(clients, *sums), precision, factors, 69.0, key)
+            drawn.append((precision, factors))
+        return tuple(drawn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_levels, "LOOSEST", loosest)
+        compare(draw, 1e-10, "levels", monkeypatch)
 
 
 def test_a_chain_does_not_see_the_others() -> None:
@@ -118,3 +153,19 @@ def test_a_chain_does_not_see_the_others() -> None:
     part = tree.take((variables, estimate, precision, keys_of(5)), slice(2, 3))
     for one, together in zip(tree.leaves(prior.update(*part)), tree.leaves(whole)):
         assert torch.equal(one[0], together[2])
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+@pytest.mark.parametrize("clients", [0, 1, 3])
+def test_likelihoods_of_moves(clients: int, chains: int, p: int) -> None:
+    x = normal(1, clients, p + 2, p)
+    statistics = SufficientStatistics(x.mT @ x, *(normal(2, 0),) * 3)
+    design = Design(statistics, normal(3, p, clients).mT, *(normal(2, 0),) * 2, None, None)  # strided
+    place, noise = normal(4, clients, p, chains).mT, normal(5, clients, chains).exp()
+    assert gibbs_loop.likelihoods(statistics.gram, design.estimate, place, noise) is not None
+    found = _interweaving.linear(design, place, noise)
+    with reference():
+        wanted = _interweaving.linear(design, place, noise)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert gibbs_loop.likelihoods(statistics.gram.float(), design.estimate, place, noise) is None

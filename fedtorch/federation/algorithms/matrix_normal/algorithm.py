@@ -45,9 +45,9 @@ from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Rep
 from fedtorch.federation.algorithms.matrix_normal.noise import (
     PreparedRows,
     Summary,
-    noise_variance,
     of_each,
     prepare,
+    priors,
     renewed,
 )
 from fedtorch.federation.algorithms.matrix_normal.posterior import estimates
@@ -239,16 +239,10 @@ def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen
 
 def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
     """Send each device its row, noise and prior; no prior until its noise is known and it was heard, or Ω is given."""
-    variance = noise_variance(server.summary, chosen.noise)
-    precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
-    finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
-    unknown = ~(server.heard & finite if chosen.start is None else finite)
-    return _Outbox(
-        server.parameters.to(dtype),
-        variance.masked_fill(unknown, 1.0),
-        precision.masked_fill(unknown, 0.0),
-        shift.masked_fill(unknown[:, None], 0.0).to(dtype),
-    )
+    heard = server.heard if chosen.start is None else None
+    prior = chosen.shrinkage.quadratic(server.covariance, server.parameters)
+    variance, precision, shift = priors(server.summary, heard, chosen.noise, prior)
+    return _Outbox(server.parameters.to(dtype), variance, precision, shift.to(dtype))
 
 
 def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
@@ -258,8 +252,7 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
             "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
             "server needs every device's coefficients, of which no sum, under masks or not, will do"
         )
-    # The mean squared error is ½‖y − Xθ‖²/σ² times this, a mean negative log-likelihood the whole one.
-    unit = (2.0 if local.family == "gaussian" else 1.0) * inbox.noise / data.rows.clamp(min=1)
+    unit = inbox.noise * data.unit
     precision = inbox.precision
     if local.family != "gaussian":  # alone a device may have no finite estimate: it is shrunk by half
         variance = inbox.noise * data.summary.spread

@@ -32,14 +32,14 @@ class PreparedRows(NamedTuple):
 
     local: Tree
     summary: Summary  # (K,)
-    rows: Tensor  # (K,)
+    unit: Tensor  # (K,) times σ²: the loss in units of the objective
 
 
 def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     """Compute the statistics of a block's rows, once."""
     prepared = local.prepare(data)
     if local.family != "gaussian":
-        return PreparedRows(prepared, _of_the_null(prepared, data.batch[1], local.family), prepared.count)
+        return PreparedRows(prepared, _of_the_null(prepared, data.batch[1], local.family), _unit(1.0, prepared.count))
     if local.statistics is None:
         x, y = data.batch
         with torch.no_grad():
@@ -50,7 +50,12 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
     freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(prepared, summary, statistics.count)
+    return PreparedRows(prepared, summary, _unit(2.0, statistics.count))
+
+
+def _unit(number: float, count: Tensor) -> Tensor:
+    """Return number / n: the mean squared error is ½‖y − Xθ‖² times 2 / n, a mean negative log-likelihood 1 / n."""
+    return number / count.clamp(min=1).to(torch.float64)
 
 
 def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
@@ -85,6 +90,26 @@ def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Ten
     freedom = summary.freedom.sum()
     pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
     return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)
+
+
+def priors(
+    summary: Summary, heard: Tensor | None, noise: float | Tensor | None, prior: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what devices are sent: noise variances, precisions `(K,)` and shifts `(K, p)`, 1 and zeros where unknown.
+
+    Args:
+        summary: what is known of the devices' noise.
+        heard: `(K,)` bool, which have been heard; None where those that have not been have a prior, too.
+        noise: σ² where it is given.
+        prior: precisions and shifts of those of which all is known.
+    """
+    if noise is None and (library := _program.program((*summary[:2], *prior))) is not None:
+        return _program.priors(library, summary[:2], heard, _POOLING, prior)
+    variance = noise_variance(summary, noise)
+    finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
+    unknown = ~(finite if heard is None else heard & finite)
+    precision, shift = prior[0].masked_fill(unknown, 0.0), prior[1].masked_fill(unknown[:, None], 0.0)
+    return variance.masked_fill(unknown, 1.0), precision, shift
 
 
 class Renewed(NamedTuple):
