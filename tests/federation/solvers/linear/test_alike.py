@@ -1,4 +1,4 @@
-"""Steps that are captured because a module's code shows that they are alike: the same bits, and nothing but such steps."""
+"""Steps that are captured because a module's code shows that they are alike: the same bits, and no other steps."""
 
 from __future__ import annotations
 
@@ -104,7 +104,8 @@ def test_bits_are_those_of_steps_that_are_not_captured(
 ) -> None:
     module, data = make().to(dtype), clients(sizes, dtype)
     (one, automatic), (two, plain) = (trained(module, data, compile) for compile in ("auto", False))
-    assert automatic._captured.graphs and not plain._captured.graphs
+    assert automatic._captured.graphs
+    assert not plain._captured.graphs
     for name, leaf in two.server.items():
         torch.testing.assert_close(one.server[name], leaf, rtol=0, atol=0)
     assert list(one.history["train_loss"]) == list(two.history["train_loss"])
@@ -143,7 +144,8 @@ def test_partial_work_and_clipping() -> None:
 )
 def test_what_the_code_does_not_show_is_not_captured(module: nn.Module) -> None:
     _, loss = trained(module, clients(SIZES["alike"], torch.float32), "auto", rounds=1)
-    assert loss._line is None and not loss._captured.graphs
+    assert loss._line is None
+    assert not loss._captured.graphs
 
 
 def test_a_loss_of_a_user_is_not_captured() -> None:
@@ -155,7 +157,8 @@ def test_a_step_that_depends_on_its_number_is_not_replayed() -> None:
     torch.manual_seed(1)
     module, data = Counted().double(), clients(SIZES["alike"], torch.float64)
     (one, automatic), (two, _) = (trained(module, data, compile) for compile in ("auto", False))
-    assert automatic._line is None and not automatic._captured.graphs
+    assert automatic._line is None
+    assert not automatic._captured.graphs
     torch.testing.assert_close(one.server, two.server, rtol=0, atol=0)
 
 
