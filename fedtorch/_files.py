@@ -11,7 +11,8 @@ from pathlib import Path
 def replace(path: Path | str, payload: bytes | memoryview) -> None:
     """Write a file beside its place, to the disk, and then under its name.
 
-    A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it.
+    A kill at any moment leaves the old file or the new one, whole, and at most a file `.<name>.*` beside it. The folder
+    is forced to the disk as well: after this function has returned, a power cut does not bring the old file back.
     """
     path = Path(path)
     partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
@@ -25,6 +26,18 @@ def replace(path: Path | str, payload: bytes | memoryview) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    """Force the names of a folder to the disk, where folders can be opened."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def append(path: Path | str, payload: bytes, *, durable: bool = True) -> None:

@@ -274,15 +274,19 @@ def headline(round: Round) -> dict[str, str]:
 
 def _spread(values: Tensor) -> dict[str, float]:
     """Return least, quartiles and largest among `(M,)` values, interpolated, and their worst tenth's mean."""
-    known = values[~values.isnan()].sort().values
-    if len(known) == 0:
+    every = values.detach().to("cpu", torch.float64).numpy()
+    known = every[~np.isnan(every)]
+    count = len(known)
+    if count == 0:
         return {}
-    numbers = known.tolist()
+    places = {name: math.modf(part * (count - 1)) for name, part in _SPREAD.items()}
+    lower, tenth = {int(low) for _, low in places.values()}, count - math.ceil(count / 10)
+    numbers = np.partition(known, sorted({*lower, *(min(low + 1, count - 1) for low in lower), tenth}))
     spread = {}
-    for name, part in _SPREAD.items():
-        between, low = math.modf(part * (len(numbers) - 1))
-        value = numbers[int(low)]
-        spread[f"train_loss_{name}"] = value + between * (numbers[int(low) + 1] - value) if between else value
-    worst = numbers[-math.ceil(len(numbers) / 10) :]
+    for name, (between, low) in places.items():
+        value = float(numbers[int(low)])
+        larger = between * (float(numbers[int(low) + 1]) - value) if between else 0.0
+        spread[f"train_loss_{name}"] = value + larger
+    worst = np.sort(numbers[tenth:]).tolist()
     spread["train_loss_worst_decile"] = sum(worst) / len(worst)
     return spread

@@ -6,6 +6,8 @@ with a branch in the module's code, so that it takes the stacked steps of any mo
 stacked steps needs, and beside the matrix products of these alone. `start` is the processor time of a fresh process up
 to the end of the first round of the README's first example. `processes` has one and two of them, started by torchrun
 with one thread each, which take turns: with the same clients in all ("strong") and with the same clients each ("weak").
+Beside them are two processes that share no more than the machine and never meet, each with its half of the clients: how
+much faster these are is what the machine has to give, and what a single round's fixed cost leaves of it.
 Seconds are those of the quickest round, for the machine may have other work, and the processor's but for `processes`.
 """
 
@@ -57,20 +59,26 @@ def processes(counts: Sequence[int], repeat: int) -> list[common.Row]:
     """A round over one and two processes."""
     found, rows = scaling_ranks.least(repeat, [*counts, 2 * counts[-1]]), []
     for count, way in itertools.product(counts, scaling_ranks.WAYS):
-        name = f"{count} clients, {way}"
+        name = scaling_ranks.titled(count, way)
         one, two = (found[ranks][name] for ranks in (1, 2))
+        apart = found[2][f"{name}, {scaling_ranks.APART}"]
         setting = f"{name}, in one and in two processes"
         rows += [
             common.Row(setting, "s a round, one process", one),
             common.Row(setting, "s a round, two processes", two),
+            common.Row(setting, "s a round, two processes that do not meet", apart),
             common.Row(setting, "times faster with two (at most 2)", one / two),
+            common.Row(setting, "times faster with two that do not meet", one / apart),
+            common.Row(setting, "part of that which two that meet keep", apart / two),
         ]
         for metric, unit in MEETINGS.items():
             rows.append(common.Row(setting, unit, found[2][f"{name}, {metric}"]))
     for way in scaling_ranks.WAYS:
-        one, two = found[1][f"{counts[-1]} clients, {way}"], found[2][f"{2 * counts[-1]} clients, {way}"]
+        one, title = found[1][scaling_ranks.titled(counts[-1], way)], scaling_ranks.titled(2 * counts[-1], way)
+        two, apart = found[2][title], found[2][f"{title}, {scaling_ranks.APART}"]
         setting = f"{counts[-1]} clients, {way}, in each process"
         rows.append(common.Row(setting, "part of the speed that two keep", one / two))
+        rows.append(common.Row(setting, "part of the speed that two that do not meet keep", one / apart))
     for numbers in scaling_ranks.SUMS:
         milliseconds = 1000 * found[2][f"sum of {numbers}"]
         rows.append(common.Row(f"sum of {numbers} numbers over two processes", "ms", milliseconds))

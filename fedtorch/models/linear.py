@@ -31,6 +31,7 @@ from torch import Tensor, nn
 
 from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
+from fedtorch.dispatch import choice
 from fedtorch.models.rows import observations, regression_fields
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
@@ -189,7 +190,8 @@ def sufficient_statistics(design: Tensor, y: Tensor, mask: Tensor | None = None)
         rows = torch.full(shape[:-1], shape[-1], dtype=torch.float64, device=y.device)
     else:
         rows = mask.sum(-1, dtype=torch.float64)
-        design, y = torch.where(mask[..., None], design, 0.0), torch.where(tree.along(mask, y), y, 0.0)
+        if not (choice.plain((mask,)) and bool(mask.all())):
+            design, y = torch.where(mask[..., None], design, 0.0), torch.where(tree.along(mask, y), y, 0.0)
     power = y.square().flatten(len(shape) - 1).sum(-1)
     return SufficientStatistics(design.mT @ design, _times(design.mT, y, len(shape)), power, rows)
 

@@ -24,7 +24,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.kernels.programs import matrix_normal as _program
+
 __all__ = ["LowRank"]
+
+_FEW = 2**10  # numbers of a factor, of which the program finds singular values faster than LAPACK
 
 
 class LowRank(NamedTuple):
@@ -49,6 +53,10 @@ class LowRank(NamedTuple):
         """
         units = len(factor)
         rank = min(units, rank)
+        if max(factor.shape[1], 1) * units <= _FEW and (library := _program.program((multiple, factor))) is not None:
+            found = _program.factored(library, multiple, factor, rank)
+            if found is not None:
+                return cls(*found)
         left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
         values = singular.square()
         left, values = _canonical(left, values)
@@ -139,6 +147,31 @@ def solve_rows(covariance: LowRank, rows: Tensor, diagonal: Tensor, right: Tenso
     eye = torch.eye(factor.shape[1], dtype=factor.dtype, device=factor.device)
     inner = torch.linalg.cholesky(eye - factor.mT @ scaled)
     return right / base + scaled @ torch.cholesky_solve(scaled.mT @ right, inner)
+
+
+def majorised(covariance: LowRank, theta: Tensor, accuracy: float = 0.1) -> tuple[Tensor, Tensor]:
+    r"""Return λ `(K,)` and h `(K, d)` with which Σ_k λ_k/2 ‖θ_k‖² − ⟨h_k, θ_k⟩ majorises the prior at Θ.
+
+    λ_k = c (Ω⁻¹)_kk with c of `eigenvalue_bound`, and h = diag(λ)Θ − Ω⁻¹Θ.
+
+    Args:
+        covariance: Ω.
+        theta: Θ, `(K, d)`.
+        accuracy: of c.
+
+    Example:
+        >>> import torch
+        >>> majorised(identity(2, rank=1, multiple=0.5), torch.ones(2, 1).double())  # nothing is shared
+        (tensor([2., 2.], dtype=torch.float64), tensor([[0.],
+                [0.]], dtype=torch.float64))
+    """
+    fits = len(covariance.values) <= _program.MOST
+    if fits and (library := _program.program((*covariance, theta))) is not None:
+        return _program.majorised(library, *covariance, theta, accuracy)
+    covariance = covariance.trimmed()
+    alone = covariance.inverse_diagonal()
+    precision = eigenvalue_bound(covariance, accuracy, alone) * alone
+    return precision, precision[:, None] * theta - solve(covariance, theta)
 
 
 def eigenvalue_bound(covariance: LowRank, accuracy: float = 0.1, precision: Tensor | None = None) -> Tensor:

@@ -22,7 +22,7 @@ from fedtorch.stacked_layers import (
     _cross_entropy as _cross_entropy,
     _pooling as _pooling,
 )
-from fedtorch.stacked_layers._adapt import adapt as adapt
+from fedtorch.stacked_layers._adapt import adapt as adapt, adapt_alone as adapt_alone
 from fedtorch.stacked_layers._branches import ReadsValues as ReadsValues, by_branches as by_branches
 from fedtorch.stacked_layers._linear import StackedLinear as StackedLinear
 from fedtorch.stacked_layers._recurrent import faster_alone as faster_alone

@@ -33,7 +33,7 @@ def gru(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of `torch.gru` of one layer and direction, and the last of them."""
     bias = w_hh.new_zeros(w_hh.shape[:2]) if b_hh is None else b_hh
-    outputs, *_ = _gru(_projected(inputs, w_ih, b_ih), *states, w_hh, bias)
+    outputs, *_ = _gru(projected(inputs, w_ih, b_ih), *states, w_hh, bias)
     return outputs, outputs[:, -1]
 
 
@@ -47,7 +47,7 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs of `torch.lstm` of one layer and direction, the last of them and the last cell state."""
     bias = None if b_ih is None or b_hh is None else b_ih + b_hh
-    outputs, cells, *_ = _lstm(_projected(inputs, w_ih, bias), *states, w_hh)
+    outputs, cells, *_ = _lstm(projected(inputs, w_ih, bias), *states, w_hh)
     return outputs, outputs[:, -1], cells[:, -1]
 
 
@@ -62,7 +62,7 @@ def rnn(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of `torch.rnn_tanh` or `torch.rnn_relu` of one layer and direction, and the last of them."""
     bias = None if b_ih is None or b_hh is None else b_ih + b_hh
-    outputs = _rnn(_projected(inputs, w_ih, bias), *states, w_hh, relu)
+    outputs = _rnn(projected(inputs, w_ih, bias), *states, w_hh, relu)
     return outputs, outputs[:, -1]
 
 
@@ -90,12 +90,9 @@ def _gru_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, outputs: Tensor, gates: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of what `_gru` takes."""
-    size, before = h.shape[-1], _shifted(h, outputs)
     if (program := _cells_program.library(d_outputs, h, w, gates)) is not None:
-        d_gates, d_new, d_h = _cells_program.gru_backward(program, d_outputs, h, w, outputs, gates, hidden)
-        d_w, d_bias = _weight_gradient(d_gates, before), d_gates.sum((1, 2))
-        d_gates[..., 2 * size :] = d_new
-        return d_gates, d_h, d_w, d_bias
+        return gru_gradients(program, d_outputs, h, w, outputs, gates, hidden)
+    size, before = h.shape[-1], _shifted(h, outputs)
     reset, update, new = gates.split(size, -1)
     slope = (1 - new.square()).mul_(1 - update)
     d_gates = torch.empty_like(gates)  # first the derivatives of the state by the gates, then those of the loss
@@ -219,7 +216,7 @@ _lstm.register_autograd(_lstm_gradients, setup_context=_keep)
 _rnn.register_autograd(_rnn_gradients, setup_context=_keep)
 
 
-def _projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return what inputs `(K, T, B, I)` add to the gates of all steps, `(K, T, B, GH)`."""
     rows = inputs.flatten(1, 2)
     product = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
@@ -244,6 +241,16 @@ def _shifted(first: Tensor, after: Tensor) -> Tensor:
 def _weight_gradient(d_gates: Tensor, rows: Tensor) -> Tensor:
     """Return the gradient of weights that multiply `rows` of all steps."""
     return torch.bmm(d_gates.flatten(1, 2).mT, rows.flatten(1, 2))
+
+
+def gru_gradients(
+    program: Any, d_outputs: Tensor, h: Tensor, w: Tensor, outputs: Tensor, gates: Tensor, hidden: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return what `_gru_backward` does, by the program."""
+    d_gates, d_new, d_h = _cells_program.gru_backward(program, d_outputs, h, w, outputs, gates, hidden)
+    d_w, d_bias = _weight_gradient(d_gates, _shifted(h, outputs)), d_gates.sum((1, 2))
+    d_gates[..., 2 * h.shape[-1] :] = d_new
+    return d_gates, d_h, d_w, d_bias
 
 
 def _or_zeros(gradient: Tensor | None, value: Tensor) -> Tensor:

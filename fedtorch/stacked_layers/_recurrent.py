@@ -53,11 +53,11 @@ def _rule(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...])
     if batch_first:
         inputs = inputs.transpose(1, 2)
     weights = all_in_front(info, weights, dims[2])
-    outputs, *last = _layers(_CELLS[operation], inputs, states, weights, *settings)
+    outputs, *last = layered(_CELLS[operation], inputs, states, weights, *settings)
     return outputs.transpose(1, 2) if batch_first else outputs, *last
 
 
-def _layers(
+def layered(
     cell: Cell,
     inputs: Tensor,
     states: Sequence[Tensor],

@@ -9,9 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
+import fedtorch as ft
 from experiments.benchmarks import scaling
 from experiments.benchmarks.cost_model import __main__ as cost_model
-from experiments.benchmarks.parts import c_programs, cost_formulas as formulas, gpu_kernels, kernel_bounds
+from experiments.benchmarks.parts import (
+    c_programs,
+    cost_formulas as formulas,
+    gpu_kernels,
+    kernel_bounds,
+    scaling_ranks,
+)
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 
 HERE = Here(
@@ -34,6 +41,16 @@ def test_rounds_over_ranks() -> None:
     # 250 clients each; h; a sum of 2 · 2 steps; three quarters of 2 · (8 MB and 16 bytes a client)
     wanted = 3e-3 + 250e-5 + 1e-3 + 4 * 1e-4 + 0.75 * 2 * (8e6 + 16_000) / 1e9
     assert formulas.over_ranks(HERE, 1000, 4, 8_000_000) == pytest.approx(wanted)
+
+
+def test_what_ranks_measure_has_the_names_that_are_asked_for() -> None:
+    found = scaling_ranks.work([4])
+    for way in scaling_ranks.WAYS:
+        title = scaling_ranks.titled(4, way)
+        assert found[title] > 0
+        assert {f"{title}, {name}" for name in scaling.MEETINGS} <= found.keys()
+        assert found[f"{title}, collectives"] == 0  # of one process
+        assert scaling_ranks.apart(ft.Distributed(scaling_ranks.linear_data(4)), 2, **scaling_ranks.WAYS[way]) > 0
 
 
 def test_rounds_over_sites_of_one_machine() -> None:

@@ -142,9 +142,10 @@ def test_a_run_that_is_taken_up_again_is_the_same_run() -> None:
 
 def test_scales_are_drawn_as_in_the_federated_sampler() -> None:
     first, second, third, fourth = random.gamma(random.key(14), 1.0, (4, 5, 6), torch.float64)
-    evidence = lambda place, variance: -place.square() / (2 + variance)
+    each = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)[:, None, None]
+    components = _scales.Components(each(0.1, -0.4), each(2.0, 9.0))
     known = _scales.Heard(torch.full((5, 1), 7.0).double(), first, second, third)
     keys = random.fold_in(random.key(15), torch.arange(5))
-    theirs = _scales.draw(known, fourth, evidence, keys)
-    ours = draw_scale(7, third, fourth, lambda v: evidence(second, v / first), keys)
+    theirs = _scales.draw(known, fourth, components, keys)
+    ours = draw_scale(7, third, fourth, lambda v: _scales.evidence(components, second, v / first), keys)
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)  # the sampler's may be by a program in C

@@ -18,6 +18,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 ROOT = Path(__file__).parents[2]
+USE = Path(__file__).parent / "scripts" / "installed.py"
 SOURCES = ("fedtorch/", "tests/", "docs/", "experiments/")
 FILES = {"README.md", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "Makefile", "conftest.py"}
 FILES |= {"constraints.txt", "constraints-newest.txt", "constraints-zoo.txt"}
@@ -82,16 +83,16 @@ def main() -> None:
         wheel, sdist = build(folder / "dist")
         compare(wheel, sdist)
         subprocess.run([options.python, "-m", "venv", folder / "venv"], check=True)
-        python, use = folder / "venv" / "bin" / "python", [Path(__file__).with_name("installed.py")]
+        python = folder / "venv" / "bin" / "python"
         extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         missing = set(extras) - {*USED, "dev"}
         assert not missing, f"Expected a part of installed.py for every extra, but got none for {missing}"
         install(python, options.torch)
         install(python, str(wheel))
-        subprocess.run([python, "-I", *use, "base"], check=True)
+        subprocess.run([python, "-I", USE, "base"], check=True)
         for extra in USED:
             install(python, f"{wheel}[{extra}]")
-            subprocess.run([python, "-I", *use, extra], check=True)
+            subprocess.run([python, "-I", USE, extra], check=True)
             versions = resolved(python, f"{wheel}[{extra}]")
             named = [name.partition(">")[0].partition("[")[0] for name in extras[extra]]
             print(f"  alone: {', '.join(f'{name} {versions[name]}' for name in named if name in versions)}", flush=True)

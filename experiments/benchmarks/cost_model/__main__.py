@@ -137,7 +137,7 @@ def line(rounds: int) -> float:
 def constants(small: bool) -> tuple[Here, dict[int, dict[str, float]]]:
     """(what the formulas need, rounds over one and two ranks)."""
     ranks = scaling_ranks.least(1 if small else 5, sorted({*FIT, *SEEN}))
-    low, high = (ranks[1][f"{count} clients"] for count in FIT)
+    low, high = (ranks[1][scaling_ranks.titled(count)] for count in FIT)
     client = (high - low) / (FIT[1] - FIT[0])
     short, long = (ranks[2][f"sum of {numbers}"] for numbers in scaling_ranks.SUMS)
     few, many = (over_sites(alone(count), 50 if small else 600) for count in (1, 6))
@@ -157,7 +157,7 @@ def constants(small: bool) -> tuple[Here, dict[int, dict[str, float]]]:
         shared=shared.sites / SHARED,
         byte=(heavy - light) / (2 * 4 * MESSAGE),
     )
-    met = ranks[2][f"{FIT[0]} clients"] - formulas.over_ranks(here, FIT[0], 2, 8 * PARAMETERS)
+    met = ranks[2][scaling_ranks.titled(FIT[0])] - formulas.over_ranks(here, FIT[0], 2, 8 * PARAMETERS)
     return here._replace(meet=max(met, 0.0)), ranks
 
 
@@ -165,7 +165,7 @@ def checks(here: Here, ranks: dict[int, dict[str, float]], small: bool) -> list[
     """Lines of (what, predicted, measured, ratio), of rounds that gave no constants."""
     lines = []
     for count, processes in [*((k, 1) for k in SEEN), *((k, 2) for k in sorted({*FIT[1:], *SEEN}))]:
-        seconds = ranks[processes][f"{count} clients"]
+        seconds = ranks[processes][scaling_ranks.titled(count)]
         told = formulas.over_ranks(here, count, processes, 8 * PARAMETERS)
         lines.append(_line(f"{count} clients over {processes} process{'es' * (processes > 1)}", told, seconds))
     cores = len(os.sched_getaffinity(0))

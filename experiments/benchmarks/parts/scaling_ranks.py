@@ -1,4 +1,5 @@
-"""What ranks do, started by torchrun: rounds of work of several sizes, what they meet for, and collectives alone.
+"""What ranks do, started by torchrun: rounds of work of several sizes, what they meet for, the same work without
+meeting, and collectives alone.
 
 `python -m experiments.benchmarks.parts.scaling_ranks FILE CLIENTS,CLIENTS,...` on every rank; rank 0 writes seconds as
 JSON.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,6 +32,7 @@ from fedtorch import tree
 
 ROWS, STEPS = 40, 5
 SUMS = (1, 1_000_000)  # numbers in a sum
+APART = "a process of several that do not meet"
 ROOT = Path(__file__).parents[3]
 
 
@@ -74,10 +77,12 @@ def work(clients: Sequence[int]) -> dict[str, float]:
     found = {}
     for count, (way, settings) in itertools.product(clients, WAYS.items()):
         population = ft.Distributed(linear_data(count))
-        run, title = linear_run(population, **settings), f"{count} clients, {way}"
+        run, title = linear_run(population, **settings), titled(count, way)
         rounds = 150 if count <= 1000 else 15
         found[title] = least_round(run, rounds)
         found |= {f"{title}, {name}": value for name, value in meetings(run, population.ranks, rounds).items()}
+        if population.world_size > 1:
+            found[f"{title}, {APART}"] = apart(population, rounds, **settings)
     ranks = ft.Distributed(linear_data(2)).ranks
     for numbers in SUMS:
         value = torch.ones(numbers, dtype=torch.float64)
@@ -85,24 +90,48 @@ def work(clients: Sequence[int]) -> dict[str, float]:
     return found
 
 
+def titled(clients: int, way: str = "by a program") -> str:
+    """What findings call the rounds of so many clients."""
+    return f"{clients} clients, {way}"
+
+
+def apart(population: ft.Distributed, rounds: int, **settings: Any) -> float:
+    """Seconds of a round of processes that do not meet, each with its share of the clients, at the same time.
+
+    What the machine gives several processes at best; of the slowest process.
+    """
+    alone = linear_run(ft.InProcess(linear_data(len(population.data) // population.world_size)), **settings)
+    alone.step()
+    population.ranks.sum(torch.zeros(1))
+    return max(population.ranks.texts(least_round(alone, rounds)))
+
+
 def meetings(run: ft.Run, ranks: Any, rounds: int) -> dict[str, float]:
-    """Of a round on this rank, means: processor time, and how many collectives it has, of which bytes and seconds."""
-    calls: list[tuple[float, int]] = []
+    """Of a round on this rank: mean processor time and number of collectives, their bytes, and in the median seconds.
+
+    A collective's seconds are those of waiting for the others, too.
+    """
+    calls: list[list[tuple[float, int]]] = []
     together = ranks._together
 
     def noted(collective: Callable[..., object], *tensors: Any) -> None:
         seconds = common.seconds(lambda: together(collective, *tensors))
-        calls.append((seconds, tree.nbytes(tensors[-1])))
+        calls[-1].append((seconds, tree.nbytes(tensors[-1])))
+
+    def steps() -> None:
+        for _ in range(rounds):
+            calls.append([])
+            run.step()
 
     ranks._together = noted
-    processor = common.seconds(lambda: [run.step() for _ in range(rounds)], time.process_time)
+    processor = common.seconds(steps, time.process_time)
     ranks._together = together
-    waiting, sent = (sum(call[i] for call in calls) / rounds for i in (0, 1))
+    each = [(sum(seconds for seconds, _ in mine), sum(size for _, size in mine)) for mine in calls]
     return {
         "processor time": processor / rounds,
-        "in collectives": waiting,
-        "collectives": len(calls) / rounds,
-        "bytes": sent,
+        "in collectives": statistics.median(seconds for seconds, _ in each),
+        "collectives": sum(map(len, calls)) / rounds,
+        "bytes": sum(size for _, size in each) / rounds,
     }
 
 

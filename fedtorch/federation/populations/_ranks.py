@@ -1,8 +1,9 @@
 """The ranks of a process group as one of them meets the others: sums, rows and texts of all, and who has gone.
 
-Collectives go over gloo, or nccl on a GPU. Beside them every two ranks have a stream that carries nothing until a
-collective fails. A rank whose process ends, ends its streams; one that has only waited in vain says so on them first.
-So the others can tell who was lost from who has noticed it.
+Collectives go through shared memory where all ranks are on one machine, else over gloo, or nccl on a GPU. Beside them
+every two ranks have a stream that carries nothing until a collective fails. A rank whose process ends, ends its
+streams; one that has only waited in vain says so on them first. So the others can tell who was lost from who has
+noticed it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.federation.populations._collectives import Collectives, OverGroup, shared
 from fedtorch.protocol.bounded_streams import Streams
 from fedtorch.tree import Tree
 
@@ -41,8 +43,8 @@ class Ranks:
 
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
-        self._group: Any = None
         self._streams: Streams | None = None
+        self._collectives: Collectives | None = None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors.
@@ -53,7 +55,7 @@ class Ranks:
         if self.world_size == 1:
             return tensor
         moved = tensor.to(self.device, copy=True)
-        self._together(dist.all_reduce, moved)
+        self._together(self._met().all_reduce, moved)
         return moved.to(tensor.device)
 
     def add(self, partial: Tree) -> Tree:
@@ -61,9 +63,11 @@ class Ranks:
         leaves = tree.leaves(partial)
         if self.world_size == 1 or not leaves:
             return partial
-        total = self.sum(torch.cat([leaf.flatten().to(self.device, torch.float64) for leaf in leaves]))
-        parts = total.split([leaf.numel() for leaf in leaves])
-        return tree.refill(partial, [p.reshape(leaf.shape).to(leaf) for p, leaf in zip(parts, leaves)])
+        total = torch.cat([_widened(leaf, self.device) for leaf in leaves])
+        self._together(self._met().all_reduce, total)
+        parts = zip(total.split([leaf.numel() for leaf in leaves]), leaves)
+        same = lambda part, leaf: part if (leaf.dtype, leaf.device) == (part.dtype, part.device) else part.to(leaf)
+        return tree.refill(partial, [same(part.view(leaf.shape), leaf) for part, leaf in parts])
 
     def gather(self, rows: Tree) -> Tree:
         """Return all ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""
@@ -78,7 +82,7 @@ class Ranks:
         padded = sent.new_zeros(int(counts.max()), sent.shape[1])
         padded[: len(sent)] = sent
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._together(dist.all_gather, gathered, padded)
+        self._together(self._met().all_gather, gathered, padded)
         every = torch.cat([part[:count] for part, count in zip(gathered, counts.tolist())])
         columns = every.split([part.shape[1] for part in columns_sent], 1)
         return tree.refill(rows, [_from_bytes(part, leaf) for part, leaf in zip(columns, leaves)])
@@ -108,24 +112,25 @@ class Ranks:
 
     def _together(self, collective: Any, *tensors: Any) -> None:
         """Call a collective, and say who was missing where it fails."""
-        self._meet()
         try:
-            collective(*tensors, group=self._group)
+            collective(*tensors)
         except RuntimeError as error:
             raise RuntimeError(self._missing()) from error
 
-    def _meet(self) -> None:
-        """Start what is not there: process group, a group with this timeout, streams."""
-        if self._streams is not None:
-            return
+    def _met(self) -> Collectives:
+        """Return collectives; start what is not there: process group, a group with this timeout, streams."""
+        if self._collectives is not None:
+            return self._collectives
         nccl = backend(self.device) == "nccl"
         if not dist.is_initialized():
             device = self.device if nccl else None
             dist.init_process_group(backend(self.device), timeout=self.timeout, device_id=device)
         plain = dist.new_group(backend="gloo", timeout=self.timeout)
-        self._group = None if nccl else plain
         self._streams = Streams(self.rank, self.world_size, self.timeout, plain)
         weakref.finalize(self, _part, self._streams, plain)
+        memory = None if nccl else shared(self.rank, self.world_size, self._streams, self.timeout, plain)
+        self._collectives = memory or OverGroup(None if nccl else plain)
+        return self._collectives
 
     def _missing(self) -> str:
         """Tell the others that this rank is here, and say who of them is not."""
@@ -178,6 +183,11 @@ def _hears(stream: Any) -> bool:
 
 def _named(ranks: list[int]) -> str:
     return ", ".join(f"rank {rank}" for rank in sorted(ranks))
+
+
+def _widened(leaf: Tensor, device: torch.device) -> Tensor:
+    flat = leaf.reshape(-1)
+    return flat if flat.dtype == torch.float64 and flat.device == device else flat.to(device, torch.float64)
 
 
 def _as_bytes(leaf: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from fedtorch.data.digests import Notes, noted
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
-from fedtorch.federation.populations.clients import LocalClients
+from fedtorch.federation.populations.clients import Gathered, LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.stored import StoredClients
@@ -44,7 +44,8 @@ class Distributed:
         chunk: at most so many clients at once on a rank. Default: as many as fit 128 MiB, or a quarter of what is free
             on a CUDA device.
         device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
-            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, gloo else.
+            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU; else memory, where at most eight
+            ranks are all on one machine that has a C compiler, or gloo.
         timeout: the longest wait for another rank, its clients' work included; over nccl that of the process group.
         carry: as for `ft.InProcess`, the same on every rank.
 
@@ -115,11 +116,21 @@ class Distributed:
 
 
 class Table(NamedTuple):
-    """A round's diagnostics, which ranks add up."""
+    """What ranks add up of a round beside messages."""
 
-    rows: Tensor  # (M, 1 + F) of the clients asked: whether it has answered, and its diagnostics; zeros of other ranks
-    told: Tensor  # (F,) how many ranks have told a diagnostic
-    news: Tensor  # how many ranks have diagnostics of names that are not known yet
+    counts: Tensor  # (6 + F,) as of `_Counts`, and how many ranks have told each of F diagnostics
+    rows: Tensor  # (1 + F, M) of the clients asked: whether it has answered, and its diagnostics; zeros of other ranks
+
+
+class _Counts(NamedTuple):
+    """Sums over ranks."""
+
+    up: int  # bytes
+    down: int
+    answered: int  # clients
+    refused: int
+    failed: int
+    news: int  # ranks that have diagnostics of names that are not known yet
 
 
 class _DistributedClients:
@@ -135,6 +146,7 @@ class _DistributedClients:
         self.local, self.population = local, population
         self.mine = torch.zeros(local.clients, dtype=torch.bool)
         self.mine[own] = True
+        self.own, self._everybody = len(own), torch.arange(local.clients)
         self.in_process = population.world_size == 1
         self._names: tuple[str, ...] = ()  # of the diagnostics that ranks have told so far
         self._about: Mapping[str, str] | None = None  # what the ranks still have to compare
@@ -165,22 +177,20 @@ class _DistributedClients:
             block = self.local.empty_block()
             message = self.local.reply(block, outbox, turn).message
             partial = exchange.gather(message, block[0])
-        table = self._table(cohort, gathered.ids, gathered.info)
-        counts = torch.tensor([gathered.up, gathered.down, len(gathered.refused), len(gathered.failed)])
+        table = self._table(cohort, gathered)
         if exchange.additive:
-            counts, table, partial = ranks.add((counts, table, partial))
+            table, partial = ranks.add((table, partial))
         else:
-            (counts, table), partial = ranks.add((counts, table)), ranks.gather(partial)
-        up, down, refusals, failures = counts.tolist()
-        ids, info = self._joined(cohort, table, gathered.ids, gathered.info)
+            table, partial = ranks.add(table), ranks.gather(partial)
+        counts, ids, info = self._joined(cohort, table, gathered)
         aggregate = self.local.finish(partial, message) if len(ids) else None
-        refused = self._join_refused(gathered.refused) if refusals else {}
+        refused = self._join_refused(gathered.refused) if counts.refused else {}
         failed: dict[int, Exception] = {}
-        if failures:  # of other ranks by what they say
+        if counts.failed:  # of other ranks by what they say
             why = self._join_refused({client: str(error) for client, error in gathered.failed.items()})
             failed = {client: gathered.failed.get(client, ValueError(text)) for client, text in why.items()}
         commit = lambda: self.local.commit(gathered.states)
-        return Pending(aggregate, ids, info, up, down, commit, refused=refused, failed=failed)
+        return Pending(aggregate, ids, info, counts.up, counts.down, commit, refused=refused, failed=failed)
 
     def total(self) -> Tree:
         """Return the total of what all ranks' clients tell for good; see `Clients.total`."""
@@ -222,28 +232,36 @@ class _DistributedClients:
     def _join_refused(self, refused: dict[int, str]) -> dict[int, str]:
         return {client: field for part in self.ranks.texts(list(refused.items())) for client, field in part}
 
-    def _table(self, cohort: Tensor | None, ids: Tensor, info: Mapping[str, Tensor]) -> Table:
-        """Return who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
-        names = self._names
-        rows = torch.zeros(self.local.clients if cohort is None else len(cohort), 1 + len(names), dtype=torch.float64)
-        mine = ids if cohort is None else torch.searchsorted(cohort, ids)
-        missing = torch.full((len(ids),), torch.nan, dtype=torch.float64)
-        rows[mine] = torch.stack([torch.ones_like(missing), *(info.get(name, missing) for name in names)], 1)
-        told = torch.tensor([name in info for name in names], dtype=torch.int64)
-        return Table(rows, told, torch.tensor(int(not info.keys() <= set(names))))
+    def _table(self, cohort: Tensor | None, here: Gathered) -> Table:
+        """Return counts, who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
+        names, ids, info = self._names, here.ids, here.info
+        asked = self.local.clients if cohort is None else len(cohort)
+        rows = torch.zeros(1 + len(names), asked, dtype=torch.float64)
+        mine: Tensor | slice = ids if cohort is None else torch.searchsorted(cohort, ids)
+        if cohort is None and len(ids) == self.own:
+            mine = slice(self.population.rank, None, self.population.world_size)
+        for row, value in zip(rows, (1.0, *(info.get(name, torch.nan) for name in names))):
+            row[mine] = value
+        news = int(not info.keys() <= set(names))
+        counts = _Counts(here.up, here.down, len(ids), len(here.refused), len(here.failed), news)
+        return Table(torch.tensor([*counts, *(name in info for name in names)], dtype=torch.float64), rows)
 
-    def _joined(
-        self, cohort: Tensor | None, table: Table, ids: Tensor, info: Mapping[str, Tensor]
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Who has answered on any rank, and everybody's diagnostics; names that are new to a rank are learnt first."""
-        if table.news:
-            told = [name for names in self.ranks.texts(sorted(info)) for name in names]
+    def _joined(self, cohort: Tensor | None, table: Table, here: Gathered) -> tuple[_Counts, Tensor, dict[str, Tensor]]:
+        """Return counts, who has answered on any rank, and all diagnostics; names new to a rank are learnt first."""
+        many = len(_Counts._fields)
+        numbers = [int(number) for number in table.counts.tolist()]
+        if numbers[many - 1]:
+            told = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
             self._names = tuple(sorted({*self._names, *told}))
-            table = self.ranks.add(self._table(cohort, ids, info))
-        answered = table.rows[:, 0].nonzero()[:, 0]
-        values = zip(self._names, table.rows[answered, 1:].unbind(1), table.told.tolist())
-        every = {name: value for name, value, ranks in values if ranks}
-        return answered if cohort is None else cohort[answered], every
+            table = self.ranks.add(self._table(cohort, here))
+            numbers = [int(number) for number in table.counts.tolist()]
+        counts, asked = _Counts(*numbers[:many]), self._everybody if cohort is None else cohort
+        if counts.answered == len(asked):
+            ids, rows = asked, table.rows[1:].clone()  # whose memory messages are in, too
+        else:
+            answered = table.rows[0].nonzero()[:, 0]
+            ids, rows = asked[answered], table.rows[1:, answered]
+        return counts, ids, {name: row for name, row, ranks in zip(self._names, rows, numbers[many:]) if ranks}
 
 
 def own_device(device: torch.device | str | None) -> torch.device | None:

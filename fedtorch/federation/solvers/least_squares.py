@@ -36,6 +36,7 @@ from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.turn import Turn
+from fedtorch.kernels.programs import gradient_steps
 from fedtorch.models.hierarchical.penalised import Rows, check_family, negative_log_likelihood, observed, penalised_mode
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
 from fedtorch.tree import Tree
@@ -189,12 +190,16 @@ def _solve(
 ) -> Local:
     old, share = form.join(start).to(torch.float64), 2 / form.outputs
     added = None if quadratic is None else _added(quadratic, start, form)
-    if steps is None:
-        new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
-    else:
-        new, taken = _descended(data, share, added, old, steps, lr)
     gram, cross, power, _ = data.statistics
-    loss = ((power + (new * torch.baddbmm(cross, gram, new, beta=-2)).sum((1, 2))) / form.outputs).clamp(min=0)
+    if steps is not None and (library := _program(data, added, old)) is not None:
+        known = (*data[1:4], gram, cross, power)
+        new, taken, loss = gradient_steps.descended(library, known, added, old, share, steps, lr)
+    else:
+        if steps is None:
+            new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
+        else:
+            new, taken = _descended(data, share, added, old, steps, lr)
+        loss = ((power + (new * torch.baddbmm(cross, gram, new, beta=-2)).sum((1, 2))) / form.outputs).clamp(min=0)
     solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
     return Local(solution, state, taken, {"loss": loss})
 
@@ -210,6 +215,14 @@ def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> _Added:
     common = quadratic.precision
     precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
     return _Added(precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64))
+
+
+def _program(data: Spectral, added: _Added | None, old: Tensor) -> Any:
+    """Return the program of gradient steps from `old`, None where there is none or it does not know them."""
+    if added is not None and added.precision.shape[1] != 1:
+        return None
+    tensors = (old, data.values, data.vectors, data.cross, *data.statistics[:3], *(() if added is None else added))
+    return gradient_steps.program(old.shape[1], tensors)
 
 
 def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:

@@ -71,8 +71,7 @@ class StackedLoss:
         self.random = self.probed = self.reads = False
         self.separable: bool | None = None
         self.told: list[str] = []  # names of what the module logged last
-        if batched:
-            stacked_layers.adapt(objective.module)
+        (stacked_layers.adapt if batched else stacked_layers.adapt_alone)(objective.module)
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         alike = compile == "auto" and precision == "32" and batched and not buffers

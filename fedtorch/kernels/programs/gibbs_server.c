@@ -2,6 +2,7 @@
 
 #include <stdlib.h>
 
+#include "../../dispatch/vector_math.h"
 #include "../../random/philox.h"
 
 /* Elements of draws of float64 numbers, as `fedtorch.random` makes them. */
@@ -18,6 +19,12 @@ static double normal_of(int64_t key, uint64_t element) {
     words_of(key, element / 2, 0, DRAW, w);
     normals(inside(w[0], w[1]), inside(w[2], w[3]), &one, &other);
     return element % 2 ? other : one;
+}
+
+static double exponential_of(int64_t key, uint64_t element) {
+    uint32_t w[4];
+    words_of(key, element / 2, 0, DRAW, w);
+    return -logarithm(element % 2 ? inside(w[2], w[3]) : inside(w[0], w[1]));
 }
 
 static double logit(double u) { return log(u / (1.0 - u)); }
@@ -103,37 +110,99 @@ void spike_and_slab(const Slabs *s) {
     }
 }
 
-/* points, y (N, C, p) of the lattices laid through x (C, p), and the coins (C, p) of the choice among them. */
-void lattice(const double *x, const double *middle, const double *width, const int64_t *keys, int64_t chains, int64_t p,
-             int64_t count, double finest, double *points, double *y, double *coins) {
-    for (int64_t c = 0; c < chains; c++)
+typedef struct {
+    int64_t chains, size, turns;
+    double loosest, bound;                                       /* of factors, and of |log tau^2| */
+    const double *clients, *energy, *rate, *auxiliary;           /* (C,), (C, p), (C, p), (C, p) */
+    const double *precision_in, *factors_in;                     /* (C, p), (C, 2, p) */
+    const int64_t *keys;                                         /* (C,) */
+    double *precision, *factors;                                 /* as above */
+} Levels;
+
+/* Draws of `_levels.move`. */
+void levels(const Levels *l) {
+    const int64_t p = l->size;
+    const double limit = exp(l->bound), least = 1.0 / l->loosest;
+    for (int64_t c = 0; c < l->chains; c++) {
+        const int64_t for_rates = new_key(l->keys[c], 0), for_draws = new_key(l->keys[c], 1);
+        const double shape = (l->clients[c] + 1.0) / 2.0;
         for (int64_t j = 0; j < p; j++) {
-            const int64_t at = c * p + j;
-            const double spacing = finest * (1.0 + uniform_of(keys[c], (uint64_t)j));
-            const double place = floor((double)count * uniform_of(keys[c], (uint64_t)(p + j)));
-            const double own = asinh((x[at] - middle[at]) / width[at]);
-            coins[at] = uniform_of(keys[c], (uint64_t)(2 * p + j));
-            for (int64_t i = 0; i < count; i++) {
-                const int64_t to = i * chains * p + at;
-                y[to] = own + spacing * ((double)i - place);
-                points[to] = middle[at] + width[at] * sinh(y[to]);
+            const int64_t at = c * p + j, first = 2 * c * p + j;
+            double t = l->precision_in[at], w = l->factors_in[first], u = l->factors_in[first + p];
+            for (int64_t draw = 0; draw < 3 * l->turns; draw++) {
+                const uint64_t element = (uint64_t)(draw * p + j);
+                const double x = exponential_of(for_rates, element), g = gamma_number(for_draws, element, shape);
+                double t_new, w_new = w, u_new = u;
+                if (draw % 3 == 0) {
+                    t_new = g / (x / (1.0 + t) + l->energy[at] * w);
+                } else if (draw % 3 == 1) {
+                    const double inverse = g / (x / (1.0 + 1.0 / t) + l->rate[at] * w * u * t);
+                    t_new = 1.0 / inverse, w_new = w * (inverse * t);
+                } else {
+                    t_new = g / (x / (1.0 + t) + l->auxiliary[at] * u / t);
+                    w_new = w * (t / t_new), u_new = u * (t_new / t);
+                }
+                if (t_new <= limit && t_new * limit >= 1.0 && w_new <= l->loosest && w_new >= least &&
+                    u_new <= l->loosest && u_new >= least)
+                    t = t_new, w = w_new, u = u_new;
             }
+            l->precision[at] = t, l->factors[first] = w, l->factors[first + p] = u;
         }
+    }
 }
 
-/* out (n,) = of the points (N, n) one each, in proportion to exp(log_of) cosh(y). */
-void choose(const double *points, const double *y, const double *log_of, const double *coins, int64_t count, int64_t n,
-            double *out) {
-    double height[count];
-    for (int64_t at = 0; at < n; at++) {
-        double most = -INFINITY, total = 0.0;
-        for (int64_t i = 0; i < count; i++) {
-            height[i] = log_of[i * n + at] + log(cosh(y[i * n + at]));
-            most = height[i] > most ? height[i] : most;
+typedef struct {
+    int64_t chains, size, parts, points;
+    double finest, bound;                                        /* spacing, and of |log tau^2| */
+    const double *clients, *weight, *estimate, *scatter;         /* (C,), (C, p), (C, p), (C, p) */
+    const double *precision_in, *log_weight, *prior;             /* (C, p), (k, C, p), (k, C, p) */
+    const int64_t *keys;                                         /* (C,) */
+    double *precision;                                           /* (C, p) */
+} Scales;
+
+/* Draws of `_scales.draw`. */
+void scales(const Scales *q) {
+    const int64_t p = q->size, n = q->points, all = q->chains * p;
+    double cosh_of[n], x[n], height[n], variance[n], most[n], sum[n];
+    for (int64_t at = 0; at < all; at++) {
+        const int64_t c = at / p;
+        const uint64_t j = (uint64_t)(at % p), step = (uint64_t)p;
+        const double degrees = q->clients[c] - 1.0, width = sqrt(2.0 / q->clients[c]), scatter = q->scatter[at];
+        const double guess = log(fmax(scatter / fmax(degrees, 1.0), 1e-300)), bound = q->bound;
+        const double middle = fmin(fmax(guess, -bound), bound), square = q->estimate[at] * q->estimate[at];
+        const double spacing = q->finest * (1.0 + uniform_of(q->keys[c], j));
+        const double place = floor((double)n * uniform_of(q->keys[c], step + j));
+        const double own = asinh((-log(q->precision_in[at]) - middle) / width), over = 1.0 / q->weight[at];
+        _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {
+            const double up = EXP(own + spacing * ((double)i - place)), down = 1.0 / up;
+            cosh_of[i] = (up + down) / 2.0;
+            x[i] = middle + width * ((up - down) / 2.0);
+            variance[i] = EXP(fmin(fmax(x[i], -bound), bound));
+            most[i] = -INFINITY, sum[i] = 0.0;
         }
-        for (int64_t i = 0; i < count; i++) height[i] = total += exp(height[i] - most);
+        for (int64_t k = 0; k < q->parts; k++) {
+            const double prior = q->prior[k * all + at], log_weight = q->log_weight[k * all + at];
+            _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {
+                const double ratio = 1.0 + prior * variance[i] * over;
+                const double log_of = log_weight - 0.5 * square * prior / ratio;
+                const double larger = fmax(most[i], log_of);
+                const double before = most[i] == larger ? 1.0 : EXP(most[i] - larger);
+                const double part = log_of == larger ? 1.0 : EXP(log_of - larger);
+                sum[i] = sum[i] * before + part / sqrt(ratio);
+                most[i] = larger;
+            }
+        }
+        double highest = -INFINITY, total = 0.0;
+        for (int64_t i = 0; i < n; i++) {
+            const double log_of = 0.5 * ((1.0 - degrees) * x[i] - scatter / variance[i]) + most[i];
+            height[i] = fabs(x[i]) <= bound ? log_of + LOG(cosh_of[i] * sum[i] / (1.0 + variance[i])) : -INFINITY;
+            highest = fmax(highest, height[i]);
+        }
+        _Pragma("omp simd") for (int64_t i = 0; i < n; i++) height[i] = EXP(height[i] - highest);
+        for (int64_t i = 0; i < n; i++) height[i] = total += height[i];
+        const double coin = total * uniform_of(q->keys[c], 2 * step + j);
         int64_t chosen = 0;
-        for (int64_t i = 0; i < count; i++) chosen += height[i] <= coins[at] * total;
-        out[at] = points[(chosen < count ? chosen : count - 1) * n + at];
+        for (int64_t i = 0; i < n; i++) chosen += height[i] <= coin;
+        q->precision[at] = exp(-x[chosen < n ? chosen : n - 1]);
     }
 }

@@ -26,6 +26,31 @@ class _Slabs(ctypes.Structure):
     )
 
 
+class _Levels(ctypes.Structure):
+    """`Levels` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("chains", "size", "turns")),
+        *((name, _REAL) for name in ("loosest", "bound")),
+        *(
+            (name, _ADDRESS)
+            for name in ("clients", "energy", "rate", "auxiliary", "precision_in", "factors_in", "keys")
+        ),
+        *((name, _ADDRESS) for name in ("precision", "factors")),
+    )
+
+
+class _Scales(ctypes.Structure):
+    """`Scales` of the C file."""
+
+    _fields_ = (
+        *((name, _NUMBER) for name in ("chains", "size", "parts", "points")),
+        *((name, _REAL) for name in ("finest", "bound")),
+        *((name, _ADDRESS) for name in ("clients", "weight", "estimate", "scatter")),
+        *((name, _ADDRESS) for name in ("precision_in", "log_weight", "prior", "keys", "precision")),
+    )
+
+
 def program(keys: Tensor, numbers: Sequence[Tensor]) -> ctypes.CDLL | None:
     """Return the library where there is one and it knows keys and float64 numbers like these, else None."""
     if not choice.plain((keys, *numbers)) or any(tensor.dtype != torch.float64 for tensor in numbers):
@@ -33,8 +58,6 @@ def program(keys: Tensor, numbers: Sequence[Tensor]) -> ctypes.CDLL | None:
     library = compiled.library(_SOURCE)
     if library is not None and library.move.argtypes is None:
         library.move.argtypes = (*(_ADDRESS,) * 6, _NUMBER, _NUMBER, _ADDRESS)
-        library.lattice.argtypes = (*(_ADDRESS,) * 4, _NUMBER, _NUMBER, _NUMBER, _REAL, *(_ADDRESS,) * 3)
-        library.choose.argtypes = (*(_ADDRESS,) * 4, _NUMBER, _NUMBER, _ADDRESS)
     return library
 
 
@@ -77,22 +100,44 @@ def spike_and_slab(
     return out
 
 
-def lattice(
-    library: ctypes.CDLL, x: Tensor, middle: Tensor, width: Tensor, keys: Tensor, points: int, finest: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return points and y of the lattices of `_scales.on_lattice`, `(points, C, p)`, and coins `(C, p)`."""
-    chains, p = x.shape
-    kept = [x.contiguous(), middle.expand(x.shape).contiguous(), width.expand(x.shape).contiguous(), keys.contiguous()]
-    found, y = torch.empty((2, points, chains, p), dtype=torch.float64, device="cpu").unbind()
-    coins = torch.empty_like(kept[0])
-    out = (tensor.data_ptr() for tensor in (found, y, coins))
-    library.lattice(*(tensor.data_ptr() for tensor in kept), chains, p, points, finest, *out)
-    return found, y, coins
+def levels(
+    library: ctypes.CDLL, numbers: Sequence[Tensor], keys: Tensor, turns: int, limits: tuple[float, float]
+) -> tuple[Tensor, Tensor]:
+    """Return 1/τ² `(C, p)` and factors `(C, 2, p)` of `_levels.move`.
+
+    Args:
+        library: the program.
+        numbers: clients `(C,)`, energy, rate, auxiliary and 1/τ² `(C, p)`, factors `(C, 2, p)`.
+        keys: `(C,)`.
+        turns: how many rounds of draws.
+        limits: the largest factor, and of |log τ²|.
+    """
+    kept = [tensor.contiguous() for tensor in (*numbers, keys)]
+    out = torch.empty_like(kept[4]), torch.empty_like(kept[5])
+    places = (tensor.data_ptr() for tensor in (*kept, *out))
+    library.levels(ctypes.byref(_Levels(*out[0].shape, turns, *limits, *places)))
+    return out
 
 
-def choose(library: ctypes.CDLL, points: Tensor, y: Tensor, log: Tensor, coins: Tensor) -> Tensor:
-    """Return of the points of each lattice one, in proportion to exp(log) cosh y."""
-    out, log = torch.empty_like(coins), log.to(torch.float64).expand(points.shape).contiguous()
-    places = (tensor.data_ptr() for tensor in (points, y, log, coins))
-    library.choose(*places, len(points), coins.numel(), out.data_ptr())
+def scales(
+    library: ctypes.CDLL, numbers: Sequence[Tensor], keys: Tensor, points: int, limits: tuple[float, float]
+) -> Tensor:
+    """Return 1/τ² `(C, p)` of `_scales.draw`.
+
+    Args:
+        library: the program.
+        numbers: clients `(C, 1)`, weight, estimate, scatter and 1/τ² `(C, p)`, log weights and precisions of the
+            components, which broadcast to `(k, C, p)`.
+        keys: `(C,)`.
+        points: of a lattice.
+        limits: the finest spacing, and of |log τ²|.
+    """
+    *heard, log_weight, prior = numbers
+    shape = heard[4].shape
+    parts = max(len(log_weight), len(prior))
+    wide = (tensor.expand(parts, *shape) for tensor in (log_weight, prior))
+    kept = [tensor.contiguous() for tensor in (*heard, *wide, keys)]
+    out = torch.empty(shape, dtype=torch.float64, device="cpu")
+    places = (tensor.data_ptr() for tensor in (*kept, out))
+    library.scales(ctypes.byref(_Scales(*shape, parts, points, *limits, *places)))
     return out

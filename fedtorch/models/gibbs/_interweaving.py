@@ -18,9 +18,8 @@ keeps its *centre*, θ less those moves; d_k is the site's place less the centre
 What a site tells is X_k' Ω_k X_k and a vector, as much as in least squares in closed form: only their sums are needed,
 so let them be made securely.
 
-What is slowest then is τ, of which `fedtorch.models.gibbs._scales` integrates θ out. It could move with the sites' λ_k
-too, at fixed λ_k τ; tried with one sum more, that halves the correlation time of log τ and leaves that of θ as it is,
-and scales, too, would have to be told less all that was multiplied so far.
+What is slowest then is τ, of which `fedtorch.models.gibbs._scales` integrates θ out, and which
+`fedtorch.models.gibbs._levels` moves with the scales λ_k of all sites.
 """
 
 from __future__ import annotations

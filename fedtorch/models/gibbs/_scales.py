@@ -19,6 +19,7 @@ sinh(y): fine about the middle m, where given all else x = log τ² mostly is, a
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -32,8 +33,12 @@ POINTS = 32
 FINEST = 0.2  # spacing of y, up to twice that; POINTS of them span 300 to 100 000 s
 BOUND = 69.0  # of |log τ²|, which the prior passes with a probability of 6e-16
 
-# (θ̂ (..., C, p), its variance (..., C, p)) -> its log density with θ integrated out, up to a constant
-Evidence = Callable[[Tensor, Tensor], Tensor]
+
+class Components(NamedTuple):
+    """Normal densities of mean zero that a prior of θ_j is a mixture of."""
+
+    log_weight: Tensor  # (k, C, p) log of share times root of precision, up to a constant; or what broadcasts to it
+    precision: Tensor  # (k, C, p) likewise
 
 
 class Heard(NamedTuple):
@@ -45,9 +50,26 @@ class Heard(NamedTuple):
     scatter: Tensor  # (C, p) S
 
 
-def draw(heard: Heard, precision: Tensor, evidence: Evidence, keys: Tensor) -> Tensor:
+def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tensor:
+    """Return log densities of estimates of given variances, `(..., C, p)`, θ integrated out, up to a constant.
+
+    >>> standard = Components(torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double())
+    >>> at_two, variances = torch.tensor([[2.0]]).double(), torch.tensor([[[0.0]], [[3.0]]]).double()
+    >>> evidence(standard, at_two, variances).flatten()  # log N(2; 0, 1) and N(2; 0, 4)
+    tensor([-2.0000, -1.1931], dtype=torch.float64)
+    """
+    each = []
+    for log_weight, precision in zip(*components):
+        ratio = 1 + precision * variance
+        each.append(log_weight - 0.5 * (ratio.log() + estimate.square() * precision / ratio))
+    return functools.reduce(torch.logaddexp, each)
+
+
+def draw(heard: Heard, precision: Tensor, components: Components, keys: Tensor) -> Tensor:
     """Return 1/τ² `(C, p)` after one that was `precision`, with keys `(C,)`."""
     clients, weight, estimate, scatter = heard
+    if (library := gibbs_server.program(keys, (*heard, precision, *components))) is not None:
+        return gibbs_server.scales(library, (*heard, precision, *components), keys, POINTS, (FINEST, BOUND))
     middle = (scatter / (clients - 1).clamp_min(1)).clamp_min(1e-300).log().clamp(-BOUND, BOUND)
 
     def density(x: Tensor) -> Tensor:
@@ -56,7 +78,7 @@ def draw(heard: Heard, precision: Tensor, evidence: Evidence, keys: Tensor) -> T
         variance = inside.exp()
         prior = inside / 2 - variance.log1p()
         likelihood = (clients - 1) * inside + scatter / variance
-        log = prior - likelihood / 2 + evidence(estimate, variance / weight)
+        log = prior - likelihood / 2 + evidence(components, estimate, variance / weight)
         return torch.where(inside == x, log, -torch.inf)
 
     return (-on_lattice(density, -precision.log(), middle, (2 / clients).sqrt(), keys)).exp()
@@ -72,9 +94,6 @@ def on_lattice(density: Callable[[Tensor], Tensor], x: Tensor, middle: Tensor, w
         width: s > 0, which broadcasts to it: where the density is and how wide, roughly; they must not depend on x.
         keys: `(C,)`.
     """
-    if (library := gibbs_server.program(keys, (x, middle, width))) is not None:
-        points, y, coins = gibbs_server.lattice(library, x, middle, width, keys, POINTS, FINEST)
-        return gibbs_server.choose(library, points, y, density(points), coins)
     for_spacing, for_place, for_choice = random.uniform(keys, (3, x.shape[-1]), torch.float64).unbind(1)
     steps = torch.arange(POINTS, device=x.device, dtype=torch.float64)[:, None, None]
     y = ((x - middle) / width).asinh() + FINEST * (1 + for_spacing) * (steps - (POINTS * for_place).floor())

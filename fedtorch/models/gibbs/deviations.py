@@ -32,6 +32,8 @@ class Deviation:
         update: (w, auxiliary u, δ²/(2τ²), one sweep's random numbers) -> (w, u), all of one shape.
         prior: (keys `(...)`, shape) -> draws of λ² `(..., *shape)`, for predictions of clients without rows; None where
             nobody says it.
+        half_cauchy: whether p(w, u) ∝ w^{−1/2} e^{−u (1 + w)}, as of the horseshoe: τ then moves with the λ of all
+            sites, too, and chains mix faster.
 
     A prior of your own, of which λ² ~ IG(2, 2), so that deviations are Student's t of four degrees of freedom:
 
@@ -50,6 +52,7 @@ class Deviation:
     noise: Callable[[Tensor, tuple[int, ...]], Noise]
     update: Callable[[Tensor, Tensor, Tensor, Noise], tuple[Tensor, Tensor]]
     prior: Callable[[Tensor, tuple[int, ...]], Tensor] | None = None
+    half_cauchy: bool = False
 
 
 def horseshoe() -> Deviation:
@@ -81,7 +84,7 @@ def horseshoe() -> Deviation:
     def prior(keys: Tensor, shape: tuple[int, ...]) -> Tensor:
         return (math.pi / 2 * random.uniform(keys, shape, torch.float64)).tan().square()
 
-    return Deviation(noise, update, prior)
+    return Deviation(noise, update, prior, half_cauchy=True)
 
 
 def laplace() -> Deviation:

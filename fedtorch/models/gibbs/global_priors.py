@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedtorch import random
 from fedtorch.kernels.programs import gibbs_server
+from fedtorch.models.gibbs import _scales as scales
 from fedtorch.models.gibbs.deviations import laplace
 from fedtorch.tree import Tree
 
@@ -31,8 +32,8 @@ class GlobalPrior:
         init: start of θ, `(C, p)` -> its variables, `(C, ...)`.
         update: (variables, θ̂ `(C, p)`, its precision h `(C, p)`, keys `(C,)`) -> (θ `(C, p)`, variables).
         precision: variables -> the precisions of θ given them, `(C, p)` or a number; it is normal of mean zero then.
-        marginal: (variables, θ̂ `(..., C, p)`, its variance `(..., C, p)`) -> log density of θ̂, up to a constant, with θ
-            integrated out and whatever else `update` draws before it looks at its value; default: θ alone.
+        normals: variables -> (shares, precisions) `(k, C, p)` of the k normal densities of mean zero that θ is of, with
+            whatever `update` draws before it looks at its value integrated out; default: one, given all variables.
 
     A prior of your own, θ_j ~ N(0, 1), which is `gaussian(1.0)`:
 
@@ -51,20 +52,19 @@ class GlobalPrior:
     init: Callable[[Tensor], Tree]
     update: Callable[[Tree, Tensor, Tensor, Tensor], tuple[Tensor, Tree]]
     precision: Callable[[Tree], Tensor]
-    marginal: Callable[[Tree, Tensor, Tensor], Tensor] | None = None
+    normals: Callable[[Tree], tuple[Tensor, Tensor]] | None = None
 
     def evidence(self, variables: Tree, estimate: Tensor, variance: Tensor) -> Tensor:
-        """Return log densities of estimates of given variances, θ integrated out.
+        """Return log densities of estimates of given variances, `(..., C, p)`, θ integrated out, up to a constant."""
+        return scales.evidence(self.components(variables), estimate, variance)
 
-        >>> import torch
-        >>> at_two, variances = torch.tensor([2.0]).double(), torch.tensor([0.0, 3.0]).double()
-        >>> gaussian(1.0).evidence({}, at_two, variances)  # log N(2; 0, 1) and N(2; 0, 4)
-        tensor([-2.0000, -1.1931], dtype=torch.float64)
-        """
-        if self.marginal is not None:
-            return self.marginal(variables, estimate, variance)
-        ratio = 1 + self.precision(variables) * variance
-        return -0.5 * (ratio.log() + estimate.square() * self.precision(variables) / ratio)
+    def components(self, variables: Tree) -> scales.Components:
+        """Return the normal densities that θ is of, for `_scales`."""
+        if self.normals is None:
+            precision = self.precision(variables)[None]
+            return scales.Components(torch.zeros_like(precision), precision)
+        shares, precision = self.normals(variables)
+        return scales.Components(shares.log() + precision.log() / 2, precision)
 
 
 class SpikeAndSlab(NamedTuple):
@@ -191,12 +191,11 @@ def spike_and_slab(
         rho = random.beta(for_inclusion, a + slabs, b + count - slabs, (), torch.float64)
         return theta, SpikeAndSlab(each[:, index], eta, rho)
 
-    def marginal(state: SpikeAndSlab, estimate: Tensor, variance: Tensor) -> Tensor:
-        slab = state.inclusion[:, None] if blocks is None else state.included
-        log_density = lambda factor: _log_density(estimate, variance + factor * state.variance)
-        return torch.logaddexp(slab.log() + log_density(1.0), (-slab).log1p() + log_density(spike))
+    def normals(state: SpikeAndSlab) -> tuple[Tensor, Tensor]:
+        slab, precision = state.inclusion[:, None] if blocks is None else state.included, 1 / state.variance
+        return torch.stack((slab, 1 - slab)), torch.stack((precision, precision / spike))
 
-    return GlobalPrior(init, update, lambda state: 1 / (_factor(state.included, spike) * state.variance), marginal)
+    return GlobalPrior(init, update, lambda state: 1 / (_factor(state.included, spike) * state.variance), normals)
 
 
 def regularised_horseshoe(*, slab: float = 2.0) -> GlobalPrior:

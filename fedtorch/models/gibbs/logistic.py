@@ -9,6 +9,7 @@ Windle, JASA 108, 2013, section 3.1). `fedtorch.models.gibbs.sparse.hierarchy` i
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,7 +90,8 @@ def logistic_regression(
         of_all = torch.cat([first + intercept_scale**2, variance], 1)
         return Newcomer(torch.cat([first, mean], 1), of_all, torch.full_like(first[:, 0], torch.nan))
 
-    return LocalKernel(init, _prepare, sweep, sparse.report, LOGISTIC, None if deviation.prior is None else newcomer)
+    told = partial(sparse.report, half_cauchy=deviation.half_cauchy)
+    return LocalKernel(init, _prepare, sweep, told, LOGISTIC, None if deviation.prior is None else newcomer)
 
 
 def _sweep_one(
@@ -111,7 +113,7 @@ def _sweep_one(
     ridge = torch.full_like(centre, flat)
     offset = centre @ x.mT
     coefficients = torch.cat([site.intercept[:, None], site.place - heard.centre], 1)
-    w, u = site.precision, site.auxiliary
+    w, u = sparse.scaled(heard, site.precision, site.auxiliary)
     for s in range(sweeps):
         omega = polya_gamma(random.fold_in(for_rows, s), offset + coefficients @ x.mT)
         ridge[:, 1:] = w * heard.precision
@@ -126,8 +128,7 @@ def _sweep_one(
     if likelihood:
         predictor = torch.cat([coefficients[:, :1], place], 1) @ x.mT
         likelihood = interweaving.logistic(x[:, 1:], y - omega * predictor, omega)
-    precision = w.clamp_max(sparse.MOST_PRECISE)
-    return LogisticSite(theta, place, precision, u, site.noise, likelihood, coefficients[:, 0])
+    return LogisticSite(theta, place, *sparse.less_factors(heard, w, u), site.noise, likelihood, coefficients[:, 0])
 
 
 def _prepare(data: Any) -> _Rows:

@@ -13,6 +13,8 @@ sampler and `hierarchy()` the server's; `ft.gibbs` runs them. The conditionals:
 - τ_j with θ_j integrated out and θ_j given τ_j, from Σ_k 1/λ_kj², Σ_k (θ_kj − θ_j)/λ_kj² and Σ_k (θ_kj − θ_j)²/λ_kj²
   of the M clients heard: see `fedtorch.models.gibbs._scales`
 - before that θ with all θ_k − θ held fixed, from the sites' likelihoods: see `fedtorch.models.gibbs._interweaving`
+- and τ_j with the level of the λ_kj and that of the ν_kj, from Σ_k 1/(ν_kj λ_kj²) and Σ_k 1/ν_kj: see
+  `fedtorch.models.gibbs._levels`
 
 Source: Kidd, Wang, Xu and Ni (2023), "Federated learning for sparse Bayesian models", section 2.2. Their Algorithm 2 is
 missing from the text and Algorithm 3 lacks the factors ½ of the conditionals of τ_j² and η.
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from fedtorch import exact, random
 from fedtorch.kernels import gibbs_sweeps
-from fedtorch.models.gibbs import _interweaving as interweaving, _scales as scales
+from fedtorch.models.gibbs import _interweaving as interweaving, _levels as levels, _scales as scales
 from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
     Design,
@@ -53,7 +55,7 @@ from fedtorch.tree import Tree
 
 __all__ = ["hierarchy", "regression"]
 
-MOST_PRECISE = 1e30  # λ is kept above 1e-15 τ, which the prior passes with a probability of 6e-16
+MOST_PRECISE = 1e24  # λ is kept above 1e-12 τ, which the prior passes with a probability of 6e-13
 INTERWEAVE = 32  # coefficients up to which the sites tell their information matrices
 
 
@@ -64,6 +66,7 @@ class GlobalVariables(NamedTuple):
     centre: Tensor  # (..., p) θ less all moves that every θ_k has made with it
     precision: Tensor  # (..., p) 1/τ²
     noise: Tensor  # (...) b_σ
+    factors: Tensor  # (..., 2, p) what every site's 1/λ² and 1/ν have been multiplied by together
 
 
 class RegressionSite(NamedTuple):
@@ -71,8 +74,8 @@ class RegressionSite(NamedTuple):
 
     theta: Tensor  # (..., p) θ_k
     place: Tensor  # (..., p) θ_k less all moves that every θ_k has made together
-    precision: Tensor  # (..., p) 1/λ²
-    auxiliary: Tensor  # (..., p) 1/ν
+    precision: Tensor  # (..., p) 1/λ² less all factors that every site's have taken together
+    auxiliary: Tensor  # (..., p) 1/ν likewise
     noise: Tensor  # (...) 1/σ²
     likelihood: Tree  # of such moves; {} for those that do not tell
 
@@ -85,10 +88,11 @@ class Global(NamedTuple):
     precision: Tensor  # (C, p) 1/τ²
     noise: Tensor  # (C,) b_σ
     prior: Tree  # of the global prior
+    factors: Tensor  # (C, 2, p) what every site's 1/λ² and 1/ν have been multiplied by together
 
     def quantities(self) -> dict[str, Tree]:
-        """Return the model's quantities by name: all but the centre, which moves as θ and the θ_k move together."""
-        return {name: value for name, value in self._asdict().items() if name != "centre"}
+        """Return the model's quantities by name: all but centre and factors, the moves that all sites have made."""
+        return {name: value for name, value in self._asdict().items() if name not in ("centre", "factors")}
 
 
 def regression(
@@ -132,6 +136,8 @@ def regression(
     def sweep(heard: GlobalVariables, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
+        w, u = scaled(heard, site.precision, site.auxiliary)
+        site = site._replace(precision=w, auxiliary=u)
         if known and data.x is None and gibbs_sweeps.knows(keys, p):
             delta, w, u, noise = _by_program(heard, site, data, noise_shape, keys, sweeps)
             return ended(heard, data, delta, w, u, noise)
@@ -157,7 +163,7 @@ def regression(
     ) -> RegressionSite:
         theta, place = heard.theta + delta, heard.centre + delta
         likelihood = interweaving.linear(data, place, noise) if delta.shape[-1] <= interweave else {}
-        return RegressionSite(theta, place, w.clamp_max(MOST_PRECISE), u, noise, likelihood)
+        return RegressionSite(theta, place, *less_factors(heard, w, u), noise, likelihood)
 
     def prepare(data: Any) -> Design:
         return design(data, intercept) if statistics is None else _designed(statistics(data))
@@ -168,7 +174,8 @@ def regression(
         return Newcomer(mean, variance, draws["noise"] / gamma)
 
     known_of_others = None if intercept or deviation.prior is None else newcomer
-    return LocalKernel(init, prepare, sweep, report, None if intercept else GAUSSIAN, known_of_others)
+    told = partial(report, half_cauchy=deviation.half_cauchy)
+    return LocalKernel(init, prepare, sweep, told, None if intercept else GAUSSIAN, known_of_others)
 
 
 def deviating(deviation: Deviation, draws: dict[str, Tensor], key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -189,9 +196,25 @@ def _by_program(
     return gibbs_sweeps.gibbs_sweeps(rows, given, chains, keys, sweeps)
 
 
-def report(site: RegressionSite) -> Sums:
-    """Return the sums that the server needs: sites, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods."""
+def scaled(heard: GlobalVariables, precision: Tensor, auxiliary: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a site's 1/λ² and 1/ν from those less the factors of all sites."""
+    of_precision, of_auxiliary = heard.factors.unbind(-2)
+    return precision * of_precision, auxiliary * of_auxiliary
+
+
+def less_factors(heard: GlobalVariables, w: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    """Return 1/λ² and 1/ν less the factors of all sites."""
+    of_precision, of_auxiliary = heard.factors.unbind(-2)
+    return w.clamp_max(MOST_PRECISE) / of_precision, u / of_auxiliary
+
+
+def report(site: RegressionSite, half_cauchy: bool = False) -> Sums:
+    """Return the sums that the server needs: sites, Σ w, Σ w x, Σ w x² for places x, Σ 1/σ², likelihoods.
+
+    With `half_cauchy` Σ u w and Σ u too.
+    """
     first, second = exact.products(site.precision, site.place)
+    of_levels = {"levels": (torch.stack((site.auxiliary * site.precision, site.auxiliary), -2),)}
     return {
         "clients": (torch.ones_like(site.noise),),
         "precision": (site.precision,),
@@ -199,6 +222,7 @@ def report(site: RegressionSite) -> Sums:
         "second": second,
         "noise": (site.noise,),
         **(interweaving.report(site.likelihood) if site.likelihood else {}),
+        **(of_levels if half_cauchy else {}),
     }
 
 
@@ -233,10 +257,12 @@ def hierarchy(
     def init(start: Tensor) -> Global:
         ones = torch.ones_like(start)
         precision = ones if scale is None else ones / scale**2
-        return Global(start, start, precision, noise_scale * ones[:, 0], prior.init(start))
+        return Global(
+            start, start, precision, noise_scale * ones[:, 0], prior.init(start), torch.stack((ones, ones), -2)
+        )
 
     def update(state: Global, sums: dict[str, Tensor], keys: Tensor) -> Global:
-        for_scale, for_prior, for_noise, for_move = random.split(keys, 4)
+        for_scale, for_prior, for_noise, for_move, for_levels = random.split(keys, 5)
         *read, middle = exact.read(*sums.values(), exact.limbs(state.centre))
         known, before = dict(zip(sums, read)), state.theta
         clients = exact.value(known["clients"])
@@ -244,11 +270,15 @@ def hierarchy(
             told_of = exact.value(known["score"]), exact.value(known["information"])
             before = interweaving.move(*told_of, before, state.centre, prior.precision(state.prior), for_move)
         weight, first, second = exact.about(known["precision"], known["first"], known["second"], middle)
-        shift, precision = first / weight, state.precision
+        shift, precision, factors = first / weight, state.precision, state.factors
+        if scale is None and "levels" in known:
+            of_levels = levels.Levels(clients, second / 2, *exact.value(known["levels"]).unbind(-2))
+            precision, factors = levels.move(of_levels, precision, factors, scales.BOUND, for_levels)
+        weight = weight * factors[:, 0]
         if scale is None:
-            scatter = (second - first * shift).clamp_min(0)
+            scatter = (second - first * shift).clamp_min(0) * factors[:, 0]
             of_scales = scales.Heard(clients[:, None], weight, before + shift, scatter)
-            precision = scales.draw(of_scales, precision, partial(prior.evidence, state.prior), for_scale)
+            precision = scales.draw(of_scales, precision, prior.components(state.prior), for_scale)
         theta, variables = prior.update(state.prior, before + shift, weight * precision, for_prior)
         centre = theta + (state.centre - before)
         noise = state.noise
@@ -256,10 +286,10 @@ def hierarchy(
             shape, rate = noise_prior
             gamma = random.gamma(for_noise, shape + noise_shape * clients, (), torch.float64)
             noise = gamma / (rate + exact.value(known["noise"]))
-        return Global(theta, centre, precision, noise, variables)
+        return Global(theta, centre, precision, noise, variables, factors)
 
     def send(state: Global) -> GlobalVariables:
-        return GlobalVariables(state.theta, state.centre, state.precision, state.noise)
+        return GlobalVariables(state.theta, state.centre, state.precision, state.noise, state.factors)
 
     return GlobalKernel(init, send, update)
 

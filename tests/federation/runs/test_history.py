@@ -156,6 +156,21 @@ def told(info: dict[str, Tensor], number: int = 1) -> ft.Round:
     return ft.Round(number, None, None, ids, info, 3, 4, ids, none, none, none, none, none, {})
 
 
+@pytest.mark.parametrize("clients", [1, 2, 3, 9, 10, 11, 1003])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_spreads_are_those_of_all_losses_in_order(clients: int, dtype: torch.dtype) -> None:
+    losses = torch.randn(clients, dtype=dtype, generator=torch.Generator().manual_seed(clients)).round(decimals=1)
+    history = History()
+    history.record(told({"loss": losses}))
+    row, ordered = history.frame().iloc[0], sorted(losses.tolist())
+    for name, part in (("min", 0.0), ("q25", 0.25), ("median", 0.5), ("q75", 0.75), ("max", 1.0)):
+        between, low = math.modf(part * (clients - 1))
+        value, next_larger = ordered[int(low)], ordered[min(int(low) + 1, clients - 1)]
+        assert row[f"train_loss_{name}"] == value + between * (next_larger - value)
+    worst = ordered[-math.ceil(clients / 10) :]
+    assert row["train_loss_worst_decile"] == sum(worst) / len(worst)
+
+
 def test_spreads_of_odd_losses() -> None:
     history = History()
     history.record(told({"loss": torch.tensor([2.0, math.nan, 1.0, 4.0])}, 1))

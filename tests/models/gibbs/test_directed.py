@@ -53,7 +53,7 @@ def draw_joint(count: int, p: int, purpose: int) -> geweke.Joint:
         local = theta.repeat_interleave(SITES, 0) + SCALE * z / w.sqrt()
         noise = random.gamma(random.fold_in(each, 2), SHAPE, (p,), torch.float64)
         ones = torch.ones_like(theta)
-        shared = sparse.Global(theta, theta, ones / SCALE**2, ones[:, 0], {})
+        shared = sparse.Global(theta, theta, ones / SCALE**2, ones[:, 0], {}, torch.stack((ones, ones), -2))
         zero = torch.zeros(len(each), dtype=torch.float64)
         sites = directed.DirectedSite(*(leaf[:, None] for leaf in (local, w, u, noise, zero)))
         drawn = geweke.Joint(shared, tree.map(lambda leaf: leaf.unflatten(0, (-1, SITES)), sites))
@@ -117,7 +117,9 @@ def test_two_variables_against_quadrature() -> None:
     local = directed.regression(deviation=deviations.normal(), noise_shape=sure)
     site = tree.map(lambda leaf: leaf[None], local.init(torch.zeros(chains, 2, dtype=torch.float64)))
     ones = torch.ones(1, chains, 2, dtype=torch.float64)
-    heard, data = sparse.GlobalVariables(0.2 * ones, 0.2 * ones, ones / tau**2, sure * ones[..., 0]), observe(y[None])
+    factors = torch.stack((ones, ones), -2)
+    heard = sparse.GlobalVariables(0.2 * ones, 0.2 * ones, ones / tau**2, sure * ones[..., 0], factors)
+    data = observe(y[None])
     draws = []
     for t in range(25):
         site = local.sweep(heard, site, data, geweke.keys(7, chains, t)[None], 8)

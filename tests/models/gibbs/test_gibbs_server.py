@@ -13,7 +13,7 @@ from fedtorch import random, tree
 from fedtorch.dispatch import choice, compiled
 from fedtorch.kernels.programs import gibbs_server
 from fedtorch.models import gaussian
-from fedtorch.models.gibbs import _interweaving, _scales
+from fedtorch.models.gibbs import _interweaving, _levels, _scales
 from fedtorch.models.gibbs.global_priors import spike_and_slab
 
 pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
@@ -100,14 +100,47 @@ def test_groups_are_drawn_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("chains", "p"), SIZES)
-def test_lattices(chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    middle, width = normal(1, p), normal(2, chains, 1).exp()
-    x = middle + 3 * normal(3, p, chains).mT
-    density = lambda points: -((points - middle) ** 2) / 2 - points.exp()
-    draw = lambda: _scales.on_lattice(density, x, middle.expand_as(x), width, keys_of(chains))
-    compare(draw, 1e-12, "choose", monkeypatch)
-    nowhere = lambda points: torch.where((points - x).abs() < 1e-9, 0.0, -torch.inf)  # only where one is
-    torch.testing.assert_close(_scales.on_lattice(nowhere, x, middle.expand_as(x), width, keys_of(chains)), x)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_scales(parts: int, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws in a row from near and far, of one site and of many, without scatter, and of components without a share."""
+    clients = 10.0 ** torch.arange(chains)[:, None].double()
+    weight, scatter = (2 * normal(1, p, chains).mT).exp(), (3 * normal(2, chains, p)).exp()  # strided
+    scatter = scatter * (torch.arange(p) % 3 > 0) * (clients - 1)
+    heard = _scales.Heard(clients, weight, 3 * normal(3, chains, p), scatter)
+    weights = normal(4, parts, chains, 1)
+    weights[:-1, : chains // 2] = -torch.inf
+    components = _scales.Components(weights, normal(5, parts, 1, p).exp())
+
+    def draw() -> tree.Tree:
+        precision, drawn = (6 * normal(6, chains, p)).exp(), []
+        for key in random.split(keys_of(chains), 5):
+            precision = _scales.draw(heard, precision, components, key)
+            drawn.append(precision)
+        return tuple(drawn)
+
+    compare(draw, 1e-10, "scales", monkeypatch)
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+@pytest.mark.parametrize("loosest", [2.0**50, 1.5])
+def test_levels(loosest: float, chains: int, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several moves in a row, also where factors keep running into their bounds; one site, and none with energy."""
+    sums = [(2 * normal(seed, p, chains).mT).exp() for seed in (1, 2, 3)]  # strided
+    sums[0] = sums[0] * (torch.arange(p) % 3 > 0)
+    clients = torch.arange(1.0, chains + 1).double()
+
+    def draw() -> tree.Tree:
+        precision = normal(4, chains, p).exp()
+        factors = torch.ones(chains, 2, p).double()
+        drawn = []
+        for key in random.split(keys_of(chains), 4):
+            precision, factors = _levels.move(_levels.Levels(clients, *sums), precision, factors, 69.0, key)
+            drawn.append((precision, factors))
+        return tuple(drawn)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_levels, "LOOSEST", loosest)
+        compare(draw, 1e-10, "levels", monkeypatch)
 
 
 def test_a_chain_does_not_see_the_others() -> None:

@@ -134,7 +134,7 @@ def test_the_same_bits_in_every_chunking(chunk: int, monkeypatch: pytest.MonkeyP
 @pytest.mark.slow
 def test_a_known_network_is_found() -> None:
     truth = (CHAIN != 0) & ~torch.eye(5, dtype=torch.bool)
-    inclusion = sample(normal_rows(CHAIN, [120] * 5))
+    inclusion = sample(normal_rows(CHAIN, [120] * 5), rounds=240)
     assert float(inclusion[truth].min()) > 0.9
     assert float(torch.minimum(inclusion, inclusion.mT)[~truth].max()) < 0.5
     assert torch.equal(graphical.edges(inclusion, 0.05, torch.minimum), truth)

@@ -53,11 +53,10 @@ def test_draws_have_the_density_of_the_model(name: str) -> None:
     scatter = torch.tensor([[(PRECISIONS * (SITES - float(estimate)) ** 2).sum()]]).double()
     clients = torch.full((1, 1), 3.0).double()
     heard = scales.Heard(*(part.expand(chains, 1) for part in (clients, weight, estimate, scatter)))
-    evidence = lambda theta, variance: prior.evidence(variables, theta, variance)
     keys = random.fold_in(random.fold_in(random.key(3), torch.arange(21))[:, None], torch.arange(chains))
 
     def step(precision: torch.Tensor, t: int) -> torch.Tensor:
-        return scales.draw(heard, precision, evidence, keys[t])
+        return scales.draw(heard, precision, prior.components(variables), keys[t])
 
     far = torch.full((chains, 1), 1e6).double()
     for t in range(20):
@@ -72,11 +71,11 @@ def test_draws_have_the_density_of_the_model(name: str) -> None:
 
 def test_scales_that_nobody_knows_stay_finite() -> None:
     """Equal coefficients at all sites, which the scale zero would explain best, and a single site."""
-    evidence = lambda theta, variance: global_priors.gaussian().evidence({}, theta, variance)
+    components = global_priors.gaussian().components({})
     for count in (1.0, 3.0):
         one = torch.ones(4, 2).double()
         heard, precision = scales.Heard(count * one[:, :1], one, one, 0 * one), one
         for t in range(30):
             keys = random.fold_in(random.fold_in(random.key(5), t), torch.arange(4))
-            precision = scales.draw(heard, precision, evidence, keys)
+            precision = scales.draw(heard, precision, components, keys)
         assert bool((precision.log().abs() <= scales.BOUND + 1e-9).all())

@@ -107,7 +107,7 @@ def test_imputed_covariates_keep_an_effect() -> None:
     gaps = imputation.incomplete(rows)
     start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
     final = ft.run(normal_em(), ft.InProcess(gaps), start, rounds=60).last
-    found = sample(imputation.impute(gaps, final.server, random.key(1)), 90)
+    found = sample(imputation.impute(gaps, final.server, random.key(1)), 180)
     assert float(arviz.ess(found.inference_data())["theta"][0]) > 100
     assert float(found.mean()["theta"][0]) == pytest.approx(0.8, abs=0.3)
 

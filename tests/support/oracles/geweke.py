@@ -101,7 +101,8 @@ def draw_joint(setting: Setting, count: int, purpose: int) -> Joint:
     if setting.scale is not None:
         precision = torch.full_like(precision, setting.scale**-2)
     rate = setting.noise(random.fold_in(own, 2))
-    shared = sparse.Global(theta, theta, precision, rate, prior)
+    factors = torch.ones(count, 2, p, dtype=torch.float64)
+    shared = sparse.Global(theta, theta, precision, rate, prior, factors)
     each = random.fold_in(random.fold_in(own, 3)[:, None], torch.arange(sites)).flatten()
     repeat = lambda leaf: leaf.repeat_interleave(sites, 0)
     w, u = setting.scales(random.fold_in(each, 0), (p,))
@@ -157,11 +158,13 @@ def statistics(joint: Joint, sites: int, prior: Callable[[Any], dict[str, Tensor
     """Statistics that have moments, `(R, ...)`."""
     shared, count = joint.shared, len(joint.shared.theta)
     each = lambda leaf: leaf.reshape(count, -1)
+    of_precision, of_auxiliary = shared.factors.log().unbind(1)
     found = {
         "tanh theta": shared.theta.tanh(),
         "tanh theta_k": each(joint.sites.theta.tanh()),
         "log tau": -shared.precision.log(),
-        "log lambda": each(-joint.sites.precision.log()),
+        "log lambda": each(-joint.sites.precision.log()) - of_precision.repeat(1, sites),
+        "log nu": each(-joint.sites.auxiliary.log()) - of_auxiliary.repeat(1, sites),
         "log sigma2": each(-joint.sites.noise.log()),
         "log b_sigma": shared.noise.log()[:, None],
         "tanh intercept": each(getattr(joint.sites, "intercept", torch.zeros(count, sites)).tanh()),

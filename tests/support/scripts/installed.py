@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -71,6 +72,17 @@ def base() -> None:
     assert "usage: fedtorch" in said(COMMAND, "--help")
     assert "digits" in said(COMMAND, "data", "list")
     assert "CC BY 4.0" in said(COMMAND, "data", "get", "digits")
+    _programs(place.parent)
+
+
+def _programs(package: Path) -> None:
+    """The programs in C came with the package, and are made where there is a compiler."""
+    from fedtorch.dispatch import compiled
+
+    sources = sorted(package.rglob("*.c"))
+    assert sources, f"Expected programs in C below {package}"
+    if any(map(shutil.which, ("cc", "gcc", "clang"))):
+        assert compiled.library(package / "random" / "philox_loop.c") is not None
 
 
 def triton() -> None:

@@ -42,7 +42,14 @@ from torch import Tensor
 
 from fedtorch import expected
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
-from fedtorch.federation.algorithms.matrix_normal.noise import PreparedRows, Summary, noise_variance, of_each, prepare
+from fedtorch.federation.algorithms.matrix_normal.noise import (
+    PreparedRows,
+    Summary,
+    of_each,
+    prepare,
+    priors,
+    renewed,
+)
 from fedtorch.federation.algorithms.matrix_normal.posterior import estimates
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.rows import private_rows
@@ -109,14 +116,7 @@ class _Chosen(NamedTuple):
 
 def in_every_step() -> Shrinkage:
     """Apply the prior in every local step, exactly, and damped just enough that L never increases."""
-    return Shrinkage(_majorised, after=None)
-
-
-def _majorised(covariance: LowRank, theta: Tensor) -> tuple[Tensor, Tensor]:
-    covariance = covariance.trimmed()
-    alone = covariance.inverse_diagonal()
-    precision = low_rank.eigenvalue_bound(covariance, precision=alone) * alone
-    return precision, precision[:, None] * theta - low_rank.solve(covariance, theta)
+    return Shrinkage(low_rank.majorised, after=None)
 
 
 def proximal() -> Shrinkage:
@@ -239,16 +239,10 @@ def _init(parameters: Tree, clients: int, *, local: LocalSolver, chosen: _Chosen
 
 def _outbox(server: MatrixNormalServer, *, dtype: torch.dtype, chosen: _Chosen) -> _Outbox:
     """Send each device its row, noise and prior; no prior until its noise is known and it was heard, or Ω is given."""
-    variance = noise_variance(server.summary, chosen.noise)
-    precision, shift = chosen.shrinkage.quadratic(server.covariance, server.parameters)
-    finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
-    unknown = ~(server.heard & finite if chosen.start is None else finite)
-    return _Outbox(
-        server.parameters.to(dtype),
-        variance.masked_fill(unknown, 1.0),
-        precision.masked_fill(unknown, 0.0),
-        shift.masked_fill(unknown[:, None], 0.0).to(dtype),
-    )
+    heard = server.heard if chosen.start is None else None
+    prior = chosen.shrinkage.quadratic(server.covariance, server.parameters)
+    variance, precision, shift = priors(server.summary, heard, chosen.noise, prior)
+    return _Outbox(server.parameters.to(dtype), variance, precision, shift.to(dtype))
 
 
 def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, local: LocalSolver) -> Reply:
@@ -258,8 +252,7 @@ def _client(inbox: _Outbox, state: Tree, data: PreparedRows, turn: Turn, *, loca
             "Expected every device to hear its own row, but all hear all; leave HM1 its exchange, private_rows: its "
             "server needs every device's coefficients, of which no sum, under masks or not, will do"
         )
-    # The mean squared error is ½‖y − Xθ‖²/σ² times this, a mean negative log-likelihood the whole one.
-    unit = (2.0 if local.family == "gaussian" else 1.0) * inbox.noise / data.rows.clamp(min=1)
+    unit = inbox.noise * data.unit
     precision = inbox.precision
     if local.family != "gaussian":  # alone a device may have no finite estimate: it is shrunk by half
         variance = inbox.noise * data.summary.spread
@@ -275,23 +268,18 @@ def _server(state: MatrixNormalServer, aggregate: RowsOf, key: Tensor, *, chosen
     """Update Θ and the noise from the devices that answered; then Ω."""
     ids, (change, (fresh, _)) = aggregate.ids.to(state.parameters.device), aggregate.message
     before = state.heard
-    theta = state.parameters.index_add(0, ids, change.value.to(torch.float64))
-    summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(state.summary, fresh.summary)))
-    state = MatrixNormalServer(theta, summary, state.heard.index_fill(0, ids, True), state.covariance)
-    variance = noise_variance(summary, chosen.noise)
-    known = torch.where(state.heard[:, None], theta, 0.0)
-    reach = known.square().sum()
-    finite, size, units = torch.stack([variance.isfinite().all(), reach, state.heard.sum()]).tolist()
-    if not finite:
-        if units == len(variance):
+    change = change.value.to(torch.float64)
+    found = renewed(state.parameters, state.summary, before, ids, change, fresh.summary, chosen.noise)
+    theta, summary, heard, known = found[:4]
+    state = MatrixNormalServer(theta, summary, heard, state.covariance)
+    if not found.finite:
+        if found.units == len(theta):
             raise ValueError(_HOPELESS)
         return state
     if chosen.shrinkage.after is not None:
         had_a_prior = before[ids] | (chosen.start is not None)
         theta = chosen.shrinkage.after(state.covariance, theta, ids[had_a_prior], fresh.step[had_a_prior])
-        state, known = state._replace(parameters=theta), torch.where(state.heard[:, None], theta, 0.0)
-    if not math.isfinite(size):  # steps too long for the objective: Θ tells, Ω stays
+        state, known = state._replace(parameters=theta), torch.where(heard[:, None], theta, 0.0)
+    if not math.isfinite(found.reach):  # steps too long for the objective: Θ tells, Ω stays
         return state
-    typical = (variance * summary.spread).masked_fill(summary.spread <= 0, torch.nan).nanmedian()
-    scale = typical.nan_to_num(0.0, posinf=torch.inf)  # where nobody has been seen
-    return state._replace(covariance=chosen.covariance.update(state.covariance, known, scale, int(units)))
+    return state._replace(covariance=chosen.covariance.update(state.covariance, known, found.typical, found.units))

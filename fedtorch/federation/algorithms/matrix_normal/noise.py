@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedtorch import linalg
 from fedtorch.federation.algorithm import LocalSolver
+from fedtorch.kernels.programs import matrix_normal as _program
 from fedtorch.models.hierarchical.penalised import null_information
 from fedtorch.models.linear import SufficientStatistics, least_norm, residual_sum, sufficient_statistics
 from fedtorch.tree import Tree
@@ -31,14 +32,14 @@ class PreparedRows(NamedTuple):
 
     local: Tree
     summary: Summary  # (K,)
-    rows: Tensor  # (K,)
+    unit: Tensor  # (K,) times σ²: the loss in units of the objective
 
 
 def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     """Compute the statistics of a block's rows, once."""
     prepared = local.prepare(data)
     if local.family != "gaussian":
-        return PreparedRows(prepared, _of_the_null(prepared, data.batch[1], local.family), prepared.count)
+        return PreparedRows(prepared, _of_the_null(prepared, data.batch[1], local.family), _unit(1.0, prepared.count))
     if local.statistics is None:
         x, y = data.batch
         with torch.no_grad():
@@ -49,7 +50,12 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
     freedom = statistics.count - fit.rank
     summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(prepared, summary, statistics.count)
+    return PreparedRows(prepared, summary, _unit(2.0, statistics.count))
+
+
+def _unit(number: float, count: Tensor) -> Tensor:
+    """Return number / n: the mean squared error is ½‖y − Xθ‖² times 2 / n, a mean negative log-likelihood 1 / n."""
+    return number / count.clamp(min=1).to(torch.float64)
 
 
 def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
@@ -79,6 +85,68 @@ def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Ten
         return noise.to(summary.residual)
     if noise is not None:
         return torch.full_like(summary.residual, noise)
+    if (library := _program.program(summary[:2])) is not None:
+        return _program.noise_variance(library, *summary[:2], _POOLING)
     freedom = summary.freedom.sum()
     pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
     return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)
+
+
+def priors(
+    summary: Summary, heard: Tensor | None, noise: float | Tensor | None, prior: tuple[Tensor, Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what devices are sent: noise variances, precisions `(K,)` and shifts `(K, p)`, 1 and zeros where unknown.
+
+    Args:
+        summary: what is known of the devices' noise.
+        heard: `(K,)` bool, which have been heard; None where those that have not been have a prior, too.
+        noise: σ² where it is given.
+        prior: precisions and shifts of those of which all is known.
+    """
+    if noise is None and (library := _program.program((*summary[:2], *prior))) is not None:
+        return _program.priors(library, summary[:2], heard, _POOLING, prior)
+    variance = noise_variance(summary, noise)
+    finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
+    unknown = ~(finite if heard is None else heard & finite)
+    precision, shift = prior[0].masked_fill(unknown, 0.0), prior[1].masked_fill(unknown[:, None], 0.0)
+    return variance.masked_fill(unknown, 1.0), precision, shift
+
+
+class Renewed(NamedTuple):
+    """Hold what the server makes of the devices that answered, before it renews their covariance."""
+
+    parameters: Tensor  # (K, p) Θ
+    summary: Summary  # (K,)
+    heard: Tensor  # (K,) bool
+    known: Tensor  # (K, p) Θ of those heard, zeros of others
+    finite: bool  # whether the noise variance of every device is known
+    reach: float  # Σθ² of those heard
+    units: int  # how many they are
+    typical: Tensor  # () median sampling variance of a coefficient, 0 where nobody has been seen
+
+
+def renewed(
+    theta: Tensor,
+    summary: Summary,
+    heard: Tensor,
+    ids: Tensor,
+    change: Tensor,
+    fresh: Summary,
+    noise: float | Tensor | None,
+) -> Renewed:
+    """Add what devices `ids` `(M,)` tell, their change of Θ `(M, p)` and `fresh` summaries, to what is known of all."""
+    if (library := _program.program((theta, *summary, change, *fresh))) is not None:
+        given = noise if noise is None else noise_variance(summary, noise)
+        told = (theta, *summary), heard, ids, (change, *fresh)
+        theta, *three, heard, known, numbers = _program.renewed(library, *told, given, _POOLING)
+        finite, reach, units, _ = numbers.tolist()
+        return Renewed(theta, Summary(*three), heard, known, bool(finite), reach, int(units), numbers[3])
+    theta = theta.index_add(0, ids, change)
+    summary = Summary(*(old.index_copy(0, ids, new) for old, new in zip(summary, fresh)))
+    heard = heard.index_fill(0, ids, True)
+    variance = noise_variance(summary, noise)
+    known = torch.where(heard[:, None], theta, 0.0)
+    finite, reach, units = torch.stack([variance.isfinite().all(), known.square().sum(), heard.sum()]).tolist()
+    typical = (variance * summary.spread).masked_fill(summary.spread <= 0, torch.nan).nanmedian()
+    scale = typical.nan_to_num(0.0, posinf=torch.inf)
+    return Renewed(theta, summary, heard, known, bool(finite), reach, int(units), scale)
