@@ -109,6 +109,8 @@ class StackedLoss:
                 return self._one_by_one(values, batch, index, keys[index])
             if isinstance(batch, LoadedBatch):
                 return gradients_in_parts(self, tensors, buffers, batch, index, keys)
+            if batch.few and self._alone_alike:
+                return self._of_few(tensors, batch, index, keys)
             flat = [*values, *batch.leaves]
             if batch.weights is not None:
                 flat.append(batch.weights)
@@ -127,6 +129,22 @@ class StackedLoss:
         except Exception:  # what cannot be traced, which its code does not show
             self._line = None
             return step(index, *flat)
+
+    @property
+    def _alone_alike(self) -> bool:
+        """Return whether clients can be left out of a step, as far as its other results go."""
+        return not (self.random or self.reads or self.buffers or self.objective.metrics.recorders)
+
+    def _of_few(self, tensors: Mapping[str, Tensor], batch: Batch, index: int, keys: StepKeys) -> Gradients:
+        """Return `gradients` of a step in which few clients train, evaluated without the others, whose are zero."""
+        places = batch.active.nonzero()[:, 0]
+        at, count = places.to(batch.leaves[0].device), len(batch.active)
+        some = {name: leaf.index_select(0, at) for name, leaf in tensors.items()}
+        losses, logs, new, gradients, recorded = self.gradients(some, {}, batch.of(places), index, keys)
+        whole = lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]).index_copy_(0, at, leaf)
+        with torch.no_grad():
+            spread = [None if each is None else whole(each) for each in gradients]
+            return whole(losses), {name: whole(log.detach()) for name, log in logs.items()}, new, spread, recorded
 
     def step(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
         """Return `gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
