@@ -84,13 +84,22 @@ def encode(tree: Tree, metadata: Mapping[str, JSON] | None = None) -> bytes:
         ValueError: a leaf is called `__metadata__`, or the metadata has NaN or Inf or more than 2²⁰ bytes.
     """
     flat = flatten(tree)
+    header, order = write_header(flat, metadata)
+    return b"".join([header, *(to_bytes(flat[name]) for name in order)]) if flat or metadata else b""
+
+
+def write_header(flat: Mapping[str, Tensor], metadata: Mapping[str, JSON] | None = None) -> tuple[bytes, list[str]]:
+    """Return (the header of a payload of tensors by path, the order in which they follow it); raises as `encode`.
+
+    >>> header, order = write_header({"few": torch.ones(1), "wide": torch.ones(1, dtype=torch.float64)})
+    >>> order, len(header) % 8
+    (['wide', 'few'], 0)
+    """
     fields = fields_of(_layout(flat))
-    if not flat and not metadata:
-        return b""
     header = make_header(fields, _dumps(metadata))
     if len(header) > METADATA_LIMIT and len(header) > len(make_header(fields)) + METADATA_LIMIT:
         raise ValueError(f"Expected at most {METADATA_LIMIT} bytes of metadata, but got more; send tensors instead")
-    return b"".join([header, *(_to_bytes(flat[field.name]) for field in fields.order)])
+    return header, [field.name for field in fields.order]
 
 
 def decode(
@@ -262,7 +271,8 @@ def _dumps(metadata: Mapping[str, JSON] | None) -> str | None:
     return _ENCODER.encode(dict(metadata))
 
 
-def _to_bytes(leaf: Tensor) -> bytes:
+def to_bytes(leaf: Tensor) -> bytes:
+    """Return the numbers of a leaf as a payload has them; raises TypeError for a sparse one."""
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
     if leaf.dtype in _NUMPY:

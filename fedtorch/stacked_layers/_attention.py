@@ -13,14 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._functorch.autograd_function import VmapInfo
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fedtorch.stacked_layers._attention_program import FUSED, FUSED_BACKWARD, attention, plain
 from fedtorch.stacked_layers._linear import linear
 from fedtorch.stacked_layers._rules import in_front, register
-
-aten = torch.ops.aten
-
-_FUSED = aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
 class StackedAttention(nn.MultiheadAttention):
@@ -68,11 +64,15 @@ def _folded(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...
     tensors = [in_front(info, a, d) if isinstance(a, Tensor) else a for a, d in zip(arguments, dims)]
     size = tensors[0].shape[1]  # of a client's batch
     folded = [_joined(tensor, size) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-    named = {argument.name: value for argument, value in zip(operation._schema.arguments, folded)}
+    named: dict[str, Any] = {argument.name: value for argument, value in zip(operation._schema.arguments, folded)}
     mask = named.get("attn_mask")
     # Of masks that are trained, such as relative positions, the fused kernel has no gradient.
-    trained = operation is _FUSED and mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    results = _plain(**named) if trained else operation(**named)
+    trained = operation is FUSED and mask is not None and mask.requires_grad and torch.is_grad_enabled()
+    results = plain(**named) if trained else None
+    if results is None and operation is FUSED:
+        results = attention(**named)
+    if results is None:
+        results = operation(**named)
     return tuple(result.unflatten(0, (info.batch_size, size)) for result in results)
 
 
@@ -83,15 +83,5 @@ def _joined(tensor: Tensor, size: int) -> Tensor:
     return tensor.expand(-1, size, *tensor.shape[2:]).flatten(0, 1)
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """Return the outputs, and zeros for the sums that only the fused kernel's backward pass reads."""
-    with sdpa_kernel(SDPBackend.MATH):
-        outputs = F.scaled_dot_product_attention(query, key, value, **options)
-    return outputs, query.new_zeros(query.shape[:-1])
-
-
-for _operation in (
-    _FUSED,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-):
+for _operation in (FUSED, FUSED_BACKWARD):
     register(_operation, partial(_folded, _operation))

@@ -143,7 +143,7 @@ def test_a_run_that_is_taken_up_again_is_the_same_run() -> None:
 def test_scales_are_drawn_as_in_the_federated_sampler() -> None:
     first, second, third, fourth = random.gamma(random.key(14), 1.0, (4, 5, 6), torch.float64)
     each = lambda *numbers: torch.tensor(numbers, dtype=torch.float64)[:, None, None]
-    components = _scales.Components(each(0.1, -0.4), each(2.0, 9.0))
+    components = _scales.Components(each(0.3, 0.7), each(2.0, 9.0))
     known = _scales.Heard(torch.full((5, 1), 7.0).double(), first, second, third)
     keys = random.fold_in(random.key(15), torch.arange(5))
     theirs = _scales.draw(known, fourth, components, keys)

@@ -216,12 +216,9 @@ def check_sum(partial: Tree, clients: int) -> None:
 
 def weights(messages: Tree) -> list[Tensor]:
     """Return the weights of every `Mean` of messages, or of a partial aggregate."""
-    every: list[Tensor] = []
-
-    def look(node: Mean | Sum | Tensor) -> Mean | Sum | Tensor:
-        if isinstance(node, Mean):
-            every.append(node.weight)
-        return node
-
-    tree.map(look, messages, is_leaf=(Mean, Sum))
-    return every
+    if isinstance(messages, Mean):
+        return [messages.weight]
+    if messages is None or isinstance(messages, (Tensor, Sum)):
+        return []
+    nodes = messages.values() if isinstance(messages, dict) else messages
+    return [weight for node in nodes for weight in weights(node)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, map_messages
 from fedtorch.tree import Rows, Tree
 
-_LARGEST = 2.0**1023  # power of two in float64
+_EXPONENT = 1023  # of the largest power of two in float64
 
 
 def star() -> Exchange:
@@ -38,11 +39,14 @@ def star() -> Exchange:
     )
 
 
-def _without_power(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _without_power(weight: Tensor) -> tuple[Tensor, Tensor | float, Tensor]:
     """Return (weights `(K,)` divided by the power of two above their sum, that power, the sum), float64."""
     wide = weight.to(torch.float64)
     size = wide.sum()
-    power = (size / torch.frexp(size).mantissa).clamp(max=_LARGEST)
+    if size.device.type == "cpu":  # whose numbers are read without waiting for others
+        above = math.ldexp(1.0, min(math.frexp(float(size))[1], _EXPONENT))  # of NaN, Inf or nothing 1
+        return wide / above, above, size
+    power = (size / torch.frexp(size).mantissa).clamp(max=2.0**_EXPONENT)
     power = torch.where(power > 0, power, 1.0)  # not of NaN, Inf or nothing
     return wide / power, power, size
 
@@ -63,7 +67,7 @@ def _sum(message: Mean | Sum) -> Mean | Sum:
     return Mean(tree.map(lambda value: _weighted_sum(share, power, value), message.value), size)
 
 
-def _weighted_sum(share: Tensor, power: Tensor, value: Tensor) -> Tensor:
+def _weighted_sum(share: Tensor, power: Tensor | float, value: Tensor) -> Tensor:
     """Return Σ_k w_k v_k of values `(K, ...)`, float64, of weights as `_without_power` returns them.
 
     The product is one in the dtype of the values, if it is float32, with weights divided by the power of two above
@@ -72,7 +76,8 @@ def _weighted_sum(share: Tensor, power: Tensor, value: Tensor) -> Tensor:
     dtype = value.dtype if value.dtype in (torch.float32, torch.float64) else torch.float64
     rows = value.flatten(1) if value.ndim > 1 else value[:, None]
     total = share.to(value.device, dtype) @ rows.to(dtype)
-    return (total.to(torch.float64) * power.to(value.device)).reshape(value.shape[1:])
+    whole = total.to(torch.float64) * (power.to(value.device) if isinstance(power, Tensor) else power)
+    return whole.reshape(value.shape[1:])
 
 
 def _divide(partial: Mean | Sum) -> Mean | Sum:

@@ -323,7 +323,8 @@ def _as_slice(ids: Tensor) -> Rows:
 
 def _ascend(ids: Tensor) -> bool:
     """Return whether distinct ids ascend."""
-    return bool((ids[1:] > ids[:-1]).all())
+    numbers = ids.numpy()
+    return bool((numbers[1:] > numbers[:-1]).all())
 
 
 def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -336,7 +337,10 @@ def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dic
     unknown = lambda ids: torch.full((client_count(ids),), torch.nan, dtype=torch.float64)
     told = lambda name: [part[name].to("cpu", torch.float64) if name in part else unknown(ids) for ids, part in infos]
     info = {name: torch.cat(told(name)) for name in names}
-    ids, order = torch.cat([indices(rows) for rows, _ in infos]).sort()
+    ids = torch.cat([indices(rows) for rows, _ in infos])
+    if _ascend(ids):
+        return ids, info
+    ids, order = ids.sort()
     return ids, tree.take(info, order)
 
 

@@ -152,6 +152,21 @@ static void sweep_tile(const Problem *q, int64_t first, int64_t here, Lanes *roo
     }
 }
 
+/* score (K, C, p) = G (b - x) / s^2 and packed (K, C, p (p + 1) / 2) = G / s^2, its lower triangle, of moves of places x
+   (K, C, p) in regressions of Gram matrices G (K, p, p) and estimates b (K, p); noise (K, C) is 1 / s^2. */
+void likelihoods(const double *gram, const double *estimate, const double *place, const double *noise, int64_t clients,
+                 int64_t chains, int64_t p, double *score, double *packed) {
+    for (int64_t problem = 0; problem < clients * chains; problem++, place += p, score += p) {
+        const double *own = gram + problem / chains * p * p, *fit = estimate + problem / chains * p;
+        for (int64_t i = 0; i < p; i++) {
+            double total = 0.0;
+            for (int64_t j = 0; j < p; j++) total += own[i * p + j] * (fit[j] - place[j]);
+            score[i] = total * noise[problem];
+            for (int64_t j = 0; j <= i; j++) *packed++ = own[i * p + j] * noise[problem];
+        }
+    }
+}
+
 /* Does all sweeps of problems `begin` to `end`; not zero where there is no memory. */
 int gibbs_sweeps(const Problem *q, int64_t begin, int64_t end) {
     const size_t lanes = (size_t)(2 * q->size * q->size + 9 * q->size);

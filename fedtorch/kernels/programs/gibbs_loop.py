@@ -6,9 +6,10 @@ import ctypes
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from fedtorch.dispatch import compiled
+from fedtorch.dispatch import choice, compiled
 
 _SOURCE = Path(__file__).with_suffix(".c")
 _NUMBER = ctypes.c_int64
@@ -28,7 +29,33 @@ class _Problem(ctypes.Structure):
 
 def program() -> ctypes.CDLL | None:
     """Return the library, None where there is none."""
-    return compiled.library(_SOURCE)
+    library = compiled.library(_SOURCE)
+    if library is not None and library.likelihoods.argtypes is None:
+        library.likelihoods.argtypes = (*(ctypes.c_void_p,) * 4, *(_NUMBER,) * 3, *(ctypes.c_void_p,) * 2)
+    return library
+
+
+def likelihoods(gram: Tensor, estimate: Tensor, place: Tensor, noise: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Return score and packed information of `_interweaving.linear`, None where the program does not know the tensors.
+
+    Args:
+        gram: X'X, `(K, p, p)`.
+        estimate: least squares, `(K, p)`.
+        place: `(K, C, p)`.
+        noise: 1/σ², `(K, C)`.
+    """
+    given = gram, estimate, place, noise
+    if not choice.plain(given) or any(tensor.dtype != torch.float64 for tensor in given):
+        return None
+    library = program()
+    if library is None:
+        return None
+    clients, chains, p = place.shape
+    kept = [tensor.contiguous() for tensor in given]
+    score = torch.empty(place.shape, dtype=torch.float64, device="cpu")
+    packed = torch.empty((clients, chains, p * (p + 1) // 2), dtype=torch.float64, device="cpu")
+    library.likelihoods(*(tensor.data_ptr() for tensor in kept), *place.shape, score.data_ptr(), packed.data_ptr())
+    return score, packed
 
 
 def run(library: ctypes.CDLL, read: Sequence[Tensor], written: Sequence[Tensor], sweeps: int) -> None:

@@ -155,7 +155,7 @@ typedef struct {
     int64_t chains, size, parts, points;
     double finest, bound;                                        /* spacing, and of |log tau^2| */
     const double *clients, *weight, *estimate, *scatter;         /* (C,), (C, p), (C, p), (C, p) */
-    const double *precision_in, *log_weight, *prior;             /* (C, p), (k, C, p), (k, C, p) */
+    const double *precision_in, *share, *prior;                  /* (C, p), (k, C, p), (k, C, p) */
     const int64_t *keys;                                         /* (C,) */
     double *precision;                                           /* (C, p) */
 } Scales;
@@ -178,25 +178,25 @@ void scales(const Scales *q) {
             cosh_of[i] = (up + down) / 2.0;
             x[i] = middle + width * ((up - down) / 2.0);
             variance[i] = EXP(fmin(fmax(x[i], -bound), bound));
-            most[i] = -INFINITY, sum[i] = 0.0;
+            most[i] = -0x1p1023, sum[i] = 0.0;
         }
         for (int64_t k = 0; k < q->parts; k++) {
-            const double prior = q->prior[k * all + at], log_weight = q->log_weight[k * all + at];
+            const double prior = q->prior[k * all + at];
+            const double log_weight = q->parts == 1 ? 0.0 : log(q->share[k * all + at]) + log(prior) / 2.0;
             _Pragma("omp simd") for (int64_t i = 0; i < n; i++) {
                 const double ratio = 1.0 + prior * variance[i] * over;
                 const double log_of = log_weight - 0.5 * square * prior / ratio;
                 const double larger = fmax(most[i], log_of);
-                const double before = most[i] == larger ? 1.0 : EXP(most[i] - larger);
-                const double part = log_of == larger ? 1.0 : EXP(log_of - larger);
-                sum[i] = sum[i] * before + part / sqrt(ratio);
+                sum[i] = sum[i] * EXP(most[i] - larger) + EXP(log_of - larger) / sqrt(ratio);
                 most[i] = larger;
             }
         }
         double highest = -INFINITY, total = 0.0;
-        for (int64_t i = 0; i < n; i++) {
+        _Pragma("omp simd reduction(max : highest)") for (int64_t i = 0; i < n; i++) {
             const double log_of = 0.5 * ((1.0 - degrees) * x[i] - scatter / variance[i]) + most[i];
-            height[i] = fabs(x[i]) <= bound ? log_of + LOG(cosh_of[i] * sum[i] / (1.0 + variance[i])) : -INFINITY;
-            highest = fmax(highest, height[i]);
+            const double log_height = log_of + LOG(cosh_of[i] * sum[i] / (1.0 + variance[i]));
+            height[i] = fabs(x[i]) <= bound ? log_height : -INFINITY;
+            highest = height[i] > highest ? height[i] : highest;
         }
         _Pragma("omp simd") for (int64_t i = 0; i < n; i++) height[i] = EXP(height[i] - highest);
         for (int64_t i = 0; i < n; i++) height[i] = total += height[i];

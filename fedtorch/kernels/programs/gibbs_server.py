@@ -47,7 +47,7 @@ class _Scales(ctypes.Structure):
         *((name, _NUMBER) for name in ("chains", "size", "parts", "points")),
         *((name, _REAL) for name in ("finest", "bound")),
         *((name, _ADDRESS) for name in ("clients", "weight", "estimate", "scatter")),
-        *((name, _ADDRESS) for name in ("precision_in", "log_weight", "prior", "keys", "precision")),
+        *((name, _ADDRESS) for name in ("precision_in", "share", "prior", "keys", "precision")),
     )
 
 
@@ -126,18 +126,17 @@ def scales(
 
     Args:
         library: the program.
-        numbers: clients `(C, 1)`, weight, estimate, scatter and 1/τ² `(C, p)`, log weights and precisions of the
-            components, which broadcast to `(k, C, p)`.
+        numbers: clients `(C, 1)`, weight, estimate, scatter and 1/τ² `(C, p)`, shares and precisions of the components,
+            which broadcast to `(k, C, p)`.
         keys: `(C,)`.
         points: of a lattice.
         limits: the finest spacing, and of |log τ²|.
     """
-    *heard, log_weight, prior = numbers
+    *heard, share, prior = numbers
     shape = heard[4].shape
-    parts = max(len(log_weight), len(prior))
-    wide = (tensor.expand(parts, *shape) for tensor in (log_weight, prior))
+    wide = [tensor.expand(len(prior), *shape) for tensor in (share, prior)]
     kept = [tensor.contiguous() for tensor in (*heard, *wide, keys)]
     out = torch.empty(shape, dtype=torch.float64, device="cpu")
     places = (tensor.data_ptr() for tensor in (*kept, out))
-    library.scales(ctypes.byref(_Scales(*shape, parts, points, *limits, *places)))
+    library.scales(ctypes.byref(_Scales(*shape, len(prior), points, *limits, *places)))
     return out

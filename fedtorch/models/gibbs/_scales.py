@@ -37,8 +37,8 @@ BOUND = 69.0  # of |log τ²|, which the prior passes with a probability of 6e-1
 class Components(NamedTuple):
     """Normal densities of mean zero that a prior of θ_j is a mixture of."""
 
-    log_weight: Tensor  # (k, C, p) log of share times root of precision, up to a constant; or what broadcasts to it
-    precision: Tensor  # (k, C, p) likewise
+    share: Tensor  # (k, C, p), or what broadcasts to it
+    precision: Tensor  # (k, C, p) likewise; of one component also zero, where θ_j is anywhere
 
 
 class Heard(NamedTuple):
@@ -53,15 +53,16 @@ class Heard(NamedTuple):
 def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tensor:
     """Return log densities of estimates of given variances, `(..., C, p)`, θ integrated out, up to a constant.
 
-    >>> standard = Components(torch.zeros(1, 1, 1).double(), torch.ones(1, 1, 1).double())
+    >>> standard = Components(torch.ones(1, 1, 1).double(), torch.ones(1, 1, 1).double())
     >>> at_two, variances = torch.tensor([[2.0]]).double(), torch.tensor([[[0.0]], [[3.0]]]).double()
     >>> evidence(standard, at_two, variances).flatten()  # log N(2; 0, 1) and N(2; 0, 4)
     tensor([-2.0000, -1.1931], dtype=torch.float64)
     """
     each = []
-    for log_weight, precision in zip(*components):
+    for share, precision in zip(*components):
         ratio = 1 + precision * variance
-        each.append(log_weight - 0.5 * (ratio.log() + estimate.square() * precision / ratio))
+        known = -0.5 * (ratio.log() + estimate.square() * precision / ratio)
+        each.append(known if len(components.precision) == 1 else known + share.log() + precision.log() / 2)
     return functools.reduce(torch.logaddexp, each)
 
 

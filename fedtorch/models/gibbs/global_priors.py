@@ -62,9 +62,8 @@ class GlobalPrior:
         """Return the normal densities that θ is of, for `_scales`."""
         if self.normals is None:
             precision = self.precision(variables)[None]
-            return scales.Components(torch.zeros_like(precision), precision)
-        shares, precision = self.normals(variables)
-        return scales.Components(shares.log() + precision.log() / 2, precision)
+            return scales.Components(torch.ones_like(precision), precision)
+        return scales.Components(*self.normals(variables))
 
 
 class SpikeAndSlab(NamedTuple):

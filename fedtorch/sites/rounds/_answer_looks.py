@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -10,9 +11,20 @@ from torch import Tensor
 
 from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange
+from fedtorch.sites.rounds._frame_header import Header
+from fedtorch.sites.rounds.frames import EVERYBODY, Frame
 from fedtorch.tree import Tree
 
 _MOST = 8  # structures that are kept: a site chooses the names of what it says besides
+
+
+class Look(NamedTuple):
+    """How an answer looks, as its header says."""
+
+    clients: int  # that answered
+    everybody: bool  # whether they are all of the site's
+    refused: dict[int, str]  # clients whose messages the site has left out, and the fields for which it has
+    like: Tree  # the structure, or a `wire.Template` of it
 
 
 class AnswerLooks:
@@ -25,30 +37,39 @@ class AnswerLooks:
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
         self._partial: Tree = None  # a sum, which looks alike of any number of clients
-        self._known: dict[tuple[int, tuple[str, ...]], wire.Template] = {}
+        self._known: dict[tuple[Header, int], Look] = {}
 
-    def like(self, message: Tree, count: int, names: tuple[str, ...], room: Mapping[str, Tensor] | None) -> Tree:
-        """Return the structure of an answer, or a `wire.Template` of it.
+    def of(self, frame: Frame, message: Tree, most: int, hidden: bool) -> Look:
+        """Return how an answer looks; raise PayloadError unless its header is one of an answer.
 
         Args:
+            frame: the answer, of which the tensors are not read yet.
             message: `(0, ...)` of the algorithm's clients, the same in all rounds.
-            count: of the clients that answered.
-            names: of what is said of each besides.
-            room: for the bytes of an answer that the server may not read; None for others.
+            most: clients of the site.
+            hidden: whether the answer is bytes by name, which the server may not read.
         """
-        if room is not None:
-            return self._structure(count, names, room)
-        known = self._known.get((count, names))
+        if hidden:
+            return self._look(frame, message, most, frame.room())
+        known = self._known.get((frame.header, most))
         if known is None:
             if len(self._known) >= _MOST:
                 self._known.clear()
-            partial = self._aggregate(message, count) if count else None
-            known = self._known[count, names] = wire.Template(self._structure(count, names, partial))
+            look = self._look(frame, message, most)
+            known = self._known[frame.header, most] = look._replace(like=wire.Template(look.like))
         return known
 
-    def _structure(self, count: int, names: tuple[str, ...], partial: Tree) -> Tree:
+    def _look(self, frame: Frame, message: Tree, most: int, room: Mapping[str, Tensor] | None = None) -> Look:
+        everybody = frame.about.get(EVERYBODY) is True
+        count, names = frame.integer("clients", most if everybody else 0, most), frame.texts("info")
+        refused = {
+            int(k): str(field)[:200] for k, field in frame.names("refused").items() if len(k) < 20 and k.isdecimal()
+        }
+        partial: Tree = room
+        if room is None:
+            partial = self._aggregate(message, count) if count else None
+        ids = None if everybody else torch.empty(count, dtype=torch.int64)
         info = {name: torch.empty(count, dtype=torch.float64) for name in names}
-        return {"ids": torch.empty(count, dtype=torch.int64), "info": info, "partial": partial}
+        return Look(count, everybody, refused, {"ids": ids, "info": info, "partial": partial})
 
     def _aggregate(self, message: Tree, count: int) -> Tree:
         """Return a partial aggregate of so many clients."""

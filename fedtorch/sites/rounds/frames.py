@@ -19,12 +19,14 @@ from torch import Tensor
 
 from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange, client_count, indices
+from fedtorch.sites.rounds import _frame_header as header
 from fedtorch.tree import Rows, Tree
 from fedtorch.wire import PayloadError
 
 _INBOX = "inbox"
 _PREFIX = f"{_INBOX}."
-PROTOCOL = 2  # what is said may not be understood by another
+EVERYBODY = "everybody"  # of the metadata, in the place of the ids of clients that are all of a site's
+PROTOCOL = 3  # what is said may not be understood by another
 _DTYPES = {
     str(d).removeprefix("torch."): d
     for d in (
@@ -51,7 +53,8 @@ class Frame(NamedTuple):
     about: Mapping[str, Any]
     payload: bytes
     sender: str
-    opened: wire.Opened | None = None  # the payload with its header read
+    header: header.Header  # the same object in frames of one header, as long as that is kept
+    opened: wire.Opened | None  # the payload with its header read
 
     def integer(self, name: str, least: int = 0, most: int = 2**63 - 1) -> int:
         """Return a whole number of the metadata.
@@ -124,7 +127,7 @@ class Frame(NamedTuple):
 
 def encode(kind: str, tensors: Tree = None, **about: Any) -> bytes:
     """Return the bytes of a frame."""
-    return wire.encode(tensors, {"kind": kind, **about})
+    return header.write(tensors, {"kind": kind, **about})
 
 
 def encode_blobs(kind: str, blobs: Mapping[str, bytes], **about: Any) -> bytes:
@@ -150,11 +153,11 @@ def read(payload: bytes, sender: str) -> Frame:
     Raises:
         PayloadError: it is none.
     """
-    about, opened = wire.open_payload(payload, client=sender)
+    known, about, opened = header.read(payload, sender)
     kind = about.get("kind")
     if not isinstance(kind, str):
         raise PayloadError(f"payload of client {sender!r}: expected a kind of frame, but got none")
-    return Frame(kind, about, payload, sender, opened)
+    return Frame(kind, about, payload, sender, known, opened)
 
 
 def reading(read_answer: Callable[[str, Frame], Any]) -> Callable[[str, bytes | Frame], Any]:
@@ -239,72 +242,89 @@ def at_site(exchange: Exchange) -> Exchange:
     return exchange._replace(scatter=lambda outbox, ids: outbox.of(ids), traffic=lambda outbox, messages, ids: (0, 0))
 
 
-def encode_inboxes(kind: str, heard: Inboxes, more: Tree = None, **about: Any) -> bytes:
-    """Encode a site's inboxes, with what is the same for all clients once, and tensors beside them."""
+def encode_inboxes(kind: str, heard: Inboxes, more: Tree = None, everybody: bool = False, **about: Any) -> bytes:
+    """Encode a site's inboxes, with what is the same for all clients once, and tensors beside them.
+
+    Args:
+        kind: of the frame.
+        heard: by clients of the site.
+        more: tensors beside it.
+        everybody: whether these are all of the site's clients, whose ids are then not sent.
+        about: the metadata.
+    """
     flat, once = tree.flatten(heard.inbox, _INBOX), list[str]()
     for path, leaf in flat.items():
         if _is_shared(leaf):
             flat[path] = leaf[0]
             once.append(path.removeprefix(_INBOX).removeprefix("."))
-    return encode(kind, {"ids": heard.ids, **flat, "more": more}, clients=len(heard.ids), once=once, **about)
+    ids, about = (None, {**about, EVERYBODY: True}) if everybody else (heard.ids, about)
+    return encode(kind, {"ids": ids, **flat, "more": more}, clients=len(heard.ids), once=once, **about)
 
 
 class _Expected(NamedTuple):
     """How a frame of inboxes looks."""
 
     template: wire.Template  # of tensors by path
+    everybody: bool  # whether it is to all clients
+    clients: int  # that hear
     shared: list[str]  # the paths of those that are sent once
     build: Callable[[Mapping[str, Tensor]], Tree]  # the inbox, of tensors by path
 
 
-Known = dict[Any, _Expected]  # frames of inboxes that were read before; of a few kinds, the others are forgotten
+Known = dict[header.Header, _Expected]  # frames of inboxes by their headers; of a few, the others are forgotten
 _MOST_KNOWN = 8
 
 
 def decode_inboxes(
-    frame: Frame, like: Tree, most: int, more: Tree = None, known: Known | None = None, about: int = 0
+    frame: Frame, like: Tree, own: Tensor, more: Tree = None, known: Known | None = None
 ) -> tuple[Inboxes, Tree]:
     """Return (the inboxes, the tensors beside them) of such a frame.
 
     Args:
         frame: of the server.
         like: what one client hears.
-        most: clients, at most.
-        more: the structure of the tensors beside it.
-        known: how frames looked that differ in the clients, in what is sent once and in `about` alone.
-        about: by what `more` differs from that of others in `known`.
+        own: `(K,)` all clients of the site, consecutive; the ids of the inboxes are this tensor where it is to all.
+        more: the structure of the tensors beside it, which the frame's header alone may change.
+        known: how frames of a header looked, of the same `like` and `own`.
 
     Raises:
         PayloadError: they are something else.
     """
-    count, once = frame.integer("clients", 0, most), frame.texts("once")
-    key = None if known is None else (count, tuple(once), about)
-    expected = None if known is None else known.get(key)
+    expected = None if known is None else known.get(frame.header)
     if expected is None:
-        expected = _expected(frame, like, count, set(once), more)
+        expected = _expected(frame, like, len(own), more)
         if known is not None:
             if len(known) >= _MOST_KNOWN:
                 known.clear()
-            known[key] = expected
+            known[frame.header] = expected
     came = frame.tree(expected.template, finite=False)
-    ids = came["ids"]
-    numbers = ids.numpy()
-    if not (numbers[1:] > numbers[:-1]).all():
-        raise frame.refused("ascending ids", ids.tolist())
     for path in expected.shared:
-        came[path] = came[path].expand(count, *came[path].shape)
+        came[path] = came[path].expand(expected.clients, *came[path].shape)
+    ids = own if expected.everybody else _ids(frame, came["ids"], own)
     return Inboxes(ids, expected.build(came)), came["more"]
 
 
-def _expected(frame: Frame, like: Tree, count: int, once: set[str], more: Tree) -> _Expected:
-    one = tree.flatten(like)
-    if not once <= one.keys():
-        raise frame.refused(f"values among {sorted(one)}", sorted(once - one.keys()))
+def _ids(frame: Frame, ids: Tensor, own: Tensor) -> Tensor:
+    """Return ascending ids of clients of a site; raise PayloadError for others."""
+    numbers = ids.numpy()
+    if not (numbers[1:] > numbers[:-1]).all():
+        raise frame.refused("ascending ids", ids.tolist())
+    first, last = int(own[0]), int(own[-1])
+    if len(numbers) and not (first <= numbers[0] and numbers[-1] <= last):
+        raise frame.refused(f"clients from {first} to {last}", ids.tolist())
+    return ids
+
+
+def _expected(frame: Frame, like: Tree, most: int, more: Tree) -> _Expected:
+    everybody = frame.about.get(EVERYBODY) is True
+    count, once, one = frame.integer("clients", most if everybody else 0, most), frame.texts("once"), tree.flatten(like)
+    if not set(once) <= one.keys():
+        raise frame.refused(f"values among {sorted(one)}", sorted(set(once) - one.keys()))
     paths = {name: _PREFIX + name if name else _INBOX for name in one}
     rows = {paths[name]: leaf if name in once else leaf.expand(count, *leaf.shape) for name, leaf in one.items()}
-    ids = torch.empty(count, dtype=torch.int64, device="meta")
-    template = wire.Template({"ids": ids, "more": more, **rows})
-    return _Expected(template, [paths[name] for name in one if name in once], wire.builder(like, _INBOX))
+    ids = None if everybody else torch.empty(count, dtype=torch.int64, device="meta")
+    template, shared = wire.Template({"ids": ids, "more": more, **rows}), [paths[name] for name in one if name in once]
+    return _Expected(template, everybody, count, shared, wire.builder(like, _INBOX))
 
 
 def _is_shared(leaf: Tensor) -> bool:

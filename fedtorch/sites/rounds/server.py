@@ -129,8 +129,8 @@ class ServerSession:
         named = [site for site in asked if site not in missing]
         for site in named:
             ids, silent = every[site], self.of_site(site, _NOBODY if lost is None else lost)
-            more, about = {"key": key, "lost": silent}, {"round": turn.round, "lost": len(silent)}
-            yield self.request("round", site, number, self.inboxes(outbox, ids), more, **about)
+            more, about = {"key": key, "lost": silent if len(silent) else None}, {"lost": len(silent)}
+            yield self.request("round", site, number, self.inboxes(outbox, ids), more, round=turn.round, **about)
         received = yield self.wait(named, self.read)
         missing = {**missing, **received.missing}
         self._check_resumed(missing)
@@ -215,25 +215,23 @@ class ServerSession:
 
     def read(self, site: str, frame: Frame) -> Answer:
         """Read an answer to a round; raise `PayloadError` for something else."""
-        count, names = frame.integer("clients", 0, len(self._own[site])), frame.texts("info")
-        refused = {
-            int(k): str(field)[:200] for k, field in frame.names("refused").items() if len(k) < 20 and k.isdecimal()
-        }
-        room = frame.room() if self.hidden else None
-        came = frame.tree(self._looks.like(self.message, count, tuple(names), room), finite=False)
-        clients = [*came["ids"].tolist(), *refused]
-        if any(client not in self._own[site] for client in clients) or len(set(clients)) != len(clients):
-            numbers = self._own[site]
-            raise frame.refused(f"different clients from {numbers.start} to {numbers.stop - 1}", clients)
+        own = self._own[site]
+        look = self._looks.of(frame, self.message, len(own), self.hidden)
+        came = frame.tree(look.like, finite=False)
+        ids = self._all[site] if look.everybody else came["ids"]
+        clients = [] if look.everybody and not look.refused else [*ids.tolist(), *look.refused]
+        if any(client not in own for client in clients) or len(set(clients)) != len(clients):
+            raise frame.refused(f"different clients from {own.start} to {own.stop - 1}", clients)
+        partial = came["partial"]
         if self.hidden:
-            return Answer(came["ids"], came["info"], refused, frames.plain(came["partial"]) if count else None)
-        ids_of_messages = getattr(came["partial"], "ids", None)
-        if ids_of_messages is not None and not torch.equal(ids_of_messages, came["ids"]):
+            return Answer(ids, came["info"], look.refused, frames.plain(partial) if look.clients else None)
+        ids_of_messages = getattr(partial, "ids", None)
+        if ids_of_messages is not None and not torch.equal(ids_of_messages, ids):
             raise frame.refused("a message of each client that answered", "messages of others")
-        if count and (field := not_finite_in(came["partial"])) is not None:
+        if look.clients and (field := not_finite_in(partial)) is not None:
             raise frame.refused(f"finite numbers in {field!r}", "NaN or Inf")
-        self._check_weights(frame, site, came["ids"], came["partial"])
-        return Answer(came["ids"], came["info"], refused, came["partial"])
+        self._check_weights(frame, site, ids, partial)
+        return Answer(ids, came["info"], look.refused, partial)
 
     def _check_weights(self, frame: Frame, site: str, ids: Tensor, partial: Tree) -> None:
         """Refuse messages that count for less than nothing, or for more rows than the site says its clients have."""
@@ -242,10 +240,15 @@ class ServerSession:
             raise frame.refused("weights of at least 0", "negative ones")
         if self.algorithm.settings.get("weight") is not rows_weight:
             return
-        rows = sum(self.plan.sites.bring[site].rows[client - self._own[site].start] for client in ids.tolist())
+        rows = sum(self._rows_of(site, ids))
         for weight in every:
             if (total := float(weight if weight.ndim == 0 else weight.sum())) > rows:
                 raise frame.refused(f"the weight of {rows} rows, which the site says it has", total)
+
+    def _rows_of(self, site: str, ids: Tensor) -> Iterable[int]:
+        """Return how many rows a site says that clients of it have."""
+        rows, first = self.plan.sites.bring[site].rows, self._own[site].start
+        return rows if ids is self._all[site] else [rows[client - first] for client in ids.tolist()]
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -276,7 +279,8 @@ class ServerSession:
         if heard is None:
             return Send(site, frames.encode_blobs(kind, blobs, **about), sequence=number)
         tensors, sizes = frames.coded(blobs)
-        frame = frames.encode_inboxes(kind, heard, {"more": more, "blobs": tensors}, sizes=sizes, **about)
+        everybody = heard.ids is self._all[site]
+        frame = frames.encode_inboxes(kind, heard, {"more": more, "blobs": tensors}, everybody, sizes=sizes, **about)
         return Send(site, frame, sequence=number)
 
     def inboxes(self, outbox: Tree, ids: Tensor) -> frames.Inboxes:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
-_KEY, _NOBODY = torch.zeros((), dtype=torch.int64), torch.zeros(0, dtype=torch.int64)
+_KEY = torch.zeros((), dtype=torch.int64)
 _BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a server's `begin`
 
 
@@ -104,6 +105,7 @@ class SiteSession:
         self._wanted: set[int] | None = None  # versions to which the server may go back; None: no others are here
         self._last: frames.Inboxes | None = None
         self._rounds: frames.Known = {}
+        self._everybody = torch.arange(self.first, self.first + self._count)
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Return keys, where the server may not read what clients send."""
@@ -172,12 +174,13 @@ class SiteSession:
         if self._part is not None and self._part.number == number:  # under the same masks nothing is said twice
             return self._part.begun
         silent = frame.integer("lost", 0, self._count)
-        more = {"key": _KEY, "lost": torch.zeros(silent, dtype=torch.int64) if silent else _NOBODY}
+        more = {"key": _KEY, "lost": torch.zeros(silent, dtype=torch.int64) if silent else None}
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"))
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self.watch.before(self.algorithm, turn, inboxes.ids)
-        gathered = self.clients.gather(inboxes, inboxes.ids, turn, more["lost"] if silent else None)
+        cohort = None if inboxes.ids is self._everybody else inboxes.ids
+        gathered = self.clients.gather(inboxes, cohort, turn, more["lost"])
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self.watch.check_cohort(len(gathered.ids))
@@ -188,9 +191,11 @@ class SiteSession:
             self.versions.put(number, self.clients.state_dict())
         self._version = number
         info = {} if self._keys is not None else self.watch.together(gathered.info)
-        tensors = {"ids": gathered.ids, "info": info, "partial": gathered.partial}
+        everybody = len(gathered.ids) == self._count
+        tensors = {"ids": None if everybody else gathered.ids, "info": info, "partial": gathered.partial}
         refused = {str(client): field for client, field in gathered.refused.items()}
-        about = {"clients": len(gathered.ids), "info": list(info), "refused": refused}
+        about: dict[str, Any] = {"clients": len(gathered.ids), "info": list(info), "refused": refused}
+        about |= {frames.EVERYBODY: True} if everybody else {}
         if self._keys is None:
             return frames.encode("answer", tensors, sequence=number, **about)
         said: dict[str, bytes] = {}
@@ -328,14 +333,11 @@ class SiteSession:
         """Return (what the site's clients hear, the tensors beside it, bytes by name)."""
         room = {} if self._keys is None else frame.room()
         like = None if self._envelopes is not None else self._heard
-        beside, silent = {"more": more, "blobs": room}, 0 if known is None else len(more["lost"])
-        inboxes, came = frames.decode_inboxes(frame, like, len(self._own), beside, known, silent)
-        ids, blobs = inboxes.ids, frames.plain(came["blobs"])
-        numbers = ids.numpy()
-        if len(numbers) and not (int(numbers[0]) in self._own and int(numbers[-1]) in self._own):
-            raise frame.refused(f"clients from {self.first} to {self._own[-1]}", ids.tolist())
+        beside = {"more": more, "blobs": room}
+        inboxes, came = frames.decode_inboxes(frame, like, self._everybody, beside, known)
+        blobs = frames.plain(came["blobs"])
         if self._envelopes is not None:
-            inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), ids))
+            inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), inboxes.ids))
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs

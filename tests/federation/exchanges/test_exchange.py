@@ -12,10 +12,10 @@ from support.oracles.closed_forms import ROUNDING, copy_of, distance, same_bits
 from torch import Tensor
 
 from fedtorch import tree, wire
-from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, client_count, indices
+from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, client_count, indices, is_finite
 from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.exchanges.rows import private_rows
-from fedtorch.federation.exchanges.star import star
+from fedtorch.federation.exchanges.star import _without_power, star
 from fedtorch.tree import Tree
 from fedtorch.trust import robust
 
@@ -214,3 +214,33 @@ def test_ids_are_indices_or_slices() -> None:
     assert indices(slice(3, 6)).tolist() == [3, 4, 5]
     assert star().additive
     assert not private_rows().additive
+
+
+@pytest.mark.parametrize("size", [0.0, 5e-324, 1e-300, 0.75, 1.0, 3.0, 1e308, 2.0**1023, math.inf, -math.inf, math.nan])
+def test_the_power_of_two_above_weights_is_that_of_operations_on_a_device(size: float) -> None:
+    """Without reading a number, as a device has it done."""
+    weight = torch.tensor([size, 0.0], dtype=torch.float64)
+    total = weight.sum()
+    power = (total / torch.frexp(total).mantissa).clamp(max=2.0**1023)
+    power = torch.where(power > 0, power, 1.0)
+    share, found, summed = _without_power(weight)
+    assert found == float(power)
+    torch.testing.assert_close((share, summed), (weight / power, total), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf, None])
+@pytest.mark.parametrize("place", ["value", "weight", "sum"])
+def test_what_is_not_finite_or_weighs_less_than_nothing_is_seen(wrong: float | None, place: str) -> None:
+    made = messages()
+    if wrong is not None:
+        leaf = {"value": made.change.value["w"], "weight": made.change.weight, "sum": tree.leaves(made.sums)[0]}[place]
+        leaf = leaf.double() if place == "weight" else leaf
+        leaf.view(-1)[3] = wrong
+        if place == "weight":
+            made = made._replace(change=made.change._replace(weight=leaf))
+    partial = star().gather(made, torch.arange(K))
+    assert is_finite(partial, made) == (wrong is None)
+    negative = made._replace(change=made.change._replace(weight=torch.tensor([-1, *[5] * (K - 1)])))
+    assert not is_finite(star().gather(negative, torch.arange(K)), negative)
+    nobody = tree.map(lambda leaf: leaf[:0], messages())
+    assert is_finite(star().gather(nobody, torch.arange(0)), nobody)

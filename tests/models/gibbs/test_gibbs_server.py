@@ -11,10 +11,12 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.dispatch import choice, compiled
-from fedtorch.kernels.programs import gibbs_server
+from fedtorch.kernels.programs import gibbs_loop, gibbs_server
 from fedtorch.models import gaussian
 from fedtorch.models.gibbs import _interweaving, _levels, _scales
+from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.global_priors import spike_and_slab
+from fedtorch.models.linear import SufficientStatistics
 
 pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
 SIZES = [(4, 11), (1, 1), (3, 2), (0, 3), (2, 33)]
@@ -107,9 +109,9 @@ def test_scales(parts: int, chains: int, p: int, monkeypatch: pytest.MonkeyPatch
     weight, scatter = (2 * normal(1, p, chains).mT).exp(), (3 * normal(2, chains, p)).exp()  # strided
     scatter = scatter * (torch.arange(p) % 3 > 0) * (clients - 1)
     heard = _scales.Heard(clients, weight, 3 * normal(3, chains, p), scatter)
-    weights = normal(4, parts, chains, 1)
-    weights[:-1, : chains // 2] = -torch.inf
-    components = _scales.Components(weights, normal(5, parts, 1, p).exp())
+    shares = normal(4, parts, chains, 1).exp()
+    shares[:-1, : chains // 2] = 0.0
+    components = _scales.Components(shares, normal(5, parts, 1, p).exp())
 
     def draw() -> tree.Tree:
         precision, drawn = (6 * normal(6, chains, p)).exp(), []
@@ -151,3 +153,19 @@ def test_a_chain_does_not_see_the_others() -> None:
     part = tree.take((variables, estimate, precision, keys_of(5)), slice(2, 3))
     for one, together in zip(tree.leaves(prior.update(*part)), tree.leaves(whole)):
         assert torch.equal(one[0], together[2])
+
+
+@pytest.mark.parametrize(("chains", "p"), SIZES)
+@pytest.mark.parametrize("clients", [0, 1, 3])
+def test_likelihoods_of_moves(clients: int, chains: int, p: int) -> None:
+    x = normal(1, clients, p + 2, p)
+    statistics = SufficientStatistics(x.mT @ x, *(normal(2, 0),) * 3)
+    design = Design(statistics, normal(3, p, clients).mT, *(normal(2, 0),) * 2, None, None)  # strided
+    place, noise = normal(4, clients, p, chains).mT, normal(5, clients, chains).exp()
+    assert gibbs_loop.likelihoods(statistics.gram, design.estimate, place, noise) is not None
+    found = _interweaving.linear(design, place, noise)
+    with reference():
+        wanted = _interweaving.linear(design, place, noise)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+    assert gibbs_loop.likelihoods(statistics.gram.float(), design.estimate, place, noise) is None

@@ -343,7 +343,7 @@ def hello(**changes: Any) -> Callable[[Loopback], None]:
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"protocol": 1}, "speaks protocol 2, but 'b' speaks 1; install the same version"),
+        ({"protocol": 1}, "speaks protocol 3, but 'b' speaks 1; install the same version"),
         ({"protocol": "x"}, "expected protocol between"),
         ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "Expected rows like those of 'a'"),
         ({"rows": [9, 4000]}, "Expected at most 100 rows, as agreed, but 'b' says that it has 4009"),
@@ -365,7 +365,7 @@ def test_sites_that_cannot_take_part_hear_why(change: dict[str, Any], expected: 
     [
         ({"clients": ["x", "y"]}, "with which 'b' first came"),
         ({"rows": [9, 5]}, "with which 'b' first came"),
-        ({"protocol": 1}, "speaks protocol 2, but 'b' speaks 1; install the same version"),
+        ({"protocol": 1}, "speaks protocol 3, but 'b' speaks 1; install the same version"),
         ({"schema": {"fields": [{"dtype": "float32", "shape": [3]}]}}, "bring the same fields in the same dtypes"),
     ],
 )
@@ -401,13 +401,13 @@ def test_a_site_that_lies_about_its_rows_is_left_out() -> None:
     made = Federation(make=fedavg, quorum=0.5)
 
     def lying(name: str, reply: bytes) -> bytes:
-        about = wire.metadata(reply)
+        about = {key: value for key, value in frames.read(reply, name).about.items() if key != frames.EVERYBODY}
         if name != "b" or about["kind"] != "answer":
             return reply
         mean = {"value": {"weight": torch.zeros(1, 3).double(), "bias": torch.zeros(1).double()}}
         partial = {"change": {**mean, "weight": torch.tensor(1e6).double()}}
         info = {key: torch.zeros(2).double() for key in about["info"]}
-        return wire.encode({"ids": torch.tensor([2, 3]), "info": info, "partial": partial}, about)
+        return frames.encode(tensors={"ids": torch.tensor([2, 3]), "info": info, "partial": partial}, **about)
 
     made.host.after = lying
     run = made.run()

@@ -256,7 +256,7 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
     kinds = {frames.read(frame, name).kind for name, frame in made.frames}
     assert kinds == {"answer"}
     fields = {name for sender, frame in made.frames for name in frames.read(frame, sender).about}
-    assert fields <= {"kind", "sequence", "sizes", "clients", "info", "refused"}
+    assert fields <= {"kind", "sequence", "sizes", "clients", "everybody", "info", "refused"}
     assert run.last.info == {}
     plain = Federation(scaffold, linear_clients([8] * 6))
     other = plain.run()

@@ -12,9 +12,9 @@ from support.sites import offers
 from torch import Tensor, nn
 
 import fedtorch as ft
-from fedtorch import wire
 from fedtorch.federation.algorithms.fedavg import Weight, rows_weight
 from fedtorch.sites import Remote
+from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._answer_looks import not_finite_in
 
 DATA = linear_clients([5, 2, 9, 4, 17, 6])
@@ -31,13 +31,13 @@ def run(make: Any, change: Any = None) -> ft.Run:
     begun = ft.Run(make(), Remote(host, ["a", "b", "c"], "it", seconds=60.0, quorum=0.5), seed=3)
 
     def answered(name: str, reply: bytes) -> bytes:
-        about = wire.metadata(reply)
+        about = {key: value for key, value in frames.read(reply, name).about.items() if key != frames.EVERYBODY}
         if name != "b" or about["kind"] != "answer" or change is None:
             return reply
         mean = {"value": {"weight": torch.zeros(1, 3).double(), "bias": torch.zeros(1).double()}}
         info = {key: torch.zeros(2).double() for key in about["info"]}
         partial = {"change": {**mean, "weight": torch.tensor(change).double()}}
-        return wire.encode({"ids": torch.tensor([2, 3]), "info": info, "partial": partial}, about)
+        return frames.encode(tensors={"ids": torch.tensor([2, 3]), "info": info, "partial": partial}, **about)
 
     host.after = answered
     return begun
