@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch._functorch.autograd_function import VmapInfo
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
-from torch._functorch.vmap import unwrap_batched, wrap_batched
 
 _KEY = torch._C.DispatchKey.FuncTorchBatched
 _KEYS = (_KEY.name, "FuncTorchBatchedDecomposition")
@@ -44,16 +43,34 @@ def register(operation: Any, rule: Rule, composite: bool = False) -> None:
         whole = (*args, *(kwargs.get(argument.name, argument.default_value) for argument in rest))
         interpreter: Any = retrieve_current_functorch_interpreter()
         level = interpreter.level()
-        arguments, dims = unwrap_batched(whole, level)
+        arguments, dims = _unwrapped(whole, level)
         info = VmapInfo(interpreter.batch_size(), interpreter.randomness())
         with torch._C._ExcludeDispatchKeyGuard(_OUTSIDE):
             results = rule(info, dims, arguments)
         if results is NotImplemented:
             return operation.decompose(*args, **kwargs)
-        wrapped = wrap_batched(results, (0,) * len(results), level)
-        return wrapped[0] if single else tuple(wrapped)
+        wrapped = tuple(torch._C._functorch._add_batch_dim(result, 0, level) for result in results)
+        return wrapped[0] if single else wrapped
 
     _LIBRARIES[operation.namespace].impl(operation.name(), evaluate, _KEY.name, with_keyset=True)
+
+
+def _unwrapped(values: Sequence[Any], level: int) -> tuple[Any, Any]:
+    """Return (arguments outside of a vmap, at which dimension each tensor has the batch), in lists where they are.
+
+    torch has the same for any containers, which takes longer than a small operation.
+    """
+    unwrap = torch._C._functorch._unwrap_batched
+    found = [
+        unwrap(value, level)
+        if isinstance(value, Tensor)
+        else _unwrapped(value, level)
+        if isinstance(value, list)
+        else (value, None)
+        for value in values
+    ]
+    kind = type(values)
+    return kind(value for value, _ in found), kind(dim for _, dim in found)  # type: ignore[call-arg]
 
 
 def in_front(info: VmapInfo, tensor: Tensor, dim: int | None) -> Tensor:
