@@ -19,7 +19,7 @@ from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.rounds import _after_fit as after_fit, _totals as totals
 from fedtorch.sites.rounds._account import Account
-from fedtorch.sites.rounds._finished import state_of, tell_all
+from fedtorch.sites.rounds.continuing.finished import state_of, tell_all
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.tree import Tree

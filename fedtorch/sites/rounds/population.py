@@ -17,7 +17,7 @@ from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds._clients import RemoteClients
-from fedtorch.sites.rounds._finished import LAST_WORD, brought_to
+from fedtorch.sites.rounds.continuing.finished import LAST_WORD, brought_to
 from fedtorch.sites.rounds.plan import Lost, Plan
 from fedtorch.sites.rounds.sites import Sites
 from fedtorch.sites.streams.hub import Hub

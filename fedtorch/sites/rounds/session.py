@@ -21,12 +21,12 @@ from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
-from fedtorch.sites.rounds._began import check_begun
-from fedtorch.sites.rounds._in_use import take
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.continuing.began import check_begun
 from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, run_of
+from fedtorch.sites.rounds.one_process.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step
 from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.tree import Tree

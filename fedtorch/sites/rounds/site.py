@@ -20,12 +20,12 @@ from fedtorch.sites.audit.recording import SiteRecording
 from fedtorch.sites.formulas.site_frame import SiteFrame, by_design
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
-from fedtorch.sites.rounds._began import check_name
-from fedtorch.sites.rounds._in_use import release, released
 from fedtorch.sites.rounds._site_log import SiteLog
-from fedtorch.sites.rounds._turns import TURNS
 from fedtorch.sites.rounds.configuration import SiteConfiguration
+from fedtorch.sites.rounds.continuing.began import check_name
 from fedtorch.sites.rounds.frames import PROTOCOL, Frame, run_of
+from fedtorch.sites.rounds.one_process.in_use import release, released
+from fedtorch.sites.rounds.one_process.turns import TURNS
 from fedtorch.sites.rounds.past_sums import PastSums
 from fedtorch.sites.rounds.policy import Refusal, Watch
 from fedtorch.sites.rounds.session import SiteSession

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch.sites import Hub, Remote, SiteConfiguration, join
 from fedtorch.sites.rounds import session
-from fedtorch.sites.rounds._in_use import InUse
+from fedtorch.sites.rounds.one_process.in_use import InUse
 from fedtorch.sites.streams import memory
 
 DATA = linear_clients([5, 3, 8, 4])
