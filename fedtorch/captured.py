@@ -10,7 +10,8 @@ shapes, so whatever changes from step to step has to be among them, and a step t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ _VIEWS = tuple(getattr(aten, name).default for name in ("detach", "expand", "vie
 
 Step = Callable[..., Any]  # (index, *tensors) -> a dict or tuple of tensors and None
 _WARM = 3  # runs before a CUDA graph is recorded, in which libraries take their memory
+_PAYS = 200  # steps of a shape take as long as to capture it
+_MANY = 1024  # shapes whose calls are counted
+_LOCK = threading.Lock()  # tracing has flags that all threads see
 
 
 class IndexUsed(TypeError):
@@ -48,6 +52,7 @@ class CapturedStep:
 
     Args:
         most: shapes whose graphs are kept; the oldest goes first.
+        exact: whether replayed steps give the bits of `step`; if not, products may be computed in another order.
 
     Attributes:
         one_by_one: why the last captured step is no CUDA graph; None if it is one.
@@ -64,8 +69,9 @@ class CapturedStep:
         (1, 'the tensors are on cpu')
     """
 
-    def __init__(self, most: int = 64) -> None:
-        self.most = most
+    def __init__(self, most: int = 64, exact: bool = False) -> None:
+        self.most, self.exact = most, exact
+        self._seen: dict[Any, int] = {}  # calls of shapes without a graph
         self.graphs: dict[Any, Step] = {}
         self.one_by_one: str | None = "nothing has been captured"
 
@@ -79,18 +85,46 @@ class CapturedStep:
         Raises:
             IndexUsed: it depends on the index.
         """
-        shapes = tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+        shapes = _shapes(tensors)
         if shapes not in self.graphs:
-            graph = capture(step, *tensors)
+            with _LOCK:
+                graph = capture(step, *tensors, exact=self.exact)
             if len(self.graphs) == self.most:
                 del self.graphs[next(iter(self.graphs))]
             self.graphs[shapes], self.one_by_one = recorded(graph, *tensors)
         with torch.no_grad():
             return self.graphs[shapes](*[tensor.detach() for tensor in tensors])
 
+    def pays(self, *tensors: Tensor) -> bool:
+        """Return whether tensors of these shapes have come so often that to capture their step pays; counts the call.
 
-def capture(step: Step, *tensors: Tensor) -> Step:
+        Example:
+            >>> import torch
+            >>> captured = CapturedStep()
+            >>> [captured.pays(torch.ones(2)) for _ in range(202)].index(True)
+            200
+        """
+        shapes = _shapes(tensors)
+        if shapes in self.graphs:
+            return True
+        if len(self._seen) == _MANY:
+            self._seen.clear()
+        self._seen[shapes] = seen = self._seen.get(shapes, 0) + 1
+        return seen > _PAYS
+
+
+def _shapes(tensors: Sequence[Tensor]) -> Any:
+    """Return what a graph of tensors depends on."""
+    return tuple((tensor.shape, tensor.dtype, tensor.device) for tensor in tensors)
+
+
+def capture(step: Step, *tensors: Tensor, exact: bool = False) -> Step:
     """Return `step` at any index as a graph: a function of tensors of these shapes.
+
+    Args:
+        step: see `CapturedStep`.
+        tensors: that it is called with.
+        exact: whether the graph gives the bits of `step`.
 
     Raises:
         IndexUsed: it depends on the index.
@@ -109,15 +143,16 @@ def capture(step: Step, *tensors: Tensor) -> Step:
         raise IndexUsed() from error
     if next(iter(graph.graph.nodes)).users:
         raise IndexUsed()
-    _simplify(graph)
+    _simplify(graph, exact)
     run = graph.forward
     return lambda *plain: run(index, *plain)
 
 
-def _simplify(graph: GraphModule) -> None:
+def _simplify(graph: GraphModule, exact: bool) -> None:
     """Take out what changes no number: views of what has their shape, factors of one, what is computed twice.
 
-    A product that is handed out transposed is computed in that order, so that it lies in memory as its parameter does.
+    A product that is handed out transposed is computed in that order, so that it lies in memory as its parameter does;
+    not in an `exact` graph, for its last bits may be others.
     """
     called = (node for node in graph.graph.nodes if node.op == "call_function")
     nodes = [node for node in called if node.target is not operator.getitem]  # one of several results
@@ -127,7 +162,8 @@ def _simplify(graph: GraphModule) -> None:
     computed: dict[Any, Node] = {}
     for node in nodes:
         if node in handed_out:  # as memory of its own
-            _reorder(graph, node)
+            if not exact:
+                _reorder(graph, node)
             continue
         source = node.args[0] if node.args else None
         again = computed.setdefault((node.target, repr((node.args, node.kwargs))), node)

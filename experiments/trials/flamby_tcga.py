@@ -35,7 +35,6 @@ import fedtorch as ft
 from experiments import common, result_pages
 from experiments.trials.flamby import compared, drawn
 from experiments.trials.flamby_heart import MOMENTS, client, cycle, trained
-from experiments.trials.flamby_optimizer import Adagrad
 from experiments.trials.flamby_tcga_published import AVERAGE, EACH, REGIONS, published
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.models import hierarchical
@@ -106,7 +105,7 @@ STRATEGIES: dict[str, Callable[[int], ft.Algorithm]] = {
     "SCAFFOLD": lambda seed: ft.scaffold(descent(seed, 0.01)),
     "FedAdam": lambda seed: ft.fedadam(descent(seed, 0.01), lr=0.1, bias_correction=False, **MOMENTS),
     "FedYogi": lambda seed: ft.fedyogi(descent(seed, 0.01), lr=0.1, **MOMENTS),
-    "FedAdagrad": lambda seed: ft.fedopt(descent(seed, 0.01), partial(Adagrad, lr=1.0)),
+    "FedAdagrad": lambda seed: ft.fedadagrad(descent(seed, 0.01), lr=1.0, beta=0.9, eps=1e-8, initial=0.0),
 }
 Risks = Sequence[Tensor]  # of each region's rows
 

@@ -66,8 +66,8 @@ def predict(
         | :-- | --: | --: | --: | --: | --: | --: |
         | 0 | new | False | 1.6 | 1.2 | -0.5 to 3.4 | -0.5 to 3.5 |
     """
-    if not 0 < interval < 1:
-        raise ValueError(f"Expected an interval of a probability between 0 and 1, but got {interval}")
+    if not (isinstance(interval, (int, float)) and 0 < interval < 1):
+        raise ValueError(f"Expected an interval of a probability between 0 and 1, such as 0.9, but got {interval!r}")
     names = run.sites if isinstance(run, Coefficients) else tuple(run.population.names)
     read = table_rows(run, rows, site)
     _check_trials(run, read)

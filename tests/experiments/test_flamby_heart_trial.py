@@ -12,6 +12,7 @@ import torch
 import fedtorch as ft
 from experiments.trials import flamby_heart, flamby_published
 from experiments.trials.flamby_published import AVERAGE, EACH, HOSPITALS
+from fedtorch.federation.algorithms.fedopt import Adagrad
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,7 @@ def test_weights_begin_as_those_of_pytorch_and_leave_its_generator() -> None:
 
 def test_adagrad_is_that_of_flamby() -> None:
     parameter = torch.zeros(2, dtype=torch.float64, requires_grad=True)
-    optimizer = flamby_heart.Adagrad([parameter], lr=0.3)
+    optimizer = Adagrad([parameter], lr=0.3, betas=(0.9, 0.0), eps=1e-8, initial=0.0)
     expected, m, v = torch.zeros(2, dtype=torch.float64), 0.0, 0.0
     for change in torch.tensor([[0.1, -2.0], [0.3, 0.5], [-0.2, 0.1]], dtype=torch.float64):
         m, v = 0.9 * m + 0.1 * change, v + change * change

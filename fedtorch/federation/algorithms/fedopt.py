@@ -7,10 +7,12 @@ r"""FedOpt: the server takes the mean of the clients' changes as a gradient for 
 Any `torch.optim.Optimizer` will do: `SGD(lr=1)` is FedAvg, with `momentum` it is FedAvgM (Hsu et al. 2019).
 
 Source: Reddi et al. (2021), "Adaptive federated optimization", Algorithm 1; FedAdagrad, FedYogi and FedAdam are its
-Algorithm 2 (τ is `eps`). Libraries differ in two places, which are arguments here: where the second moment v begins
-(`initial`: τ² in the paper, 0 in Flower and FLamby), and whether the bias of Adam's moments is corrected
-(`bias_correction`: not in the paper nor in Flower; PyTorch's Adam, which `fedadam` is by default, does and has v = 0).
-PyTorch's Adagrad has no momentum, which is the paper's β₁ = 0.
+Algorithm 2 (τ is `eps`). Libraries differ in three places, which are arguments here: where the second moment v begins
+(`initial`: τ² in the paper, 0 in Flower and FLamby), whether the bias of Adam's moments is corrected
+(`bias_correction`: not in the paper, in FLamby nor in Flower's older strategies; PyTorch's Adam, which `fedadam` is by
+default, does and has v = 0), and the momentum of FedAdagrad (`beta`: β₁ of Algorithm 2, which the paper's
+experiments and Flower set to 0 and FLamby to 0.9). Flower's FedAdam of today has v = 0 and multiplies η in round t by
+√(1 − β₂ᵗ⁺¹) / (1 − β₁ᵗ⁺¹), one round ahead of Adam's correction: `fedopt` with an optimiser of that rate does so.
 """
 
 from __future__ import annotations
@@ -155,19 +157,24 @@ def fedadagrad(
     local: LocalSolver,
     *,
     lr: float = 0.01,
+    beta: float = 0.0,
     eps: float = 1e-3,
     initial: float | None = None,
     mu: float = 0.0,
     weight: Weight = rows_weight,
 ) -> Algorithm:
-    """Build FedAdagrad: `fedopt` with `torch.optim.Adagrad` (Reddi et al. 2021, Algorithm 2, β₁ = 0).
+    """Build FedAdagrad: `fedopt` with `torch.optim.Adagrad`, or with momentum (Reddi et al. 2021, Algorithm 2).
 
-    Arguments as those of `fedadam`; `initial` is where the sum of squares begins, by default τ² as in the paper.
+    Arguments as those of `fedadam`; `beta` is β₁, the decay of the mean that a step follows, and `initial` where the
+    sum of squares begins, by default τ² as in the paper.
 
     Example:
         >>> import torch, fedtorch as ft
         >>> algorithm = ft.fedadagrad(ft.least_squares(torch.nn.Linear(3, 1)), lr=0.1)
     """
+    if beta:
+        make = lambda p: Adagrad(p, lr=lr, betas=(beta, 0.0), eps=eps, initial=initial)
+        return fedopt(local, make, mu=mu, weight=weight)
     return fedopt(
         local,
         lambda p: torch.optim.Adagrad(p, lr=lr, eps=eps, initial_accumulator_value=_begins(initial, eps)),
@@ -250,6 +257,14 @@ class Adam(Yogi):
     @staticmethod
     def _update(square: Tensor, new: Tensor, beta: float) -> None:
         square.lerp_(new, 1 - beta)
+
+
+class Adagrad(Yogi):
+    r"""Step like `Yogi`, with v ← v + g²: Adagrad with momentum β₁ (Reddi et al. 2021, Algorithm 2)."""
+
+    @staticmethod
+    def _update(square: Tensor, new: Tensor, beta: float) -> None:
+        square.add_(new)
 
 
 def averaged_buffers(local: LocalSolver) -> set[str]:

@@ -59,7 +59,7 @@ class Descent:
         reset: str = "round",
         buffers: str = "refuse",
         batched: bool | Literal["auto"] = True,
-        compile: bool = False,
+        compile: bool | Literal["auto"] = "auto",
         clip: float | None = None,
         precision: str = "32",
         project: Callable[[Tree], Tree] | None = None,

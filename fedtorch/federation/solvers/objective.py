@@ -211,6 +211,7 @@ class Objective(nn.Module):
 
     Attributes:
         supervised: whether batches have to be `(input, target)`.
+        loss: of a plain `nn.Module`.
         metrics: the calls of the module's metrics, which it may log.
         reductions: of logged numbers over a client's steps, by name.
         recorded: the tensors among the arguments of the last step's calls.
@@ -221,6 +222,7 @@ class Objective(nn.Module):
     def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
         self.module = module
+        vars(self)["loss"] = loss  # no part of the module, also where it is one
         self.trainer = TrainerStandIn()
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
+from fedtorch.federation.solvers.linear.alike import same_in_every_step
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.loaders.parts import gradients_in_parts
 from fedtorch.federation.solvers.objective import Objective, Reduction
@@ -38,7 +39,8 @@ class StackedLoss:
         tensors: names of what is trained, in the order in which values come.
         buffers: names of buffers that are stacked too and may change.
         batched: False evaluates client by client; "auto" does so if `probe` finds that the module cannot run stacked.
-        compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
+        compile: whether steps are captured once per shape and replayed; "auto": those of a module whose code shows that
+            they are alike, where that pays; see `gradient_descent`.
         precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
 
     Attributes:
@@ -60,10 +62,10 @@ class StackedLoss:
         tensors: Sequence[str],
         buffers: Sequence[str],
         batched: bool | Literal["auto"],
-        compile: bool = False,
+        compile: bool | Literal["auto"] = False,
         precision: str = "32",
     ) -> None:
-        self.objective, self.compile, self.precision = objective, compile, precision
+        self.objective, self.compile, self.precision = objective, compile is True, precision
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.probed = self.reads = False
@@ -72,7 +74,9 @@ class StackedLoss:
         (stacked_layers.adapt if batched else stacked_layers.adapt_alone)(objective.module)
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
-        self._captured = CapturedStep()
+        alike = compile == "auto" and precision == "32" and batched and not buffers
+        self._line = same_in_every_step(objective) if alike else None
+        self._captured = CapturedStep(exact=alike)
 
     @property
     def eager(self) -> str | None:
@@ -105,11 +109,42 @@ class StackedLoss:
                 return self._one_by_one(values, batch, index, keys[index])
             if isinstance(batch, LoadedBatch):
                 return gradients_in_parts(self, tensors, buffers, batch, index, keys)
+            if batch.few and self._alone_alike:
+                return self._of_few(tensors, batch, index, keys)
             flat = [*values, *batch.leaves]
             if batch.weights is not None:
                 flat.append(batch.weights)
             step = partial(self.step, batch.rows, keys[index] if self.random else None)
+            if self._line is not None and not self.random and flat[0].device.type == "cpu":
+                return self._replayed(step, index, flat)
             return step(index, *flat) if self.eager else self._captured(step, *flat)
+
+    def _replayed(self, step: Any, index: int, flat: Sequence[Tensor]) -> Gradients:
+        """Return a step of a module whose steps are alike, replayed where its shape comes often."""
+        line = self._line
+        if line is None or not line.holds() or self.reads or not self._captured.pays(*flat):
+            return step(index, *flat)
+        try:
+            return self._captured(step, *flat)
+        except Exception:  # what cannot be traced, which its code does not show
+            self._line = None
+            return step(index, *flat)
+
+    @property
+    def _alone_alike(self) -> bool:
+        """Return whether clients can be left out of a step, as far as its other results go."""
+        return not (self.random or self.reads or self.buffers or self.objective.metrics.recorders)
+
+    def _of_few(self, tensors: Mapping[str, Tensor], batch: Batch, index: int, keys: StepKeys) -> Gradients:
+        """Return `gradients` of a step in which few clients train, evaluated without the others, whose are zero."""
+        places = batch.active.nonzero()[:, 0]
+        at, count = places.to(batch.leaves[0].device), len(batch.active)
+        some = {name: leaf.index_select(0, at) for name, leaf in tensors.items()}
+        losses, logs, new, gradients, recorded = self.gradients(some, {}, batch.of(places), index, keys)
+        whole = lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]).index_copy_(0, at, leaf)
+        with torch.no_grad():
+            spread = [None if each is None else whole(each) for each in gradients]
+            return whole(losses), {name: whole(log.detach()) for name, log in logs.items()}, new, spread, recorded
 
     def step(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
         """Return `gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.

@@ -57,15 +57,23 @@ def linear(
     Args:
         hierarchy: of the coefficients, such as `normal(d)`.
         noise: a hyperprior of log σ², shared by all devices and learnt; the known variance; or a function of the
-            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5).
+            sufficient statistics that gives each device's σ_k², `(K,)`. Default: learnt, log-normal(0, 5). Variances
+            that devices know otherwise, such as eight schools' standard errors, are weights 1/σ_k² of their rows, with
+            noise=1.0.
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
         statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are.
 
     Raises:
+        TypeError: variances of devices by their number, which a device's rows do not tell.
         ValueError: a noise variance that is not positive; or, when a population is bound, rows of another form, or a
             device for which `noise` gives no positive variance.
     """
     noise = hyperpriors.log_normal(0.0, 5.0) if noise is None else noise
+    if not (isinstance(noise, (int, float, Hyperprior)) or callable(noise)):
+        raise TypeError(
+            f"Expected noise= as a hyperprior, a number or a function of the sufficient statistics, but got a "
+            f"{type(noise).__name__}; known variances of devices are weights of their rows, 1/variance, with noise=1.0"
+        )
     if isinstance(noise, (int, float)) and not noise > 0:
         raise ValueError(f"Expected a positive noise variance, but got {noise}")
 

@@ -92,6 +92,34 @@ def test_second_moments_begin_where_papers_and_libraries_say(name: str, initial:
         assert distance(joined(round.server.parameters), x) < 100 * ROUNDING
 
 
+@pytest.mark.parametrize("library", ["FLamby", "Flower"])
+@pytest.mark.parametrize("name", ["Adam", "Yogi", "Adagrad"])
+def test_rounds_are_those_of_libraries(library: str, name: str) -> None:
+    """FLamby: strategies/fed_opt.py; Flower: server/strategy; both from m = v = 0 and without correction of bias."""
+    beta1, beta2, tau = (0.9, 0.999, 1e-8) if library == "FLamby" else (0.9, 0.99, 1e-3)
+    data, local, rate = linear_clients(SIZES), ft.least_squares(linear()), 0.1
+    if name == "Adagrad":
+        beta1 = beta1 if library == "FLamby" else 0.0
+        algorithm = ft.fedadagrad(local, lr=rate, beta=beta1, eps=tau, initial=0.0)
+    elif name == "Adam":
+        algorithm = ft.fedadam(local, lr=rate, betas=(beta1, beta2), eps=tau, bias_correction=False, initial=0.0)
+    else:
+        algorithm = ft.fedyogi(local, lr=rate, betas=(beta1, beta2), eps=tau, initial=0.0)
+    x = joined(local.parameters)
+    m, v = torch.zeros_like(x), torch.zeros_like(x)
+    for round in ft.Run(algorithm, ft.InProcess(data)).rounds(5):
+        delta, _ = moved("Adagrad", m, v, x, data)
+        m = beta1 * m + (1 - beta1) * delta
+        if name == "Adagrad":
+            v = v + delta * delta
+        elif name == "Adam":
+            v = beta2 * v + (1 - beta2) * delta * delta
+        else:
+            v = v - (1 - beta2) * delta**2 * torch.sign(v - delta**2)
+        x = x + rate * m / (v.sqrt() + tau)
+        assert distance(joined(round.server.parameters), x) < 100 * ROUNDING  # g / √v
+
+
 def test_an_initial_moment_is_checked() -> None:
     with pytest.raises(ValueError, match="pass bias_correction=False"):
         ft.fedadam(sgd(0.1), initial=0.0)

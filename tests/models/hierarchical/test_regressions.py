@@ -232,3 +232,26 @@ def test_a_clinic_of_fewer_rows_than_coefficients_takes_part() -> None:
     rows = ft.data.from_frame(few, client="clinic", formula="score ~ age*sex + (1 + age | clinic)")
     run = fitted(rows)
     assert bool(coefficients(run)[1].isfinite().all())
+
+
+def test_known_variances_of_clients_are_weights_of_their_rows() -> None:
+    """Eight schools, each with a standard error of its own: the same posterior as with σ_k² by the function."""
+    effect = torch.tensor([28.0, 8, -3, 7, -1, 1, 18, 12], dtype=torch.float64)
+    variance = torch.tensor([15.0, 10, 16, 11, 9, 11, 10, 18], dtype=torch.float64) ** 2
+    ones = torch.ones(1, 1, dtype=torch.float64)
+    rows = ft.data.from_tensors([(ones, y[None]) for y in effect])
+    frame = pandas.DataFrame({"school": list("abcdefgh"), "y": effect, "weight": 1 / variance})
+    weighted = ft.data.from_frame(frame, client="school", formula="y ~ 1 + (1 | school)", weights="weight")
+    prior: Any = {"sd": 5.0, "mean": 0.0, "variance": hierarchical.hyperpriors.log_normal(0.0, 2.0)}
+    by_weights = hierarchical.regression(weighted.design, noise=1.0, **prior)
+    by_function = hierarchical.linear(hierarchical.normal(1, **prior), noise=lambda sums: variance)
+    found = [
+        ft.run(ft.ep(model), ft.InProcess(data), rounds=50, until=settled(1e-6))
+        for model, data in ((by_weights, weighted), (by_function, rows))
+    ]
+    one, two = (posterior(run) for run in found)
+    torch.testing.assert_close(one.mean, two.mean, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(one.covariance_matrix, two.covariance_matrix, rtol=1e-8, atol=1e-9)
+    for noise in (variance, variance.tolist()):
+        with pytest.raises(TypeError, match=r"weights of their rows, 1/variance, with noise=1.0"):
+            hierarchical.regression(weighted.design, noise=noise)

@@ -33,7 +33,10 @@ class Checked(NamedTuple):
 def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
     """Return the model and server of a run whose q can be used; raise and warn as `posterior`, for the caller."""
     if run.algorithm.settings.get("algorithm") != "ep":
-        raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
+        raise TypeError(
+            f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}; for coefficients of "
+            "sites after another algorithm use ft.inference.ranef(run, total=True)"
+        )
     copies, server = run.server.version.ndim > 0, run.server
     if copies:
         server = at_node(server, node)
