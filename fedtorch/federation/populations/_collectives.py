@@ -166,7 +166,8 @@ def shared(rank: int, ranks: int, streams: Streams, timeout: timedelta, group: A
 
 
 def _program() -> ctypes.CDLL | None:
-    library = compiled.library(_SOURCE)
+    """Return the library, None where there is none or no folder in memory, as on other systems than Linux."""
+    library = compiled.library(_SOURCE) if _FOLDER.is_dir() else None
     if library is not None and library.await_all.argtypes is None:
         address, number = ctypes.c_void_p, ctypes.c_int64
         library.publish.argtypes = (address, number, number, number)

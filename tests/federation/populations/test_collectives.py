@@ -128,7 +128,10 @@ def test_other_numbers_of_bytes_are_refused_on_all(tmp_path: Path) -> None:
     assert any("another number of bytes" in str(each) for each in found)
 
 
-def test_memory_that_cannot_be_had_is_not_used(tmp_path: Path) -> None:
+def test_memory_that_cannot_be_had_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(_collectives, "_FOLDER", tmp_path / "none")
+        assert _collectives._program() is None
     assert _collectives._opened(tmp_path / "elsewhere") is None
     assert _collectives._created(tmp_path / "there" / "is none", 1) is None
     file = _collectives._created(tmp_path / "memory", 4096)
