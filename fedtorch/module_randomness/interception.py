@@ -24,15 +24,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random
+from fedtorch.module_randomness import plain_attention
 
 aten = torch.ops.aten
 Arguments = dict[str, Any]
@@ -67,20 +66,18 @@ class KeyedRandomness(TorchDispatchMode):
         self.calls = 0
         self._made = () if first is None else first.unbind(-1)  # keys of calls, the first of them number `_from`
         self._from = 0
-        self._kernels: list[AbstractContextManager[None]] = []
 
     def draw(self, function: Draw, row: tuple[int, ...], *arguments: Any) -> Tensor:
         """Return `function(keys of the next call, row, *arguments)`, of numbers that depend on (key, position) only."""
         return function(self.key(), row, *arguments)
 
     def __enter__(self) -> KeyedRandomness:
-        self._kernels.append(sdpa_kernel(SDPBackend.MATH))
-        self._kernels[-1].__enter__()
+        plain_attention.enter()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._kernels.pop().__exit__(*error)
+        plain_attention.leave()
 
     def __torch_dispatch__(
         self, fn: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd.function import _SingleLevelFunction
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedtorch.dispatch import compiled
 
@@ -99,8 +97,7 @@ class _Heads(_SingleLevelFunction):
 
 def plain(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """Return the outputs, and zeros for the sums that only the fused kernel's backward pass reads."""
-    with sdpa_kernel(SDPBackend.MATH):
-        outputs = F.scaled_dot_product_attention(query, key, value, **options)
+    outputs = aten._scaled_dot_product_attention_math(query, key, value, **options)[0]
     return outputs, query.new_zeros(query.shape[:-1])
 
 
