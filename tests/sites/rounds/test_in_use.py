@@ -124,7 +124,7 @@ def test_what_a_site_has_taken_is_free_when_it_ends_with_an_error() -> None:
 
     def ends() -> None:
         try:
-            join(lambda: memory.link(host, "a"), lost, timeout=0.2)
+            join(lambda: memory.link(host, "a"), lost, timeout=1.0)
         except TimeoutError as late:
             error.append(late)
 
