@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from experiments import common
 from experiments.benchmarks.parts import measure as measuring
 from experiments.benchmarks.peers import ours, work
@@ -226,6 +228,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     repeat = 1 if options.smoke else options.repeat
     before = os.getloadavg()[0]
+    if not options.smoke:
+        torch.set_num_threads(options.threads)  # what the machine's line says: those of the processes
     runs = compare(options.smoke, repeat, options.task, options.system, options.threads)
     for task, systems in runs.items():
         title = f"{describe(task, size(task, options.smoke))} ({common.machine()})"
