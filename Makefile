@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --quiet --constraint constraints
 PYTEST_ARGS ?=
 # Half of the suite by what it takes, with the tests that fork from one process.
 HALF := tests/federation tests/experiments tests/kernels tests/plots tests/sites/rounds/test_processes.py tests/test_conformance.py \
-	tests/test_layers.py fedtorch
+	tests/test_layers.py
 
 .PHONY: demo demo-statistics demo-gp demo-sites test suite test-slow test-browser test-zoo test-install test-matrix lint format docs bench bench-peers clean
 
@@ -42,7 +42,7 @@ suite:
 ifeq ($(strip $(PYTEST_ARGS)),)
 	@log=$$(mktemp); export OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=; \
 	$(BIN)/python -m pytest $(HALF) >$$log 2>&1 & half=$$!; trap "kill $$half; cat $$log" INT TERM; \
-	$(BIN)/python -m pytest tests $(addprefix --ignore=,$(HALF)); rest=$$?; \
+	$(BIN)/python -m pytest tests fedtorch $(addprefix --ignore=,$(HALF)); rest=$$?; \
 	wait $$half; half=$$?; cat $$log; rm $$log; exit $$((half + rest))
 else
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
