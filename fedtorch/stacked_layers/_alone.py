@@ -6,7 +6,7 @@ Here a step is a product and one call. Second derivatives are those of the same 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,13 +24,13 @@ class _Gru(torch.autograd.Function):
     """The outputs `(1, T, B, H)` of a layer; see `_cells`."""
 
     @staticmethod
-    def forward(ctx: Any, added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+    def forward(ctx: Any, added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
         ctx.program = program = _cells_program.library(added, h, w, bias)
         if program is None:
             raise RuntimeError("Expected the program in C, which was there before, but got none")
         outputs, gates, kept = _cells_program.gru(program, added, h, w, bias)
         ctx.save_for_backward(added, h, w, bias, outputs, gates, kept)
-        return outputs
+        return (outputs,)
 
     @staticmethod
     def backward(ctx: Any, d_outputs: Tensor) -> tuple[Tensor | None, ...]:
@@ -54,18 +54,7 @@ def _plain(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> Tensor:
     return torch.stack(outputs, 1)
 
 
-def _cell(
-    inputs: Tensor,
-    states: Sequence[Tensor],
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs of one layer and direction, and the last of them."""
-    bias = w_hh.new_zeros(w_hh.shape[:2]) if b_hh is None else b_hh
-    outputs: Tensor = _Gru.apply(_cells.projected(inputs, w_ih, b_ih), *states, w_hh, bias)
-    return outputs, outputs[:, -1]
+_cell = partial(_cells.gru, steps=_Gru.apply)
 
 
 class CellGRU(nn.GRU):

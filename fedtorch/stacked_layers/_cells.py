@@ -21,6 +21,8 @@ from fedtorch.stacked_layers import _cells_program
 
 # (inputs `(K, T, B, I)`, states before, w_ih, w_hh, b_ih, b_hh) -> (outputs `(K, T, B, H)`, states after...)
 Cell = Callable[..., Sequence[Tensor]]
+# (what inputs add, states before, w_hh, b_hh) -> (outputs, ...)
+Steps = Callable[..., Sequence[Tensor]]
 
 
 def gru(
@@ -30,10 +32,15 @@ def gru(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
+    steps: Steps | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `torch.gru` of one layer and direction, and the last of them."""
+    """Return the outputs of `torch.gru` of one layer and direction, and the last of them.
+
+    `steps` takes all steps of what the inputs add, by default as one operation to torch.
+    """
     bias = w_hh.new_zeros(w_hh.shape[:2]) if b_hh is None else b_hh
-    outputs, *_ = _gru(projected(inputs, w_ih, b_ih), *states, w_hh, bias)
+    take = _gru if steps is None else steps
+    outputs, *_ = take(projected(inputs, w_ih, b_ih), *states, w_hh, bias)
     return outputs, outputs[:, -1]
 
 

@@ -323,8 +323,7 @@ def _as_slice(ids: Tensor) -> Rows:
 
 def _ascend(ids: Tensor) -> bool:
     """Return whether distinct ids ascend."""
-    numbers = ids.numpy()
-    return bool((numbers[1:] > numbers[:-1]).all())
+    return bool(((numbers := ids.numpy())[1:] > numbers[:-1]).all())
 
 
 def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -338,10 +337,8 @@ def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dic
     told = lambda name: [part[name].to("cpu", torch.float64) if name in part else unknown(ids) for ids, part in infos]
     info = {name: torch.cat(told(name)) for name in names}
     ids = torch.cat([indices(rows) for rows, _ in infos])
-    if _ascend(ids):
-        return ids, info
-    ids, order = ids.sort()
-    return ids, tree.take(info, order)
+    order = slice(None) if _ascend(ids) else ids.argsort()
+    return ids[order], tree.take(info, order)
 
 
 def block_bytes(device: torch.device) -> int:

@@ -33,22 +33,26 @@ class Batch:
         size: `(K,)` on the CPU: how many of the B rows count; they come first, and the others repeat one of them.
         active: `(K,)` bool on the CPU, the clients that still train.
         leaves: the leaves of `rows`.
-        few: whether at most half of the clients still train.
         weights: `(K, B)` summing to one over the rows that count, or None when all do.
 
     Args:
-        rows, size, active, few: see above.
+        rows, size, active: see above.
         full: whether all rows are known to count.
     """
 
-    def __init__(self, rows: Tree, size: Tensor, active: Tensor, full: bool = False, few: bool = False) -> None:
-        self.rows, self.size, self.active, self.few = rows, size, active, few
+    def __init__(self, rows: Tree, size: Tensor, active: Tensor, full: bool = False) -> None:
+        self.rows, self.size, self.active = rows, size, active
         self.leaves = tree.leaves(rows)
         first = self.leaves[0]
         self.weights: Tensor | None = None
         if not (full or bool((size == first.shape[1]).all())):
             counts = torch.arange(first.shape[1]) < size[:, None]
             self.weights = (counts / size[:, None].to(torch.float64)).to(first.device)
+
+    @property
+    def few(self) -> bool:
+        """Return whether some clients still train, and at most half of them."""
+        return 0 < 2 * int(self.active.sum()) <= len(self.active)
 
     def of(self, clients: Tensor) -> Batch:
         """Return the batch of some clients that still train, by their places `(M,)` on the CPU."""
@@ -126,9 +130,8 @@ class Batches:
             self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
             self._permutations = random.fold_in(key() if callable(key) else key, PERMUTATIONS)
             passes = -(-self.longest // max(1, int(self.per_epoch.min()))) if epochs is None else epochs
-            self._passes, self._planned = passes, 0  # of epochs; the first step whose rows are chosen
+            self._planned = 0  # the first step whose rows are chosen
             self._widths: list[int] = []
-            self._few: list[bool] = []
             self._ahead = min(passes, max(1, _DRAWN // max(1, len(count) * self._width)))
             self._first = torch.full_like(count, -self._ahead)  # (K,) the first epoch that is drawn
             self._order = torch.zeros(
@@ -157,8 +160,7 @@ class Batches:
         chosen, size, active = self._chosen(step)
         at, shape = (chosen + self._client * self._width).flatten(), chosen.shape
         rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
-        sizes = size if self._whole else torch.where(active, size, shape[1])
-        return Batch(rows, sizes, active, self._whole, not self.alike and self._few[step - self._planned])
+        return Batch(rows, size if self._whole else torch.where(active, size, shape[1]), active, self._whole)
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over all steps."""
@@ -236,7 +238,6 @@ class Batches:
         some = torch.where(active.any(1, keepdim=True), active, True)
         self._widths = torch.where(some, size, 0).amax(1).tolist()
         self._planned, self._counts, self._sizes, self._active = step, size, size.unbind(), active.unbind()
-        self._few = (2 * active.sum(1) <= len(self._count)).tolist()
 
     def _chosen_alike(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return `_chosen` of clients with as many rows, whose batches of a step begin and end together."""
@@ -262,8 +263,7 @@ class Batches:
             self._everything = Batch(rows, self._count, self._all, self._even)
         if self.alike or step < int(self.total.min()):
             return self._everything
-        active = step < self.total
-        return Batch(self._everything.rows, self._count, active, self._even, 2 * int(active.sum()) <= len(active))
+        return Batch(self._everything.rows, self._count, step < self.total, self._even)
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:
         """Draw the next epochs' permutations for the clients that have come to the end of theirs."""

@@ -85,7 +85,7 @@ def gradient_descent(
             `x[mask]`, packed sequences); everything else stays stacked. "auto" does so for just these and
             where stacking gains nothing (an LSTM of more than 192 units on the CPU), and logs which way it takes and
             why; the way depends on the module alone, so that runs stay equal to the bit.
-        compile: True captures a step's tensor operations once per shape and replays them, two to four times faster
+        compile: True captures a step's tensor operations once per shape and replays them, about twice as fast
             for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers or
             have stacked buffers are not captured. "auto" does so on the CPU with steps of shapes that come often, of
