@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Local
 from fedtorch.optimisers import State
-from fedtorch.tree import Tree
 
 
 class LocalState(NamedTuple):

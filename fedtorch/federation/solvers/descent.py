@@ -24,8 +24,8 @@ from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
 from fedtorch.federation.solvers._probed_rows import first_rows
 from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
+from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
@@ -470,7 +470,9 @@ class _Stack:
             parts = [piece] if bool((mask == mask[0]).all()) else split(self.optimizer, piece, mask)
             for part in parts:
                 without = gradient is None or (missing is not None and bool(missing[part.rows[0]]))
-                part.tensor.grad = None if without or gradient is None else gradient[part.rows.to(self.device)].contiguous()
+                part.tensor.grad = (
+                    None if without or gradient is None else gradient[part.rows.to(self.device)].contiguous()
+                )
             done.extend(parts)
         if len(done) > len(pieces):
             self.direct = DirectSteps(self.optimizer)

@@ -24,13 +24,58 @@ _CONTAINERS = (list, dict, set, tuple)
 _DEPTH = 3  # of plain objects within attributes
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs"))
 _WRITES = ("append", "appendleft", "extend", "add", "update", "clear", "__setitem__", "__setattr__")
-_READS = (
-    "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __floordiv__ __rfloordiv__ __mod__ "
-    "__rmod__ __pow__ __rpow__ __matmul__ __rmatmul__ __neg__ __pos__ __abs__ __invert__ __and__ __rand__ __or__ __ror__ "
-    "__xor__ __lshift__ __rshift__ __lt__ __le__ __gt__ __ge__ __eq__ __ne__ __bool__ __int__ __float__ __index__ "
-    "__len__ __iter__ __next__ __contains__ __getitem__ __delitem__ __call__ __getattr__ __format__ __str__ __round__ "
-    "__enter__ __exit__"
-).split()
+_READS = [
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__mod__",
+    "__rmod__",
+    "__pow__",
+    "__rpow__",
+    "__matmul__",
+    "__rmatmul__",
+    "__neg__",
+    "__pos__",
+    "__abs__",
+    "__invert__",
+    "__and__",
+    "__rand__",
+    "__or__",
+    "__ror__",
+    "__xor__",
+    "__lshift__",
+    "__rshift__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__eq__",
+    "__ne__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__len__",
+    "__iter__",
+    "__next__",
+    "__contains__",
+    "__getitem__",
+    "__delitem__",
+    "__call__",
+    "__getattr__",
+    "__format__",
+    "__str__",
+    "__round__",
+    "__enter__",
+    "__exit__",
+]
 
 Slot = tuple[Any, Any]  # (a dict, or a cell of a closure; the key in it)
 
@@ -182,10 +227,7 @@ def _restore(start: dict[Any, Any]) -> None:
     for _, slot, value, content in start.values():
         if isinstance(value, list):
             value[:] = content
-        elif isinstance(value, dict):
-            value.clear()
-            value.update(content)
-        elif isinstance(value, set):
+        elif isinstance(value, dict) or isinstance(value, set):
             value.clear()
             value.update(content)
         place, key = slot

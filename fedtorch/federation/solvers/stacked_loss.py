@@ -6,7 +6,7 @@ that `vmap` cannot run, is evaluated client by client. Both give what a loop wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -389,7 +389,9 @@ class RoundLogs:
     def add(self, step: int, result: StepResult, batch: Step, here: Tensor) -> None:
         """Take in the numbers of one step, and the arguments of metrics, of clients at places `here` `(M,)`."""
         everybody = len(here) == self._clients
-        whole = lambda part: part if everybody else part.new_zeros(self._clients).index_copy_(0, here.to(part.device), part)
+        whole = lambda part: (
+            part if everybody else part.new_zeros(self._clients).index_copy_(0, here.to(part.device), part)
+        )
         rows = whole(batch.size)
         for name, value in {**result.logs, "loss": result.losses}.items():
             sizes = rows

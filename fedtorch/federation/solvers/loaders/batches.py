@@ -49,7 +49,9 @@ class LoadedBatch:
     @functools.cached_property
     def parts(self) -> list[tuple[Tensor | None, Batch]]:
         """Return stacks of batches of the same shapes, each with its clients' places; None for all clients."""
-        parts = [(torch.tensor(places), rows) for places, rows in alike(self._batches, self._source.pad, self._source.mask)]
+        parts = [
+            (torch.tensor(places), rows) for places, rows in alike(self._batches, self._source.pad, self._source.mask)
+        ]
         count = len(self._batches)
         return [(at if len(at) < count else None, Batch(rows, self.size[at], full=True)) for at, rows in parts]
 
