@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, stacked_layers, tree
+from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
@@ -221,23 +221,21 @@ def _alone(
 def _choose(
     stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor
 ) -> tuple[Tensor, ...] | None:
-    """Check that clients can be stacked; where they need not be, evaluate them one by one if that is faster.
+    """Check that clients can be stacked; where they need not be and cannot, evaluate them one by one.
 
     Return losses and logs of two stacked copies, if they are.
     """
-    module, why = stacked.objective.module, "stacking gains nothing"
-    name = type(module).__name__
-    if not (stacked.automatic and stacked_layers.faster_alone(module)):
-        try:
-            whole = _check_stacked(stacked, own, rows, alone, key)
-        except RuntimeError as error:
-            if not stacked.automatic:
-                raise
-            why = str(error).splitlines()[0]
-        else:
-            if stacked.automatic:
-                _LOG.info("batched='auto' evaluates the clients of %s together", name)
-            return whole
+    name = type(stacked.objective.module).__name__
+    try:
+        whole = _check_stacked(stacked, own, rows, alone, key)
+    except RuntimeError as error:
+        if not stacked.automatic:
+            raise
+        why = str(error).splitlines()[0]
+    else:
+        if stacked.automatic:
+            _LOG.info("batched='auto' evaluates the clients of %s together", name)
+        return whole
     stacked.batched = False
     _LOG.info("batched='auto' evaluates the clients of %s one by one: %s", name, why)
     return None

@@ -71,7 +71,6 @@ class StackedLoss:
         self.random = self.probed = self.reads = False
         self.separable: bool | None = None
         self.told: list[str] = []  # names of what the module logged last
-        (stacked_layers.adapt if batched else stacked_layers.adapt_alone)(objective.module)
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         alike = compile == "auto" and precision == "32" and batched and not buffers
@@ -195,7 +194,7 @@ class StackedLoss:
             self.told = list(logs)
             return loss, *logs.values(), *self.objective.recorded, *new
 
-        with stacked_layers.ReadsValues() if self.reads else nullcontext():
+        with stacked_layers.StackedOperations() if self.reads else stacked_layers.WithoutReading():
             return tuple(functional.mapped(one, flat, randomness))
 
     def single(

@@ -9,7 +9,6 @@ from torch import nn
 from fedtorch.federation.solvers.linear.straight_line import StraightLine, straight_line
 from fedtorch.federation.solvers.objective import Objective
 from fedtorch.models.linear import LinearHead, raw
-from fedtorch.stacked_layers import StackedLinear
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d)
 _POOLING = (nn.MaxPool1d, nn.MaxPool2d, nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
@@ -17,7 +16,7 @@ _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sig
 _SOFTMAX = (nn.Softmax, nn.LogSoftmax)
 _SHAPES = (nn.Sequential, nn.Flatten, nn.Unflatten, nn.Identity)
 _LOSSES = (nn.MSELoss, nn.L1Loss, nn.CrossEntropyLoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.SmoothL1Loss)
-_OTHERS = (nn.Linear, StackedLinear, LinearHead, nn.LayerNorm, nn.Embedding)
+_OTHERS = (nn.Linear, LinearHead, nn.LayerNorm, nn.Embedding)
 _KNOWN = {*_CONVOLUTIONS, *_POOLING, *_ACTIVATIONS, *_SOFTMAX, *_SHAPES, *_LOSSES, *_OTHERS}
 _OF_LOSSES = (F.mse_loss, F.l1_loss, F.cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss)
 _MORE = (F.nll_loss, F.smooth_l1_loss, F.log_softmax, F.softmax, F.softplus, F.gelu, F.silu, F.elu, F.leaky_relu)

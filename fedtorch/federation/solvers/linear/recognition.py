@@ -25,11 +25,10 @@ from fedtorch.federation.solvers.linear.straight_line import StraightLine, strai
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
 from fedtorch.models.linear import LinearHead, raw
-from fedtorch.stacked_layers import StackedLinear
 
 _FAMILIES = {family.loss: family for family in (GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL)}
 _LOSSES = (nn.MSELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.CrossEntropyLoss)
-_KNOWN = {nn.Linear, StackedLinear, LinearHead, nn.Sequential, nn.Flatten, nn.Unflatten, nn.Identity, *_LOSSES}
+_KNOWN = {nn.Linear, LinearHead, nn.Sequential, nn.Flatten, nn.Unflatten, nn.Identity, *_LOSSES}
 _ROWS = (5, 2)  # of batches that are tried
 _TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4}  # of losses of order 1
 _TORCH = (F.linear, torch.cat, torch.ones_like, torch.matmul, torch.flatten, torch.reshape, torch.squeeze)
@@ -82,7 +81,7 @@ def linear_model(objective: Objective, loss: Any, trained: list[str]) -> LinearM
     """
     module = objective.module
     leaves = [(name, part) for name, part in module.named_modules() if any(True for _ in part.parameters(False))]
-    if len(leaves) != 1 or type(leaves[0][1]) not in (nn.Linear, StackedLinear, LinearHead):
+    if len(leaves) != 1 or type(leaves[0][1]) not in (nn.Linear, LinearHead):
         return None
     name, leaf = leaves[0]
     if set(trained) != {each for each, _ in module.named_parameters()} or getattr(leaf, "feature_map", raw) is not raw:
