@@ -17,6 +17,7 @@ from fedtorch.stacked_layers._transforms import belongs_to_clients, differentiat
 
 aten = torch.ops.aten
 _FUSED = (torch.float32, torch.float64)
+_VECTOR = 16  # numbers of float32 in a register
 
 
 def _attend(
@@ -64,11 +65,24 @@ def _trained(mask: Tensor) -> bool:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs `(N, H, L, D)` and logarithms of sums, of a mask that broadcasts with `(N, H, L, S)`."""
-    outputs, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale
-    )
-    return outputs, sums
+    """Return outputs `(N, H, L, D)` of a mask that broadcasts with `(N, H, L, S)`, and what the backward pass takes.
+
+    That are the shares `(N, H, L, S)` of short sequences, and else logarithms of their sums `(N, H, L)`.
+    """
+    if not _short(q, k):
+        fused = aten._scaled_dot_product_flash_attention_for_cpu
+        outputs, kept = fused(q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        return outputs, kept
+    scores = _heads(q) @ _heads(k).mT
+    scores = scores.mul_(scale).unflatten(0, q.shape[:2])
+    if mask is not None:
+        scores.add_(mask)
+    if causal:
+        scores.masked_fill_(scores.new_ones(scores.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
+    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # of a row that sees nothing
+    shares = scores.sub_(largest).exp_()
+    shares.div_(shares.sum(-1, keepdim=True).clamp_(min=1))
+    return (shares.flatten(0, 1) @ _heads(v)).unflatten(0, q.shape[:2]), shares
 
 
 @torch.library.custom_op("fedtorch::attention_backward", mutates_args=())
@@ -78,14 +92,31 @@ def _attention_backward(
     k: Tensor,
     v: Tensor,
     out: Tensor,
-    sums: Tensor,
+    kept: Tensor,
     mask: Tensor | None,
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v."""
-    back = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return tuple(back(d_out, q, k, v, out, sums, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale))
+    if not _short(q, k):
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        d_q, d_k, d_v = back(d_out, q, k, v, out, kept, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        return d_q, d_k, d_v
+    given, shares = _heads(d_out), kept.flatten(0, 1)
+    d_scores = (given @ _heads(v).mT).sub_((given * _heads(out)).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
+    gradients = d_scores @ _heads(k), d_scores.mT @ _heads(q), shares.mT @ given
+    d_q, d_k, d_v = (each.unflatten(0, q.shape[:2]) for each in gradients)
+    return d_q, d_k, d_v
+
+
+def _short(q: Tensor, k: Tensor) -> bool:
+    """Return whether sequences are shorter than what the fused kernel computes at a time."""
+    return max(q.shape[2], k.shape[2]) < _VECTOR
+
+
+def _heads(tensor: Tensor) -> Tensor:
+    """Return `(N, H, L, D)` as `(N · H, L, D)`."""
+    return tensor.flatten(0, 1).contiguous()  # gradients that are expanded would be multiplied number by number
 
 
 def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
@@ -100,14 +131,14 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _gradients(ctx: Any, d_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, out, sums = ctx.saved_tensors
+    q, k, v, mask, out, kept = ctx.saved_tensors
     if d_out is None:
         return (None,) * 6
     if torch.is_grad_enabled():  # the gradient of this gradient may be asked for, which the kernel does not have
         causal, scale = ctx.settings
         by_parts = lambda *each: aten._scaled_dot_product_attention_math(*each, mask, 0.0, causal, scale=scale)[0]
         return *torch.func.vjp(by_parts, q, k, v)[1](d_out), None, None, None
-    return *_attention_backward(d_out, q, k, v, out, sums, mask, *ctx.settings), None, None, None
+    return *_attention_backward(d_out, q, k, v, out, kept, mask, *ctx.settings), None, None, None
 
 
 def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -127,5 +158,17 @@ def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments:
 _attention.register_autograd(_gradients, setup_context=_keep)
 for _operation in (_attention, _attention_backward):
     _operation.register_vmap(partial(_mapped, _operation))
+
+
+def in_projection(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
+    """Return the projections of `torch.nn.functional.multi_head_attention_forward`, each by a product of its own.
+
+    Torch makes one product where all three are the same, and then copies it, and back, in parts.
+    """
+    if not (q is k is v):
+        return F._in_projection_packed(q, k, v, w, b)
+    q = q.contiguous()
+    return F._in_projection_packed(q, q, q.view_as(q), w, b)
+
 
 REPLACED: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend}

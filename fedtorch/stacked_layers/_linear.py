@@ -14,27 +14,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
-_MAPS = torch._C._functorch
+from fedtorch.stacked_layers._transforms import belongs_to_clients, outside, over_clients
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `torch.nn.functional.linear` does."""
-    if not _MAPS.is_batchedtensor(weight) or len(_MAPS.get_interpreter_stack() or ()) != 1 or weight.dim() != 2:
-        return F.linear(input, weight, bias)
-    interpreter: Any = retrieve_current_functorch_interpreter()
-    level, size = interpreter.level(), interpreter.batch_size()
-    stacked = [None if tensor is None else _in_front(tensor, level, size) for tensor in (input, weight, bias)]
-    with interpreter.lower():
-        outputs = _of_clients(*stacked)  # type: ignore[arg-type]
-    return _MAPS._add_batch_dim(outputs, 0, level)
-
-
-def _in_front(tensor: Tensor, level: int, size: int) -> Tensor:
-    """Return the tensor `(K, ...)` of all clients."""
-    inside, dim = _MAPS._unwrap_batched(tensor, level)
-    return inside.expand(size, *inside.shape) if dim is None else inside.movedim(dim, 0)
+    if input.dim() and belongs_to_clients(weight) and weight.dim() == 2 and over_clients():
+        return outside(_of_clients, input, weight, bias)
+    return F.linear(input, weight, bias)
 
 
 def _of_clients(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from fedtorch.stacked_layers._transforms import belongs_to_clients, outside, over_clients
 
 aten = torch.ops.aten
 
@@ -25,12 +28,35 @@ def _cross_entropy(
     """Return what `torch.nn.functional.cross_entropy` does."""
     labels = _labels(target)
     settings: dict[str, Any] = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
-    usual = weight is None or label_smoothing == 0 or reduction != "mean" or labels.is_floating_point()
-    if weight is None or usual or size_average is not None or reduce is not None:
+    named = reduction in ("mean", "sum", "none") and size_average is None and reduce is None
+    shared = weight is None or not belongs_to_clients(weight)
+    rows = input.dim() == 2 and labels.dim() == 1 and not labels.is_floating_point()
+    if named and shared and rows and belongs_to_clients(input) and over_clients():
+        return outside(partial(_of_clients, weight=weight, reduction=reduction, **settings), input, labels)
+    if weight is None or label_smoothing == 0 or reduction != "mean" or labels.is_floating_point() or not named:
         return F.cross_entropy(input, labels, weight, size_average, reduce=reduce, reduction=reduction, **settings)
     each = F.cross_entropy(input, labels, weight, reduction="none", **settings)
+    return each.sum() / _counted(labels, weight, ignore_index, each).sum()
+
+
+def _of_clients(
+    input: Tensor, labels: Tensor, weight: Tensor | None, reduction: str, ignore_index: int, label_smoothing: float
+) -> Tensor:
+    """Return the cross-entropies of clients with logits `(K, N, C)` and classes `(K, N)`."""
+    each = F.cross_entropy(
+        input.mT, labels, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
+    )
+    if reduction == "none":
+        return each
+    return each.sum(1) if reduction == "sum" else each.sum(1) / _counted(labels, weight, ignore_index, each).sum(1)
+
+
+def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Tensor) -> Tensor:
+    """Return the weight of each row in a mean; 0 for rows that are ignored."""
     counted = labels != ignore_index
-    return each.sum() / torch.where(counted, weight[torch.where(counted, labels, 0)], 0.0).sum()
+    if weight is None:
+        return counted.to(like.dtype)
+    return torch.where(counted, weight[torch.where(counted, labels, 0)], 0.0)
 
 
 def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

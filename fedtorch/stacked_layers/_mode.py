@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedtorch.stacked_layers import _attention, _branches, _embeddings, _linear, _losses, _parts, _recurrent
+from fedtorch.stacked_layers import _attention, _branches, _embeddings, _linear, _losses, _parts, _pooling, _recurrent
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     **_attention.REPLACED,
@@ -17,6 +17,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     **_linear.REPLACED,
     **_losses.REPLACED,
     **_parts.REPLACED,
+    **_pooling.REPLACED,
     **_recurrent.REPLACED,
 }
 # Functions written in Python, within which replaced operations are called.
@@ -82,12 +83,11 @@ def _body(function: FunctionType) -> FunctionType:
 
     A mode is left while it is asked, so that it would not see what the function calls.
     """
-    names = {**function.__globals__, **_UNASKED}
+    names = {**function.__globals__, **_OTHERS}
     body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     body.__kwdefaults__ = function.__kwdefaults__
     return body
 
 
-_UNASKED = dict.fromkeys(
-    ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic"), lambda *_: False
-)
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_OTHERS = {**dict.fromkeys(_ASKS, lambda *_: False), "_in_projection_packed": _attention.in_projection}

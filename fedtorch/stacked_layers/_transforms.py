@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 
 _MAPS = torch._C._functorch
 
@@ -31,3 +35,32 @@ def inside(tensor: Tensor) -> Tensor:
     while _MAPS.is_functorch_wrapped_tensor(tensor):
         tensor = _MAPS.get_unwrapped(tensor)
     return tensor
+
+
+def over_clients() -> bool:
+    """Return whether one `vmap` is active and no other transform."""
+    transforms = _MAPS.get_interpreter_stack() or ()
+    return len(transforms) == 1 and transforms[0].key() == _MAPS.TransformType.Vmap
+
+
+def outside(function: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Return a function of tensors `(K, ...)` of all clients, evaluated outside of the one `vmap` that is active.
+
+    Example:
+        >>> total = lambda x: outside(lambda rows: rows.cumsum(0), x)
+        >>> torch.vmap(total)(torch.ones(3, 2))
+        tensor([[1., 1.],
+                [2., 2.],
+                [3., 3.]])
+    """
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    level, size = interpreter.level(), interpreter.batch_size()
+    stacked = [None if tensor is None else _in_front(tensor, level, size) for tensor in tensors]
+    with interpreter.lower():
+        outputs = function(*stacked)
+    return _MAPS._add_batch_dim(outputs, 0, level)
+
+
+def _in_front(tensor: Tensor, level: int, size: int) -> Tensor:
+    inside, dim = _MAPS._unwrap_batched(tensor, level)
+    return inside.expand(size, *inside.shape) if dim is None else inside.movedim(dim, 0)
