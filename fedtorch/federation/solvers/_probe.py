@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, stacked_layers, tree
+from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
@@ -252,30 +252,35 @@ def _choose(
     rows: Tree,
     key: Tensor,
 ) -> None:
-    """Check that clients can be stacked; where they need not be, evaluate them one by one if it is faster."""
-    name, why = type(module).__name__, "stacking gains nothing"
-    hooks = backward_hooks(module)
-    if not (stacked.automatic and stacked_layers.faster_alone(module)):
+    """Check that clients can be stacked; where they need not be and cannot, evaluate them one by one."""
+    name, hooks = type(module).__name__, backward_hooks(module)
+    try:
+        if hooks:
+            raise RuntimeError(f"hooks on the backward pass of {', '.join(hooks)} would see all clients at once")
+        twin = make(functional.copied(module))
+        twin.objective.to(key.device)
+        twin.objective.trainer.answers = dict(stacked.objective.trainer.answers, global_step=0, current_epoch=0)
+        twin.random = stacked.random
+        values, some = tree.map(lambda leaf: torch.stack([leaf] * 2), (tuple(own), rows))
+        size = torch.tensor([len(tree.leaves(rows)[0])] * 2)
+        together = lambda: twin.together(values, Batch(some, size, full=True), 0, StepKeys(torch.stack([key, key])))
+        twin.compile = stacked.compile
         try:
-            if hooks:
-                raise RuntimeError(f"hooks on the backward pass of {', '.join(hooks)} would see all clients at once")
-            twin = make(functional.copied(module))
-            twin.objective.to(key.device)
-            twin.objective.trainer.answers = dict(stacked.objective.trainer.answers, global_step=0, current_epoch=0)
-            twin.random = stacked.random
-            values, some = tree.map(lambda leaf: torch.stack([leaf] * 2), (tuple(own), rows))
-            size = torch.tensor([len(tree.leaves(rows)[0])] * 2)
-            twin.together(values, Batch(some, size, full=True), 0, StepKeys(torch.stack([key, key])))
-            stacked.reads = twin.reads
-        except Exception as error:
-            if not stacked.automatic:
-                raise RuntimeError(
-                    f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
-                    "Use batched='auto' or batched=False, which call the loss client by client, or ft.lightning_fit"
-                ) from error
-            why = str(error).splitlines()[0] if str(error) else type(error).__name__
-        else:
-            return
+            together()
+        except RuntimeError:
+            if twin.eager is not None:
+                raise
+            twin.reads = stacked.reads = True
+            together()
+    except Exception as error:
+        if not stacked.automatic:
+            raise RuntimeError(
+                f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
+                "Use batched='auto' or batched=False, which call the loss client by client, or ft.lightning_fit"
+            ) from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    else:
+        return
     stacked.batched = False
     _LOG.info("batched='auto' evaluates the clients of %s one by one: %s", name, why)
 

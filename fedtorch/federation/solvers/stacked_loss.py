@@ -30,6 +30,7 @@ from fedtorch.tree import Tree
 
 Step = Batch | LoadedBatch
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
+_DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
 _FEWEST = 3  # clients that are worth a `vmap`
 
 
@@ -163,13 +164,11 @@ class StackedLoss:
             return self._by_branches(rows, keys[index], index, flat)
         try:
             return self._by_branches(rows, None, index, flat)
-        except RuntimeError as error:  # among others where it draws: `vmap` is told that it does not
-            self.random = True
-            try:
-                return self._by_branches(rows, keys[index], index, flat)
-            except Exception:
-                self.random = False
-                raise error from None
+        except RuntimeError as error:
+            if _DRAWS not in str(error):
+                raise
+        self.random = True  # from now on; `vmap` was told that it does not draw
+        return self._by_branches(rows, keys[index], index, flat)
 
     def _replayed(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
         """Return the step, captured from the second of its shapes on; the third is held against the module's code."""
@@ -240,10 +239,10 @@ class StackedLoss:
             self.logged = list(logs)
             return loss, *logs.values(), *self.objective.recorded, *new
 
-        with stacked_layers.ReadsValues() as mode, self.unchanged():
-            results = tuple(functional.mapped(one, flat, randomness))
-        self.reads = self.reads or mode.count > 0
-        return results
+        # A captured step would keep the branch that it took.
+        mode = stacked_layers.WithoutReading() if self.eager is None else stacked_layers.StackedOperations()
+        with mode, self.unchanged():
+            return tuple(functional.mapped(one, flat, randomness))
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int

@@ -36,6 +36,7 @@ from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.stacked_loss import StackedLoss, Step, StepResult
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.module_randomness.step_draws import StepKeys
+from fedtorch.stacked_layers import WithoutReading
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
@@ -216,7 +217,13 @@ class PrivateLoss(StackedLoss):
     def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
         """Map `one` over all clients and their examples."""
         randomness = "error" if key is None else "different"
-        return vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+        each = vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+
+        def mapped(*arguments: Any) -> Any:
+            with WithoutReading():
+                return each(*arguments)
+
+        return mapped
 
     def _say(self, way: str) -> None:
         _LOG.warning("%s trains with %s", type(self.objective.module).__name__, way)
