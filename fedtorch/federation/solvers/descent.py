@@ -21,7 +21,7 @@ from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, probe, probe_batch
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined, keep_rows
+from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined, keep_rows
 from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.linear.steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers.loaders.alone import evaluated
@@ -79,9 +79,8 @@ class Descent:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
         self.trained = list(trainable)
         self.averaged, self.buffers = divided_buffers(trained, buffers)
-        self.counts = counts(trained, self.averaged)
-        self.parameters = {**trainable, **self.averaged}
-        both = [*self.averaged, *self.buffers]
+        self.parameters = {**trainable, **self.averaged.start}
+        both = [*self.averaged.start, *self.buffers]
         self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
@@ -127,7 +126,7 @@ class Descent:
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """Return all tensors that clients predict with; see `LocalSolver`."""
-        return {**functional.with_counts(parameters, self.counts), **state.buffers}
+        return {**self.averaged.tensors(parameters), **state.buffers}
 
     def configured(self, total: int) -> Configured:
         """Return optimiser and schedule; of each number of steps of a round if the module has asked for the number."""
@@ -323,7 +322,7 @@ class _Stack:
     def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
-            {n: tensors[n].double() if n in descent.counts else tensors[n] for n in descent.parameters},
+            {**{name: tensors[name] for name in descent.trained}, **descent.averaged.sent(tensors)},
             LocalState(
                 kept,
                 {name: tensors[name] for name in descent.buffers},
@@ -338,7 +337,7 @@ def _clip(tensors: Sequence[Tensor], most: float) -> None:
     """Scale the gradients of each client whose norm over all `tensors` is above `most`."""
     held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
     if held:
-        squares = [gradient.reshape(len(gradient), -1).square().sum(1) for _, gradient in held]
+        squares = [tree.as_real(gradient).reshape(len(gradient), -1).square().sum(1) for _, gradient in held]
         share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
         for tensor, gradient in held:
             tensor.grad = gradient * tree.along(share, gradient)

@@ -79,8 +79,9 @@ def gradient_descent(
             Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
             first being 0, a client begins at r times its own epochs and steps, also if it has been away.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
-            error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
-            a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
+            error, "local" keeps each client's own, "average" averages their values, whatever they began with. Counts
+            and flags travel too: a flag that a client has raised is raised everywhere (GPyTorch's
+            `variational_params_initialized`).
         batched: False evaluates the loss client by client, for modules that `vmap` cannot run (`.item()` of floats,
             `x[mask]`, packed sequences); everything else stays stacked. "auto" does so for just these and
             where stacking gains nothing (an LSTM of more than 192 units on the CPU), and logs which way it takes and
