@@ -250,7 +250,7 @@ def _check_alpha(alpha: float) -> None:
 
 def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
     """Return the classes of the rows as codes 0…C−1, each of them present."""
-    if isinstance(label, (Tensor, list)) or (hasattr(label, "__array__") and numpy.ndim(label)):
+    if isinstance(label, list) or getattr(label, "shape", ()) != ():  # of NumPy's numbers it is ()
         return _codes(label, _count_rows(rows))
     try:
         values = getattr(rows, label) if isinstance(label, str) and hasattr(rows, "_fields") else rows[label]
