@@ -18,7 +18,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 import fedtorch as ft
 from fedtorch import checkpoint, sites, tree
 from fedtorch.federation.exchanges.robust.exchange import star as robust_star
-from fedtorch.trust import attacks, privacy, robust
+from fedtorch.trust import attacks, fairness, privacy, robust
 
 SIZES, RATE, ROUNDS, STEPS = (5, 9, 3), 0.1, 3, 4
 NETWORK = ft.Network.from_edges([(0, 1), (1, 2)])
@@ -84,6 +84,14 @@ def fedavg(make: Callable[..., Optimizer] = sgd, mu: float = 0.0) -> Values:
     for _ in range(ROUNDS):
         near = lambda name, value, centre=values: mu * (value - centre[name])
         values = mean([trained(values, client, near, make) for client in rows()])
+    return values
+
+
+def equal_fedavg() -> Values:
+    values = start()
+    for _ in range(ROUNDS):
+        new = [trained(values, client) for client in rows()]
+        values = {name: torch.stack([one[name] for one in new]).mean(0) for name in values}
     return values
 
 
@@ -371,6 +379,20 @@ def test_noise_and_bounds_of_privacy_count_both_parts() -> None:
     nodes = run(ft.gtv(local(), NETWORK, alpha=0.5) | privacy.node_level(1e6, noise=1e-12, delta=1e-2))
     for client, values in enumerate(zip(*run(ft.gtv(local(), NETWORK, alpha=0.5)).tensors().values())):
         check(nodes.client_module(client), dict(zip(["w", "b"], values)), 1e-4)
+
+
+def test_gradients_of_single_rows_refuse_complex_parameters_by_name() -> None:
+    with pytest.raises(TypeError, match=r"real parameters .* but got torch\.complex128 in 'w'; .*view_as_complex"):
+        privacy.example_level(
+            Spectral(), clip=1.0, noise=1.0, sampling_rate=0.5, steps=1, delta=1e-2, loss=F.mse_loss, optimizer=sgd
+        )
+
+
+@pytest.mark.parametrize("make", [fairness.q_ffl, fairness.agnostic])
+def test_fair_averages_of_complex_parameters_are_plain_ones_without_fairness(make: Any) -> None:
+    squared = lambda output, y: (output - y).square().mean(-1)
+    found = run(make(local(), squared, 0.0, **({"lr": RATE} if make is fairness.q_ffl else {})))
+    check(found.global_module(), fedavg() if make is fairness.agnostic else equal_fedavg())
 
 
 @pytest.mark.parametrize(
