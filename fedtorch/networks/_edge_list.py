@@ -31,7 +31,10 @@ def as_weights(weights: Any, count: int) -> Tensor:
     """Return one positive weight per edge, `(count,)` float64; ones if none are given."""
     if weights is None:
         return torch.ones(count, dtype=torch.float64)
-    given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    try:
+        given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # of texts, None or rows of several lengths
+        raise ValueError(f"Expected numbers as weights of edges, but got others ({error}); convert them") from None
     if given.shape != (count,):
         raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(given.shape)}")
     bad = ~((given > 0) & given.isfinite())

@@ -205,6 +205,16 @@ def test_a_saved_run_goes_on_with_infinite_buffers(tmp_path: Any) -> None:
     check(ft.load_module(tmp_path / "end.safetensors", Kinds()), loop())
 
 
+def test_a_run_starts_from_a_modules_own_parameters_and_buffers() -> None:
+    trained = loop()
+    start = {**dict(trained.named_parameters()), **dict(trained.named_buffers())}
+    made = ft.Run(ft.fedavg(solver()), ft.InProcess(ft.data.from_tensors(rows())), start)
+    check(made.global_module(), trained)
+    check(ft.Run(ft.fedavg(solver()), made.population, made.server).global_module(), trained)
+    with pytest.raises(ValueError, match=r"'highest' .* with the module's buffers where they are averaged"):
+        ft.Run(ft.fedavg(solver()), made.population, dict(trained.named_parameters()))
+
+
 class Quantised(nn.Module):
     """Linear with a fake quantisation of its inputs, whose observer begins at (inf, −inf)."""
 

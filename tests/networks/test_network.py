@@ -272,6 +272,11 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"but got MultiGraph; pass .*, of whose edges .* is kept"):
         ft.Network.from_networkx(several)
     assert ft.Network.from_networkx(networkx.Graph(several)).weights.tolist() == [2.0]
+    for weights in (["heavy"], [None], numpy.array(["1.0"])):
+        with pytest.raises(ValueError, match="Expected numbers as weights of edges"):
+            ft.Network([(0, 1)], weights)
+    with pytest.raises(ValueError, match="Expected numbers as weights of edges"):
+        ft.Network.from_edges([("a", "b", "heavy")])
     for weight in ("heavy", "2.0", None, [1.0]):
         with pytest.raises(ValueError, match=r"attribute 'cost' of edges, but got .* of the edge \('a', 'b'\)"):
             ft.Network.from_networkx(networkx.Graph([("a", "b", {"cost": weight})]), weight="cost")
