@@ -272,7 +272,7 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"but got MultiGraph; pass .*, of whose edges .* is kept"):
         ft.Network.from_networkx(several)
     assert ft.Network.from_networkx(networkx.Graph(several)).weights.tolist() == [2.0]
-    for weights in (["heavy"], [None], numpy.array(["1.0"])):
+    for weights in (["heavy"], [None], np.array(["1.0"])):
         with pytest.raises(ValueError, match="Expected numbers as weights of edges"):
             ft.Network([(0, 1)], weights)
     with pytest.raises(ValueError, match="Expected numbers as weights of edges"):
