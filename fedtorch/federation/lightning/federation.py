@@ -269,7 +269,7 @@ class Federation(L.LightningModule):
         """Refuse a run of another length than its schedules; tell the loggers the settings, as `local/lr`."""
         check_rounds(self.trainer, self.run.algorithm.schedule)
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
-            logger.log_hyperparams(hyperparameters(self.run))
+            logger.log_hyperparams(hyperparameters(self.run, self._optimizers.settings()))
 
     def on_train_start(self) -> None:
         """Refuse rows that the Trainer was given."""

@@ -207,7 +207,10 @@ class LocalClients:
 
     def finish(self, partial: Tree, message: Tree) -> Tree:
         """Return the aggregate as the server takes it, of a partial one and any block's messages."""
-        aggregate = self.algorithm.exchange.finish(partial)
+        try:
+            aggregate = self.algorithm.exchange.finish(partial)
+        except BadClients as error:
+            raise ValueError(f"Client {self.names[error.rows[0]]!r}: {error}") from error
         if self.algorithm.told is None:
             return in_dtypes_of(message, aggregate)
         return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))

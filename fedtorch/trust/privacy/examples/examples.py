@@ -144,6 +144,12 @@ def example_level(
         module, None, steps, rounds, None, loss, optimizer, reset, "refuse", True, False, None, "32", project,
         ignore_hooks, rowwise=True,
     )  # fmt: skip
+    if unreal := [name for name in descent.trained if descent.parameters[name].is_complex()]:
+        raise TypeError(
+            f"Expected real parameters for gradients of single rows, but got {descent.parameters[unreal[0]].dtype} in "
+            f"{unreal[0]!r}; keep its real and imaginary parts as one real parameter (..., 2), and take "
+            "torch.view_as_complex of it in forward"
+        )
     descent.loss = PrivateLoss(
         descent.objective, descent.trained, clip, sampling_rate, spending, ghost, cut and cut.batch
     )
