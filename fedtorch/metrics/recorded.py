@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedtorch import stacked_layers, tree
-from fedtorch.metrics._torchmetrics import computed, summed_states, wide
+from fedtorch.metrics._torchmetrics import number_computed, summed_states, wide
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -155,7 +155,7 @@ class ClientMetric:
         self._metric.reset()
         for batch in batches:
             self._update(batch.of(client))
-        return computed(self._metric).cpu().double()
+        return number_computed(self._metric).cpu().double()
 
     def _update(self, arguments: Any) -> list[Tensor]:
         """Update the metric; return its states, where they are sums."""
@@ -241,7 +241,7 @@ class ClientMetric:
         def value(*one: Tensor) -> Tensor:
             for name, state in zip(self._states, one):
                 setattr(self._metric, name, state)
-            return computed(self._metric)
+            return number_computed(self._metric)
 
         some = sizes.nonzero()[:, 0].to(states[0].device)
         there = [state[some] for state in states]

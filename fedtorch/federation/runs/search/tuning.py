@@ -142,7 +142,7 @@ def grid(
         population: who computes, and where.
         validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
         metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, a
-            function (prediction, target) -> per-example values, or the name of what a LightningModule's own
+            function of a client's (prediction, target), or the name of what a LightningModule's own
             `validation_step` logs, as "val_loss".
         largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
             default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do; names do not.
