@@ -57,7 +57,7 @@ class Federation(L.LightningModule):
     Logged each round: `train_loss` and whatever the clients log (means over the cohort), `bytes_up`, `bytes_down`; and,
     with `validation`, `val_<metric>` over all rows, over clients `val_<metric>_mean`, `val_<metric>_min` and `_max`,
     and `val_<metric>_undefined`, on the rows of how many clients it is not defined. In a round that nobody answers,
-    what clients log is NaN, which `EarlyStopping` takes as no improvement.
+    what clients log is NaN, which `EarlyStopping` passes over.
 
     Args:
         algorithm: what clients and server compute.
@@ -144,7 +144,7 @@ class Federation(L.LightningModule):
         self._optimizers = ClientsOptimizers(self.run)
         self._items = {stage: [0] for stage in ("train", "val", "test")}  # an epoch is a round, an evaluation a step
         self.scores: dict[str, Score] = {}
-        self._unchecked: list[EarlyStopping] = []
+        self._waiting: list[tuple[EarlyStopping, bool, int]] = []  # with what they had before an unanswered round
         self._warned = False
         self._show_validation()
 
@@ -203,11 +203,11 @@ class Federation(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Run one communication round."""
-        self._check_finite_again()
+        self._let_stopping_go_on()
         round = self.run.step(**self._optimizers.ask())
         self._optimizers.follow(round.ids)
         if not len(round.ids):
-            self._expect_unanswered(round.info)
+            self._let_stopping_wait(round.info)
         self._log_values(means(round.info), prog_bar=("train_loss",))
         self._log_values({name: float(value) for name, value in round.report.items() if name not in round.info})
         self._log_values({"bytes_up": self.run.bytes_up, "bytes_down": self.run.bytes_down})
@@ -215,18 +215,18 @@ class Federation(L.LightningModule):
         counter = self.optimizers()
         (counter[0] if isinstance(counter, list) else counter).step()
 
-    def _expect_unanswered(self, names: Collection[str]) -> None:
-        """Let `EarlyStopping` take NaN of a round that nobody answers as no improvement, and not as divergence."""
-        names = {*names, "train_loss"}
+    def _let_stopping_wait(self, names: Collection[str]) -> None:
+        """Let `EarlyStopping` pass over the NaN of a round that nobody answers: it is no divergence, and no trial."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, EarlyStopping) and callback.check_finite and callback.monitor in names:
+            if isinstance(callback, EarlyStopping) and callback.monitor in {*names, "train_loss"}:
+                self._waiting.append((callback, callback.check_finite, callback.wait_count))
                 callback.check_finite = False
-                self._unchecked.append(callback)
+                callback.wait_count = min(callback.wait_count, callback.patience - 1) - 1  # NaN adds one
 
-    def _check_finite_again(self) -> None:
-        for callback in self._unchecked:
-            callback.check_finite = True
-        self._unchecked.clear()
+    def _let_stopping_go_on(self) -> None:
+        for callback, checks, waited in self._waiting:
+            callback.check_finite, callback.wait_count = checks, waited
+        self._waiting.clear()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Score every client's model on its validation rows."""
@@ -297,7 +297,7 @@ class Federation(L.LightningModule):
 
     def on_train_end(self) -> None:
         """Note why the run has stopped before the rounds that the Trainer was given."""
-        self._check_finite_again()
+        self._let_stopping_go_on()
         self.run.ended = stopped_early(self.trainer, self.round)
 
     def on_validation_start(self) -> None:

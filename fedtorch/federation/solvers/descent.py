@@ -155,7 +155,8 @@ class Descent:
             return self._through_loaders(start, state, data, quadratic, turn)
         device, key = data.count.device, lambda: turn.key  # which full batches of a module without draws never ask for
         if len(count := data.count.to("cpu")) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=device)
+            return Local(start, state, nothing, {"loss": nothing})
         limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit, turn.share)
         if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
             return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
@@ -180,7 +181,8 @@ class Descent:
     ) -> Local:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
         if (count := len(data.count)) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=turn.key.device)
+            return Local(start, state, nothing, {"loss": nothing})
         if turn.partial:
             raise ValueError("Expected clients with rows for ft.partial_work, but got loaders; leave one of them out")
         per_epoch, each = torch.tensor([data.steps(k) for k in range(count)]), list(torch.arange(count)[:, None])
