@@ -438,3 +438,32 @@ def test_clients_without_rows_are_neither_failed_nor_undefined() -> None:
         assert not bool(score.undefined[1])
         empty = score.clients[1]["a"] if name == "tree" else score.clients[1]
         assert bool(empty.isnan())
+
+
+def test_over_other_processes_sums_give_the_same_and_numbers_are_refused_by_name() -> None:
+    clients = rows("classes")
+    data, weighted = ft.data.from_tensors(clients), partial(F.cross_entropy, weight=W)
+    metrics = {"loss": weighted, "rows": lambda p, t: p.argmax(-1) == t, "sum": nn.CrossEntropyLoss(reduction="sum")}
+    run = run_of(data)
+    here = run.evaluate(data, metrics)
+    run.clients.in_process = False
+    there = run.evaluate(data, metrics)
+    for name in metrics:
+        assert there[name].overall == pytest.approx(here[name].overall, rel=1e-12)
+        torch.testing.assert_close(there[name].clients, here[name].clients)
+    with pytest.raises(TypeError, match=r"Metric 'root': Expected a value per row, .*, but got one number"):
+        run.evaluate(data, {"root": lambda p, t: F.cross_entropy(p, t)})
+    clients[1] = (clients[1][0], clients[1][1] + 7)
+    some = run.evaluate(ft.data.from_tensors(clients), {"loss": weighted})["loss"]
+    assert some.undefined is not None
+    assert some.undefined.tolist() == [False, True, False, False, False]
+    others = [each for k, each in enumerate(clients) if k != 1]
+    assert some.overall == pytest.approx(float(weighted(*pooled(others))), rel=1e-12)
+
+
+def test_a_tree_is_no_number_to_compare_settings_by() -> None:
+    data = ft.data.from_tensors(rows("real"))
+    build = lambda lr: run_of(data).algorithm
+    metric = ft.metrics.mean_of(lambda prediction, target: {"a": prediction.mean()}, True)
+    with pytest.raises(TypeError, match="Expected a metric that is one number to compare settings by, but got a dict"):
+        ft.grid(build, {"lr": [0.1]}, ft.InProcess(data), validation=data, rounds=1, metric=metric)

@@ -309,9 +309,10 @@ def scored(run: Run, validation: Evaluable, metric: Any, split: Split) -> Score 
         if isinstance(metric, str)
         else run.evaluate(validation, {"metric": metric}, split)["metric"]
     )
-    if isinstance(score.overall, Tensor):
-        shape = tuple(score.overall.shape)
-        raise TypeError(f"Expected a metric that is one number to compare settings by, but got one of shape {shape}")
+    if not score.is_number:
+        got = score.overall
+        got = f"one of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__} of them"
+        raise TypeError(f"Expected a metric that is one number to compare settings by, but got {got}")
     failed = score.failed is not None and bool(score.failed.any())  # models are finite, and outputs are not
     return score if math.isfinite(score.overall) and not failed else None
 
