@@ -47,6 +47,7 @@ from fedtorch.federation.algorithms.fedavg import (
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.solvers.prediction import unpadded
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
@@ -351,5 +352,5 @@ def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Te
     """Return the mean loss of every client's rows, `(K,)` float64."""
     inputs, targets = inputs_and_targets(rows.batch)
     with torch.no_grad():
-        each = loss(local.predict(tensors, inputs), targets).to(torch.float64)
+        each = loss(unpadded(local.predict, tensors, inputs, rows.mask), targets).to(torch.float64)
     return torch.where(rows.mask, each, 0.0).sum(1) / rows.count.clamp(min=1)

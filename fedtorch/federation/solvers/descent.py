@@ -178,7 +178,8 @@ class Descent:
         if isinstance(data, ClientLoaders):
             return self._through_loaders(start, state, data, quadratic, turn)
         if len(data.count) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=data.count.device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=data.count.device)
+            return Local(start, state, nothing, {"loss": nothing})
         if self.linear is not None and turn.rates is None:
             family = self.linear.family(start, data.batch, quadratic)
             if family is not None:
@@ -259,7 +260,8 @@ class Descent:
     ) -> Local:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
         if (count := len(data.count)) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=turn.key.device)
+            return Local(start, state, nothing, {"loss": nothing})
         if turn.partial:
             raise ValueError("Expected clients with rows for ft.partial_work, but got loaders; leave one of them out")
         per_epoch, each = torch.tensor([data.steps(k) for k in range(count)]), list(torch.arange(count)[:, None])

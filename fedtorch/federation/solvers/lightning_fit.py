@@ -249,7 +249,8 @@ class _Fit:
         """Fit the clients of a block, one after the other."""
         device = data.count.device
         if len(data.count) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=device)
+            return Local(start, state, nothing, {"loss": nothing})
         fitted, loaded = [], isinstance(data, ClientLoaders)
         for k in range(len(data.count)):
             seed = int(random.fold_in(turn.key[k], MODULE))
