@@ -24,7 +24,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch.func import grad_and_value, vmap
 
 from fedtorch import tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
-from fedtorch.federation.solvers.objective import Objective
+from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss, Step
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.module_randomness.step_draws import StepKeys
@@ -40,6 +40,7 @@ from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._layers import Layer, LayerRecorder, ghost_squares, linear_layers
+from fedtorch.trust.privacy.examples._operations import ExampleOperations
 
 _LOG = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class PrivateLoss(StackedLoss):
             self._say("ghost=False: expected nothing but linear layers and convolutions to be trained")
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
+        self._steps = StepsWithRows()
 
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys
@@ -92,15 +94,25 @@ class PrivateLoss(StackedLoss):
         assert isinstance(batch, Batch), "clients with loaders are refused when a run begins"
         if index == 0:
             self.spending.begin(keys.keys, MODULE if self.random else None)
+            self._steps = StepsWithRows()
         roster = hashlib.sha256(keys.keys.cpu().numpy().tobytes()).digest()
         drawn = self._draw(batch, index, roster)
         rows, taken = poisson_batch(batch.rows, drawn)
+        self._steps.add(taken)
         values = [tensors[name].detach() for name in self.tensors]
         sums, losses = self.clipped(values, rows, taken, index, keys[index].keys if self.random else None)
         noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
+        self.objective.reductions["loss"] = self._steps  # also where the module logs a loss of its own
         return losses, {}, {}, noised, None  # logs and metrics of rows have no noise
+
+    def single(
+        self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
+        """Return one client's (loss, logs, new buffers), of operations that have gradients by example."""
+        with ExampleOperations():
+            return super().single(values, rows, weights, index)
 
     def clipped(
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
@@ -250,6 +262,25 @@ class PrivateLoss(StackedLoss):
         noised = on_grid(flat + scale * noise, scale) / (self.sampling_rate * counts[:, None])
         parts = noised.split(sizes, 1)
         return [part.reshape(leaf.shape).to(leaf.device, d) for part, leaf, d in zip(parts, sums, dtypes)]
+
+
+class StepsWithRows(Reduction):
+    """The mean of a client's losses over the steps of a round that drew some of its rows; NaN where none did."""
+
+    def __new__(cls) -> Self:
+        """Return the reduction of a round whose steps are yet to come."""
+        return super().__new__(cls, "mean of the steps with rows")
+
+    def __init__(self) -> None:
+        self._drawn: list[Tensor] = []  # (K,) bool each
+
+    def add(self, taken: Tensor) -> None:
+        """Take in the mask `(K, B)` of a step's rows."""
+        self._drawn.append(taken.any(1))
+
+    def of(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """Reduce losses `(S, K)` of clients with so many rows."""
+        return super().of(values, torch.where(torch.stack(self._drawn).to(sizes.device), sizes, 0))
 
 
 def poisson_batch(rows: Tree, drawn: Tensor) -> tuple[Tree, Tensor]:
