@@ -33,11 +33,12 @@ import numpy as np
 from fedtorch.trust.privacy._checks import check_delta, check_noise, check_rate, check_rounds
 from fedtorch.trust.privacy.accounting.analytic import composed_noise, gaussian_epsilon
 from fedtorch.trust.privacy.accounting.renyi import ORDERS, best_epsilon, renyi_divergence
-from fedtorch.trust.privacy.noise import LossCurve, Mechanism, gaussian
+from fedtorch.trust.privacy.noise import LossCurve, Mechanism, gaussian, laplace
 
 _LOG = logging.getLogger(__name__)
 _INTERVAL = 1e-4  # of the grid of privacy losses, coarser where the losses of little noise are large
 FINE, COARSE, ROUGH = 1_000_000, 20_000, 5_000  # cells of the grid
+_EXPONENT = 700.0  # beyond which e^x has no number
 _COARSEST = 100.0  # interval, of whose exponential the distributions are made
 _LARGEST = 1e6  # losses, beyond which an account is not worth keeping
 _CLOSE = 1e-6  # by which ε is rounded up where batches may be cut
@@ -170,6 +171,8 @@ def _pld_curve(releases: Mapping[Release, int], cells: int, most: int) -> tuple[
     largest = max(_largest(release.noise) for release in releases)
     if largest > _LARGEST:
         return lambda delta: math.inf, False
+    if any(r.mechanism is laplace and r.sampling_rate < 1 and r.noise * _EXPONENT < 1 for r in releases):
+        return _closed_bound(releases), False
     interval = max(_INTERVAL, largest / cells)
     width = _composed_width(releases, max(interval, largest / ROUGH))
     if width / interval <= most:
@@ -182,7 +185,10 @@ def _pld_curve(releases: Mapping[Release, int], cells: int, most: int) -> tuple[
 
 
 def _composed(releases: Mapping[Release, int], interval: float) -> Callable[[float], float]:
-    """Return δ -> ε on a grid of losses, each release rounded up to it."""
+    """Return δ -> ε on a grid of losses, each release rounded up to it.
+
+    Of releases without sampling both ways are alike.
+    """
     ways: list[Any] = []  # a unit leaves, a unit comes
     for release, count in releases.items():
         parts = _losses(release, interval)

@@ -139,6 +139,7 @@ def example_level(
 ) -> LocalSolver:
     """Build a local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
 
+    Layers are torch's own, recurrent ones and their cells included. What mixes examples is refused by name.
     Optimiser, schedule, `reset`, `rounds`, `project` and `ignore_hooks` are those of `ft.gradient_descent`.
 
     Args:
@@ -146,7 +147,8 @@ def example_level(
         clip: the bound C on the Euclidean norm of an example's gradient.
         noise: z, so that the sum of a step's clipped gradients has noise of z·C.
         sampling_rate: q, with which every step draws each of a client's rows, independently and in secret. Sums are
-            divided by q times the client's rows. In the history of a seeded simulation a step without rows has no loss.
+            divided by q times the client's rows. In the history of a seeded simulation `train_loss` is the mean over
+            the steps that drew rows.
         steps: in each round.
         delta: δ of all ε, below one over any client's rows.
         loss: (output, target) -> mean loss of a batch.

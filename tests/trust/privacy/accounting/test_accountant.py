@@ -267,3 +267,10 @@ def test_noise_is_what_bisection_on_the_fine_grid_gives(epsilon, rate: float, ro
     found = privacy.noise_for(epsilon=epsilon, sampling_rate=rate, rounds=rounds, delta=delta)
     assert found == pytest.approx(noise, rel=1e-12)
     assert "upper bound" not in repr(found)
+
+
+def test_sampled_laplace_noise_next_to_none_has_the_bound_of_its_parts() -> None:
+    """log(1 + q (e^{1/b} − 1)) a round, where e^{1/b} has no number."""
+    found = privacy.epsilon(noise=1e-3, sampling_rate=0.5, rounds=3, delta=DELTA, mechanism=privacy.laplace)
+    assert isinstance(found, accountant.UpperBound)
+    assert found == pytest.approx(3 * (1000 + math.log(0.5)))
