@@ -1,0 +1,5 @@
+"""Situations by theme."""
+
+from situations.cases import coupled, embeddings
+
+CASES = [*embeddings.CASES, *coupled.CASES]

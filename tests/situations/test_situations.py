@@ -1,0 +1,38 @@
+"""Every situation trains and evaluates as a plain loop in plain torch, or is refused by name."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from situations.case import FEDERATIONS, Case
+from situations.cases import CASES
+from situations.ways import FAST, SLOW, outcome
+
+
+def test_the_corpus_is_large_and_its_names_are_unique():
+    assert len({case.name for case in CASES}) == len(CASES)
+
+
+@pytest.mark.parametrize("way", FAST)
+@pytest.mark.parametrize("federation", FEDERATIONS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_situation_equals_a_plain_loop(case: Case, federation: str, way: str) -> None:
+    _check(case, federation, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", SLOW)
+@pytest.mark.parametrize("federation", FEDERATIONS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_situation_equals_a_plain_loop_or_is_refused_in_every_way(case: Case, federation: str, way: str) -> None:
+    _check(case, federation, way)
+
+
+def _check(case: Case, federation: str, way: str) -> None:
+    result = outcome(case, federation, way)
+    if way in case.refused:
+        assert re.search(case.refused[way], result.refusal), result
+    else:
+        assert result.equal(case), result
