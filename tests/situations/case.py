@@ -93,7 +93,7 @@ class Case:
         tolerance: of a difference, relative to the movement of the loop.
         rowwise: whether a batch's loss is the mean of its rows' losses and an output depends on its row alone.
         compiles: whether every step executes the same operations, so that `compile=True` can be promised.
-        refused: way of training -> regular expression of the refusal that is expected there.
+        refused: way of training -> regular expression of the refusal that may come there instead of the loop's numbers.
         metrics: of the evaluation, by name; None: the loss, if there is one, and `size`.
         split: rows -> (inputs, targets), of the evaluation.
         counts: rows of the clients, by federation.

@@ -74,23 +74,24 @@ def average(case: Case, clients: list[Any]) -> tuple[Tensors, list[nn.Module]]:
     modules = [made(case) for _ in clients]
     for number in range(case.rounds):
         modules = [_trained(case, rows, module, number) for module, rows in zip(modules, clients)]
-        mean = _mean([_tensors(module) for module in modules], [_count(rows) for rows in clients])
+        mean = _mean([tensors(module) for module in modules], [_count(rows) for rows in clients])
         if local:
             mean = {name: mean[name] for name, _ in modules[0].named_parameters()}
         modules = [_copied(case, module, mean) for module in modules]
     return mean, modules
 
 
-def _copied(case: Case, module: nn.Module, tensors: Tensors) -> nn.Module:
+def _copied(case: Case, module: nn.Module, given: Tensors) -> nn.Module:
     """Return a new module with the tensors of another, or those given."""
-    new, values = made(case), _tensors(module) | tensors
+    new, values = made(case), tensors(module) | given
     with torch.no_grad():
         for name, tensor in (*new.named_parameters(), *new.named_buffers()):
             tensor.copy_(values[name])
     return new
 
 
-def _tensors(module: nn.Module) -> Tensors:
+def tensors(module: nn.Module) -> Tensors:
+    """Return copies of a module's parameters and buffers by name."""
     named = (*module.named_parameters(), *module.named_buffers())
     return {name: each.detach().clone() for name, each in named}
 

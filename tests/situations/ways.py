@@ -55,7 +55,7 @@ def outcome(case: Case, federation: str, way: str) -> Outcome:
     run = _or_refusal(lambda: trained(case, clients, way))
     if isinstance(run, str):
         return Outcome(refusal=run)
-    gap = _training_gap(case, run, expected) / movement
+    gap = _training_gap(case, run, expected, modules) / movement
     found = _or_refusal(lambda: evaluated(case, run, clients))
     if isinstance(found, str):
         return Outcome(gap, refusal=f"evaluation: {found}")
@@ -111,11 +111,18 @@ def evaluated(case: Case, run: Run, clients: list[Any]) -> dict[str, Any]:
     return run.evaluate(ft.data.from_tensors(clients), case.scores, split=case.split) if case.scores else {}
 
 
-def _training_gap(case: Case, run: Run, expected: loop.Tensors) -> float:
-    module = run.global_module()
+def _training_gap(case: Case, run: Run, expected: loop.Tensors, modules: list[nn.Module]) -> float:
+    if case.says.get("buffers") == "local":
+        every = [(run.client_module(k), loop.tensors(module)) for k, module in enumerate(modules)]
+    else:
+        every = [(run.global_module(), expected)]
+    return max(_gap_of_module(case, *each) for each in every)
+
+
+def _gap_of_module(case: Case, module: nn.Module, expected: loop.Tensors) -> float:
     if isinstance(module, Step) and case.loss is not None:  # `lightning_fit` of an `nn.Module`
         module = module.net
-    got = dict((*module.named_parameters(), *module.named_buffers()))
+    got = loop.tensors(module)
     return max(_gap(got[name], each) for name, each in expected.items())
 
 

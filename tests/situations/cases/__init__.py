@@ -1,5 +1,5 @@
 """Situations by theme."""
 
-from situations.cases import coupled, embeddings
+from situations.cases import coupled, embeddings, gradients, state
 
-CASES = [*embeddings.CASES, *coupled.CASES]
+CASES = [*embeddings.CASES, *coupled.CASES, *gradients.CASES, *state.CASES]
