@@ -75,7 +75,7 @@ def first_two(rows: Any) -> tuple[Any, Any]:
     return rows[0], rows[1] if len(rows) > 1 else {}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One situation.
 

@@ -159,7 +159,7 @@ class _Session:
                     nn.utils.clip_grad_norm_(self.module.parameters(), norm)
                 self.optimizer.step()
             self.steps += 1
-            self._schedule("step", self.steps)
+            self._schedule("step", index + 1)  # Lightning counts minibatches anew in every epoch
         self._schedule("epoch", epoch + 1)
 
     def _loss(self, batch: Any, index: int) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +28,7 @@ SLOW: dict[str, dict[str, Any]] = {
     "lightning_fit": {},
 }
 WAYS = FAST | SLOW
-_ADVICE = re.compile(r"Expected .*but|batched=False|lightning_fit|rowwise", re.DOTALL)
+_ADVICE = re.compile(r"Expected .*but|batched=False|lightning_fit|rowwise|buffers=", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,7 @@ def outcome(case: Case, federation: str, way: str) -> Outcome:
         AssertionError: the loop moves nothing, or an error is none of the package's refusals.
     """
     clients = loop.rows_of(case, case.counts[federation])
-    expected, modules = loop.average(case, clients)
-    movement = max(_gap(each, expected[name]) for name, each in loop.made(case).named_parameters())
-    assert movement > 1e-6, f"the loop of {case.name!r} moves nothing"
+    expected, modules, movement = _looped(case, federation)
     run = _or_refusal(lambda: trained(case, clients, way))
     if isinstance(run, str):
         return Outcome(refusal=run)
@@ -60,6 +59,15 @@ def outcome(case: Case, federation: str, way: str) -> Outcome:
     if isinstance(found, str):
         return Outcome(gap, refusal=f"evaluation: {found}")
     return Outcome(gap, _evaluation_gap(case, found, modules, clients))
+
+
+@functools.lru_cache(maxsize=2)
+def _looped(case: Case, federation: str) -> tuple[loop.Tensors, list[nn.Module], float]:
+    """Return the loop's average, the clients' modules, and the largest movement of a parameter."""
+    expected, modules = loop.average(case, loop.rows_of(case, case.counts[federation]))
+    movement = max(_gap(each, expected[name]) for name, each in loop.made(case).named_parameters())
+    assert movement > 1e-6, f"the loop of {case.name!r} moves nothing"
+    return expected, modules, movement
 
 
 def _or_refusal(function: Callable[[], Any]) -> Any:

@@ -1,5 +1,14 @@
 """Situations by theme."""
 
-from situations.cases import coupled, embeddings, gradients, layers, state
+from situations.cases import coupled, embeddings, gradients, layers, losses, operations, state, training
 
-CASES = [*embeddings.CASES, *coupled.CASES, *gradients.CASES, *state.CASES, *layers.CASES]
+CASES = [
+    *embeddings.CASES,
+    *coupled.CASES,
+    *losses.CASES,
+    *gradients.CASES,
+    *state.CASES,
+    *layers.CASES,
+    *operations.CASES,
+    *training.CASES,
+]

@@ -419,7 +419,7 @@ CASES: list[Case] = [
     net("symmetric, parametrised", symmetric, rowwise=True),
     net("pruned pytorch#33618", pruned, rowwise=True, refused=dict.fromkeys(WAYS, "prun|parametri")),
     net("lazy, called once", lazy, rowwise=True),
-    net("scripted", scripted, rowwise=True),
+    net("scripted", scripted, rowwise=True, refused=dict.fromkeys(WAYS, "(?i)script")),
     net("one layer used twice", shared, rowwise=True),
     net("containers of modules and parameters", Residual, rowwise=True),
     # Recurrence.
