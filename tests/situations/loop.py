@@ -61,7 +61,8 @@ def _take(rows: Any, start: int, stop: int) -> Any:
         return rows[start:stop].clone()
     if isinstance(rows, Mapping):
         return {name: _take(each, start, stop) for name, each in rows.items()}
-    return tuple(_take(each, start, stop) for each in rows)
+    taken = [_take(each, start, stop) for each in rows]
+    return type(rows)(*taken) if hasattr(rows, "_fields") else tuple(taken)
 
 
 def average(case: Case, clients: list[Any]) -> tuple[Tensors, list[nn.Module]]:

@@ -18,11 +18,10 @@ def loss_of(s: Any, batch: Any) -> Tensor:
     return F.mse_loss(s(batch[0]), batch[1])
 
 
-def optimiser(name: str, kind: Callable[..., Any], **options: Any) -> Case:
+def optimiser(name: str, kind: Callable[..., Any], refused: dict[str, str] | None = None, **options: Any) -> Case:
     """Return a case of three epochs with an optimiser of torch."""
-    return net(
-        f"optimiser: {name}", mlp, optimizer=lambda p: kind(p, **{"lr": 0.05, **options}), epochs=3, rowwise=True
-    )
+    make = lambda p: kind(p, **{"lr": 0.05, **options})
+    return net(f"optimiser: {name}", mlp, optimizer=make, epochs=3, rowwise=True, refused=refused or {})
 
 
 def schedule(
