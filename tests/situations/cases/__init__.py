@@ -1,5 +1,6 @@
 """Situations by theme."""
 
+from situations.case import Case
 from situations.cases import (
     coupled,
     embeddings,
@@ -9,19 +10,22 @@ from situations.cases import (
     losses,
     operations,
     packages,
+    reports,
     state,
     training,
 )
 
-CASES = [
-    *embeddings.CASES,
-    *coupled.CASES,
-    *losses.CASES,
-    *forms.CASES,
-    *gradients.CASES,
-    *state.CASES,
-    *layers.CASES,
-    *operations.CASES,
-    *training.CASES,
-    *packages.CASES,
-]
+THEMES = {
+    "embeddings": embeddings.CASES,
+    "coupled rows": coupled.CASES,
+    "losses of torch": losses.CASES,
+    "forms and dtypes": forms.CASES,
+    "gradients": gradients.CASES,
+    "state": state.CASES,
+    "layers": layers.CASES,
+    "operations": operations.CASES,
+    "training": training.CASES,
+    "packages": packages.CASES,
+    "reports": reports.CASES,
+}
+CASES: list[Case] = [case for cases in THEMES.values() for case in cases]
