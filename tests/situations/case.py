@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 MakeOptimizer = Callable[[Any], Any]
-FEDERATIONS = {"unequal": (5, 9, 3), "equal": (4, 4, 4, 4)}
+FEDERATIONS = {"mixed": (4, 7, 4, 3, 4), "unequal": (5, 9, 3), "equal": (4, 4, 4, 4)}  # rows of the clients
 
 
 def sgd(lr: float = 0.1, **options: Any) -> MakeOptimizer:
@@ -96,7 +96,7 @@ class Case:
         refused: way of training -> regular expression of the refusal that may come there instead of the loop's numbers.
         metrics: of the evaluation, by name; None: the loss, if there is one, and `size`.
         split: rows -> (inputs, targets), of the evaluation.
-        counts: rows of the clients, by federation.
+        times: how many times the rows of `FEDERATIONS` the clients have.
     """
 
     name: str
@@ -115,7 +115,11 @@ class Case:
     refused: Mapping[str, str] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     split: Callable[[Any], tuple[Any, Any]] = first_two
-    counts: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: FEDERATIONS)
+    times: int = 1
+
+    def counts(self, federation: str) -> tuple[int, ...]:
+        """Return the rows of each client of a federation."""
+        return tuple(self.times * count for count in FEDERATIONS[federation])
 
     @property
     def scores(self) -> dict[str, Any]:

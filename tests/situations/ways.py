@@ -49,7 +49,7 @@ def outcome(case: Case, federation: str, way: str) -> Outcome:
     Raises:
         AssertionError: the loop moves nothing, or an error is none of the package's refusals.
     """
-    clients = loop.rows_of(case, case.counts[federation])
+    clients = loop.rows_of(case, case.counts(federation))
     expected, modules, movement = _looped(case, federation)
     run = _or_refusal(lambda: trained(case, clients, way))
     if isinstance(run, str):
@@ -64,7 +64,7 @@ def outcome(case: Case, federation: str, way: str) -> Outcome:
 @functools.lru_cache(maxsize=2)
 def _looped(case: Case, federation: str) -> tuple[loop.Tensors, list[nn.Module], float]:
     """Return the loop's average, the clients' modules, and the largest movement of a parameter."""
-    expected, modules = loop.average(case, loop.rows_of(case, case.counts[federation]))
+    expected, modules = loop.average(case, loop.rows_of(case, case.counts(federation)))
     movement = max(_gap(each, expected[name]) for name, each in loop.made(case).named_parameters())
     assert movement > 1e-6, f"the loop of {case.name!r} moves nothing"
     return expected, modules, movement

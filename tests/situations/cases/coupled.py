@@ -458,18 +458,15 @@ def far_targets(n: int) -> tuple[Tensor, Tensor]:
     return torch.randn(n, 4), torch.randn(n, 1) + 4
 
 
-MANY = {"unequal": (20, 36, 12), "equal": (18, 18, 18, 18)}
 scalar = functools.partial(net, make=mlp)
 embedded = functools.partial(net, make=lambda: mlp(4, 4), rows=labelled())
 WRONG_SHAPE = r"(?i)shape|broadcast"
 
 CASES: list[Case] = [
-    scalar("loss: weighted mean with rare weights tsai#154", rows=rare_targets, loss=rare_weights, counts=MANY),
-    scalar(
-        "loss: mean over targets that are there gpytorch#1591", rows=rare_targets, loss=missing_targets, counts=MANY
-    ),
+    scalar("loss: weighted mean with rare weights tsai#154", rows=rare_targets, loss=rare_weights, times=4),
+    scalar("loss: mean over targets that are there gpytorch#1591", rows=rare_targets, loss=missing_targets, times=4),
     scalar("loss: flooding", rows=far_targets, loss=flooding, epochs=30),
-    scalar("loss: bounded", rows=rare_targets, loss=bounded, counts=MANY),
+    scalar("loss: bounded", rows=rare_targets, loss=bounded, times=4),
     *(
         scalar(f"loss: {name}", loss=loss)
         for name, loss in {
@@ -574,15 +571,15 @@ CASES: list[Case] = [
     step("step: mixup by index_select", selected),
     step("step: mixup by F.embedding", looked_up),
     step("step: similarities of rows distilled", distilled, lambda: mlp(4, 2)),
-    step("step: weights as a field, one of them rare", weighted_by_a_field, mlp, weighted_rows, counts=MANY),
+    step("step: weights as a field, one of them rare", weighted_by_a_field, mlp, weighted_rows, times=4),
     step("step: weights by a softmax of losses", importance),
-    step("step: weights as a field, Adam", weighted_by_a_field, mlp, weighted_rows, counts=MANY, optimizer=adam()),
+    step("step: weights as a field, Adam", weighted_by_a_field, mlp, weighted_rows, times=4, optimizer=adam()),
     step(
         "step: weights as a field, momentum",
         weighted_by_a_field,
         mlp,
         weighted_rows,
-        counts=MANY,
+        times=4,
         optimizer=sgd(momentum=0.9),
     ),
     scalar("loss: weighted mean, minibatches", loss=rare_weights, size=2),

@@ -381,7 +381,7 @@ CASES: list[Case] = [
         lambda: nn.BatchNorm1d(4),
         **AVERAGE,
         size=3,
-        counts={"unequal": (6, 9, 3), "equal": (6, 6, 6, 6)},
+        times=3,
     ),
     batch_norm("BatchNorm, averaged, two rounds", **AVERAGE, rounds=2),
     batch_norm("BatchNorm without statistics functorch#273", lambda: nn.BatchNorm1d(4, track_running_stats=False)),
