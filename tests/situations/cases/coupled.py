@@ -445,13 +445,13 @@ def importance(s: object, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def weighted_rows(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.randn(n, 4), torch.randn(n, 1), torch.where(torch.arange(n)[:, None] % 17 == 1, 30.0, 1.0)
+    return torch.randn(n, 4), torch.randn(n, 1), torch.where((torch.arange(n)[:, None] == 3) & (n > 20), 30.0, 1.0)
 
 
 def rare_targets(n: int) -> tuple[Tensor, Tensor]:
-    """Targets of which every seventeenth is large, from the second row on."""
+    """Targets of which one of the client with most rows is large."""
     y = 0.1 * torch.randn(n, 1)
-    return torch.randn(n, 4), torch.where(torch.arange(n)[:, None] % 17 == 1, y + 3, y)
+    return torch.randn(n, 4), torch.where((torch.arange(n)[:, None] == 3) & (n > 20), y + 3, y)
 
 
 def far_targets(n: int) -> tuple[Tensor, Tensor]:
