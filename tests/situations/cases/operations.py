@@ -133,7 +133,7 @@ def sinusoids(h: Tensor, x: Tensor) -> Tensor:
 
 
 def bucketed(h: Tensor, x: Tensor) -> Tensor:
-    return h * (1 + torch.bucketize(x.contiguous(), torch.tensor([-1.0, 0.0, 1.0], dtype=x.dtype)))
+    return h * (1 + torch.bucketize(x.flatten(), torch.tensor([-1.0, 0.0, 1.0], dtype=x.dtype)).view(-1, 4))
 
 
 def quantile_of_columns(h: Tensor, x: Tensor) -> Tensor:
