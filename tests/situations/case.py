@@ -152,8 +152,14 @@ class Step(L.LightningModule):
 
 
 def net(name: str, make: Callable[[], nn.Module], rows: Any = None, loss: Any = F.mse_loss, **options: Any) -> Case:
-    """Return a case of a network under a loss of its output and its rows' targets."""
-    return Case(name, make, rows or regression(), loss, options.pop("optimizer", sgd()), **options)
+    """Return a case of a network under a loss of its output and its rows' targets.
+
+    `compile=True` is promised of those whose loss is the mean of its rows' losses and that keep no state.
+    """
+    still = options.get("rowwise", False) and not options.get("refused") and "says" not in options
+    return Case(
+        name, make, rows or regression(), loss, options.pop("optimizer", sgd()), **{"compiles": still, **options}
+    )
 
 
 def step(name: str, function: Callable[[Any, Any], Any], make: Any = mlp, rows: Any = None, **options: Any) -> Case:

@@ -138,7 +138,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
         "(?i)call it|one batch|lazy",
     ),
     "nothing trains opacus#687": (plain(all_frozen), regression(), "requires_grad|train"),
-    "a loss that reads the module itself": (outside, regression(), "not trained|outside|closure"),
+    "a loss that reads the module itself": (outside, regression(), "depends on"),
     "BatchNorm without a choice of buffers FedScale#57": (plain(normed), regression(), "buffers="),
     "labels out of range at one client PFLlib#254": (
         plain(lambda: nn.Linear(4, 3), F.cross_entropy), far_labels, "'2'"

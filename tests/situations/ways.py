@@ -28,6 +28,9 @@ SLOW: dict[str, dict[str, Any]] = {
     "lightning_fit": {},
 }
 WAYS = FAST | SLOW
+RANKS = "two ranks"  # in a process group
+LIKE_DEFAULT = (RANKS, "chunk=1")
+PROMISES = ("batched=True", "compile=True", "rowwise=True")
 _ADVICE = re.compile(r"Expected .*but|batched=False|lightning_fit|rowwise|buffers=", re.DOTALL)
 
 
@@ -82,7 +85,8 @@ def _or_refusal(function: Callable[[], Any]) -> Any:
 
 def trained(case: Case, clients: list[Any], way: str) -> Run:
     """Return the run of a case on clients' rows."""
-    population = ft.InProcess(federated(case, clients), chunk=1 if way == "chunk=1" else None)
+    data = federated(case, clients)
+    population = ft.Distributed(data) if way == RANKS else ft.InProcess(data, chunk=1 if way == "chunk=1" else None)
     return ft.run(ft.fedavg(solver(case, way)), population, rounds=case.rounds, progress=False)
 
 
@@ -101,9 +105,10 @@ def solver(case: Case, way: str) -> LocalSolver:
         says = {name: value for name, value in case.says.items() if name in ("buffers", "ignore_hooks")}
         says |= {"gradient_clip_val": case.says["clip"]} if "clip" in case.says else {}
         says |= {"rounds": case.rounds} if "rounds" in case.says else {}
-        return ft.lightning_fit(_lightning(case, module), max_epochs=case.epochs, shuffle=False, **says)
+        says |= {"shuffle": False} if case.size is None else {}
+        return ft.lightning_fit(_lightning(case, module), max_epochs=case.epochs, **says)
     own = {} if isinstance(module, L.LightningModule) else {"loss": case.loss, "optimizer": case.optimizer}
-    return ft.gradient_descent(module, epochs=case.epochs, **own, **{**WAYS[way], **case.says})
+    return ft.gradient_descent(module, epochs=case.epochs, **own, **{**WAYS.get(way, {}), **case.says})
 
 
 def _lightning(case: Case, module: nn.Module) -> L.LightningModule:

@@ -79,6 +79,9 @@ class Own(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -96,6 +99,9 @@ class Normed(optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
