@@ -67,6 +67,66 @@ def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple
     return matching, {n: t for n, t in tensors.items() if n not in matching}
 
 
+def copied(module: nn.Module) -> nn.Module:
+    """Return a deep copy of a module, with what `copy.deepcopy` loses of its parameters: hooks and attributes.
+
+    A hook that is a method of the module, or of a part of it, is a method of the copy.
+
+    Raises:
+        RuntimeError: the module cannot be copied; the message says what to do.
+
+    Example:
+        >>> net = nn.Linear(2, 1, bias=False)
+        >>> handle = net.weight.register_hook(lambda gradient: 0 * gradient)
+        >>> other = copied(net)
+        >>> other(torch.ones(1, 2)).sum().backward()
+        >>> other.weight.grad
+        tensor([[0., 0.]])
+    """
+    memo: dict[int, Any] = {}
+    try:
+        result = copy.deepcopy(module, memo)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise _not_copied(module, error) from error
+    for old, new in zip(module.parameters(), result.parameters()):
+        vars(new).update(vars(old))
+        for hook in (old._backward_hooks or {}).values():
+            new.register_hook(_rebound(hook, memo))
+        for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
+            new.register_post_accumulate_grad_hook(_rebound(hook, memo))
+    return result
+
+
+def _rebound(hook: Callable[..., Any], memo: Mapping[int, Any]) -> Callable[..., Any]:
+    """Return a hook; a method of something that was copied as that of the copy."""
+    owner = getattr(hook, "__self__", None)
+    return getattr(memo[id(owner)], hook.__name__) if id(owner) in memo else hook
+
+
+def _not_copied(module: nn.Module, error: Exception) -> Exception:
+    """Return the error of a module that cannot be copied."""
+    name = type(module).__name__
+    lazy = [path for path, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        return RuntimeError(
+            f"Expected {name} with its parameters made, but {', '.join(lazy)} wait for a first batch; call the module "
+            "once on one, for example module(x[:2])"
+        )
+    parts = [path or name for path, part in module.named_modules() if _derived(part)]
+    if parts:
+        return RuntimeError(
+            f"Expected a module that can be copied for every client, but {', '.join(parts)} of {name} keep tensors that "
+            "were computed from others, as torch.nn.utils.weight_norm, spectral_norm and prune do, or what a call has "
+            "cached; use torch.nn.utils.parametrizations, prune.remove, or give the module before its first call"
+        )
+    return RuntimeError(f"Expected a module that can be copied for every client, but {name} cannot be: {error}")
+
+
+def _derived(part: nn.Module) -> bool:
+    """Return whether a part has an attribute that is a tensor with a history of operations."""
+    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in vars(part).values())
+
+
 def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """Return a copy of `module` with parameters and buffers replaced by `tensors` (some or all of them).
 
@@ -80,7 +140,7 @@ def load(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
         >>> trained(torch.tensor([[3.0, 1.0]])).tolist(), net.weight is trained.weight
         ([[5.5]], False)
     """
-    result = copy.deepcopy(module)
+    result = copied(module)
     for (name, value), own in zip(tensors.items(), _named(result, list(tensors))):
         if value.shape != own.shape:
             raise ValueError(f"Expected shape {tuple(own.shape)} for {name!r}, but got {tuple(value.shape)}")

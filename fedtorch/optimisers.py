@@ -66,6 +66,11 @@ class TreeOptimizer:
         self._numbers: dict[str, Any] | None = None  # parts that are one number, and its type; None: not looked
         self._counts: set[str] = set()  # those that are one number of parameters that are more
 
+    @property
+    def counts(self) -> set[str]:
+        """Return the names of parts of the state that are one number of a whole parameter, such as its steps."""
+        return self._counts
+
     @classmethod
     def made(cls, make: MakeOptimizer, parameters: Mapping[str, Tensor]) -> TreeOptimizer:
         """Return the optimiser that `make` gives for parameters of these names and shapes."""

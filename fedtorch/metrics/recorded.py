@@ -192,7 +192,7 @@ class ClientMetric:
         self._metric.reset()
         one = self._update(batches[step].of(client))
         try:
-            with warnings.catch_warnings(), stacked_layers.ReadsValues():
+            with warnings.catch_warnings(), stacked_layers.StackedOperations():
                 warnings.filterwarnings("error", "There is a performance drop")  # an operation would run row by row
                 states = self._stacked(batches[0].call, flat, sizes, whole)
             pairs = zip((state[step, client] for state in states), one)
@@ -246,7 +246,7 @@ class ClientMetric:
         some = sizes.nonzero()[:, 0].to(states[0].device)
         there = [state[some] for state in states]
         try:
-            with stacked_layers.ReadsValues():
+            with stacked_layers.StackedOperations():
                 known = vmap(value)(*there)
             same = torch.allclose(known[0].double(), value(*(s[0] for s in there)).double(), equal_nan=True)
         except RuntimeError:  # not for `vmap`

@@ -64,6 +64,8 @@ class StepKeys:
 
     def some(self, clients: Tensor, step: int) -> StepKeys:
         """Return those of some of the clients, made with all clients' of a step."""
+        if not isinstance(self._keys, Tensor):  # nobody has drawn so far
+            return StepKeys(lambda: self.keys[clients.to(self.keys.device)])
         self[step]
         at = clients.to(self.keys.device)
         part = StepKeys(self.keys[at])

@@ -6,7 +6,7 @@ the generators; one that has is called again, with interception.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import torch
@@ -43,29 +43,37 @@ def drawn_if_random(function: Callable[[], T], key: Tensor) -> T:
         True
     """
 
-    return each_drawn_if_random(lambda _: function(), [key])[0]
+    return each_drawn_if_random(lambda _: function(), 1, lambda: key[None], key.device)[0]
 
 
-def each_drawn_if_random(function: Callable[[int], T], keys: Sequence[Tensor]) -> list[T]:
-    """Return `drawn_if_random` of `function(0)`, `function(1)`, …, of as many clients as there are keys, by one look.
+def each_drawn_if_random(
+    function: Callable[[int], T], count: int, keys: Callable[[], Tensor], device: torch.device
+) -> list[T]:
+    """Return `drawn_if_random` of `function(0)`, `function(1)`, …, of so many clients, by one look.
+
+    Args:
+        function: of a client's place.
+        count: of clients.
+        keys: makes theirs, `(count,)`, when something has drawn.
+        device: of the tensors.
 
     Example:
         >>> from fedtorch import random
         >>> keys, dropout = random.fold_in(random.key(0), torch.arange(2)), torch.nn.Dropout()
-        >>> several = each_drawn_if_random(lambda client: dropout(torch.ones(8)), keys.unbind())
+        >>> several = each_drawn_if_random(lambda client: dropout(torch.ones(8)), 2, lambda: keys, keys.device)
         >>> torch.equal(several[1], drawn(lambda: dropout(torch.ones(8)), keys[1]))
         True
     """
 
     def again() -> tuple[list[T], bool]:
         calls, results = 0, []
-        for client, key in enumerate(keys):
+        for client, key in enumerate(keys()):
             with KeyedRandomness(key) as intercepted:
                 results.append(function(client))
             calls += intercepted.calls
         return results, calls > 0
 
-    return unless_drawn(lambda: [function(client) for client in range(len(keys))], again, keys[0].device)
+    return unless_drawn(lambda: [function(client) for client in range(count)], again, device)
 
 
 def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]], device: torch.device) -> T:

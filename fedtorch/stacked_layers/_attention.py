@@ -1,87 +1,174 @@
-"""Attention of many clients: no transposed copies, and on the CPU one call of the fused kernel for all of them.
+"""Attention of all clients by one call of the CPU's fused kernel, which `torch.vmap` calls client by client.
 
-`torch.vmap` multiplies a transposed input with a client's weights row by row, and calls the CPU's fused attention
-client by client.
+Elsewhere, and with dropout, grouped queries or a mask that is trained, attention goes by products and a softmax.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch._functorch.autograd_function import VmapInfo
+from torch import Tensor
 
-from fedtorch.stacked_layers._attention_program import FUSED, FUSED_BACKWARD, attention, plain
-from fedtorch.stacked_layers._linear import linear
-from fedtorch.stacked_layers._rules import in_front, register
+from fedtorch.stacked_layers._transforms import belongs_to_clients, differentiated, inside
 
-
-class StackedAttention(nn.MultiheadAttention):
-    """Multi-head attention that keeps the batch in front throughout, where nobody asks for the weights."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None = None,
-        need_weights: bool = True,
-        attn_mask: Tensor | None = None,
-        average_attn_weights: bool = True,
-        is_causal: bool = False,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return (outputs, weights or None), as `torch.nn.MultiheadAttention` does."""
-        plain = self.batch_first and query.ndim == 3 and query is key is value and self.in_proj_weight is not None
-        extended = self.bias_k is not None or self.add_zero_attn
-        if need_weights or extended or not plain or (attn_mask is not None and attn_mask.ndim != 2):
-            return super().forward(
-                query, key, value, key_padding_mask, need_weights, attn_mask, average_attn_weights, is_causal
-            )
-        heads = (3, self.num_heads, self.head_dim)
-        each = linear(query, self.in_proj_weight, self.in_proj_bias).unflatten(-1, heads).unbind(-3)
-        masks = [_added(attn_mask, query), _added(key_padding_mask, query)]
-        if masks[1] is not None:
-            masks[1] = masks[1][:, None, None]
-        mask = masks[0] if masks[1] is None else masks[1] if masks[0] is None else masks[0] + masks[1]
-        drop = self.dropout if self.training else 0.0
-        q, k, v = (part.transpose(1, 2) for part in each)
-        outputs = F.scaled_dot_product_attention(q, k, v, mask, drop)
-        return self.out_proj(outputs.transpose(1, 2).flatten(2)), None
+aten = torch.ops.aten
+_FUSED = (torch.float32, torch.float64)
+_VECTOR = 16  # numbers of float32 in a register
 
 
-def _added(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """Return what is added to the scores; a mask of bools is True where nobody looks."""
-    if mask is None or mask.dtype != torch.bool:
-        return mask
-    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -torch.inf)
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Return what `torch.nn.functional.scaled_dot_product_attention` does."""
+    if not any(map(belongs_to_clients, (query, key, value, attn_mask))):
+        attend = F.scaled_dot_product_attention
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+    mask = attn_mask
+    if mask is not None and mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    if dropout_p or enable_gqa or (is_causal and mask is not None) or not _fits(query, key, value, mask):
+        by_parts = aten._scaled_dot_product_attention_math.default
+        return by_parts(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+    if mask is not None and mask.ndim == 2:
+        mask = mask[None, None]
+    return _attention(query, key, value, mask, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)[0]
 
 
-def _folded(operation: Any, info: VmapInfo, dims: Any, arguments: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Evaluate an operation whose tensors have a batch in front `(N, ...)` on all clients' batches as one."""
-    tensors = [in_front(info, a, d) if isinstance(a, Tensor) else a for a, d in zip(arguments, dims)]
-    size = tensors[0].shape[1]  # of a client's batch
-    folded = [_joined(tensor, size) if isinstance(tensor, Tensor) else tensor for tensor in tensors]
-    named: dict[str, Any] = {argument.name: value for argument, value in zip(operation._schema.arguments, folded)}
-    mask = named.get("attn_mask")
-    # Of masks that are trained, such as relative positions, the fused kernel has no gradient.
-    trained = operation is FUSED and mask is not None and mask.requires_grad and torch.is_grad_enabled()
-    results = plain(**named) if trained else None
-    if results is None and operation is FUSED:
-        results = attention(**named)
-    if results is None:
-        results = operation(**named)
-    return tuple(result.unflatten(0, (info.batch_size, size)) for result in results)
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether the fused kernel takes these tensors."""
+    if differentiated() or query.ndim != 4 or query.device.type != "cpu" or query.dtype not in _FUSED:
+        return False
+    if key.shape != value.shape or query.shape[:2] != key.shape[:2] or query.shape[3] != key.shape[3]:
+        return False
+    if query.dtype != key.dtype or query.dtype != value.dtype or 0 in query.shape or 0 in key.shape:
+        return False
+    return mask is None or (mask.ndim in (2, 4) and mask.dtype == query.dtype and not _trained(mask))
 
 
-def _joined(tensor: Tensor, size: int) -> Tensor:
-    """Return `(K, N, ...)` as `(KN, ...)`; masks without a batch `(K, L, S)` or of one `(K, 1, ...)` are expanded."""
-    if tensor.ndim == 3:
-        tensor = tensor[:, None, None]
-    return tensor.expand(-1, size, *tensor.shape[2:]).flatten(0, 1)
+def _trained(mask: Tensor) -> bool:
+    """Return whether a mask has a gradient, which the fused kernel does not give."""
+    return mask.requires_grad or inside(mask).requires_grad
 
 
-for _operation in (FUSED, FUSED_BACKWARD):
-    register(_operation, partial(_folded, _operation))
+@torch.library.custom_op("fedtorch::attention", mutates_args=())
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return outputs `(N, H, L, D)` of a mask that broadcasts with `(N, H, L, S)`, and what the backward pass takes.
+
+    That are the shares `(N, H, L, S)` of short sequences, and else logarithms of their sums `(N, H, L)`.
+    """
+    if not _short(q, k):
+        fused = aten._scaled_dot_product_flash_attention_for_cpu
+        outputs, kept = fused(q, k, v, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        return outputs, kept
+    scores = _heads(q) @ _heads(k).mT
+    scores = scores.mul_(scale).unflatten(0, q.shape[:2])
+    if mask is not None:
+        scores.add_(mask)
+    if causal:
+        scores.masked_fill_(scores.new_ones(scores.shape[2:], dtype=torch.bool).triu_(1), -torch.inf)
+    largest = scores.amax(-1, keepdim=True).clamp_(min=torch.finfo(q.dtype).min)  # of a row that sees nothing
+    shares = scores.sub_(largest).exp_()
+    shares.div_(shares.sum(-1, keepdim=True).clamp_(min=1))
+    return (shares.flatten(0, 1) @ _heads(v)).unflatten(0, q.shape[:2]), shares
+
+
+@torch.library.custom_op("fedtorch::attention_backward", mutates_args=())
+def _attention_backward(
+    d_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    kept: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v."""
+    if not _short(q, k):
+        back = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        d_q, d_k, d_v = back(d_out, q, k, v, out, kept, 0.0, causal, attn_mask=_whole(mask, q, k), scale=scale)
+        return d_q, d_k, d_v
+    given, shares = _heads(d_out), kept.flatten(0, 1)
+    d_scores = (given @ _heads(v).mT).sub_((given * _heads(out)).sum(-1, keepdim=True)).mul_(shares).mul_(scale)
+    gradients = d_scores @ _heads(k), d_scores.mT @ _heads(q), shares.mT @ given
+    d_q, d_k, d_v = (each.unflatten(0, q.shape[:2]) for each in gradients)
+    return d_q, d_k, d_v
+
+
+def _short(q: Tensor, k: Tensor) -> bool:
+    """Return whether sequences are shorter than what the fused kernel computes at a time."""
+    return max(q.shape[2], k.shape[2]) < _VECTOR
+
+
+def _heads(tensor: Tensor) -> Tensor:
+    """Return `(N, H, L, D)` as `(N · H, L, D)`."""
+    return tensor.flatten(0, 1).contiguous()  # gradients that are expanded would be multiplied number by number
+
+
+def _whole(mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    return None if mask is None else mask.expand(*q.shape[:3], k.shape[2])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
+    ctx.settings = inputs[4:]
+    ctx.save_for_backward(*inputs[:4], *output)
+
+
+def _gradients(ctx: Any, d_out: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, mask, out, kept = ctx.saved_tensors
+    if d_out is None:
+        return (None,) * 6
+    if torch.is_grad_enabled():  # the gradient of this gradient may be asked for, which the kernel does not have
+        causal, scale = ctx.settings
+        by_parts = lambda *each: aten._scaled_dot_product_attention_math(*each, mask, 0.0, causal, scale=scale)[0]
+        return *torch.func.vjp(by_parts, q, k, v)[1](d_out), None, None, None
+    return *_attention_backward(d_out, q, k, v, out, kept, mask, *ctx.settings), None, None, None
+
+
+def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    """Return the results of an operation under `torch.vmap`, whose batch is that of all clients."""
+    size, batch = info.batch_size, arguments[0].shape[0 if dims[0] else 1] if dims[0] is not None else len(arguments[0])
+
+    def joined(value: Any, dim: int | None) -> Any:
+        if not isinstance(value, Tensor) or (dim is None and len(value) == 1 != batch):
+            return value
+        whole = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+        return whole.expand(-1, batch, *whole.shape[2:]).flatten(0, 1)
+
+    results = operation(*map(joined, arguments, dims))
+    return tuple(each.unflatten(0, (size, batch)) for each in results), (0,) * len(results)
+
+
+_attention.register_autograd(_gradients, setup_context=_keep)
+for _operation in (_attention, _attention_backward):
+    _operation.register_vmap(partial(_mapped, _operation))
+
+
+def in_projection(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None = None) -> Any:
+    """Return the projections of `torch.nn.functional.multi_head_attention_forward`, each by a product of its own.
+
+    Torch makes one product where all three are the same, and then copies it, and back, in parts.
+    """
+    if not (q is k is v):
+        return F._in_projection_packed(q, k, v, w, b)
+    q = q.contiguous()
+    return F._in_projection_packed(q, q, q.view_as(q), w, b)
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend}

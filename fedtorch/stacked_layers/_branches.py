@@ -8,11 +8,11 @@ Values of floating-point tensors are refused as torch refuses them, for hardly t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 T = TypeVar("T")
 
@@ -36,45 +36,6 @@ class Divergence(RuntimeError):
         self.groups = groups
 
 
-class ReadsValues(TorchFunctionMode):
-    """A context in which code under `torch.vmap` reads truths and whole numbers that all clients agree on.
-
-    It also fills by a mask, `x[mask] = number`, which torch alone refuses under `torch.vmap`.
-
-    Attributes:
-        count: how often one was read.
-
-    Raises:
-        Divergence: in the context, if clients disagree.
-
-    Example:
-        >>> def loss(x, mask):
-        ...     return x.sum() if mask.all() else (x * mask).sum()
-        >>> x, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
-        >>> with ReadsValues():
-        ...     torch.vmap(loss)(x, mask)
-        tensor([3., 3.])
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in _TRUTHS or func in _NUMBERS or func in _PAIRS:
-            values = _values(func, args)
-            if values is not None:
-                self.count += 1
-                value: Any = _agreed(values).tolist()
-                return int(value) if func in _WHOLE else value
-        if func is Tensor.__setitem__ and _is_mask(*args):
-            x, mask, number = args
-            return x.copy_(torch.where(mask.reshape(mask.shape + (1,) * (x.dim() - mask.dim())), number, x))
-        return func(*args, **(kwargs or {}))
-
-
 def by_branches(evaluate: Callable[[Tensor | None], T], join: Callable[[list[T], Tensor], T]) -> T:
     """Evaluate all clients together, or group by group of those that take the same branches.
 
@@ -83,9 +44,10 @@ def by_branches(evaluate: Callable[[Tensor | None], T], join: Callable[[list[T],
         join: what comes of the groups, one after the other, and where each client is among them -> that of all.
 
     Example:
+        >>> from fedtorch.stacked_layers import StackedOperations
         >>> x = torch.tensor([1, -1, 2])
         >>> def sizes(at):
-        ...     with ReadsValues():
+        ...     with StackedOperations():
         ...         return torch.vmap(lambda v: v if v > 0 else -v)(x if at is None else x[at])
         >>> by_branches(sizes, lambda parts, places: torch.cat(parts)[places])
         tensor([1, 1, 2])
@@ -100,6 +62,15 @@ def _evaluate(at: Tensor | None, evaluate: Callable[..., T], join: Callable[[lis
         groups = divergence.groups
     parts = [_evaluate(some if at is None else at[some], evaluate, join) for some in groups]
     return join(parts, torch.cat(groups).argsort())
+
+
+def _read(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return what a function reads of a tensor, if all clients agree on it."""
+    values = _values(func, args)
+    if values is None:
+        return func(*args, **kwargs)
+    value: Any = _agreed(values).tolist()
+    return int(value) if func in _WHOLE else value
 
 
 def _values(func: Any, args: tuple[Any, ...]) -> Tensor | None:
@@ -117,12 +88,6 @@ def _values(func: Any, args: tuple[Any, ...]) -> Tensor | None:
     if func is Tensor.tolist:
         return _clients(tensor)
     return _clients(tensor.reshape(())) if tensor.numel() == 1 else None
-
-
-def _is_mask(x: Tensor, index: Any, value: Any) -> bool:
-    """Return whether a number is to be put where a mask is true."""
-    single = not isinstance(value, Tensor) or not value.dim()
-    return single and isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 def _wrapped(tensor: Tensor) -> bool:
@@ -144,3 +109,6 @@ def _agreed(values: Tensor) -> Tensor:
         return values[0]
     _, code = values.cpu().unique(dim=0, return_inverse=True)
     raise Divergence([(code == group).nonzero()[:, 0] for group in range(int(code.max()) + 1)])
+
+
+REPLACED: dict[Any, Callable[..., Any]] = {func: partial(_read, func) for func in (*_TRUTHS, *_NUMBERS, *_PAIRS)}

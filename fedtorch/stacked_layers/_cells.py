@@ -3,26 +3,29 @@
 A step multiplies the states of all clients with their weights in one product. Going back, the derivatives of the gates
 are made for all steps at once, so that a step of the backward pass is a product and a few sums; the gradients of the
 weights are one product over all steps. Each pass is one operation to torch: modes that intercept operations, such as
-`KeyedRandomness`, and captured steps see nothing of its steps.
+`KeyedRandomness`, and captured steps see nothing of its steps. Under `torch.vmap` the operations take what is mapped
+over as more clients, or, where the weights are not mapped over, as more sequences.
 
-Shapes: states `(K, B, H)`, what the inputs add to the gates `(K, T, B, GH)`, weights `(K, GH, H)`, biases `(K, GH)`,
-for `K` clients, `T` steps, `B` sequences and `G` gates in torch's order.
+Shapes of the operations: states `(K, B, H)`, what the inputs add to the gates `(K, T, B, GH)`, weights `(K, GH, H)`,
+biases `(K, GH)`, for `K` clients, `T` steps, `B` sequences and `G` gates in torch's order.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.stacked_layers import _cells_program
+from fedtorch.stacked_layers._transforms import differentiated
 
-# (inputs `(K, T, B, I)`, states before, w_ih, w_hh, b_ih, b_hh) -> (outputs `(K, T, B, H)`, states after...)
+# (inputs `(T, B, I)`, states before, w_ih, w_hh, b_ih, b_hh) -> (outputs `(T, B, H)`, states after...)
 Cell = Callable[..., Sequence[Tensor]]
-# (what inputs add, states before, w_hh, b_hh) -> (outputs, ...)
-Steps = Callable[..., Sequence[Tensor]]
+_CACHED = 5 * 2**18  # bytes of weights, about what a core's second cache holds
 
 
 def gru(
@@ -32,16 +35,12 @@ def gru(
     w_hh: Tensor,
     b_ih: Tensor | None = None,
     b_hh: Tensor | None = None,
-    steps: Steps | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `torch.gru` of one layer and direction, and the last of them.
-
-    `steps` takes all steps of what the inputs add, by default as one operation to torch.
-    """
-    bias = w_hh.new_zeros(w_hh.shape[:2]) if b_hh is None else b_hh
-    take = _gru if steps is None else steps
-    outputs, *_ = take(projected(inputs, w_ih, b_ih), *states, w_hh, bias)
-    return outputs, outputs[:, -1]
+    """Return the outputs of `torch.gru` of one layer and direction, and the last of them."""
+    bias = torch.zeros_like(w_hh[:, 0]) if b_hh is None else b_hh
+    steps = _gru_by_parts if differentiated() else _gru
+    outputs = steps(*_one(projected(inputs, w_ih, b_ih), *states, w_hh, bias))[0][0]
+    return outputs, outputs[-1]
 
 
 def lstm(
@@ -54,8 +53,9 @@ def lstm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the outputs of `torch.lstm` of one layer and direction, the last of them and the last cell state."""
     bias = None if b_ih is None or b_hh is None else b_ih + b_hh
-    outputs, cells, *_ = _lstm(projected(inputs, w_ih, bias), *states, w_hh)
-    return outputs, outputs[:, -1], cells[:, -1]
+    steps = _lstm_by_parts if differentiated() else _lstm
+    outputs, cells, *_ = steps(*_one(projected(inputs, w_ih, bias), *states, w_hh))
+    return outputs[0], outputs[0, -1], cells[0, -1]
 
 
 def rnn(
@@ -69,15 +69,79 @@ def rnn(
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs of `torch.rnn_tanh` or `torch.rnn_relu` of one layer and direction, and the last of them."""
     bias = None if b_ih is None or b_hh is None else b_ih + b_hh
-    outputs = _rnn(projected(inputs, w_ih, bias), *states, w_hh, relu)
-    return outputs, outputs[:, -1]
+    steps = _rnn_by_parts if differentiated() else _rnn
+    outputs = steps(*_one(projected(inputs, w_ih, bias), *states, w_hh), relu)[0]
+    return outputs, outputs[-1]
+
+
+def projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what inputs `(T, B, I)` add to the gates of all steps, `(T, B, GH)`."""
+    return F.linear(inputs, weight, bias).to(weight.dtype)
+
+
+def _one(*tensors: Tensor) -> Iterator[Tensor]:
+    """Return the tensors as those of one client `(1, ...)`; `torch.vmap` makes more of it."""
+    return (tensor.unsqueeze(0) for tensor in tensors)
+
+
+def _gru_by_parts(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
+    """Return the outputs of `_gru` by operations that are differentiable as often as one likes."""
+    outputs = []
+    for add in added.unbind(1):
+        (resets, updates, news), product = add.chunk(3, -1), h @ w.mT + bias.unsqueeze(1)
+        reset, update, new = product.chunk(3, -1)
+        new = (news + (resets + reset).sigmoid() * new).tanh()
+        h = torch.lerp(new, h, (updates + update).sigmoid())
+        outputs.append(h)
+    return (torch.stack(outputs, 1),)
+
+
+def _lstm_by_parts(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the outputs and cells of `_lstm` by operations that are differentiable as often as one likes."""
+    outputs, cells = [], []
+    for add in added.unbind(1):
+        write, keep, new, show = (add + h @ w.mT).chunk(4, -1)
+        c = keep.sigmoid() * c + write.sigmoid() * new.tanh()
+        h = show.sigmoid() * c.tanh()
+        outputs.append(h)
+        cells.append(c)
+    return torch.stack(outputs, 1), torch.stack(cells, 1)
+
+
+def _rnn_by_parts(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
+    """Return what `_rnn` does by operations that are differentiable as often as one likes."""
+    outputs = []
+    for add in added.unbind(1):
+        h = add + h @ w.mT
+        h = h.relu() if relu else h.tanh()
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
+def _in_blocks(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Run steps on so many clients at a time that a processor's cache holds their weights `w` from step to step."""
+    place = list(inspect.signature(function).parameters).index("w")
+
+    @wraps(function)
+    def run(*arguments: Any) -> Any:
+        w = arguments[place]
+        size = max(2, _CACHED // (w[0].numel() * w.element_size())) if len(w) else 2
+        if w.device.type != "cpu" or size >= len(w):
+            return function(*arguments)
+        count = -(-len(w) // size)
+        split = (a.split(size) if isinstance(a, Tensor) else [a] * count for a in arguments)
+        parts = [function(*block) for block in zip(*split)]
+        if isinstance(parts[0], Tensor):
+            return torch.cat(parts)
+        return tuple(torch.cat(each) for each in zip(*parts))
+
+    return run
 
 
 @torch.library.custom_op("fedtorch::gru", mutates_args=())
+@_in_blocks
 def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return (outputs, gates, what the reset gate multiplies)."""
-    if (program := _cells_program.library(added, h, w, bias)) is not None:
-        return _cells_program.gru(program, added, h, w, bias)
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, hidden = (added.new_empty(*added.shape[:-1], size) for _ in range(2))
     before = h
@@ -93,12 +157,11 @@ def _gru(added: Tensor, h: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor, Ten
 
 
 @torch.library.custom_op("fedtorch::gru_backward", mutates_args=())
+@_in_blocks
 def _gru_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, outputs: Tensor, gates: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of what `_gru` takes."""
-    if (program := _cells_program.library(d_outputs, h, w, gates)) is not None:
-        return gru_gradients(program, d_outputs, h, w, outputs, gates, hidden)
     size, before = h.shape[-1], _shifted(h, outputs)
     reset, update, new = gates.split(size, -1)
     slope = (1 - new.square()).mul_(1 - update)
@@ -118,10 +181,9 @@ def _gru_backward(
 
 
 @torch.library.custom_op("fedtorch::lstm", mutates_args=())
+@_in_blocks
 def _lstm(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return (outputs, cells, gates, tanh of the cells)."""
-    if (program := _cells_program.library(added, h, c, w)) is not None:
-        return _cells_program.lstm(program, added, h, c, w)
     size, gates = h.shape[-1], torch.empty_like(added)
     outputs, cells, squashed = (added.new_empty(*added.shape[:-1], size) for _ in range(3))
     for add, gate, h_after, c_after, tanh_c in _steps(added, gates, outputs, cells, squashed):
@@ -136,6 +198,7 @@ def _lstm(added: Tensor, h: Tensor, c: Tensor, w: Tensor) -> tuple[Tensor, Tenso
 
 
 @torch.library.custom_op("fedtorch::lstm_backward", mutates_args=())
+@_in_blocks
 def _lstm_backward(
     d_outputs: Tensor,
     d_cells: Tensor | None,
@@ -148,9 +211,6 @@ def _lstm_backward(
     squashed: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of what `_lstm` takes; cells without one of their own have none."""
-    if (program := _cells_program.library(d_outputs, h, c, w, gates)) is not None:
-        back = _cells_program.lstm_backward(program, d_outputs, d_cells, h, c, w, cells, gates, squashed)
-        return *back, _weight_gradient(back[0], _shifted(h, outputs))
     size, d_cells = h.shape[-1], torch.zeros_like(cells) if d_cells is None else d_cells
     write, keep, new, show = gates.split(size, -1)
     d_gates = torch.empty_like(gates)  # first the derivatives of cells and states, then those of the loss
@@ -172,6 +232,7 @@ def _lstm_backward(
 
 
 @torch.library.custom_op("fedtorch::rnn", mutates_args=())
+@_in_blocks
 def _rnn(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
     """Return the outputs."""
     outputs = torch.empty_like(added)
@@ -182,6 +243,7 @@ def _rnn(added: Tensor, h: Tensor, w: Tensor, relu: bool) -> Tensor:
 
 
 @torch.library.custom_op("fedtorch::rnn_backward", mutates_args=())
+@_in_blocks
 def _rnn_backward(
     d_outputs: Tensor, h: Tensor, w: Tensor, relu: bool, outputs: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -195,39 +257,88 @@ def _rnn_backward(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save all that the backward pass of an operation takes besides the gradients of its results."""
-    _, *rest = inputs
+    """Save what an operation takes and gives."""
     ctx.set_materialize_grads(False)
     results = output if isinstance(output, tuple) else (output,)
-    ctx.plain = [value for value in rest if not isinstance(value, Tensor)]
-    ctx.save_for_backward(*(value for value in rest if isinstance(value, Tensor)), *results)
+    tensors = [value for value in inputs if isinstance(value, Tensor)]
+    ctx.count, ctx.plain = len(tensors), [value for value in inputs if not isinstance(value, Tensor)]
+    ctx.save_for_backward(*tensors, *results)
 
 
 def _gru_gradients(ctx: Any, d_outputs: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    h, w, _, outputs, gates, hidden = ctx.saved_tensors
+    _, h, w, _, outputs, gates, hidden = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return _again(ctx, _gru_by_parts, d_outputs)
     return _gru_backward(_or_zeros(d_outputs, outputs), h, w, outputs, gates, hidden)
 
 
 def _lstm_gradients(ctx: Any, d_outputs: Tensor | None, d_cells: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    h, c, w, outputs, *others = ctx.saved_tensors
+    _, h, c, w, outputs, *others = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return _again(ctx, _lstm_by_parts, d_outputs, d_cells)
     return _lstm_backward(_or_zeros(d_outputs, outputs), d_cells, h, c, w, outputs, *others)
 
 
 def _rnn_gradients(ctx: Any, d_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
-    h, w, outputs = ctx.saved_tensors
+    _, h, w, outputs = ctx.saved_tensors
+    if torch.is_grad_enabled():
+        return _again(ctx, lambda *each: (_rnn_by_parts(*each),), d_outputs)
     return *_rnn_backward(_or_zeros(d_outputs, outputs), h, w, *ctx.plain, outputs), None
+
+
+def _again(ctx: Any, by_parts: Callable[..., tuple[Tensor, ...]], *gradients: Tensor | None) -> tuple[Any, ...]:
+    """Return gradients that are differentiable themselves, since the gradient of a gradient may be asked for."""
+    tensors = ctx.saved_tensors[: ctx.count]
+    asked = [tensor for tensor, needed in zip(tensors, ctx.needs_input_grad) if needed]
+    results = by_parts(*tensors, *ctx.plain)
+    given = [_or_zeros(gradient, result) for gradient, result in zip(gradients, results)]
+    found = iter(torch.autograd.grad(results, asked, given, create_graph=True, allow_unused=True))
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(None for _ in ctx.plain)
 
 
 _gru.register_autograd(_gru_gradients, setup_context=_keep)
 _lstm.register_autograd(_lstm_gradients, setup_context=_keep)
 _rnn.register_autograd(_rnn_gradients, setup_context=_keep)
 
+# Where an operation's tensors have the sequences: a dimension, or None for weights, biases and whatever is no tensor.
+_ADDED, _STATE = 2, 1
+_SEQUENCES: dict[Any, tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
+    _gru: ((_ADDED, _STATE, None, None), (_ADDED, _ADDED, _ADDED)),
+    _gru_backward: ((_ADDED, _STATE, None, _ADDED, _ADDED, _ADDED), (_ADDED, _STATE, None, None)),
+    _lstm: ((_ADDED, _STATE, _STATE, None), (_ADDED,) * 4),
+    _lstm_backward: (
+        (_ADDED, _ADDED, _STATE, _STATE, None, *(_ADDED,) * 4), (_ADDED, _STATE, _STATE, None)
+    ),
+    _rnn: ((_ADDED, _STATE, None, None), (_ADDED,)),
+    _rnn_backward: ((_ADDED, _STATE, None, None, _ADDED), (_ADDED, _STATE, None)),
+}
 
-def projected(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return what inputs `(K, T, B, I)` add to the gates of all steps, `(K, T, B, GH)`."""
-    rows = inputs.flatten(1, 2)
-    product = torch.bmm(rows, weight.mT) if bias is None else torch.baddbmm(bias[:, None], rows, weight.mT)
-    return product.unflatten(1, inputs.shape[1:3]).to(weight.dtype)
+
+def _mapped(operation: Any, info: Any, dims: tuple[int | None, ...], *arguments: Any) -> tuple[Any, Any]:
+    """Return the results of an operation under `torch.vmap`, and where they have what is mapped over.
+
+    The gradient of weights is the sum over sequences, so that a mapped backward pass takes them as those of clients.
+    """
+    inputs, outputs = _SEQUENCES[operation]
+    shared = all(dim is None for dim, place in zip(dims, inputs) if place is None) and None not in outputs
+    size = info.batch_size
+    places = inputs if shared else (0,) * len(inputs)
+
+    def joined(value: Any, dim: int | None, place: int | None) -> Any:
+        if not isinstance(value, Tensor) or place is None:
+            return value
+        whole = value.expand(size, *value.shape) if dim is None else value.movedim(dim, 0)
+        return whole.movedim(0, place).flatten(place, place + 1)
+
+    results = operation(*map(joined, arguments, dims, places))
+    where = outputs if shared else (0,) * len(outputs)
+    if isinstance(results, Tensor):
+        return results.unflatten(where[0], (size, -1)), where[0]
+    return tuple(each.unflatten(at, (size, -1)) for each, at in zip(results, where)), where
+
+
+for _operation in _SEQUENCES:
+    _operation.register_vmap(partial(_mapped, _operation))
 
 
 def _tanh(values: Tensor, out: Tensor) -> Tensor:
@@ -248,16 +359,6 @@ def _shifted(first: Tensor, after: Tensor) -> Tensor:
 def _weight_gradient(d_gates: Tensor, rows: Tensor) -> Tensor:
     """Return the gradient of weights that multiply `rows` of all steps."""
     return torch.bmm(d_gates.flatten(1, 2).mT, rows.flatten(1, 2))
-
-
-def gru_gradients(
-    program: Any, d_outputs: Tensor, h: Tensor, w: Tensor, outputs: Tensor, gates: Tensor, hidden: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return what `_gru_backward` does, by the program."""
-    d_gates, d_new, d_h = _cells_program.gru_backward(program, d_outputs, h, w, outputs, gates, hidden)
-    d_w, d_bias = _weight_gradient(d_gates, _shifted(h, outputs)), d_gates.sum((1, 2))
-    d_gates[..., 2 * h.shape[-1] :] = d_new
-    return d_gates, d_h, d_w, d_bias
 
 
 def _or_zeros(gradient: Tensor | None, value: Tensor) -> Tensor:

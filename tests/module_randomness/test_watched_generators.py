@@ -21,7 +21,7 @@ def _untouched_generator():
 
 def test_one_of_several_draws():
     function = lambda client: F.dropout(torch.ones(5), 0.5, training=client == 1)
-    several = each_drawn_if_random(function, KEYS.unbind())
+    several = each_drawn_if_random(function, len(KEYS), lambda: KEYS, KEYS.device)
     assert torch.equal(several[1], drawn(lambda: function(1), KEYS[1]))
     assert torch.equal(several[0], torch.ones(5))
 
@@ -34,7 +34,7 @@ def test_a_function_that_draws_and_fails():
     with pytest.raises(ValueError, match="failed"):
         unless_drawn(fails, lambda: (None, True), torch.device("cpu"))
     with pytest.raises(NotImplementedError):
-        each_drawn_if_random(lambda _: torch.randperm(3), KEYS.unbind())
+        each_drawn_if_random(lambda _: torch.randperm(3), len(KEYS), lambda: KEYS, KEYS.device)
 
 
 def test_who_has_drawn_elsewhere_is_not_put_back():

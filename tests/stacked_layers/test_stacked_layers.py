@@ -8,12 +8,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.func import functional_call, vmap
+from torch.func import functional_call
 
-from fedtorch import random, stacked_layers
+from fedtorch import random
+from fedtorch.stacked_layers import StackedOperations, WithoutReading, by_branches
 from fedtorch.module_randomness.interception import KeyedRandomness
 
 CLIENTS, ROWS, STEPS, SIZE = 3, 2, 4, 3
+
+
+def vmap(function, *dims, **settings):
+    """torch.vmap in the mode."""
+
+    def call(*arguments):
+        with WithoutReading():
+            return torch.vmap(function, *dims, **settings)(*arguments)
+
+    return call
 
 
 def drawn(number, *shape, dtype=torch.float64):
@@ -63,7 +74,7 @@ def recurrent(kind, dtype, **options):
         (nn.RNN, {"bias": False, "nonlinearity": "relu"}),
     ],
 )
-def test_recurrent_layers_and_their_gradients(kind, options, dtype, tolerance, programs):
+def test_recurrent_layers_and_their_gradients(kind, options, dtype, tolerance):
     run, tensors, arguments = recurrent(kind, dtype, **options)
     together = vmap(run)(tensors, *arguments)
     alone = [torch.stack(each) for each in zip(*(run(at(tensors, k), *(a[k] for a in arguments)) for k in range(3)))]
@@ -90,7 +101,7 @@ def test_sequences_of_shared_weights_and_of_examples_inside():
 def test_blocks_of_clients_whose_weights_fit_a_cache(monkeypatch):
     run, tensors, arguments = recurrent(nn.LSTM, torch.float64, batch_first=True)
     together = vmap(run)(tensors, *arguments)
-    monkeypatch.setattr("fedtorch.stacked_layers._recurrent._CACHED", 0)
+    monkeypatch.setattr("fedtorch.stacked_layers._cells._CACHED", 0)
     blocks = vmap(run)(tensors, *arguments)
     leaves = [*tensors.values(), *arguments]
     compared = [*blocks, *gradients(blocks, leaves)], [*together, *gradients(together, leaves)]
@@ -107,8 +118,6 @@ def test_dropout_between_layers_is_drawn_from_each_client_s_key(kind):
         with KeyedRandomness(keys[k]):
             alone = run(at(tensors, k), *(a[k] for a in arguments))
         torch.testing.assert_close(tuple(result[k] for result in together), alone)
-    with pytest.raises(RuntimeError, match=r"Expected randomness='different' .*dropout=0.5"):
-        vmap(run, randomness="same")(tensors, *arguments)
 
 
 def test_projections_are_refused_by_name():
@@ -134,8 +143,6 @@ MASKS = {
 @pytest.mark.parametrize("masks", MASKS.values(), ids=MASKS)
 def test_attention_and_its_gradients(masks):
     module = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
-    adapted = nn.MultiheadAttention(8, 2, batch_first=True, dtype=torch.float64)
-    stacked_layers.adapt(adapted)
     tensors, inputs = clients_of(module), drawn(1, CLIENTS, ROWS, STEPS, 8).requires_grad_()
     options = {"need_weights": False, **masks}
 
@@ -143,7 +150,7 @@ def test_attention_and_its_gradients(masks):
         return lambda tensors, x: functional_call(net, tensors, (x, x, x), options)[0]
 
     with warnings.catch_warnings(action="error"):  # such as that of client by client
-        together = vmap(run(adapted))(tensors, inputs)
+        together = vmap(run(module))(tensors, inputs)
     alone = torch.stack([run(module)(at(tensors, k), inputs[k]) for k in range(CLIENTS)])
     leaves = [*tensors.values(), inputs]
     torch.testing.assert_close(together, alone)
@@ -188,22 +195,21 @@ def test_clients_take_the_branches_that_they_take_alone(name):
 
     def evaluate(at):
         some = x if at is None else x[at]
-        with stacked_layers.ReadsValues() as values:
+        with StackedOperations():
             result = vmap(READERS[name])(some)
-        groups.append((len(some), values.count))
+        groups.append(len(some))
         return result
 
-    result = stacked_layers.by_branches(evaluate, lambda parts, places: torch.cat(parts)[places])
+    result = by_branches(evaluate, lambda parts, places: torch.cat(parts)[places])
     assert torch.equal(result, torch.stack([READERS[name](row) for row in x]))
-    assert sum(size for size, _ in groups) == len(x)  # and nobody more than once
-    assert (groups[0] == (5, 0)) == (name == "of_all")
+    assert sum(groups) == len(x)  # and nobody more than once
 
 
 @pytest.mark.parametrize(
     "reads", [lambda x: x * x.sum().item(), lambda x: x if vmap(lambda v: v * bool(v > 0))(x).all() else -x]
 )
 def test_numbers_of_floats_and_values_of_examples_stay_refused(reads):
-    with stacked_layers.ReadsValues(), pytest.raises(RuntimeError, match="vmap"):
+    with StackedOperations(), pytest.raises(RuntimeError, match="vmap"):
         vmap(reads)(torch.ones(2, 3))
 
 
@@ -281,7 +287,7 @@ def test_masks_are_filled_by_assignment():
         return scores.softmax(-1) + rest
 
     scores, mask = drawn(80, CLIENTS, 4, 5).requires_grad_(), drawn(81, CLIENTS, 4, 5) > 0.8
-    with stacked_layers.ReadsValues():
+    with StackedOperations():
         together = vmap(attended)(scores, mask)
     alone = torch.stack([attended(scores[k], mask[k]) for k in range(CLIENTS)])
     assert torch.equal(together, alone)
@@ -293,5 +299,4 @@ def test_group_normalisation_of_channels_that_are_last_in_memory():
     module = nn.GroupNorm(2, 4, dtype=torch.float64)
     channels_last = drawn(60, CLIENTS, ROWS, STEPS, STEPS, 4).permute(0, 1, 4, 2, 3)
     alone = torch.stack([module(x) for x in channels_last])
-    stacked_layers.adapt(module)
     torch.testing.assert_close(vmap(module)(channels_last), alone, rtol=1e-12, atol=1e-12)

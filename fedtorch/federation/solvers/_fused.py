@@ -22,15 +22,11 @@ class FusedSteps:
 
     Args:
         optimizer: SGD, Adam or AdamW of parameters for which `knows` holds.
-        total: how many steps each client takes, `(K,)` on the CPU; who has taken them is left alone.
         clip: the greatest norm of a client's gradients; None for any.
     """
 
-    def __init__(self, optimizer: Optimizer, total: Tensor, clip: float | None) -> None:
+    def __init__(self, optimizer: Optimizer, clip: float | None) -> None:
         self.optimizer, self.clip = optimizer, clip
-        some = bool((total != total.max()).any()) if len(total) else False
-        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        self.total = total.to(held[0].device) if some and held else None
 
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
@@ -45,15 +41,13 @@ class FusedSteps:
                 return False
         return bool(optimizer.param_groups)
 
-    def step(self, t: int, gradients: Mapping[Tensor, Tensor | None], pulls: Mapping[Tensor, Pull]) -> None:
-        """Step number t of every client that takes so many.
+    def step(self, gradients: Mapping[Tensor, Tensor | None], pulls: Mapping[Tensor, Pull]) -> None:
+        """Take a step.
 
         Args:
-            t: from 0.
             gradients: by parameter; None where the loss does not depend on it.
             pulls: λ, which broadcasts with the parameter, and h; {} for none.
         """
-        active = None if self.total is None else self.total > t
         todo = []
         for group in self.optimizer.param_groups:
             for tensor in group["params"]:
@@ -61,9 +55,8 @@ class FusedSteps:
                 if gradient is None and tensor not in pulls:
                     continue
                 precision, shift = pulls.get(tensor, (None, None))
-                clients = ClientValues(
-                    0, active, None if precision is None else precision.reshape(-1).expand(len(tensor)), shift
-                )
+                strength = None if precision is None else precision.reshape(-1).expand(len(tensor))
+                clients = ClientValues(0, precision=strength, shift=shift)
                 todo.append((tensor, torch.zeros_like(tensor) if gradient is None else gradient, clients, group))
         share = None
         if self.clip is not None and todo:

@@ -1,29 +1,32 @@
-"""Probe a module on a few rows of a block: random numbers, separable losses, and what forbids stacking clients."""
+"""Look at a module on a few rows of a block, to refuse what cannot be trained and to advise, before the first round."""
 
 from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, random, stacked_layers, tree
+from fedtorch import functional, random, tree
 from fedtorch._untrained import refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
-from fedtorch.data.items import seeded
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
-from fedtorch.federation.solvers._probed_rows import some_rows, spread_rows
-from fedtorch.federation.solvers._state import perturbed, refuse_changed_buffers, refuse_changed_loss
-from fedtorch.federation.solvers.batches import is_ragged
+from fedtorch.federation.solvers._probed_rows import spread_rows
+from fedtorch.federation.solvers._state import perturbed
+from fedtorch.federation.solvers.batches import Batch
+from fedtorch.federation.solvers.host_state import HostGenerators
 from fedtorch.federation.solvers.loaders.batches import rows_in
+from fedtorch.federation.solvers.parameter_hooks import backward_hooks
+from fedtorch.federation.solvers.python_state import PythonState, refuse_kept
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.module_randomness.interception import KeyedRandomness
+from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -131,7 +134,8 @@ def _failure(
     # Buffers that the module keeps stay as they are: `probe` says whether a pass changes them.
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
-    with kept, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
+    seeded = HostGenerators.seeded(0)
+    with kept, seeded, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
@@ -163,185 +167,144 @@ def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:
     return "change the rows, the module's inputs or the loss"
 
 
-def probe(stacked: StackedLoss, data: Any, values: Mapping[str, Tensor]) -> None:
-    """Run the module on a few rows of a block: does it draw, change buffers, run stacked, split by example?
+def observe(
+    stacked: StackedLoss,
+    make: Callable[[nn.Module], StackedLoss],
+    module: nn.Module,
+    rows: Any,
+    values: Mapping[str, Tensor],
+    device: torch.device,
+) -> None:
+    """Look at a module on a few rows of one client: can it run stacked, and what does it keep from step to step?
+
+    It runs on copies; nothing that is found here changes how a number is computed, but whether clients are stacked.
 
     Args:
-        stacked: the loss, which is told.
-        data: a block `ClientData`.
+        stacked: the loss, which learns what was found.
+        make: a copy of the module -> its `StackedLoss`.
+        module: the user's.
+        rows: a batch of one client.
         values: one client's tensors and stacked buffers by name.
+        device: of the rows.
 
     Raises:
-        TypeError: it returns no loss, or compiled steps would freeze what changes from step to step.
+        TypeError: it returns no loss, keeps in Python what another step reads, or compiled steps would freeze what
+            changes from step to step.
         ValueError: it changes buffers that are not stacked.
-        RuntimeError: `torch.vmap` cannot run it, or gives another loss.
+        RuntimeError: `torch.vmap` cannot run it.
     """
-    probe_batch(stacked, some_rows(data), values, data.count)
+    rows = tree.map(torch.clone, rows) if all_tensors(rows) else rows
+    own, key = _own(stacked, values, device), random.key(0).to(device)
+    others = [perturbed(value, 1) if i < len(stacked.tensors) else value for i, value in enumerate(own)]
+    made: list[StackedLoss] = []
+
+    def fresh() -> tuple[PythonState, Callable[[int], Any]]:
+        twin = make(functional.copied(module))
+        twin.objective.to(device)
+        twin.objective.trainer.answers = {**stacked.objective.trainer.answers, "global_step": 0, "current_epoch": 0}
+        made.append(twin)
+        return PythonState(twin.objective.module, twin.objective.loss), lambda i: _alone(
+            twin, (own, others)[i], rows, key
+        )
+
+    refuse_kept(fresh, type(module).__name__)
+    twin = made[0]
+    twin.unchanged.check()
+    stacked.objective.trainer.asked |= twin.objective.trainer.asked
+    stacked.random, stacked.drawing.parts = twin.random, _same_parts(twin, stacked)
+    if stacked.batched:
+        _choose(stacked, make, module, own, rows, key)
+    if stacked.eager is None:
+        _check_captured(twin, own, rows, type(module).__name__)
+    stacked.observed = True
 
 
-def probe_batch(stacked: StackedLoss, rows: Any, values: Mapping[str, Tensor], count: Tensor) -> None:
-    """Look at a module as `probe` does, on a batch of one client of a block with so many rows `(K,)`."""
-    device = count.device
-    trained, tensors, key = len(stacked.tensors), _own(stacked, values, device), random.key(0).to(device)
-    whole = None
-    with torch.no_grad():
-        if not stacked.probed:
-            loss, moved, asked = _alone(stacked, tensors, rows, key)
-            if stacked.batched:
-                whole = _choose(stacked, tensors, rows, loss, key)
-            if stacked.eager is None:
-                _check_captured(stacked, tensors, rows, asked)
-            if any(not torch.equal(a, b) for a, b in zip(tensors[trained:], moved)):
-                stacked.separable = False
-        if stacked.batched and stacked.separable is not False and is_ragged(count):
-            stacked.separable = _splits(stacked, tensors, rows, key, whole)
-    stacked.probed = True
+def all_tensors(batch: Any) -> bool:
+    """Return whether a batch is a tree of tensors."""
+    try:
+        return bool(tree.leaves(batch))
+    except TypeError:
+        return False
 
 
-def _alone(
-    stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor
-) -> tuple[Tensor, Sequence[Tensor], set[str]]:
-    """Return one client's loss and new buffers, evaluated without `vmap`, and what the module has asked its trainer."""
-    module, trainer = stacked.objective.module, stacked.objective.trainer
-    before, asked = functional.buffers(module), set(trainer.asked)
-    trainer.asked.clear()
-    trainer.answers.update(global_step=0, current_epoch=0)
-    with seeded(0), stacked.drawing.observed(key) as drawn:
-        loss, _, new = _once(stacked, own, rows)
-    stacked.random = drawn.calls > 0
-    questions = set(trainer.asked)
-    trainer.asked |= asked
-    refuse_changed_buffers(module, before)
-    with seeded(0):
-        if not stacked.random and not _close(again := _once(stacked, own, rows)[0], loss, equal_nan=True):
-            refuse_changed_loss(module, loss, again)
-    return loss, new, questions
+def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:
+    """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
+    with twin.drawing.observed(key) as drawn:
+        result = twin.alone([value.clone() for value in own], rows, 0)
+    twin.random = twin.random or drawn.calls > 0
+    return result
+
+
+def _same_parts(twin: StackedLoss, stacked: StackedLoss) -> list[nn.Module] | None:
+    """Return the parts of the module that draw in its copy."""
+    if twin.drawing.parts is None:
+        return None
+    places = {id(part): number for number, part in enumerate(twin.objective.module.modules())}
+    own = list(stacked.objective.module.modules())
+    return [own[places[id(part)]] for part in twin.drawing.parts]
 
 
 def _choose(
-    stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor
-) -> tuple[Tensor, ...] | None:
-    """Check that clients can be stacked; where they need not be, evaluate them one by one if that is faster.
-
-    Return losses and logs of two stacked copies, if they are.
-    """
-    module, why = stacked.objective.module, "stacking gains nothing"
-    name = type(module).__name__
-    if not (stacked.automatic and stacked_layers.faster_alone(module)):
+    stacked: StackedLoss,
+    make: Callable[[nn.Module], StackedLoss],
+    module: nn.Module,
+    own: list[Tensor],
+    rows: Tree,
+    key: Tensor,
+) -> None:
+    """Check that clients can be stacked; where they need not be and cannot, evaluate them one by one."""
+    name, hooks = type(module).__name__, backward_hooks(module)
+    try:
+        if hooks:
+            raise RuntimeError(f"hooks on the backward pass of {', '.join(hooks)} would see all clients at once")
+        twin = make(functional.copied(module))
+        twin.objective.to(key.device)
+        twin.objective.trainer.answers = dict(stacked.objective.trainer.answers, global_step=0, current_epoch=0)
+        twin.random = stacked.random
+        values, some = tree.map(lambda leaf: torch.stack([leaf] * 2), (tuple(own), rows))
+        size = torch.tensor([len(tree.leaves(rows)[0])] * 2)
+        together = lambda: twin.together(values, Batch(some, size, full=True), 0, StepKeys(torch.stack([key, key])))
+        twin.compile = stacked.compile
         try:
-            whole = _check_stacked(stacked, own, rows, alone, key)
-        except RuntimeError as error:
-            if not stacked.automatic:
+            together()
+        except RuntimeError:
+            if twin.eager is not None:
                 raise
-            why = str(error).splitlines()[0]
-        else:
-            if stacked.automatic:
-                _LOG.info("batched='auto' evaluates the clients of %s together", name)
-            return whole
+            twin.reads = stacked.reads = True
+            together()
+    except Exception as error:
+        if not stacked.automatic:
+            raise RuntimeError(
+                f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
+                "Use batched='auto' or batched=False, which call the loss client by client, or ft.lightning_fit"
+            ) from error
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+    else:
+        return
     stacked.batched = False
     _LOG.info("batched='auto' evaluates the clients of %s one by one: %s", name, why)
-    return None
 
 
-def _check_stacked(
-    stacked: StackedLoss, own: list[Tensor], rows: Tree, alone: Tensor, key: Tensor
-) -> tuple[Tensor, ...]:
-    """Return losses and logs of two stacked copies, if the losses are the one of a client alone."""
-    name = type(stacked.objective.module).__name__
+def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str) -> None:
+    asked = twin.objective.trainer.asked - {"max_epochs", "training"}
+    changing = [f"trainer.{question}" for question in sorted(asked)]
     try:
-        found = _twice_or_reading(stacked, own, rows, key)
-    except Exception as error:
-        raise RuntimeError(
-            f"{name} cannot run on stacked clients under torch.vmap: {error}\n"
-            "Use batched=False, which calls the loss client by client, or ft.lightning_fit"
-        ) from error
-    together = found[0]
-    if not _close(together, alone.expand(2), equal_nan=True):
-        raise RuntimeError(
-            f"{name} gives the losses {together.tolist()} on two stacked copies of a client, but {float(alone)} on "
-            "one alone; use batched=False, which calls the loss client by client"
+        capture(
+            lambda index, *flat: tuple(twin.stacked(flat, rows, index, "error")),
+            *[leaf[None] for leaf in (*own, *tree.leaves(rows))],
         )
-    return found
-
-
-def _twice_or_reading(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor) -> tuple[Tensor, ...]:
-    """Return `_twice`; of a module that branches on values, only by reading them, which takes a little longer."""
-    try:
-        return _twice(stacked, own, rows, False, key)
-    except Exception:
-        if not stacked.divides:
-            raise
-        stacked.reads = True
-        try:
-            return _twice(stacked, own, rows, False, key)
-        except Exception:
-            stacked.reads = False
-            raise
-
-
-def _check_captured(stacked: StackedLoss, own: list[Tensor], rows: Tree, asked: set[str]) -> None:
-    changing = [f"trainer.{question}" for question in sorted(asked - {"max_epochs", "training"})]
-    try:
-        capture(partial(stacked.step, rows, None), *[leaf[None] for leaf in (*own, *tree.leaves(rows))])
     except IndexUsed:
         changing.append("batch_idx")
     if changing:
         raise TypeError(
-            f"The training_step of {type(stacked.objective.module).__name__} depends on {', '.join(changing)}, which "
+            f"The training_step of {name} depends on {', '.join(changing)}, which "
             "a compiled step would freeze; use compile=False"
         )
 
 
-def _twice(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool, key: Tensor) -> tuple[Tensor, ...]:
-    """Return losses and logs of two stacked copies of one client."""
-    values, some = tree.map(lambda leaf: leaf.expand(2, *leaf.shape).clone(), (tuple(own), rows))
-    size = len(tree.leaves(rows)[0])
-    weights = torch.full((2, size), 1.0 / size, device=key.device, dtype=torch.float64)
-    flat = [*values, *tree.leaves(some), *([weights] if weighted else [])]
-    with KeyedRandomness(torch.stack([key, key])):
-        results = stacked.stacked(flat, some, 0, "different")
-    return results[: 1 + len(stacked.told)]
-
-
-def _once(stacked: StackedLoss, own: list[Tensor], rows: Tree, weighted: bool = False) -> tuple[Any, ...]:
-    """Return loss, logs and buffers of one client, which cost half of those of two copies."""
-    size = len(tree.leaves(rows)[0]) if weighted else 0
-    weights = torch.full((size,), 1.0 / size, device=own[0].device, dtype=torch.float64) if weighted else None
-    return stacked.single([v.clone() for v in own], rows, weights, 0)
-
-
-def _splits(stacked: StackedLoss, own: list[Tensor], rows: Tree, key: Tensor, known: tuple[Tensor, ...] | None) -> bool:
-    """Return whether loss and logs are the means of the examples' on batches of several sizes.
-
-    Two stacked copies are tried on all rows, of which losses and logs may be `known`, and one client on fewer rows,
-    unless it draws random numbers, which are the same for a client alone only where whole batches draw them.
-    """
-    size = len(tree.leaves(rows)[0])
-    try:
-        for part in sorted({size, (size + 1) // 2, 2}, reverse=True):
-            some = tree.map(lambda leaf, part=part: leaf[:part], rows)
-            if part < size and not stacked.random:
-                passes = (_once(stacked, own, some, weighted) for weighted in (False, True))
-                whole, summed = ((loss, *logs.values()) for loss, logs, _ in passes)
-            else:
-                whole = known if part == size and known is not None else _twice(stacked, own, some, False, key)
-                summed = _twice(stacked, own, some, True, key)
-            if len(whole) != len(summed) or not all(_close(a, b) for a, b in zip(whole, summed)):
-                return False
-    except Exception:  # whatever a module objects to in batches of one: clients are then grouped by size
-        return False
-    return True
-
-
-def _close(first: Tensor, second: Tensor, equal_nan: bool = False) -> bool:
-    first, second = first.detach(), second.detach()
-    tolerance = {torch.float64: 1e-9, torch.float32: 1e-5}.get(second.dtype, 1e-2)
-    return torch.allclose(first.double(), second.double(), rtol=tolerance, atol=tolerance, equal_nan=equal_nan)
-
-
 def _own(stacked: StackedLoss, values: Mapping[str, Tensor], device: torch.device) -> list[Tensor]:
     """Return one client's tensors, a little away from the start, and its stacked buffers."""
-    start = [perturbed(values[n].to(device)) for n in stacked.tensors]
+    start = [perturbed(values[n].to(device, copy=True)) for n in stacked.tensors]
     return start + [values[n].to(device, copy=True) for n in stacked.buffers]
 
 

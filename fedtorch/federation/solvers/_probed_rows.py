@@ -29,22 +29,11 @@ def spread_rows(data: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([k for k, _ in choice]), torch.cat([r for _, r in choice])
 
 
-def some_rows(data: Any) -> Tree:
-    """Return valid rows spread over a block's clients, with some for each of the first values of integer fields."""
-    client, row = data.mask.nonzero().T
-    chosen = [
-        torch.linspace(0, len(client) - 1, min(_LOOKED_AT, len(client)), dtype=torch.float64).to(
-            client.device, torch.int64
-        )
-    ]
-    for leaf in tree.leaves(data.batch):
-        if leaf.ndim == 2 and not (leaf.is_floating_point() or leaf.is_complex()):
-            values, which = leaf[client, row].unique(return_inverse=True)
-            first = which.new_full((len(values),), len(which))
-            first.scatter_reduce_(0, which, torch.arange(len(which), device=which.device), "amin")
-            chosen.append(first[:_LOOKED_AT])
-    at = torch.cat(chosen).unique()
-    return tree.map(lambda leaf: leaf[client[at], row[at]], data.batch)
+def first_rows(data: Any) -> Tree:
+    """Return the first rows of the client that has most."""
+    client = int(data.count.argmax())
+    count = min(_LOOKED_AT, int(data.count[client]))
+    return tree.map(lambda leaf: leaf[client, :count], data.batch)
 
 
 def _evenly(count: int, most: int) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.federation.algorithm import Local
 from fedtorch.optimisers import State
-from fedtorch.tree import Tree
 
 
 class LocalState(NamedTuple):
@@ -58,19 +57,11 @@ def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None
         )
 
 
-def refuse_changed_loss(module: nn.Module, first: Tensor, second: Tensor) -> NoReturn:
-    """Raise TypeError for a module whose loss on one batch was the `first`, and then the `second`."""
-    raise TypeError(
-        f"Expected the same loss on the same batch, but {type(module).__name__} gave {float(first):.6g} and then "
-        f"{float(second):.6g}: it keeps something from step to step, such as a count, which all clients would share; "
-        "keep it in a buffer, ask self.global_step, or use ft.lightning_fit, where each client has a module of its own"
-    )
-
-
-def perturbed(tensor: Tensor) -> Tensor:
-    """Return a little away from the start, where a loss may be the same for all examples; signs are kept."""
-    wave = 0.1 * torch.sin(torch.arange(1, tensor.numel() + 1, device=tensor.device)).reshape(tensor.shape)
-    return torch.where(tensor == 0, wave, tensor * (1 + wave)).to(tensor.dtype)
+def perturbed(tensor: Tensor, number: int = 0) -> Tensor:
+    """Return a tensor a little away from where it is, in direction `number`; signs are kept."""
+    places = torch.arange(1, tensor.numel() + 1, device=tensor.device, dtype=torch.float64)
+    wave = (0.1 * torch.sin(places + 7 * number)).reshape(tensor.shape).to(tensor.dtype)
+    return torch.where(tensor == 0, wave, tensor * (1 + wave))
 
 
 def ever_trained(parts: Mapping[str, Tensor]) -> Tensor:
@@ -82,19 +73,6 @@ def joined(groups: Sequence[Tensor], done: Sequence[Local]) -> Local:
     """Return the solutions of groups of clients as those of one block."""
     whole = tree.concatenate(_same_info(done))
     return tree.take(whole, torch.cat(list(groups)).argsort().to(whole.lr_sum.device))
-
-
-def keep_rows(kept: Tree, now: Tree, rows: Tensor) -> Tree:
-    """Return `kept` with `rows` `(K,)` bool replaced by what they are now; a copy of `now` the first time."""
-    if kept is None:
-        return tree.map(torch.clone, now)
-
-    def replace(old: Tensor, new: Tensor) -> Tensor:
-        at = rows.to(old.device)
-        old[at] = new[at]
-        return old
-
-    return tree.map(replace, kept, now)
 
 
 def _same_info(parts: Sequence[Local]) -> list[Local]:

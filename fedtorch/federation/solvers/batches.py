@@ -26,44 +26,50 @@ PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows
 
 
 class Batch:
-    """One step's minibatch of every client.
+    """One step's minibatch of the clients that still train.
 
     Attributes:
         rows: a tree of leaves `(K, B, ...)`.
-        size: `(K,)` on the CPU: how many of the B rows count; they come first, and the others repeat one of them.
-        active: `(K,)` bool on the CPU, the clients that still train.
+        size: `(K,)` on the CPU: how many of the B rows count; they come first.
         leaves: the leaves of `rows`.
-        weights: `(K, B)` summing to one over the rows that count, or None when all do.
+        weights: `(K, B)` summing to one over the rows that count, where the others are weighted out; None otherwise.
 
     Args:
-        rows, size, active: see above.
+        rows, size: see above.
         full: whether all rows are known to count.
+        padded: whether rows that do not count are weighted out, and not left out.
     """
 
-    def __init__(self, rows: Tree, size: Tensor, active: Tensor, full: bool = False) -> None:
-        self.rows, self.size, self.active = rows, size, active
+    def __init__(self, rows: Tree, size: Tensor, full: bool = False, padded: bool = False) -> None:
+        self.rows, self.size = rows, size
         self.leaves = tree.leaves(rows)
         first = self.leaves[0]
         self.weights: Tensor | None = None
-        if not (full or bool((size == first.shape[1]).all())):
+        self._whole = full or bool((size == first.shape[1]).all())
+        if padded and not self._whole:
             counts = torch.arange(first.shape[1]) < size[:, None]
             self.weights = (counts / size[:, None].to(torch.float64)).to(first.device)
 
-    @property
-    def few(self) -> bool:
-        """Return whether some clients still train, and at most half of them."""
-        return 0 < 2 * int(self.active.sum()) <= len(self.active)
+    @functools.cached_property
+    def parts(self) -> list[tuple[Tensor | None, Batch]]:
+        """Return batches of clients whose rows have the same shapes, each with their places `(M,)`; None for all."""
+        if self._whole or self.weights is not None:
+            return [(None, self)]
+        return [
+            (at := (self.size == size).nonzero()[:, 0], self.of(at, size))
+            for size in self.size.unique(sorted=True).tolist()
+        ]
 
-    def of(self, clients: Tensor) -> Batch:
-        """Return the batch of some clients that still train, by their places `(M,)` on the CPU."""
-        at = clients.to(self.leaves[0].device)
-        rows = tree.map(lambda leaf: leaf.index_select(0, at), self.rows)
-        return Batch(rows, self.size[clients], self.active[clients], self.weights is None)
+    def of(self, clients: Tensor, size: int | None = None) -> Batch:
+        """Return the batch of some clients, by their places `(M,)` on the CPU; of their first `size` rows."""
+        rows = tree.map(lambda leaf: leaf[:, :size], self.rows)
+        full = size is not None or self._whole
+        return Batch(tree.take(rows, clients), self.size[clients], full, self.weights is not None)
 
     def alone(self, client: int) -> Tree:
         """Return the rows of one client that count."""
         size, *leaves = self._each[client]
-        return tree.refill(self.rows, [leaf if len(leaf) == size else leaf[:size] for leaf in leaves])
+        return tree.refill(self.rows, leaves if self._whole else [leaf[:size] for leaf in leaves])
 
     @functools.cached_property
     def _each(self) -> list[tuple[Any, ...]]:
@@ -84,6 +90,7 @@ class Batches:
         drop_last: whether a smaller last batch of an epoch is left out.
         limit: batches of an epoch that are taken; see `Turn`.
         share: `(K,)` of the epochs, or steps, that each client does; see `Turn`.
+        padded: whether clients of unequal size share padded steps, whose rows are weighted.
 
     Attributes:
         total, per_epoch: `(K,)` batches of each client, and of an epoch of its.
@@ -107,8 +114,9 @@ class Batches:
         drop_last: bool = False,
         limit: float | None = None,
         share: Tensor | None = None,
+        padded: bool = False,
     ) -> None:
-        self._rows, self._count = rows, count
+        self._rows, self._count, self._padded = rows, count, padded
         least, most = (int(each) for each in count.aminmax()) if len(count) else (0, 0)
         self._most, self._even = most, least == most
         self.alike = self._even and share is None
@@ -153,18 +161,33 @@ class Batches:
         """Return whether all clients have as many steps."""
         return self.alike or bool((self.total == self.longest).all())
 
-    def __getitem__(self, step: int) -> Batch:
-        """Return the batches of step `step`; a client that is done repeats rows of its own."""
-        if self._full:
-            return self._all_rows(step)
-        chosen, size, active = self._chosen(step)
-        at, shape = (chosen + self._client * self._width).flatten(), chosen.shape
-        rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
-        return Batch(rows, size if self._whole else torch.where(active, size, shape[1]), active, self._whole)
-
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over all steps."""
         return (self[step] for step in range(self.longest))
+
+    def __getitem__(self, step: int) -> Batch:
+        """Return the batches of step `step`, of the clients that have one."""
+        if self._full:
+            return self._all_rows(step)
+        chosen, size, active = self._chosen(step)
+        here = self._here(step, active)
+        if here is not None:
+            chosen, size = chosen[here.to(chosen.device)], size[here]
+        client = self._client if here is None else self._client[here.to(self._device)]
+        at, shape = (chosen + client * self._width).flatten(), chosen.shape
+        rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
+        return Batch(rows, size, self._whole, self._padded)
+
+    def _here(self, step: int, active: Tensor) -> Tensor | None:
+        """Return the places of the clients that still train, `(M,)`; None for all."""
+        if self.alike or step < self._least:
+            return None
+        return active.nonzero()[:, 0]
+
+    @functools.cached_property
+    def _least(self) -> int:
+        """Return the fewest batches of a client."""
+        return int(self.total.min())
 
     def runs(self, numbers: int | None) -> Iterator[tuple[Tensor | None, Tensor]]:
         """Iterate over runs of steps in which none ends, of so many rows: `(S, K, B)`, None for all; sizes `(S, K)`.
@@ -255,15 +278,14 @@ class Batches:
     def _all_rows(self, step: int) -> Batch:
         if self._everything is None:
             width, rows = self._size, self._rows
-            if not self._even:
+            if not self._even and self._padded:  # a row of zeros may have an infinite gradient
                 columns = torch.arange(width).minimum(self._count[:, None] - 1).to(self._device)
                 rows = tree.map(lambda leaf: leaf[self._client, columns], rows)
             else:
                 rows = tree.map(lambda leaf: leaf[:, :width], rows)
-            self._everything = Batch(rows, self._count, self._all, self._even)
-        if self.alike or step < int(self.total.min()):
-            return self._everything
-        return Batch(self._everything.rows, self._count, step < self.total, self._even)
+            self._everything = Batch(rows, self._count, self._even, self._padded)
+        here = self._here(step, step < self.total)
+        return self._everything if here is None else self._everything.of(here)
 
     def _shuffle(self, epoch: Tensor, active: Tensor) -> None:
         """Draw the next epochs' permutations for the clients that have come to the end of theirs."""

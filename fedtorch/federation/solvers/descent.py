@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -19,21 +19,27 @@ from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._configured import Configured, check_independent, configure
+from fedtorch.federation.solvers._divided import Piece, divide, split
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
-from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, probe, probe_batch
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined, keep_rows
+from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
+from fedtorch.federation.solvers._probed_rows import first_rows
+from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
 from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
-from fedtorch.federation.solvers.linear.steps import LinearSteps, linear_steps
+from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
+from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
-from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
-from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss
+from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
+from fedtorch.federation.solvers.plain_layers import RowwiseLoss
+from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, StepResult
+from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _SOME_STEPS = 100  # of a round, to construct a schedule that asks for their number
 _KEPT = 2**25 - 2**16  # bytes, the most for which glibc still moves its thresholds
 
@@ -46,6 +52,7 @@ class Descent:
     """
 
     linear: LinearSteps | None = None
+    _said = False  # whether it was said what rowwise=True would save
 
     def __init__(
         self,
@@ -58,19 +65,22 @@ class Descent:
         make: MakeOptimizer | None = None,
         reset: str = "round",
         buffers: str = "refuse",
-        batched: bool | Literal["auto"] = True,
-        compile: bool | Literal["auto"] = "auto",
+        batched: bool | Literal["auto"] = "auto",
+        compile: bool = False,
         clip: float | None = None,
         precision: str = "32",
         project: Callable[[Tree], Tree] | None = None,
         ignore_hooks: Sequence[str] = (),
         drop_last: bool = False,
+        rowwise: bool = False,
     ) -> None:
         # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
-        self.module, self._original = copy.deepcopy(module), weakref.ref(module)
         trained = training_copy(module, ignore_hooks)
+        self.module, self._original, self._ignored = functional.copied(module), weakref.ref(module), ignore_hooks
         self.objective = Objective(trained, loss)
+        self.rowwise = rowwise
+        self._by_type: RowwiseLoss | None = RowwiseLoss(self.module, loss)
         self.epochs, self.steps, self.rounds, self.batch_size = epochs, steps, rounds, batch_size
         self.make, self.keep, self.clip, self.project, self.drop_last = make, reset == "never", clip, project, drop_last
         self.one_epoch = epochs == 1  # all steps of a round are in the schedule's epoch of that number
@@ -81,8 +91,9 @@ class Descent:
         self.averaged, self.buffers = divided_buffers(trained, buffers)
         self.counts = counts(trained, self.averaged)
         self.parameters = {**trainable, **self.averaged}
-        both = [*self.averaged, *self.buffers]
-        self.loss = StackedLoss(self.objective, self.trained, both, batched, compile, precision)
+        self._stacked_buffers = [*self.averaged, *self.buffers]
+        self.loss = StackedLoss(self.objective, self.trained, self._stacked_buffers, batched, compile, precision)
+        self.check = StepCheck(self.module, self.twin)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
@@ -95,6 +106,11 @@ class Descent:
     def init(self, parameters: Tree) -> LocalState:
         """Return one client's state before its first round."""
         return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
+
+    def twin(self, module: nn.Module) -> StackedLoss:
+        """Return the stacked loss of a copy of the module, to try steps that leave no trace."""
+        copy = Objective(training_copy(module, self._ignored), self.objective.loss)
+        return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:
         """Look at a block to find out what the module can do; the data stay as they are.
@@ -119,11 +135,21 @@ class Descent:
         return data
 
     def _learn(self, data: Any) -> None:
-        """Find out what the module can do, as far as this block tells and it is not known."""
-        separable = not self.loss.batched or self.loss.separable is False or self.drop_last or not is_ragged(data.count)
-        if len(data.count) and not (self.loss.probed and separable):
-            self.move(data.count.device)
-            probe(self.loss, data, self.tensors(self.parameters, LocalState({}, self.buffers, None)))
+        """Look at the module on rows of a block, once."""
+        if len(data.count) and not self.loss.observed:
+            self._observe(first_rows(data), data.count.device)
+
+    def _observe(self, rows: Any, device: torch.device) -> None:
+        self.move(device)
+        values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
+        with torch.inference_mode(False), torch.enable_grad():
+            observe(self.loss, self.twin, self.module, rows, values, device)
+
+    def padded(self, data: Any, count: Tensor) -> bool:
+        """Return whether clients of unequal size share padded steps: as the user has said, or as the types say."""
+        if not is_ragged(count) or not self.loss.batched:
+            return False
+        return self.rowwise or (self._by_type is not None and self._by_type.holds(data.batch, data.count))
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """Return all tensors that clients predict with; see `LocalSolver`."""
@@ -141,8 +167,7 @@ class Descent:
     def find_linear_steps(self, loss: Loss | None) -> None:
         """Let a program take all steps of a round at once where it knows all that they do."""
         if self.clip is None and self.project is None and self.loss.precision != "bf16":
-            configured = self.configured(_SOME_STEPS)
-            self.linear = linear_steps(self.objective, loss, self.trained, configured, self.keep)
+            self.linear = linear_steps(self.module, loss, self.trained, self.configured(_SOME_STEPS), self.keep)
 
     def move(self, device: torch.device) -> None:
         """Take the module to the device of the data."""
@@ -153,27 +178,82 @@ class Descent:
         """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
         if isinstance(data, ClientLoaders):
             return self._through_loaders(start, state, data, quadratic, turn)
-        device, key = data.count.device, lambda: turn.key  # which full batches of a module without draws never ask for
-        if len(count := data.count.to("cpu")) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
-        limits, last = (self.batch_size, self.epochs, self.steps), (self.drop_last, turn.limit, turn.share)
-        if self.linear is not None and turn.rates is None and self.linear.knows(start, data.batch, quadratic):
-            return self.linear.solve(start, state, data, Batches(data.batch, count, *limits, key, *last), quadratic)
-        if not self.loss.probed or (self.loss.batched and self.loss.separable is None):
-            self._learn(data)
-        whole = self.loss.batched and not self.loss.separable and not self.drop_last
+        if len(data.count) == 0:
+            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=data.count.device), {})
+        if self.linear is not None and turn.rates is None:
+            family = self.linear.family(start, data.batch, quadratic)
+            if family is not None:
+                batches = self._batches(data.batch, data.count.to("cpu"), turn, lambda: turn.key, turn.share, False)
+                return self.linear.solve(family, start, state, data, batches, quadratic)
+        self._learn(data)
+        return self._stackable(lambda: self._in_groups(start, state, data, quadratic, turn))
+
+    def _stackable(self, train: Callable[[], Local]) -> Local:
+        """Return the solution of a block; of clients that cannot be stacked one by one, where the user leaves it open."""
+        asked, generators = set(self.objective.trainer.asked), HostGenerators.state()
+        try:
+            solution = train()
+            if not HostGenerators.moved(generators) or self.loss.host:
+                return solution
+            if self.loss.batched:
+                raise SharedDraws(self.module)
+            self.loss.host = True
+            return train()
+        except AnswersDiffer:
+            if asked == self.objective.trainer.asked:
+                raise
+            return self._stackable(train)  # in groups that are answered alike
+        except StepsDiffer as error:
+            if error.padded and not self.rowwise:
+                self._by_type = None
+                _LOG.warning("%s; clients of unequal size train without padding", error)
+                return self._stackable(train)
+            if error.padded:
+                raise ValueError(f"{error}, so rowwise=True does not hold; leave it away") from error
+            return self._alone_from_now(train, error)
+        except Exception as error:
+            return self._alone_from_now(train, error)
+
+    def _alone_from_now(self, train: Callable[[], Local], error: Exception) -> Local:
+        """Train clients one by one, after an error of their stack, where the user leaves it open."""
+        if not (self.loss.automatic and self.loss.batched):
+            raise error
+        self.loss.batched = False
+        level = logging.WARNING if isinstance(error, StepsDiffer) else logging.INFO
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        name = type(self.module).__name__
+        _LOG.log(level, "batched='auto' evaluates the clients of %s one by one from now on: %s", name, why)
+        return self._stackable(train)
+
+    def _in_groups(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
+        """Train groups of clients that take their steps together."""
+        device, count = data.count.device, data.count.to("cpu")
+        padded = self.padded(data, count)
+        if is_ragged(count) and self.loss.batched and not padded and not self._said:
+            self._said = True
+            _LOG.info(
+                "clients of unequal size share steps where their batches have the same shapes; rowwise=True lets them "
+                "share all steps, if a batch's loss is the mean of its rows' losses"
+            )
         per_epoch = limited(batches_of(count, self.batch_size, self.drop_last), turn.limit)
-        groups = self._groups(state, per_epoch, turn.round, [count] if whole else [])
+        groups = self._groups(state, per_epoch, turn.round)
         if len(groups) == 1:
-            return _Stack(self, start, state, Batches(data.batch, count, *limits, key, *last), quadratic, turn).run()
+            batches = self._batches(data.batch, count, turn, lambda: turn.key, turn.share, padded)
+            return _Stack(self, start, state, batches, quadratic, turn).run()
         done = []
         for rows in groups:
             first, old, batch, pull = tree.take((start, state, data.batch, quadratic), rows.to(device))
             share = None if turn.share is None else turn.share[rows]
             keys = lambda rows=rows: turn.key[rows.to(device)]
-            batches = Batches(batch, count[rows], *limits, keys, *last[:2], share)
+            batches = self._batches(batch, count[rows], turn, keys, share, padded)
             done.append(_Stack(self, first, old, batches, pull, turn.with_key(keys)).run())
         return joined(groups, done)
+
+    def _batches(
+        self, rows: Tree, count: Tensor, turn: Turn, key: Callable[[], Tensor], share: Tensor | None, padded: bool
+    ) -> Batches:
+        limits = (self.batch_size, self.epochs, self.steps)
+        return Batches(rows, count, *limits, key, self.drop_last, turn.limit, share, padded)
 
     def _through_loaders(
         self, start: Tree, state: LocalState, data: ClientLoaders, quadratic: Quadratic | None, turn: Turn
@@ -188,23 +268,23 @@ class Descent:
         through = lambda by: joined(by, descend(train, self._look, by, (self.epochs, self.steps), *block))
         try:
             limit = limited(per_epoch, turn.limit)
-            return through(self._groups(state, limit, turn.round, []) if self.loss.batched else each)
+            groups = lambda: self._groups(state, limit, turn.round) if self.loss.batched else each
+            return self._stackable(lambda: through(groups()))
         except OneByOne:  # as in every later round
             return through(each)
 
     def _look(self, batch: LoadedBatch, device: torch.device) -> None:
         """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
-        if not self.loss.probed:
+        if not self.loss.observed:
             self.move(device)
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_batch(self.loss, batch.alone(0), values, device, self._original)
             with one_by_one(self.loss):
-                rows = batch.as_rows(0) if self.loss.batched else batch.alone(0)
-                probe_batch(self.loss, rows, values, torch.ones(1, dtype=torch.int64, device=device))
+                self._observe(batch.as_rows(0) if self.loss.batched else batch.alone(0), device)
 
-    def _groups(self, state: LocalState, per_epoch: Tensor, round: int, traits: list[Tensor]) -> list[Tensor]:
-        """Return rows of the block that can share steps exactly; clients of other `traits` `(K,)` cannot anyway."""
-        asked = self.objective.trainer.asked
+    def _groups(self, state: LocalState, per_epoch: Tensor, round: int) -> list[Tensor]:
+        """Return rows of the block that can take their steps together: their clocks and optimisers stand alike."""
+        asked, traits = self.objective.trainer.asked, list[Tensor]()
         schedule = self.configured(_SOME_STEPS).schedule
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
         by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
@@ -213,7 +293,10 @@ class Descent:
             traits.append(per_epoch)
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
-            traits.extend(ever_trained(parts) for parts in state.optimizer.values() if parts)
+            counted = self.configured(_SOME_STEPS).optimizer.counts
+            for parts in state.optimizer.values():
+                traits.extend([ever_trained(parts)] if parts else [])
+                traits.extend(value.to("cpu") for name, value in parts.items() if name in counted)
         traits = [trait for trait in traits if not bool((trait == trait[0]).all())]
         if not traits:
             return [torch.arange(len(per_epoch))]
@@ -225,7 +308,12 @@ class Descent:
 
 
 class _Stack:
-    """One group of clients, which differ in their rows and in their number of steps only."""
+    """One group of clients, which differ in their rows and in their number of steps only.
+
+    Attributes:
+        here: `(M,)` places of the clients that still train; tensors, buffers and keys are theirs.
+        divided: tensors that the optimiser holds in pieces, by name.
+    """
 
     def __init__(
         self,
@@ -239,8 +327,7 @@ class _Stack:
         self.device = device = next(iter(start.values())).device
         descent.move(device)
         self.descent, self.state, self.batches = descent, state, batches
-        drawn = descent.loss.random if descent.loss.batched else batches.known
-        self.keys = StepKeys(lambda: random.fold_in(turn.key, MODULE) if drawn else turn.key)
+        self.keys = StepKeys(lambda: random.fold_in(turn.key, MODULE))
         contiguous = lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format)
         tensors = tree.map(contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
         self.tensors = {name: tensors.pop(name) for name in descent.trained}
@@ -248,13 +335,21 @@ class _Stack:
         self.pulls = None if quadratic is None else _pulls(quadratic, self.tensors)
         configured = descent.configured(int(batches.planned[0]))
         self.schedule, self.state_of = configured.schedule, configured.optimizer.state
+        self.names = [name for group in configured.optimizer.names for name in group]  # that are stepped
         self.position = turn.round * self.batches.round  # where those stand who have been away, too
-        self.rates = turn.rates or ()
+        self.round, self.rates = turn.round, turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
         self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
-        fused = possible(device) and batches.known and FusedSteps.knows(self.optimizer)
+        self.fuses = possible(device) and batches.known and FusedSteps.knows(self.optimizer)
+        self.here = torch.arange(len(batches.total))
+        self.divided: dict[str, list[Piece]] = {}
+        self.finished: Tree = None
+        self._bind()
+
+    def _bind(self) -> None:
+        """Take steps of the tensors that the optimiser holds now."""
         self.direct = DirectSteps(self.optimizer)
-        self.fused = FusedSteps(self.optimizer, self.batches.total, descent.clip) if fused else None
+        self.fused = FusedSteps(self.optimizer, self.descent.clip) if self.fuses else None
 
     def run(self) -> Local:
         """Take all steps."""
@@ -263,14 +358,13 @@ class _Stack:
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or batches.together
         answers = self.descent.objective.trainer.answers
-        rates, seen = [0.0], RoundLogs(loss, total, longest if batches.alike else None)
-        finished: Tree = None
+        rates, seen = [0.0], RoundLogs(loss, len(total), longest if batches.alike else None)
         loaded = None if isinstance(batches, Batches) else evaluated(loss, batches, self.tensors, self.buffers)
         with loaded or nullcontext(loss.gradients) as gradients_of:
             steps: Any = iter(batches)
             for t, batch in enumerate(steps):
                 if (ended := batches.ended(t)) is not None:
-                    finished = keep_rows(finished, self._now(), ended)
+                    self._leave(ended[self.here], t)
                 position = self.position + t
                 if self.schedule is not None:
                     self.schedule.apply(self.optimizer, position, per_epoch)
@@ -279,46 +373,144 @@ class _Stack:
                 rates.append(float(self.optimizer.param_groups[0]["lr"]))
                 answers["global_step"] = position if same_steps else None
                 answers["current_epoch"] = position // per_epoch if same_epochs else None
-                computed = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
-                losses, logs, self.buffers, gradients, recorded = computed
-                self._descend(t, gradients)
-                seen.add(t, {**logs, "loss": losses}, recorded, batch)
-        finished = self._now() if finished is None else keep_rows(finished, self._now(), total == total.max())
-        tensors, kept = finished
+                if loss.batched:
+                    self._check(batch, t)
+                result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
+                self.buffers = result.buffers
+                self._descend(result)
+                seen.add(t, result, batch, self.here)
+        loss.unchanged.check()
+        self._finish(torch.ones_like(self.here, dtype=torch.bool))
+        tensors, kept = self.finished
         return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())
 
-    def _descend(self, t: int, gradients: Sequence[Tensor | None]) -> None:
+    def _leave(self, ended: Tensor, t: int) -> None:
+        """Let clients that have taken their last step `(M,)` bool leave the stack."""
+        self._finish(ended)
+        left = (~ended).nonzero()[:, 0]
+        self.here, self.keys = self.here[left], self.keys.some(left, t)
+        if self.pulls is not None:
+            self.pulls = [tuple(part.index_select(0, left.to(part.device)) for part in pull) for pull in self.pulls]
+        self.buffers = tree.take(self.buffers, left)
+        places = torch.full_like(ended, -1, dtype=torch.int64)
+        places[left] = torch.arange(len(left))
+        for name, tensor in self.tensors.items():
+            if name in self.divided:
+                kept = [(piece, at) for piece in self.divided[name] if len(at := (~ended[piece.rows]).nonzero()[:, 0])]
+                for piece in self.divided[name]:
+                    if bool(ended[piece.rows].all()):
+                        divide(self.optimizer, piece.tensor, [])
+                self.divided[name] = [
+                    Piece(places[piece.rows[at]], divide(self.optimizer, piece.tensor, [at])[0]) for piece, at in kept
+                ]
+                self.tensors[name] = tensor.index_select(0, left.to(tensor.device))
+            else:
+                self.tensors[name] = divide(self.optimizer, tensor, [left])[0]
+        self._bind()
+
+    def _check(self, batch: Any, t: int) -> None:
+        """Hold the stacks of a step against clients alone, if their shapes have not been seen."""
+        loss = self.descent.loss
+        values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
+        for at, part in batch.parts:
+            if loss.shares(part):
+                some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
+                self.descent.check(loss, some, part, t, keys, self.round)
+
+    def _descend(self, result: StepResult) -> None:
         with torch.no_grad():
+            missing = {} if self.pulls is not None else result.missing
+            if missing:
+                self.fuses, self.fused = False, None
             if self.fused is not None:
                 pulls = {} if self.pulls is None else by_parameter(self.tensors, self.pulls)
-                self.fused.step(t, by_parameter(self.tensors, gradients), pulls)
+                self.fused.step(by_parameter(self.tensors, result.gradients), pulls)
             else:
-                self._step_by_step(gradients)
+                self._step_by_step(result.gradients, missing)
             if self.descent.project is not None:
                 for name, value in self.descent.project(dict(self.tensors)).items():
                     self.tensors[name].copy_(value)
+                for name, pieces in self.divided.items():
+                    for piece in pieces:
+                        piece.tensor.copy_(self.tensors[name][piece.rows])
 
-    def _step_by_step(self, gradients: Sequence[Tensor | None]) -> None:
-        """Add the quadratic, clip and step, one after the other."""
-        for i, (tensor, gradient) in enumerate(zip(self.tensors.values(), gradients)):
+    def _step_by_step(self, gradients: Sequence[Tensor | None], missing: Mapping[str, Tensor]) -> None:
+        """Add the quadratic, clip and step, one after the other; what has no gradient stays as it is."""
+        whole: dict[str, Tensor | None] = {}
+        for i, ((name, tensor), gradient) in enumerate(zip(self.tensors.items(), gradients)):
             if self.pulls is not None:
                 precision, shift = self.pulls[i]
                 pull = precision * tensor - shift
                 gradient = pull if gradient is None else gradient + pull
+            whole[name] = gradient
+        if self.descent.clip is not None:
+            _clip(whole, self.names, self.descent.clip)
+        for name, gradient in whole.items():
+            if name in missing or name in self.divided:
+                self._divide(name, gradient, missing.get(name))
+                continue
+            tensor = self.tensors[name]
             if gradient is None or gradient.is_contiguous():
                 tensor.grad = gradient
             elif tensor.grad is None:  # fused optimisers read memory in order, whatever the strides
                 tensor.grad = gradient.contiguous()
             else:
                 tensor.grad.copy_(gradient)
-        if self.descent.clip is not None:
-            _clip([p for group in self.optimizer.param_groups for p in group["params"]], self.descent.clip)
         self.direct.step()
+        for name, pieces in self.divided.items():
+            for piece in pieces:
+                self.tensors[name].index_copy_(0, piece.rows.to(self.device), piece.tensor)
 
-    def _now(self) -> tuple[dict[str, Tensor], State]:
-        """Return (tensors and buffers, the optimiser's state if it is kept) after the steps so far."""
-        kept = self.state_of(self.optimizer, self.tensors, self.state.optimizer) if self.descent.keep else {}
-        return {**self.tensors, **self.buffers}, kept
+    def _divide(self, name: str, gradient: Tensor | None, missing: Tensor | None) -> None:
+        """Give the clients that have a gradient of a tensor, and those that have none, tensors and states of their own."""
+        pieces = self.divided.get(name, [Piece(torch.arange(len(self.here)), self.tensors[name])])
+        done = []
+        for piece in pieces:
+            mask = torch.zeros_like(piece.rows, dtype=torch.bool) if missing is None else missing[piece.rows]
+            parts = [piece] if bool((mask == mask[0]).all()) else split(self.optimizer, piece, mask)
+            for part in parts:
+                without = gradient is None or (missing is not None and bool(missing[part.rows[0]]))
+                part.tensor.grad = (
+                    None if without or gradient is None else gradient[part.rows.to(self.device)].contiguous()
+                )
+            done.extend(parts)
+        if len(done) > len(pieces):
+            self.direct = DirectSteps(self.optimizer)
+        if len(done) > 1:
+            self.divided[name] = done
+
+    def _finish(self, rows: Tensor) -> None:
+        """Keep the tensors and states of clients that have taken their last step, `(M,)` bool."""
+        now = {**self.tensors, **self.buffers}, self._kept() if self.descent.keep else {}
+        if self.finished is None and bool(rows.all()):
+            self.finished = now
+            return
+        if self.finished is None:
+            count = len(self.batches.total)
+            self.finished = tree.map(lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]), now)
+        at, places = rows.nonzero()[:, 0], self.here[rows]
+
+        def keep(old: Tensor, new: Tensor) -> Tensor:
+            return old.index_copy_(0, places.to(old.device), new.index_select(0, at.to(new.device)))
+
+        tree.map(keep, self.finished, now)
+
+    def _kept(self) -> State:
+        """Return the optimiser's state; of divided tensors put together from those of their pieces."""
+        whole = {name: tensor for name, tensor in self.tensors.items() if name not in self.divided}
+        old = tree.take(self.state.optimizer, self.here)
+        state = self.state_of(self.optimizer, whole, old)
+        for name, pieces in self.divided.items():
+            parts = [self.state_of(self.optimizer, {name: piece.tensor})[name] for piece in pieces]
+            found = {key: part[key] for part in parts for key in part}
+            state[name] = dict(old.get(name, {}))
+            for key, like in found.items():
+                joint = like.new_zeros(len(self.here), *like.shape[1:])
+                for piece, part in zip(pieces, parts):
+                    if key in part:
+                        joint[piece.rows.to(joint.device)] = part[key]
+                state[name][key] = joint
+        return {name: state[name] for name in self.tensors}
 
     def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
@@ -334,14 +526,14 @@ class _Stack:
         )
 
 
-def _clip(tensors: Sequence[Tensor], most: float) -> None:
-    """Scale the gradients of each client whose norm over all `tensors` is above `most`."""
-    held = [(tensor, tensor.grad) for tensor in tensors if tensor.grad is not None]
+def _clip(gradients: dict[str, Tensor | None], names: Sequence[str], most: float) -> None:
+    """Scale the gradients of each client whose norm over all `names` is above `most`."""
+    held = {name: gradient for name in names if (gradient := gradients.get(name)) is not None}
     if held:
-        squares = [gradient.reshape(len(gradient), -1).square().sum(1) for _, gradient in held]
+        squares = [gradient.reshape(len(gradient), -1).abs().square().sum(1) for gradient in held.values()]
         share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
-        for tensor, gradient in held:
-            tensor.grad = gradient * tree.along(share, gradient)
+        for name, gradient in held.items():
+            gradients[name] = gradient * tree.along(share, gradient)
 
 
 def _pulls(quadratic: Quadratic, tensors: Mapping[str, Tensor]) -> list[tuple[Any, Tensor]]:

@@ -1,11 +1,12 @@
 """Gradient descent of any module on stacked clients.
 
 All clients of a block take their steps together: `vmap(loss)(stacked, batches).sum().backward(); optimizer.step()`.
-Each gets what a loop of its own would have given: its own minibatches, its own number of steps, its own draws. Clients
-share a step only where that is exact; otherwise they are grouped (by steps per epoch when the schedule or the module
-counts epochs, by number of rows when a batch's loss or logs are not the means of its examples', by position when the
-optimiser's state is kept between rounds). Whether they are means is tried out on up to 16 rows of each ragged block
-and on one row for each value of its integer fields.
+Each gets what a loop of its own would have given: its own minibatches, its own number of steps, its own draws. In a
+step those clients share an evaluation whose batches have the same shapes, which is exact for every loss; groups of
+fewer than three are evaluated one by one. Clients of unequal size share padded, weighted steps only where the types of
+layers and loss say that a batch's loss is the mean of its rows', or where `rowwise=True` says so. Clients are trained
+apart by steps per epoch when the schedule or the module counts epochs, and by position when the optimiser's state is
+kept between rounds. Every kind of step is held against the user's own module on real rows, once (`step_check`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from functools import partial
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedtorch import expected
 from fedtorch.data.client_loaders import ClientLoaders
@@ -45,8 +47,9 @@ def gradient_descent(
     optimizer: MakeOptimizer | None = None,
     reset: Literal["round", "never"] = "round",
     buffers: Literal["refuse", "local", "average"] = "refuse",
-    batched: bool | Literal["auto"] = True,
-    compile: bool | Literal["auto"] = "auto",
+    batched: bool | Literal["auto"] = "auto",
+    rowwise: bool = False,
+    compile: bool = False,
     clip: float | None = None,
     precision: Literal["32", "bf16", "tf32"] = "32",
     project: Callable[[Tree], Tree] | None = None,
@@ -81,16 +84,18 @@ def gradient_descent(
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
             error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
             a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
-        batched: False evaluates the loss client by client, for modules that `vmap` cannot run (`.item()` of floats,
-            `x[mask]`, packed sequences); everything else stays stacked. "auto" does so for just these and
-            where stacking gains nothing (an LSTM of more than 192 units on the CPU), and logs which way it takes and
-            why; the way depends on the module alone, so that runs stay equal to the bit.
+        batched: "auto" evaluates clients together where their batches have the same shapes and `torch.vmap` can run the
+            module, and one by one elsewhere (`.item()` of floats, `x[mask]`, packed sequences); it logs why, once.
+            True raises an error instead, False goes one by one. All give what a loop would, up to rounding. Once for
+            every shape, stacked steps are held against the module alone on real rows.
+        rowwise: a promise that a batch's loss is the mean of its rows' losses, so that clients of unequal size share
+            padded steps, whose rows are weighted. It is held against real rows in every round, and a run in which it
+            fails ends before anything is committed. Of chains of `torch.nn` layers with a loss of torch it is known.
+            Without it, unequal clients share the steps in which their batches have the same shapes.
         compile: True captures a step's tensor operations once per shape and replays them, about twice as fast
-            for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
-            trainer's counters or anything else that changes from step to step. Modules that draw random numbers or
-            have stacked buffers are not captured. "auto" does so on the CPU with steps of shapes that come often, of
-            modules whose code shows that they are alike (layers of torch.nn one after the other, no branch, nothing
-            stored), and gives the same bits as False.
+            for small modules. The module's Python code then runs twice only: it must not depend on the batch index, the
+            trainer's counters or anything else that changes from step to step. Modules that draw random numbers,
+            branch on values or have stacked buffers are not captured.
         clip: the largest norm of a client's gradient, the quadratic's included, before its optimiser's step, as
             `gradient_clip_val` of a Trainer.
         precision: "bf16" computes the losses' products under `torch.autocast` in bfloat16 while parameters, gradients
@@ -131,13 +136,20 @@ def gradient_descent(
         )
     if batched not in (True, False, "auto"):
         raise ValueError(f"Expected batched=True, False or 'auto', but got {batched!r}")
-    if compile not in (True, False, "auto"):
-        raise ValueError(f"Expected compile=True, False or 'auto', but got {compile!r}")
+    if not isinstance(compile, bool):
+        raise ValueError(
+            f"Expected compile=True or False, but got {compile!r}; steps run the module's code unless compile=True "
+            "promises that they all do the same operations"
+        )
+    if not isinstance(rowwise, bool):
+        raise ValueError(f"Expected rowwise=True or False, but got {rowwise!r}")
+    if rowwise:
+        _check_rowwise(module, batched)
     if reset not in ("round", "never"):
         raise ValueError(f"Expected reset='round' or reset='never', but got {reset!r}")
     descent = Descent(
         module, epochs, steps, rounds, batch_size, loss, optimizer, reset, buffers, batched, compile, clip, precision,
-        project, ignore_hooks, drop_last,
+        project, ignore_hooks, drop_last, rowwise,
     )  # fmt: skip
     descent.find_linear_steps(loss)
     return LocalSolver(
@@ -166,8 +178,23 @@ def gradient_descent(
             "clip": clip,
             "precision": precision,
             "project": project,
+            "rowwise": rowwise,
         },
     )
+
+
+def _check_rowwise(module: nn.Module, batched: bool | str) -> None:
+    """Raise ValueError for a promise that the settings, or a layer of the module, contradict."""
+    if batched is False:
+        raise ValueError(
+            "Expected batched='auto' or True with rowwise=True, which is about shared steps, but got False"
+        )
+    mixing = [name or "itself" for name, part in module.named_modules() if isinstance(part, _BatchNorm)]
+    if mixing:
+        raise ValueError(
+            f"Expected a module that treats every row by itself for rowwise=True, but {', '.join(mixing)} of "
+            f"{type(module).__name__} normalises over the rows of a batch; leave rowwise=True away"
+        )
 
 
 def _without_loaders(descent: Descent, data: Any) -> Any:

@@ -38,6 +38,7 @@ from fedtorch.federation.solvers.batches import (
     check_drop_last,
     check_last_batches,
 )
+from fedtorch.federation.solvers.host_state import pyro_store
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
@@ -198,7 +199,8 @@ class _Fit:
         self, module: nn.Module, batch_size: int | None, drop_last: bool, rounds: int | Literal["each"] | None,
         buffers: str, shuffle: bool, arguments: dict[str, Any],
     ) -> None:  # fmt: skip
-        self.module = copy.deepcopy(module)
+        self.module = functional.copied(module)
+        self._store = pyro_store(self.module)
         self._original, self._examined = weakref.ref(module), False
         self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
         self.shuffle, self.arguments, self.policy = shuffle, arguments, buffers
@@ -239,7 +241,7 @@ class _Fit:
             with isolated(torch.device("cpu"), self.arguments.get("accelerator"), 0):
                 trainer = RoundTrainer(**self._trainer_arguments(plain, looking, torch.device("cpu"), None))
                 self._start(
-                    trainer, copy.deepcopy(self.module), {"train_dataloaders": DataLoader(cast(Any, range(size)))}
+                    trainer, functional.copied(self.module), {"train_dataloaders": DataLoader(cast(Any, range(size)))}
                 )
 
         return look(begin, batches, round)
@@ -253,7 +255,8 @@ class _Fit:
         for k in range(len(data.count)):
             seed = int(random.fold_in(turn.key[k], MODULE))
             batches = client_batches(data, k, seed) if loaded else nullcontext(self._batches(data, k, turn.key[k]))
-            with isolated(device, self.arguments.get("accelerator"), seed), batches as given:
+            store = nullcontext() if self._store is None else self._store()
+            with isolated(device, self.arguments.get("accelerator"), seed), store, batches as given:
                 alone = ({**start, **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 examine = None if self._examined else self._examine

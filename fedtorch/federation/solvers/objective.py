@@ -7,7 +7,6 @@ answers the few questions that have an answer per client. What cannot run stacke
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -53,6 +52,10 @@ _TRAINING_HOOKS = (
     "teardown",
     "transfer_batch_to_device",
 )
+
+
+class AnswersDiffer(NotImplementedError):
+    """A module asks its trainer what clients of one step would be answered differently."""
 
 
 class TrainerStandIn:
@@ -103,9 +106,7 @@ class TrainerStandIn:
                 f"'trainer.{name}', which counts all rounds"
             )
         if self.answers.get(name) is None:
-            raise NotImplementedError(
-                f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit"
-            )
+            raise AnswersDiffer(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
         return self.answers[name]
 
 
@@ -128,7 +129,7 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
         raise TypeError(f"Expected an nn.Module or a LightningModule, but got {type(module).__name__}")
     if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         _refuse_unsupported(module, ignore_hooks)
-    module = copy.deepcopy(module)
+    module = functional.copied(module)
     replace_metrics(module)
     return module
 
@@ -275,7 +276,8 @@ class Objective(nn.Module):
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
-            raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}")
+            skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
+            raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
         logs = dict(self._logs)
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()

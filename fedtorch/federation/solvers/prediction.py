@@ -28,7 +28,7 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True) -> 
 
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
         some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))
-        with stacked_layers.ReadsValues():
+        with stacked_layers.StackedOperations():
             return vmap(one, randomness="error")(*some)
 
     def alone(tensors: Tree, inputs: Tree) -> Tree:

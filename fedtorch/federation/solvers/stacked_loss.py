@@ -1,60 +1,81 @@
-"""The training loss of many clients at once, with each client's gradient of its own."""
+"""The training loss of many clients at once, with each client's gradient of its own.
+
+Clients whose batches have the same shapes are evaluated together by one `vmap`. A batch of few clients, or of a module
+that `vmap` cannot run, is evaluated client by client. Both give what a loop would, up to rounding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
-from fedtorch.federation.solvers.linear.alike import same_in_every_step
+from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedBuffers, pyro_store
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
-from fedtorch.federation.solvers.loaders.parts import gradients_in_parts
 from fedtorch.federation.solvers.objective import Objective, Reduction
+from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
+from fedtorch.federation.solvers.step_check import relative_gap, tolerance
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
 from fedtorch.module_randomness.drawing_modules import DrawingModules, Interception
 from fedtorch.module_randomness.step_draws import Draws, StepKeys
 from fedtorch.module_randomness.watched_generators import each_drawn_if_random
 from fedtorch.tree import Tree
 
-# Losses `(K,)`, logs, new buffers, gradients, and the arguments of the module's metrics; None if they are private.
-Gradients = tuple[Tensor, dict[str, Tensor], dict[str, Tensor], Sequence[Tensor | None], Sequence[Any] | None]
-
-
 Step = Batch | LoadedBatch
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
+_DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
+_FEWEST = 3  # clients that are worth a `vmap`
+
+
+class StepResult(NamedTuple):
+    """What one step of stacked clients gives, before the optimiser.
+
+    Attributes:
+        losses: `(K,)`.
+        logs: `(K,)` by name.
+        buffers: the stacked buffers after the step, `(K, ...)` by name.
+        gradients: `(K, ...)` in the order of the trained tensors; None of a tensor that no client's loss depends on.
+        recorded: arguments of the module's metrics; None where they stay private.
+        missing: `(K,)` bool by name of a trained tensor: clients whose loss does not depend on it.
+        unlogged: `(K,)` bool by name of a log: clients that have not logged it.
+    """
+
+    losses: Tensor
+    logs: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    gradients: Sequence[Tensor | None]
+    recorded: Sequence[Any] | None
+    missing: Mapping[str, Tensor] = {}
+    unlogged: Mapping[str, Tensor] = {}
 
 
 class StackedLoss:
-    """`(losses (K,), logs, new buffers, gradients, recorded)` of stacked tensors on a stacked batch.
+    """`StepResult` of stacked tensors on a stacked batch.
 
     Args:
         objective: one client's loss.
         tensors: names of what is trained, in the order in which values come.
         buffers: names of buffers that are stacked too and may change.
-        batched: False evaluates client by client; "auto" does so if `probe` finds that the module cannot run stacked.
-        compile: whether steps are captured once per shape and replayed; "auto": those of a module whose code shows that
-            they are alike, where that pays; see `gradient_descent`.
-        precision: of the products in the losses of steps, see `gradient_descent`; what `probe` looks at has "32".
+        batched: False evaluates client by client; "auto" does so where the module cannot run stacked.
+        compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
+        precision: of the products in the losses of steps, see `gradient_descent`; what is looked at beforehand has "32".
 
     Attributes:
         batched: whether clients are evaluated together.
-        random: found out by `probe`, as the others are: whether the module draws random numbers, which come from the
-            clients' keys.
-        separable: whether a batch's loss and logs are the means of its examples', so that padding can be weighted
-            out; None as long as no ragged block has been seen.
-        probed: whether the module has been looked at.
+        random: whether the module has drawn random numbers, which then come from the clients' keys.
+        host: whether it has drawn from Python's or NumPy's generator, which are seeded from the clients' keys then.
+        reads: whether it has branched on values.
+        observed: whether the module has been looked at.
         swap: puts one client's tensors and buffers into the module.
-        reads: whether it branches on values, so that clients which take different branches have steps of their own.
+        hooks: of the trained parameters, applied to each client's gradient.
     """
-
-    divides = True  # whether clients that take different branches can have steps of their own
 
     def __init__(
         self,
@@ -62,21 +83,21 @@ class StackedLoss:
         tensors: Sequence[str],
         buffers: Sequence[str],
         batched: bool | Literal["auto"],
-        compile: bool | Literal["auto"] = False,
+        compile: bool = False,
         precision: str = "32",
     ) -> None:
-        self.objective, self.compile, self.precision = objective, compile is True, precision
+        self.objective, self.compile, self.precision = objective, compile, precision
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
-        self.random = self.probed = self.reads = False
-        self.separable: bool | None = None
-        self.told: list[str] = []  # names of what the module logged last
-        (stacked_layers.adapt if batched else stacked_layers.adapt_alone)(objective.module)
+        self.random = self.observed = False
+        self.logged: list[str] = []  # names of what the module logged last
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
-        alike = compile == "auto" and precision == "32" and batched and not buffers
-        self._line = same_in_every_step(objective) if alike else None
-        self._captured = CapturedStep(exact=alike)
+        self.hooks = ParameterHooks(objective.module, self.tensors)
+        self.unchanged = UnchangedBuffers(objective.module, self.buffers)
+        self._store = pyro_store(objective.module)
+        self.host = self.reads = False
+        self._captured, self._replays = CapturedStep(), dict[Any, int]()
 
     @property
     def eager(self) -> str | None:
@@ -93,8 +114,8 @@ class StackedLoss:
 
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys
-    ) -> Gradients:
-        """Return losses `(K,)`, logs `(K,)` each, new buffers, gradients, and metrics' arguments of one step.
+    ) -> StepResult:
+        """Return one step of the clients that still train.
 
         Args:
             tensors: what is trained, `(K, ...)`.
@@ -103,68 +124,91 @@ class StackedLoss:
             index: of the step.
             keys: the clients' for the module's draws.
         """
-        values = [*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers)]
+        values = (*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers))
         with _short_products() if self.precision == "tf32" else nullcontext():
             if not self.batched:
-                return self._one_by_one(values, batch, index, keys[index])
-            if isinstance(batch, LoadedBatch):
-                return gradients_in_parts(self, tensors, buffers, batch, index, keys)
-            if batch.few and self._alone_alike:
-                return self._of_few(tensors, batch, index, keys)
-            flat = [*values, *batch.leaves]
-            if batch.weights is not None:
-                flat.append(batch.weights)
-            step = partial(self.step, batch.rows, keys[index] if self.random else None)
-            if self._line is not None and not self.random and flat[0].device.type == "cpu":
-                return self._replayed(step, index, flat)
-            return step(index, *flat) if self.eager else self._captured(step, *flat)
+                return self.one_by_one(values, batch, index, keys)
+            done, places, count = [], [], len(batch.size)
+            for at, part in batch.parts:
+                everybody = torch.arange(count) if at is None else at
+                some, own = (values, keys) if at is None else (tree.take(values, at), keys.some(at, index))
+                if self.shares(part):
+                    done.append(self.together(some, part, index, own))
+                    places.append(everybody)
+                else:
+                    done.extend(self.each(some, part, index, own))
+                    places.extend(everybody.split(1))
+            return joined(done, places, count, self.tensors)
 
-    def _replayed(self, step: Any, index: int, flat: Sequence[Tensor]) -> Gradients:
-        """Return a step of a module whose steps are alike, replayed where its shape comes often."""
-        line = self._line
-        if line is None or not line.holds() or self.reads or not self._captured.pays(*flat):
-            return step(index, *flat)
-        try:
-            return self._captured(step, *flat)
-        except Exception:  # what cannot be traced, which its code does not show
-            self._line = None
-            return step(index, *flat)
+    def shares(self, batch: Batch) -> bool:
+        """Return whether clients share a step: a few are faster one by one, unless the step is captured."""
+        return len(batch.size) >= _FEWEST or batch.weights is not None or self.eager is None
 
-    @property
-    def _alone_alike(self) -> bool:
-        """Return whether clients can be left out of a step, as far as its other results go."""
-        return not (self.random or self.reads or self.buffers or self.objective.metrics.recorders)
-
-    def _of_few(self, tensors: Mapping[str, Tensor], batch: Batch, index: int, keys: StepKeys) -> Gradients:
-        """Return `gradients` of a step in which few clients train, evaluated without the others, whose are zero."""
-        places = batch.active.nonzero()[:, 0]
-        at, count = places.to(batch.leaves[0].device), len(batch.active)
-        some = {name: leaf.index_select(0, at) for name, leaf in tensors.items()}
-        losses, logs, new, gradients, recorded = self.gradients(some, {}, batch.of(places), index, keys)
-        whole = lambda leaf: leaf.new_zeros(count, *leaf.shape[1:]).index_copy_(0, at, leaf)
-        with torch.no_grad():
-            spread = [None if each is None else whole(each) for each in gradients]
-            return whole(losses), {name: whole(log.detach()) for name, log in logs.items()}, new, spread, recorded
-
-    def step(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
-        """Return `gradients` of tensors, buffers, rows and, if there are any, weights in one flat list.
+    def together(self, values: Sequence[Tensor], batch: Batch, index: int, keys: StepKeys) -> StepResult:
+        """Return the step of clients whose batches have the same shapes, by one `vmap`.
 
         Args:
-            rows: their structure.
-            draws: the module's; None if it draws nothing.
-            index: of the step.
-            flat: `(K, ...)` each.
+            values: tensors and buffers, `(K, ...)` each.
+            batch, index, keys: as of `gradients`.
+
+        Raises:
+            RuntimeError: `vmap` cannot run the module.
         """
+        flat = [*values, *batch.leaves, *([] if batch.weights is None else [batch.weights])]
+        result = self._replayed(batch.rows, keys, index, flat)
+        return result._replace(gradients=self.hooks.stacked(result.gradients))
 
-        def evaluate(at: Tensor | None) -> Gradients:
+    def _drawn(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
+        """Return the step with the module's draws from the clients' keys, once it is known to draw."""
+        if self.random:
+            return self._by_branches(rows, keys[index], index, flat)
+        try:
+            return self._by_branches(rows, None, index, flat)
+        except RuntimeError as error:
+            if _DRAWS not in str(error):
+                raise
+        self.random = True  # from now on; `vmap` was told that it does not draw
+        return self._by_branches(rows, keys[index], index, flat)
+
+    def _replayed(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
+        """Return the step, captured from the second of its shapes on; the third is held against the module's code."""
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in flat)
+        times = self._replays.get(shapes, 0)
+        if times == 0 or self.eager is not None:
+            self._replays[shapes] = 1
+            return self._drawn(rows, keys, index, flat)
+        result = StepResult(
+            *self._captured(lambda number, *flat: tuple(self._mapped(rows, None, number, flat)[:5]), *flat)
+        )
+        self._replays[shapes] = times + 1
+        if times == 2:
+            own = self._drawn(rows, keys, index, flat)
+            for name, one, other in zip(self.tensors, result.gradients, own.gradients):
+                if one is None and other is None:
+                    continue
+                if one is None or other is None or relative_gap(one, other) > tolerance(one.dtype):
+                    raise RuntimeError(
+                        f"Expected steps of {type(self.objective.module).__name__} that do the same operations, but the "
+                        f"gradient of {name!r} at step {index} is not that of the step that compile=True captured; use "
+                        "compile=False"
+                    )
+        return result
+
+    def _by_branches(self, rows: Tree, draws: Draws | None, index: int, flat: Sequence[Tensor]) -> StepResult:
+        """Return the step; clients that take different branches of the code have steps of their own."""
+
+        def evaluate(at: Tensor | None) -> StepResult:
             if at is None:
-                return self._together(rows, draws, index, *flat)
-            return self._together(rows, draws and draws.some(at), index, *tree.take(flat, at.to(flat[0].device)))
+                return self._mapped(rows, draws, index, flat)
+            return self._mapped(rows, draws and draws.some(at), index, tree.take(tuple(flat), at))
 
-        return stacked_layers.by_branches(evaluate, _joined) if self.reads else evaluate(None)
+        def join(parts: list[StepResult], places: Tensor) -> StepResult:
+            at = places.argsort().split([len(part.losses) for part in parts])
+            return joined(parts, list(at), len(places), self.tensors)
 
-    def _together(self, rows: Tree, draws: Draws | None, index: int, *flat: Tensor) -> Gradients:
-        """Return `step` of clients that take the same branches."""
+        return stacked_layers.by_branches(evaluate, join)
+
+    def _mapped(self, rows: Tree, draws: Draws | None, index: int, flat: Sequence[Tensor]) -> StepResult:
         step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
         if draws is None:
             return step(nullcontext())
@@ -172,7 +216,7 @@ class StackedLoss:
 
     def _step(
         self, rows: Tree, index: int, flat: Sequence[Tensor], randomness: str, interception: Interception
-    ) -> Gradients:
+    ) -> StepResult:
         trained = len(self.tensors)
         with torch.enable_grad():
             trainable = [leaf.detach().requires_grad_() for leaf in flat[:trained]]
@@ -180,22 +224,24 @@ class StackedLoss:
             with self._cast(flat[0].device), interception:
                 losses, *others = self.stacked(whole, rows, index, randomness)
             gradients = _gradients(losses, trainable)
-        logs, last = dict(zip(self.told, others)), len(others) - len(self.buffers)
+        logs, last = dict(zip(self.logged, others)), len(others) - len(self.buffers)
         new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
-        return losses.detach(), logs, new, gradients, others[len(logs) : last]
+        return StepResult(losses.detach(), logs, new, gradients, others[len(logs) : last])
 
     def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
-        """Return losses, logs, metrics' arguments and new buffers of a flat list as that of `step`."""
+        """Return losses, logs, metrics' arguments and new buffers of tensors, buffers, rows and, if any, weights."""
         first = len(self.tensors) + len(self.buffers)
         last = first + len(tree.leaves(rows))
 
         def one(*flat: Tensor) -> tuple[Tensor, ...]:
             client_rows = tree.refill(rows, flat[first:last])
             loss, logs, new = self.single(flat[:first], client_rows, flat[last] if len(flat) > last else None, index)
-            self.told = list(logs)
+            self.logged = list(logs)
             return loss, *logs.values(), *self.objective.recorded, *new
 
-        with stacked_layers.ReadsValues() if self.reads else nullcontext():
+        # A captured step would keep the branch that it took.
+        mode = stacked_layers.WithoutReading() if self.eager is None else stacked_layers.StackedOperations()
+        with mode, self.unchanged():
             return tuple(functional.mapped(one, flat, randomness))
 
     def single(
@@ -216,39 +262,112 @@ class StackedLoss:
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
         return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
 
-    def _one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, draws: Draws) -> Gradients:
-        """Return `gradients` of the clients that still train, one after the other; zeros for the others."""
-        each = list(zip(*(value.detach().unbind() for value in values)))
-        active = batch.active.nonzero()[:, 0].tolist()
+    def one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, keys: StepKeys) -> StepResult:
+        """Return the step of clients one after the other; see `each`."""
+        count = len(batch.size)
+        return joined(self.each(values, batch, index, keys), torch.arange(count).split(1), count, self.tensors)
 
-        def one(i: int, interception: Interception) -> tuple[Any, ...]:
-            return self._alone(each[active[i]], batch.alone(active[i]), index, interception)
+    def each(self, values: Sequence[Tensor], batch: Step, index: int, keys: StepKeys) -> list[StepResult]:
+        """Return the steps of clients one after the other, `(1, ...)` each.
+
+        Their modules' draws come from the clients' keys, those by Python's and NumPy's generators too.
+        """
+        own, device = list(zip(*(value.detach().unbind() for value in values))), values[0].device
+
+        def one(k: int, interception: Interception) -> StepResult:
+            seeded = HostGenerators.seeded(int(keys[index].keys[k]) % 2**63) if self.host else nullcontext()
+            with seeded, self._store() if self._store is not None else nullcontext():
+                return self.alone(own[k], batch.alone(k), index, interception)
 
         if self.random:
+            draws = keys[index]
             backward = draws.calls[:, _BACKWARD].unbind()
-            results = self.drawing.drawn(one, [draws.alone(k) for k in active], [backward[k] for k in active])
-        else:
-            keys = draws.keys.unbind()
-            results = each_drawn_if_random(lambda i: one(i, nullcontext()), [keys[k] for k in active])
-        every, recorded, replies = zip(*((gradients, said, reply) for gradients, said, *reply in results))
-        spread = partial(_spread, at=active, count=len(each))
-        with torch.no_grad():
-            losses, logs, new = tree.map(lambda *each: spread(each), *map(tuple, replies))
-            stacked = [spread(each) for each in zip(*every)]
-        arguments = [dict(zip(active, each)) for each in zip(*recorded)]
-        return losses, logs, dict(zip(self.buffers, new)), stacked, arguments
+            return self.drawing.drawn(one, [draws.alone(k) for k in range(len(own))], backward)
+        return each_drawn_if_random(lambda k: one(k, nullcontext()), len(own), lambda: keys[index].keys, device)
 
-    def _alone(
-        self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception
-    ) -> tuple[Sequence[Tensor | None], Sequence[Any], Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
-        """Return one client's (gradients, metrics' arguments, loss, logs, new buffers); its tensors stay as is."""
+    def alone(
+        self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception | None = None
+    ) -> StepResult:
+        """Return one client's step, `(1, ...)`, of its tensors and buffers, which stay as they are."""
         count = len(self.tensors)
-        trained = [value.detach().requires_grad_() for value in values[:count]]
-        with torch.enable_grad():
-            with self._cast(values[0].device), interception:
+        trained = [nn.Parameter(value.detach()) for value in values[:count]]
+        with torch.enable_grad(), self.unchanged():
+            with self._cast(values[0].device), interception or nullcontext():
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-        return gradients, self.objective.recorded, loss.detach(), logs, new
+        return StepResult(
+            loss.detach()[None],
+            {name: log.detach()[None] for name, log in logs.items()},
+            {name: leaf.detach()[None] for name, leaf in zip(self.buffers, new)},
+            [None if gradient is None else gradient[None] for gradient in self.hooks.alone(gradients)],
+            [argument[None] for argument in self.objective.recorded],
+        )
+
+
+def joined(parts: Sequence[StepResult], places: Sequence[Tensor], count: int, tensors: Sequence[str]) -> StepResult:
+    """Return the steps of groups of clients, who are everybody, as that of a stack of `count`.
+
+    Args:
+        parts: of the groups, `(M, ...)` each.
+        places: `(M,)` where a group's clients are in the stack.
+        count: K.
+        tensors: names of the trained tensors, in the order of the gradients.
+    """
+    if len(parts) == 1 and len(places[0]) == count:
+        return parts[0]
+    everybody = torch.cat(list(places))
+    order = None if bool((everybody == torch.arange(count)).all()) else everybody
+
+    def spread(each: Sequence[Tensor | None]) -> Any:
+        like = next((part for part in each if part is not None), None)
+        if like is None:
+            return None
+        pairs = zip(each, places)
+        rows = [like.new_zeros(len(at), *like.shape[1:]) if part is None else part.detach() for part, at in pairs]
+        if order is None:
+            return torch.cat(rows)
+        whole = like.new_empty(count, *like.shape[1:])
+        for part, at in zip(rows, places):
+            if len(at) == 1:
+                whole[at] = part
+            else:
+                whole.index_copy_(0, at.to(whole.device), part)
+        return whole
+
+    def without(named: Mapping[str, Sequence[Any]], known: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Return where clients have none of what others have."""
+        masks: dict[str, Tensor] = {}
+        for name, each in named.items():
+            for part, at, before in zip(each, places, known):
+                if part is None or name in before:
+                    mask = masks.setdefault(name, torch.zeros(count, dtype=torch.bool))
+                    mask[at] = True if part is None else before[name]
+        return {name: mask for name, mask in masks.items() if any(part is not None for part in named[name])}
+
+    gradients = dict(zip(tensors, zip(*(part.gradients for part in parts))))
+    logs = {name: [part.logs.get(name) for part in parts] for name in dict.fromkeys(n for p in parts for n in p.logs)}
+    with torch.no_grad():
+        return StepResult(
+            spread([part.losses for part in parts]),
+            {name: spread(each) for name, each in logs.items()},
+            {name: spread([part.buffers[name] for part in parts]) for name in parts[0].buffers},
+            [spread(each) for each in gradients.values()],
+            _recorded(parts, places),
+            without(gradients, [part.missing for part in parts]),
+            without(logs, [part.unlogged for part in parts]),
+        )
+
+
+def _recorded(parts: Sequence[StepResult], places: Sequence[Tensor]) -> Sequence[Any] | None:
+    """Return the arguments of metrics by the client that they are of."""
+    if any(part.recorded is None for part in parts):
+        return None
+
+    def by_client(each: Sequence[Any]) -> dict[int, Tensor]:
+        pairs = ((client, part[row]) for part, at in zip(each, places) for row, client in enumerate(at.tolist()))
+        return dict(pairs)
+
+    return [by_client(each) for each in zip(*(part.recorded or () for part in parts))]
 
 
 class RoundLogs:
@@ -256,22 +375,35 @@ class RoundLogs:
 
     Args:
         loss: of the steps.
-        total: `(K,)` steps of each client.
+        clients: K.
         everywhere: the number of steps, if it is known to be that of all clients.
     """
 
-    def __init__(self, loss: StackedLoss, total: Tensor, everywhere: int | None = None) -> None:
-        self._loss, self._total, self._everywhere = loss, total, everywhere
+    def __init__(self, loss: StackedLoss, clients: int, everywhere: int | None = None) -> None:
+        self._loss, self._clients, self._everywhere = loss, clients, everywhere
         self._numbers: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         calls = loss.objective.metrics
-        self._metrics = RoundMetrics(calls, total) if calls.recorders else None
+        self._metrics = RoundMetrics(calls, clients) if calls.recorders else None
 
-    def add(self, step: int, values: Mapping[str, Tensor], recorded: Sequence[Any] | None, batch: Step) -> None:
-        """Take in one step: numbers `(K,)` by name, and the arguments of metrics, None where they stay private."""
-        for name, value in values.items():
-            self._numbers.setdefault(name, []).append((step, value.detach(), batch.size))
-        if self._metrics is not None and recorded is not None:
-            self._metrics.add(step, recorded, batch.size, self._loss.batched and batch.weights is not None)
+    def add(self, step: int, result: StepResult, batch: Step, here: Tensor) -> None:
+        """Take in the numbers of one step, and the arguments of metrics, of clients at places `here` `(M,)`."""
+        everybody = len(here) == self._clients
+        whole = lambda part: (
+            part if everybody else part.new_zeros(self._clients).index_copy_(0, here.to(part.device), part)
+        )
+        rows = whole(batch.size)
+        for name, value in {**result.logs, "loss": result.losses}.items():
+            sizes = rows
+            if name in result.unlogged:
+                self._everywhere = None
+                sizes = torch.where(whole(result.unlogged[name]), 0, rows)
+            self._numbers.setdefault(name, []).append((step, whole(value.detach()), sizes))
+        if self._metrics is not None and result.recorded is not None:
+            recorded = result.recorded
+            if not everybody:
+                pairs = ((part, range(len(here)) if isinstance(part, Tensor) else part) for part in recorded)
+                recorded = [{int(here[k]): part[k] for k in clients} for part, clients in pairs]
+            self._metrics.add(step, recorded, rows, self._loss.batched and batch.weights is not None)
 
     def reduced(self) -> dict[str, Tensor]:
         """Return what the clients have logged, `(K,)` each; NaN for a client that has not logged it."""
@@ -286,8 +418,7 @@ class RoundLogs:
         values, reduction = torch.stack(logged), self._loss.objective.reductions.get(name)
         if reduction in (None, Reduction()) and len(steps) == self._everywhere:
             return values.sum(0) / len(steps)
-        rows = torch.where(torch.tensor(steps)[:, None] < self._total, torch.stack(sizes), 0)
-        return (reduction or Reduction()).of(values, rows.to(values.device))
+        return (reduction or Reduction()).of(values, torch.stack(sizes).to(values.device))
 
 
 @contextmanager
@@ -307,30 +438,3 @@ def _short_products() -> Iterator[None]:
 def _gradients(losses: Tensor, trained: Sequence[Tensor]) -> Sequence[Tensor | None]:
     """Return each client's gradient of its own loss, stacked; None for what no loss depends on."""
     return torch.autograd.grad(losses, trained, torch.ones_like(losses), allow_unused=True)
-
-
-def _joined(parts: Sequence[Gradients], places: Tensor) -> Gradients:
-    """Return the gradients of groups of clients as those of all; zeros for what only others' losses depend on."""
-    losses, logs, buffers, gradients, recorded = zip(*parts)
-    each = [
-        [value if value is not None else like.new_zeros(len(loss), *like.shape[1:]) for value, loss in zip(row, losses)]
-        if (like := next((value for value in row if value is not None), None)) is not None
-        else [None] * len(losses)
-        for row in zip(*gradients)
-    ]
-    whole = zip(losses, logs, buffers, zip(*each), map(tuple, recorded))
-    return tree.take(tree.concatenate(list(whole)), places.to(losses[0].device))
-
-
-def _spread(each: Sequence[Tensor | None], at: list[int], count: int) -> Any:
-    """Return the values of clients `at` as rows of a stack `(count, ...)`; None if there are none."""
-    some = next((value for value in each if value is not None), None)
-    if some is None:
-        return None
-    if len(at) == count and all(value is not None for value in each):
-        return torch.stack(each)  # type: ignore[arg-type]
-    whole = some.new_zeros(count, *some.shape)
-    for k, value in zip(at, each):
-        if value is not None:
-            whole[k] = value
-    return whole

@@ -244,11 +244,11 @@ class RoundMetrics:
 
     Args:
         calls: of the module's steps.
-        total: `(K,)` steps of each client.
+        clients: K.
     """
 
-    def __init__(self, calls: StepCalls, total: Tensor) -> None:
-        self._step, self._total = calls, total
+    def __init__(self, calls: StepCalls, clients: int) -> None:
+        self._step, self._clients = calls, clients
         self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, BatchCall]]] = {}
 
     def add(self, step: int, tensors: Sequence[Any], sizes: Tensor, weighted: bool) -> None:
@@ -257,10 +257,9 @@ class RoundMetrics:
         Args:
             step: its number.
             tensors: arguments of metrics, as of `StepCalls`, `(K, ...)` or by client.
-            sizes: `(K,)` rows of each client's batch.
+            sizes: `(K,)` rows of each client's batch, 0 of a client that takes no step.
             weighted: whether the batch is padded, and its rows have weights.
         """
-        sizes = torch.where(step < self._total, sizes, 0)
         calls, padded = self._step.forms[weighted]
         given = iter(zip(tensors, padded))
         for recorder, number, call in calls:
@@ -281,7 +280,7 @@ class RoundMetrics:
         ]
         ordered = [batch for _, batch in sorted(batches, key=lambda pair: pair[0])]
         if not ordered:
-            return torch.full((len(self._total),), torch.nan, dtype=torch.float64)
+            return torch.full((self._clients,), torch.nan, dtype=torch.float64)
         values, of_batches = logged.recorder.values, logged.call is not None
         value = values.of_batches(ordered) if of_batches else values.of_round(ordered)
         for function in logged.functions:

@@ -12,6 +12,7 @@ from fedtorch.kernels import gp_statistics
 from fedtorch.models.gaussian_process._stacked_kernel import diagonal, matrix
 from fedtorch.models.gaussian_process._units import UnitModel
 from fedtorch.models.gaussian_process.algebra import block_diagonal, solve, stable_cholesky
+from fedtorch.stacked_layers import WithoutReading
 
 
 class Features(NamedTuple):
@@ -67,7 +68,8 @@ class Geometry(UnitModel):
         if units == 1:
             return functional_call(module, {name: value[0] for name, value in stacked.items()}, (x,))
         rows = x.expand(units, *x.shape[-2:])
-        return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(stacked, rows)
+        with WithoutReading():
+            return vmap(lambda values, inputs: functional_call(module, values, (inputs,)))(stacked, rows)
 
     def root(self) -> Tensor:
         """Return the Cholesky factor L of the latent processes' covariance at the inducing inputs, `(*s, I, J, J)`."""

@@ -53,6 +53,7 @@ from fedtorch.models.hierarchical.integrals.starts import Starts
 from fedtorch.models.hierarchical.projections import Projected, from_the_prior, weighted
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, gauss_hermite, tilt, two_shells
 from fedtorch.models.rows import refuse
+from fedtorch.stacked_layers import WithoutReading
 
 __all__ = ["pyro_factor"]
 
@@ -289,13 +290,19 @@ class PyroFactor:
             def client(theta: Tensor, phi: Tensor, kept: Tensor, *mine: Tensor) -> Tensor:
                 return torch.vmap(lambda theta, phi: node(theta, phi, kept, *mine))(theta, phi)
 
-            return torch.vmap(client)(theta, phi, mask, *filled)
+            with WithoutReading():
+                return torch.vmap(client)(theta, phi, mask, *filled)
 
         def only(phi: Tensor, nodes: Tensor) -> Callable[[Tensor], Tensor]:
             """Return log p(y, θ | φ) of θ `(M, d)` at some nodes of the clients."""
             clients = nodes // phi.shape[1]
             given = phi.flatten(0, 1)[nodes], mask[clients], *(leaf[clients] for leaf in filled)
-            return lambda theta: torch.vmap(node)(theta, *given)
+
+            def some(theta: Tensor) -> Tensor:
+                with WithoutReading():
+                    return torch.vmap(node)(theta, *given)
+
+            return some
 
         def found(phi: Tensor, rule: QuadratureRule | None, search: Search) -> Integrated:
             return integrated(log_joint, phi, sites.size, rule, rows=most, only=partial(only, phi), search=search)

@@ -26,6 +26,7 @@ from fedtorch import functional
 from fedtorch._untrained import refuse_untrained
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.random.draws import bits
+from fedtorch.stacked_layers import WithoutReading
 from fedtorch.vfl.model.predictors import Prior
 
 
@@ -145,9 +146,10 @@ class Stacked(nn.Module):
             randomness="different",
         )  # fmt: skip
         if not self.training or self.draws is False:
-            return call(x, *weights)
+            with WithoutReading():
+                return call(x, *weights)
         drawn = KeyedRandomness(x.new_zeros(self.size, dtype=torch.int64) if keys is None else keys())
-        with drawn:
+        with drawn, WithoutReading():
             result = call(x, *weights)
         if self.draws is None:
             refuse_untrained(result, weights, template)

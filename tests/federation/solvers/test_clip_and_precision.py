@@ -11,6 +11,7 @@ from support.small_fits import Adam, Momentum, Net, assert_same, clients, pull, 
 from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch import tree
 
 
 @pytest.mark.parametrize("drawn", [False, True])
@@ -62,11 +63,12 @@ def test_half_precision_is_that_of_a_trainer(batched: bool) -> None:
 
 
 def test_compiled_steps_are_in_half_precision_too() -> None:
-    data = clients(torch.float32).select([1])
+    rows = clients(torch.float32).select([1]).stack([0])
+    data = tree.map(lambda leaf: leaf.expand(3, *leaf.shape[1:]), rows)
     make = lambda **options: ft.gradient_descent(Half(), steps=3, precision="bf16", **options)
-    one, two = (solve(make(compile=compile), data=data.stack([0])) for compile in (True, False))
+    one, two = (solve(make(compile=compile), data=data) for compile in (True, False))
     torch.testing.assert_close(one.parameters, two.parameters, rtol=1e-5, atol=1e-6)
-    full = solve(ft.gradient_descent(Half(), steps=3), data=data.stack([0]))
+    full = solve(ft.gradient_descent(Half(), steps=3), data=data)
     assert not torch.allclose(one.parameters["net.0.weight"], full.parameters["net.0.weight"], rtol=1e-5, atol=1e-6)
 
 

@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedtorch import functional, random
+from fedtorch import random
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.solvers._probe import probe
-from fedtorch.federation.solvers.objective import Objective, training_copy
+from fedtorch.federation.solvers.descent import Descent
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 
 COUNTS = (2, 5, 3)
@@ -44,7 +43,12 @@ def stacked(
 ) -> StackedLoss:
     """A module's stacked loss, looked at on a block."""
     module = linear() if module is None else module
-    names = list(functional.parameters(module))
-    found = StackedLoss(Objective(training_copy(module), loss), names, [], batched, compile)
-    probe(found, block_of() if block is None else block, functional.parameters(module))
-    return found
+    block = block_of() if block is None else block
+    descent = Descent(module, 1, loss=loss, make=sgd, batched=batched, compile=compile)
+    descent.prepare(block)
+    return descent.loss
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    """Plain gradient descent."""
+    return torch.optim.SGD(parameters, lr=0.1)

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch.federation.solvers.host_state import UnchangedBuffers
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
+from fedtorch.federation.solvers.stacked_loss import StepResult
 from fedtorch.module_randomness.step_draws import StepKeys
 
 
@@ -32,18 +34,19 @@ def evaluated(
         return
     trained = [leaf[0].detach().requires_grad_() for leaf in tensors.values()]
     first, objective, device = len(trained), loss.objective, batches.device
+    unchanged = UnchangedBuffers(objective.module, loss.buffers)
 
     def gradients(
         tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: LoadedBatch, index: int, keys: StepKeys
-    ) -> tuple[Any, ...]:
-        with torch.enable_grad():
+    ) -> StepResult:
+        with torch.enable_grad(), unchanged():
             with loss.computing(device):
                 value, logs = objective(batch.alone(0), None, index)
             each = torch.autograd.grad(value, trained, allow_unused=True)
         new = {name: loss.swap.current(first + i).detach()[None] for i, name in enumerate(buffers)}
         recorded = [{0: argument} for argument in objective.recorded]
-        stacked = [None if gradient is None else gradient[None] for gradient in each]
-        return value.detach()[None], {name: log[None] for name, log in logs.items()}, new, stacked, recorded
+        stacked = [None if gradient is None else gradient[None] for gradient in loss.hooks.alone(each)]
+        return StepResult(value.detach()[None], {name: log[None] for name, log in logs.items()}, new, stacked, recorded)
 
     with loss.swap([*trained, *(leaf[0].clone() for leaf in buffers.values())]):
         yield gradients

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import islice
@@ -22,21 +23,19 @@ class LoadedBatch:
     """One step's batch of every client that still trains; see `Batch`.
 
     Attributes:
-        size: `(K,)` rows of each, 0 of who trains no more.
-        active, there: `(K,)` bool, the clients that still train, also as a list.
+        size: `(K,)` rows of each.
         weights: None, for all rows count.
 
     Args:
-        batches: of each client, None of who trains no more.
+        batches: of each client.
         data: the block of clients.
     """
 
     weights = None
 
-    def __init__(self, batches: Sequence[Any], active: list[bool], data: ClientLoaders) -> None:
-        self._batches, self._source, self.there = batches, data.source, active
-        self.size = torch.tensor([rows_in(batch) if there else 0 for batch, there in zip(batches, active)])
-        self.active = torch.tensor(active)
+    def __init__(self, batches: Sequence[Any], data: ClientLoaders) -> None:
+        self._batches, self._source = batches, data.source
+        self.size = torch.tensor([rows_in(batch) for batch in batches])
 
     def alone(self, client: int) -> Any:
         """Return one client's batch as its loader has made it; with `pad=` as a batch of several clients would be."""
@@ -47,12 +46,14 @@ class LoadedBatch:
         (_, rows), *_ = alike([self._batches[client]], self._source.pad, self._source.mask)
         return tree.map(lambda leaf: leaf[0], rows)
 
-    def parts(self) -> list[tuple[Tensor, Batch]]:
-        """Return stacks of those batches that are alike, each with its clients' places."""
-        there = self.active.nonzero()[:, 0]
-        batches = [self._batches[client] for client in there.tolist()]
-        parts = ((there[places], rows) for places, rows in alike(batches, self._source.pad, self._source.mask))
-        return [(at, Batch(rows, self.size[at], self.active[at], full=True)) for at, rows in parts]
+    @functools.cached_property
+    def parts(self) -> list[tuple[Tensor | None, Batch]]:
+        """Return stacks of batches of the same shapes, each with its clients' places; None for all clients."""
+        parts = [
+            (torch.tensor(places), rows) for places, rows in alike(self._batches, self._source.pad, self._source.mask)
+        ]
+        count = len(self._batches)
+        return [(at if len(at) < count else None, Batch(rows, self.size[at], full=True)) for at, rows in parts]
 
 
 class LoadedBatches:
@@ -87,7 +88,7 @@ class LoadedBatches:
         self.planned = torch.full_like(self.total, steps or 0) if epochs is None else epochs * self.per_epoch
         self.longest = self.round = int(self.planned.max())
         self._ended: Tensor | None = None  # (K,) bool, who has ended before this step
-        self._ahead: LoadedBatch | None = None
+        self._ahead: tuple[LoadedBatch, list[bool]] | None = None
         self._open = ExitStack()
 
     def __enter__(self) -> LoadedBatches:
@@ -107,13 +108,13 @@ class LoadedBatches:
         """Iterate over the steps until the last client has ended."""
         running = [True] * self._count
         while True:
-            batch, self._ahead = self._ahead or self._next(running), None
-            active = batch.there
-            self._ended = torch.tensor(running) & ~batch.active if active != running else None
-            running = active
+            (batch, there), self._ahead = self._ahead or self._next(running), None
+            active = torch.tensor(there)
+            self._ended = torch.tensor(running) & ~active if there != running else None
+            running = there
             if not any(running):
                 return
-            self.total += batch.active
+            self.total += active
             yield batch
 
     def ended(self, step: int) -> Tensor | None:
@@ -123,12 +124,14 @@ class LoadedBatches:
     def first(self) -> LoadedBatch:
         """Return the first step's batches, which the first step will still take."""
         self._ahead = self._next([True] * self._count)
-        return self._ahead
+        return self._ahead[0]
 
-    def _next(self, running: Sequence[bool]) -> LoadedBatch:
+    def _next(self, running: Sequence[bool]) -> tuple[LoadedBatch, list[bool]]:
+        """Return the next batches, and of which clients they are."""
         over = object()
         batches = [next(turn, over) if there else over for turn, there in zip(self._turns, running)]
-        return LoadedBatch(batches, [batch is not over for batch in batches], self._data)
+        taken = [batch for batch in batches if batch is not over]
+        return LoadedBatch(taken, self._data), [batch is not over for batch in batches]
 
     def _turn(self, client: int, passes: Iterable[Any]) -> Generator[Any]:
         """Return the batches of one client's part in the round."""

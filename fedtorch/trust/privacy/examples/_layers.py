@@ -29,7 +29,6 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional
-from fedtorch.stacked_layers import StackedLinear
 
 
 class Layer:
@@ -92,7 +91,7 @@ def _ways(part: nn.Module) -> tuple[Callable[[Tensor], Tensor], Callable[[Tensor
     """Return how to lay out a layer's inputs and outputs by position; None for other modules."""
     if not vars(part).keys().isdisjoint({"forward", "_conv_forward"}):
         return None
-    if type(part) in (nn.Linear, StackedLinear):
+    if type(part) is nn.Linear:
         return positions, positions
     if isinstance(part, nn.Conv1d | nn.Conv2d) and type(part) in (nn.Conv1d, nn.Conv2d):
         plain = part.groups == 1 and part.padding_mode == "zeros" and not isinstance(part.padding, str)

@@ -33,9 +33,10 @@ from torch.func import grad_and_value, vmap
 from fedtorch import tree
 from fedtorch.federation.solvers.batches import MODULE, Batch
 from fedtorch.federation.solvers.objective import Objective
-from fedtorch.federation.solvers.stacked_loss import Gradients, StackedLoss, Step
+from fedtorch.federation.solvers.stacked_loss import StackedLoss, Step, StepResult
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.module_randomness.step_draws import StepKeys
+from fedtorch.stacked_layers import WithoutReading
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
@@ -57,8 +58,6 @@ class PrivateLoss(StackedLoss):
         most: rows of a client's batch, beyond which it is cut; None never cuts.
     """
 
-    divides = False  # every example is evaluated alone, and may take a branch of its own
-
     def __init__(
         self,
         objective: Objective,
@@ -77,9 +76,13 @@ class PrivateLoss(StackedLoss):
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
+    def shares(self, batch: Batch) -> bool:
+        """Return False: examples are evaluated by themselves, which `check_separable` holds against the module."""
+        return False
+
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys
-    ) -> Gradients:
+    ) -> StepResult:
         """Compute the private gradients of a step; losses are NaN unless noise is seeded. See `StackedLoss.gradients`.
 
         Args:
@@ -91,7 +94,7 @@ class PrivateLoss(StackedLoss):
         """
         assert isinstance(batch, Batch), "clients with loaders are refused when a run begins"
         if index == 0:
-            self.spending.begin(keys.keys, MODULE if self.random else None)
+            self.spending.begin(keys.keys, MODULE)
         roster = hashlib.sha256(keys.keys.cpu().numpy().tobytes()).digest()
         drawn = self._draw(batch, index, roster)
         rows, taken = poisson_batch(batch.rows, drawn)
@@ -100,7 +103,7 @@ class PrivateLoss(StackedLoss):
         noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
-        return losses, {}, {}, noised, None  # logs and metrics of rows have no noise
+        return StepResult(losses, {}, {}, noised, None)  # logs and metrics of rows have no noise
 
     def clipped(
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None
@@ -214,7 +217,13 @@ class PrivateLoss(StackedLoss):
     def _each(self, one: Callable[..., Any], in_dims: tuple[int | None, ...], key: Tensor | None) -> Callable[..., Any]:
         """Map `one` over all clients and their examples."""
         randomness = "error" if key is None else "different"
-        return vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+        each = vmap(vmap(one, in_dims=in_dims, randomness=randomness), randomness=randomness)
+
+        def mapped(*arguments: Any) -> Any:
+            with WithoutReading():
+                return each(*arguments)
+
+        return mapped
 
     def _say(self, way: str) -> None:
         _LOG.warning("%s trains with %s", type(self.objective.module).__name__, way)

@@ -142,7 +142,7 @@ def example_level(
     )
     descent = Descent(
         module, None, steps, rounds, None, loss, optimizer, reset, "refuse", True, False, None, "32", project,
-        ignore_hooks,
+        ignore_hooks, rowwise=True,
     )  # fmt: skip
     descent.loss = PrivateLoss(
         descent.objective, descent.trained, clip, sampling_rate, spending, ghost, cut and cut.batch

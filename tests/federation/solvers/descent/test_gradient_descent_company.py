@@ -142,7 +142,7 @@ def test_modules_that_vmap_cannot_run():
     torch.testing.assert_close(automatic, alone, rtol=0, atol=0)
     with pytest.raises(RuntimeError, match=r"Recurrent cannot run on stacked clients.*\n.*batched=False"):
         solve(
-            gradient_descent(module, loss=F.cross_entropy, optimizer=OPTIMISERS["sgd"], epochs=1),
+            gradient_descent(module, loss=F.cross_entropy, optimizer=OPTIMISERS["sgd"], epochs=1, batched=True),
             stacked_data(),
             keys(7),
         )
@@ -193,20 +193,23 @@ def test_grad_and_inference_modes_outside():
     assert not any(leaf.requires_grad for leaf in tree.leaves(expected))
 
 
-def test_batch_sizes_in_epochs_without_a_schedule_share_steps():
-    """Plain optimisers need no groups: one call of the loss per step serves all clients."""
+def test_clients_share_the_steps_in_which_their_batches_have_the_same_shapes():
+    """A plain optimiser needs no groups: a step is one call of the loss for every size of a batch, or for one or two."""
     calls = []
 
     def loss(output, target):
-        calls.append(1)
+        calls.append(len(output))
         return F.cross_entropy(output, target)
 
-    local = gradient_descent(net(), loss=loss, optimizer=OPTIMISERS["adam"], epochs=2, batch_size=4)
-    local.prepare(stacked_data())
-    calls.clear()
-    start, state = tree.expand((local.parameters, local.init(local.parameters)), 7)
-    local.solve(start, state, stacked_data(), None, Turn(keys(7), 0))
-    assert len(calls) == 2 * 10
+    local = gradient_descent(net(), loss=loss, optimizer=OPTIMISERS["adam"], epochs=1, batch_size=4)
+    data = stacked_data((8, 8, 8, 8, 6, 6, 6, 5))
+    key = keys(8)
+    start, state = tree.expand((local.parameters, local.init(local.parameters)), 8)
+    for _ in range(2):
+        prepared = local.prepare(data)
+        calls.clear()
+        local.solve(start, state, prepared, None, Turn(key, 0))
+    assert sorted(calls) == [1, 2, 4, 4]
 
 
 @pytest.mark.parametrize("kind", [NoMetrics, Noisy])

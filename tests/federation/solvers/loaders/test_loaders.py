@@ -248,7 +248,7 @@ def test_ragged_rows_are_filled_up_and_trained_together(solver: str) -> None:
 
 
 def test_batches_that_are_not_of_tensors_are_not_stacked() -> None:
-    run = ft.Run(ft.fedavg(ft.gradient_descent(seeded(Words), epochs=1)), ft.InProcess(from_words()))
+    run = ft.Run(ft.fedavg(ft.gradient_descent(seeded(Words), epochs=1, batched=True)), ft.InProcess(from_words()))
     with pytest.raises(TypeError, match=r"Expected batches of tensors.* got int in '1.0'; give pad= .*batched=False"):
         run.step()
 

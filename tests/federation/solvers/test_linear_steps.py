@@ -16,7 +16,7 @@ from fedtorch.dispatch import choice
 from fedtorch.dispatch.compiled import _compiler
 from fedtorch.federation.solvers import batches
 from fedtorch.federation.solvers.batches import Batches
-from fedtorch.federation.solvers.linear.steps import LinearSteps
+from fedtorch.federation.solvers.linear_steps import LinearSteps
 from fedtorch.kernels import glm_loop as loop
 from fedtorch.kernels.glm_loop import glm_loop
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
@@ -79,7 +79,7 @@ def test_the_same_as_stacked_steps(
     monkeypatch.setattr(loop, "_looped", lambda *a: taken.add("_looped") or looped(*a))
     ours = trained(name, sizes, wrap, batch_size)
     assert taken == {"run" if mode == "on" else "_looped"}
-    monkeypatch.setattr(LinearSteps, "knows", lambda *a: False)
+    monkeypatch.setattr(LinearSteps, "family", lambda *a: None)
     theirs = trained(name, sizes, wrap, batch_size)
     for one, other in zip(tree.leaves(ours.server), tree.leaves(theirs.server), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
@@ -95,13 +95,13 @@ def test_optimisers(
     name: str, sizes: list[int], optimizer: str, wrap: Any, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What torch's optimisers give on stacked parameters."""
-    knows = LinearSteps.knows
-    asked: list[bool] = []
-    monkeypatch.setattr(LinearSteps, "knows", lambda *a: asked.append(knows(*a)) or asked[-1])
+    family = LinearSteps.family
+    asked: list[Any] = []
+    monkeypatch.setattr(LinearSteps, "family", lambda *a: asked.append(family(*a)) or asked[-1])
     ours = trained(name, sizes, wrap, 4, optimizer)
     assert asked
     assert all(asked)
-    monkeypatch.setattr(LinearSteps, "knows", lambda *a: False)
+    monkeypatch.setattr(LinearSteps, "family", lambda *a: None)
     theirs = trained(name, sizes, wrap, 4, optimizer)
     for one, other in zip(tree.leaves(ours.server), tree.leaves(theirs.server), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
@@ -260,7 +260,7 @@ def test_the_loop_is_for_a_cpu() -> None:
     for device, known in (("cpu", True), ("meta", False)):
         start = {name: torch.zeros(size, device=device) for name, size in sizes.items()}
         rows = torch.zeros(2, 5, 3, device=device), torch.zeros(2, 5, dtype=torch.int64, device=device)
-        assert linear.knows(start, rows, None) == known
+        assert (linear.family(start, rows, None) is not None) == known
 
 
 @pytest.mark.parametrize("sizes", [[12, 12, 12], [10, 10, 10], [2, 9, 5]], ids=["whole", "alike", "ragged"])
@@ -277,8 +277,8 @@ def test_runs_hold_the_batches_of_their_steps(sizes: list[int], numbers: int) ->
         for place, count in zip(places, counts, strict=True):
             batch = other[step]
             active = (step < other.total).nonzero()[:, 0].tolist()
-            for client in active:
-                assert x[client, place[client, : count[client]]].tolist() == batch.alone(client).tolist()
+            for k, client in enumerate(active):
+                assert x[client, place[client, : count[client]]].tolist() == batch.alone(k).tolist()
             step += 1
     assert step == one.longest
 
@@ -290,10 +290,10 @@ def test_steps_whose_permutations_are_drawn_some_epochs_at_a_time(
     x = torch.arange(36.0).reshape(3, 12, 1)[:, : max(sizes)]
     keys = ft.random.fold_in(ft.random.key(0), torch.arange(3))
     make = lambda: Batches(x, torch.tensor(sizes), 4, 7, None, keys)
-    whole = [batch.alone(k).tolist() for batch in make() for k in range(3) if batch.active[k]]
+    whole = [batch.alone(k).tolist() for batch in make() for k in range(len(batch.size))]
     monkeypatch.setattr(batches, "_DRAWN", 3 * max(sizes) * 2)
     some = make()
-    assert [batch.alone(k).tolist() for batch in some for k in range(3) if batch.active[k]] == whole
+    assert [batch.alone(k).tolist() for batch in some for k in range(len(batch.size))] == whole
     lengths = [len(counts) for _, counts in make().runs(None)]
     assert sum(lengths) == some.longest
     assert len(lengths) < some.longest

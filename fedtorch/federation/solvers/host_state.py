@@ -1,0 +1,164 @@
+"""What a user's module keeps or draws outside of its tensors, while it trains for many clients in turn.
+
+Python's and NumPy's global generators know nothing of clients, and neither do Pyro's parameter store and buffers that
+are not stacked. Each is looked at around a step: a client's own draws and store are made for it, and what cannot be a
+client's own is refused by name.
+"""
+
+from __future__ import annotations
+
+import random as python_random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedtorch.expected import loaded
+
+
+class SharedDraws(RuntimeError):
+    """A module draws from Python's or NumPy's generator while its clients are stacked."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            f"Expected {type(module).__name__} to draw by torch, but it draws from Python's random or numpy.random, "
+            "whose numbers stacked clients would share; draw with torch, or use batched=False or ft.lightning_fit"
+        )
+
+
+class HostGenerators:
+    """Python's and NumPy's global generators."""
+
+    @staticmethod
+    def state() -> tuple[Any, Any]:
+        """Return the state of both."""
+        return python_random.getstate(), np.random.get_state()  # noqa: NPY002
+
+    @staticmethod
+    def restore(state: tuple[Any, Any]) -> None:
+        """Put both back to a state."""
+        python_random.setstate(state[0])
+        np.random.set_state(state[1])  # noqa: NPY002
+
+    @classmethod
+    def moved(cls, before: tuple[Any, Any]) -> bool:
+        """Return whether a number was drawn since `before`; the generators are put back then."""
+        python, numpy = cls.state()
+        same = python == before[0] and numpy[2:] == before[1][2:] and np.array_equal(numpy[1], before[1][1])
+        if not same:
+            cls.restore(before)
+        return not same
+
+    @classmethod
+    @contextmanager
+    def seeded(cls, seed: int) -> Iterator[None]:
+        """Let both draw from a seed inside, and be where they were afterwards."""
+        before = cls.state()
+        try:
+            python_random.seed(seed)
+            np.random.seed(seed % 2**32)  # noqa: NPY002
+            yield
+        finally:
+            cls.restore(before)
+
+
+class UnchangedBuffers:
+    """The buffers of a module that are not stacked, which training must leave as they are.
+
+    Args:
+        module: whose buffers.
+        stacked: names of those that may change, for every client has its own.
+    """
+
+    def __init__(self, module: nn.Module, stacked: Sequence[str]) -> None:
+        self._module = module
+        self._places: list[tuple[dict[str, Any], str, str]] = []
+        for prefix, part in module.named_modules():
+            for name in part._buffers:
+                path = f"{prefix}.{name}" if prefix else name
+                if path not in stacked:
+                    self._places.append((part._buffers, name, path))
+        self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a buffer, and a copy of it
+
+    def check(self) -> None:
+        """Raise ValueError if a buffer is not what it was before the first step; some kernels leave no other trace."""
+        changed = self._differing()
+        if changed:
+            self._refuse(changed)
+
+    def _differing(self) -> list[str]:
+        """Return the names of buffers whose values differ from those before the first step, and put these back."""
+        changed = []
+        for table, name, path in self._places:
+            tensor = table.get(name)
+            if tensor is not None and id(tensor) in self._values and not _same(tensor, self._values[id(tensor)][1]):
+                with torch.no_grad():
+                    tensor.copy_(self._values[id(tensor)][1])
+                changed.append(path)
+        return changed
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Raise ValueError at the end where a buffer was written; all are put back to what they were."""
+        if not self._places:
+            yield
+            return
+        before = [(table, name, path, table[name]) for table, name, path in self._places if name in table]
+        versions = [None if tensor is None else tensor._version for *_, tensor in before]
+        for *_, tensor in before:
+            if tensor is not None and id(tensor) not in self._values:
+                self._values[id(tensor)] = tensor, tensor.detach().clone()
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            changed = [
+                path
+                for (table, name, path, tensor), version in zip(before, versions)
+                if self._put_back(table, name, tensor, version)
+            ]
+            if changed and not failed:
+                self._refuse(sorted({*changed, *self._differing()}))
+
+    def _put_back(self, table: dict[str, Any], name: str, tensor: Tensor | None, version: int | None) -> bool:
+        """Put one buffer back; return whether its value had changed."""
+        now, table[name] = table.get(name), tensor
+        if now is tensor and (tensor is None or tensor._version == version):
+            return False
+        if tensor is None:
+            return now is not None
+        copy = self._values[id(tensor)][1]
+        hidden = now is None or torch._C._functorch.is_functorch_wrapped_tensor(now)  # a value of many clients
+        same = not hidden and _same(now, copy)
+        if tensor._version != version:
+            with torch.no_grad():
+                tensor.copy_(copy)
+        return not same
+
+    def _refuse(self, changed: list[str]) -> None:
+        raise ValueError(
+            f"Training changes the buffers {', '.join(changed)} of {type(self._module).__name__}, and averaging them "
+            "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Return whether two buffers are equal, NaN included."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def pyro_store(module: nn.Module) -> Callable[[], Any] | None:
+    """Return what makes an empty store of Pyro's parameters for a client; None of modules without Pyro's.
+
+    By default Pyro keeps the parameters of a `PyroModule` in one store of the process, which clients would share.
+    """
+    kind = loaded("pyro.nn", "PyroModule")
+    if not any(isinstance(part, kind) for part in module.modules()):
+        return None
+    pyro = sys.modules["pyro"]
+    return lambda: pyro.get_param_store().scope()

@@ -1,0 +1,331 @@
+"""Attributes in which a module keeps something from step to step, which all of its clients would share.
+
+One object trains many clients, so a count, a running mean or a cache that is an attribute of Python cannot be a
+client's own. Which attributes a step changes is seen by comparing them before and after. Each that changed is replaced
+by an object that raises where it is used, and another step shows whether the module reads it. What is only stored
+(`self.last = …`, a list that grows for a hook) stays allowed, and so does a cache that every client would fill alike.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch.expected import loaded
+from fedtorch.federation.solvers.training_metrics import CollectionRecorder, MetricRecorder
+
+_LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "abc", "typing")
+_SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
+_CONTAINERS = (list, dict, set, tuple)
+_DEPTH = 3  # of plain objects within attributes
+_TABLES = frozenset(("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs"))
+_WRITES = ("append", "appendleft", "extend", "add", "update", "clear", "__setitem__", "__setattr__")
+_READS = [
+    "__add__",
+    "__radd__",
+    "__sub__",
+    "__rsub__",
+    "__mul__",
+    "__rmul__",
+    "__truediv__",
+    "__rtruediv__",
+    "__floordiv__",
+    "__rfloordiv__",
+    "__mod__",
+    "__rmod__",
+    "__pow__",
+    "__rpow__",
+    "__matmul__",
+    "__rmatmul__",
+    "__neg__",
+    "__pos__",
+    "__abs__",
+    "__invert__",
+    "__and__",
+    "__rand__",
+    "__or__",
+    "__ror__",
+    "__xor__",
+    "__lshift__",
+    "__rshift__",
+    "__lt__",
+    "__le__",
+    "__gt__",
+    "__ge__",
+    "__eq__",
+    "__ne__",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__len__",
+    "__iter__",
+    "__next__",
+    "__contains__",
+    "__getitem__",
+    "__delitem__",
+    "__call__",
+    "__getattr__",
+    "__format__",
+    "__str__",
+    "__round__",
+    "__enter__",
+    "__exit__",
+]
+
+Slot = tuple[Any, Any]  # (a dict, or a cell of a closure; the key in it)
+
+
+class StateRead(TypeError):
+    """A module reads what it has kept from another step."""
+
+
+class _Kept:
+    """Stands in an attribute for what an earlier step has left there; writing to it does nothing, reading it raises."""
+
+    def __init__(self, path: str, touched: list[str]) -> None:
+        object.__setattr__(self, "_path", path)
+        object.__setattr__(self, "_touched", touched)
+
+    def _raise(self, *_: Any, **__: Any) -> NoReturn:
+        object.__getattribute__(self, "_touched").append(object.__getattribute__(self, "_path"))
+        raise StateRead(object.__getattribute__(self, "_path"))
+
+    def _write(self, *_: Any, **__: Any) -> None:
+        return None
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        from torch.utils._pytree import tree_leaves
+
+        kept = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        kept._raise()
+
+
+for _name in _READS:
+    setattr(_Kept, _name, _Kept._raise)
+for _name in _WRITES:
+    setattr(_Kept, _name, _Kept._write)
+
+
+class PythonState:
+    """The attributes of a module, of its classes, of its loss and of what their functions close over.
+
+    Args:
+        module: whose state.
+        loss: of a module that is no LightningModule.
+    """
+
+    def __init__(self, module: nn.Module, loss: Any = None) -> None:
+        self._module, self._loss = module, loss
+
+    def snapshot(self) -> dict[tuple[int, Any], tuple[str, Slot, Any, Any]]:
+        """Return (path, slot, value, copy of its content) of every attribute."""
+        seen: set[int] = set()
+        return {
+            (id(place), key): (path, (place, key), value, _content(value))
+            for path, place, key, value in self._walk(seen)
+        }
+
+    def _walk(self, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+        usual = vars(loaded("lightning.pytorch", "LightningModule")()) if _is_lightning(self._module) else {}
+        usual = {*vars(nn.Module()), *usual, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
+        for name, part in self._module.named_modules():
+            if isinstance(part, (MetricRecorder, CollectionRecorder)) or _library(type(part)):
+                continue
+            prefix = f"{name}." if name else ""
+            table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
+            yield from _entries(prefix, vars(part), table, seen, 0)
+            for kind in type(part).__mro__:
+                if _library(kind):
+                    continue
+                own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
+                yield from _entries(f"{kind.__name__}.", kind, own, seen, 0)
+                for function in (v for v in vars(kind).values() if isinstance(v, types.FunctionType)):
+                    yield from _closed_over(function, seen)
+        if self._loss is not None:
+            if isinstance(self._loss, types.FunctionType):
+                yield from _closed_over(self._loss, seen)
+                yield from _entries(f"{self._loss.__name__}.", vars(self._loss), dict(vars(self._loss)), seen, 0)
+            elif not isinstance(self._loss, (nn.Module, types.BuiltinFunctionType)) and hasattr(self._loss, "__dict__"):
+                yield from _entries("loss.", vars(self._loss), dict(vars(self._loss)), seen, 0)
+            elif isinstance(self._loss, nn.Module):
+                yield from PythonState(self._loss)._walk(seen)
+
+
+def changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[str, Slot, Any]]:
+    """Return (path, slot, value before) of the attributes that are not what they were."""
+    found = {}
+    for key, (path, slot, value, content) in after.items():
+        old = before.get(key)
+        if old is None or not (old[2] is value or _equal(old[2], value)) or not _equal(old[3], content):
+            found[key] = path, slot, None if old is None else old[2]
+    return found
+
+
+def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
+    """Raise TypeError for a module that reads what it keeps from step to step."""
+    raise TypeError(
+        f"Expected steps that depend on tensors alone, but {name} keeps {', '.join(sorted(set(paths)))} from step to step "
+        "and reads it, so that all clients would share it, such as a count; ask self.global_step or "
+        "self.current_epoch, keep it in a buffer with buffers='local', or use ft.lightning_fit, where each client has a "
+        "module of its own"
+    )
+
+
+def refuse_kept(make: Callable[[], Any], name: str) -> Any:
+    """Return what steps of a fresh module give, unless one reads what an earlier one has kept.
+
+    Args:
+        make: returns a fresh copy as (its `PythonState`, a function that takes a step of client 0 or 1 on it).
+        name: of the module.
+
+    Raises:
+        TypeError: a step reads it; the message names the attribute and the ways out.
+    """
+    state, step = make()
+    start = state.snapshot()
+    try:
+        first = step(0)
+        middle = state.snapshot()
+        written = changed(start, middle)
+        if not written:
+            return first
+        step(1)
+        again = changed(middle, state.snapshot())
+        rest = {key: entry for key, entry in written.items() if key not in again}
+        if rest and not _fills_alike(make, state, step, rest):
+            again = {**again, **rest}
+        if not again:
+            return first
+        touched: list[str] = []
+        for path, slot, _ in again.values():
+            _put(slot, _Kept(path, touched))
+        try:
+            step(1)
+        except Exception as error:
+            if not touched:
+                paths = ", ".join(path for path, *_ in again.values())
+                raise TypeError(
+                    f"{name} keeps {paths} from step to step in a form that no client can have alone"
+                ) from error
+        if touched:
+            refuse_read(name, touched)
+        return first
+    finally:
+        _restore(start)
+
+
+def _restore(start: dict[Any, Any]) -> None:
+    """Put attributes back to where they were, for classes, closures and files are the user's own."""
+    for _, slot, value, content in start.values():
+        if isinstance(value, list):
+            value[:] = content
+        elif isinstance(value, dict) or isinstance(value, set):
+            value.clear()
+            value.update(content)
+        place, key = slot
+        now = place.get(key) if isinstance(place, dict) else getattr(place, key, None)
+        if now is not value:
+            _put(slot, value)
+
+
+def _fills_alike(make: Callable[[], Any], state: Any, step: Callable[[int], Any], rest: dict[Any, Any]) -> bool:
+    """Return whether another client fills the same caches, and has the same step with them and without."""
+    other, fresh = make()
+    alone = fresh(1)
+    by_path = {path: value for path, _, value, _ in other.snapshot().values()}
+    values = {path: value for path, _, value, _ in state.snapshot().values()}
+    same = all(path in by_path and _equal(by_path[path], values.get(path)) for path, *_ in rest.values())
+    return same and _equal(alone, step(1))
+
+
+def _entries(
+    prefix: str, place: Any, table: dict[str, Any], seen: set[int], depth: int
+) -> Iterator[tuple[str, Any, Any, Any]]:
+    for key, value in table.items():
+        yield f"{prefix}{key}", place, key, value
+        simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
+        if simple or depth >= _DEPTH or id(value) in seen or not hasattr(value, "__dict__"):
+            continue
+        if _library(type(value)):
+            continue
+        seen.add(id(value))
+        yield from _entries(f"{prefix}{key}.", vars(value), dict(vars(value)), seen, depth + 1)
+
+
+def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Return what a function closes over, and the plain values of its file that it names."""
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
+        if id(cell) not in seen and name != "__class__":
+            seen.add(id(cell))
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not assigned yet
+                continue
+            if not _is_code(value) and not isinstance(value, nn.Module):
+                yield f"{function.__name__}.{name}", cell, "cell_contents", value
+    for name in function.__code__.co_names:
+        value = function.__globals__.get(name)
+        if type(value) in (bool, int, float, list, dict, set) and (id(function.__globals__), name) not in seen:
+            seen.add((id(function.__globals__), name))  # type: ignore[arg-type]
+            yield name, function.__globals__, name, value
+
+
+def _put(slot: Slot, value: Any) -> None:
+    place, key = slot
+    if isinstance(place, dict):
+        place[key] = value
+    else:
+        setattr(place, key, value)
+
+
+def _library(kind: type) -> bool:
+    return kind.__module__.split(".")[0] in _LIBRARIES
+
+
+def _is_code(value: Any) -> bool:
+    kinds = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, classmethod, staticmethod, property)
+    return isinstance(value, kinds)
+
+
+def _is_lightning(module: nn.Module) -> bool:
+    return isinstance(module, loaded("lightning.pytorch", "LightningModule"))
+
+
+def _content(value: Any) -> Any:
+    """Return a copy of a container or the version of a tensor, by which a change in place is seen."""
+    if isinstance(value, Tensor):
+        return None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value._version
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, (list, set)) or type(value).__name__ == "deque":
+        return list(value)
+    return None
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two values are the same, tensors to the bit."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.shape != other.shape:
+            return False
+        if one.dtype != other.dtype or torch._C._functorch.is_functorch_wrapped_tensor(one):
+            return False
+        return bool(((one == other) | ((one != one) & (other != other))).all())
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(value, other[key]) for key, value in one.items())
+    if isinstance(one, (*_SIMPLE, set)):
+        return bool(one == other) or (one != one and other != other)
+    return False

@@ -1,0 +1,206 @@
+"""Stacked steps held against the user's own module, client by client, on real rows.
+
+The check runs once in a run for every shape of a batch, before the stacked step. It takes the last clients of the stack,
+for some faults of `vmap` spare the first, at parameters that are moved off the start, where other gradients than those
+of an optimum are seen. It runs on a copy of the module in float64 where the step takes it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedtorch import tree
+from fedtorch.federation.solvers._state import perturbed
+from fedtorch.federation.solvers.batches import Batch
+from fedtorch.functional import copied
+from fedtorch.module_randomness.step_draws import StepKeys
+
+if TYPE_CHECKING:
+    from fedtorch.federation.solvers.stacked_loss import StackedLoss, StepResult
+
+_LOG = logging.getLogger(__name__)
+_CLIENTS = 2  # of a stack that are looked at
+_DOUBLE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
+_DOUBLE[torch.complex64] = torch.complex128
+_TOLERANCES = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
+
+
+class StepsDiffer(RuntimeError):
+    """A stacked step is not that of its clients alone.
+
+    Attributes:
+        padded: whether rows of padding were weighted out.
+    """
+
+    def __init__(self, message: str, padded: bool) -> None:
+        super().__init__(message)
+        self.padded = padded
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Return the relative gap of gradients of a dtype that is taken for rounding.
+
+    >>> tolerance(torch.float64), tolerance(torch.bfloat16)
+    (1e-07, 0.0625)
+    """
+    return _TOLERANCES[dtype] if dtype in _TOLERANCES else 8 * torch.finfo(dtype).eps
+
+
+def relative_gap(one: Tensor, other: Tensor) -> float:
+    """Return the norm of the difference over the larger norm; 0 where both are zero or not a number alike.
+
+    >>> relative_gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
+    0.2
+    """
+    same = (one == other) | ((one != one) & (other != other))
+    first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
+    scale = max(float(torch.linalg.vector_norm(each)) for each in (first, second))
+    return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
+
+
+class StepCheck:
+    """Compares stacked steps with those of clients alone.
+
+    Args:
+        module: the user's.
+        make: a copy of it -> its `StackedLoss`.
+    """
+
+    def __init__(self, module: nn.Module, make: Callable[[nn.Module], StackedLoss]) -> None:
+        self._module, self._make = module, make
+        self._seen: set[Any] = set()
+
+    def clients(self, batch: Batch, round: int, first: bool) -> Tensor:
+        """Return the places of the clients of a stack that are looked at, in this round for the first time or again.
+
+        Of padded batches these are the 64 most uneven ones, and one client in every later round.
+        """
+        count = len(batch.size)
+        if batch.weights is None:
+            return torch.arange(max(0, count - _CLIENTS), count)
+        if not first:
+            return torch.tensor([round % count])
+        return batch.size.argsort(stable=True)[:64].sort().values
+
+    def __call__(
+        self,
+        loss: StackedLoss,
+        values: Sequence[Tensor],
+        batch: Batch,
+        index: int,
+        keys: StepKeys,
+        round: int,
+    ) -> None:
+        """Raise StepsDiffer unless a stack gives what clients alone give; see the module's docstring.
+
+        Args:
+            loss: of the stack.
+            values: its tensors and buffers, `(K, ...)` each.
+            batch: all of the stack's.
+            index: of the step.
+            keys: the clients'.
+            round: of the federation.
+        """
+        shape = tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves), batch.weights is None
+        first = shape not in self._seen
+        if not first and (batch.weights is None or index > 0):
+            return
+        at = self.clients(batch, round, first)
+        clone = lambda leaf: leaf.detach().index_select(0, at.to(leaf.device)).clone()
+        rows, some = tree.map(clone, batch.rows), [clone(value) for value in values]
+        trained = len(loss.tensors)
+        some[:trained] = [_moved(value) for value in some[:trained]]
+        part = Batch(rows, batch.size[at], batch.weights is None, padded=True)
+        own = keys.some(at, index)
+        found = self._compared(loss, some, part, index, own, double=True)
+        if found is None:
+            found = self._compared(loss, some, part, index, own, double=False)
+            _LOG.info(
+                "the stacked steps of %s are checked coarsely, in its own dtype, for it does not take float64",
+                type(self._module).__name__,
+            )
+        self._seen.add(shape)
+        if found:
+            how = (
+                "in padded steps from that of each client's own rows"
+                if batch.weights is not None
+                else "stacked from that of each client alone"
+            )
+            raise StepsDiffer(f"{found} {how}", batch.weights is not None)
+
+    def _compared(
+        self, loss: StackedLoss, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool
+    ) -> str | None:
+        """Return how the step differs, "" if it does not; None if the module does not take float64."""
+        module = copied(self._module)
+        dtypes = {value.dtype for value in values if value.dtype in _TOLERANCES or value.is_floating_point()}
+        if double:
+            module._apply(lambda t: t.to(_DOUBLE.get(t.dtype, t.dtype)))
+            wide = lambda leaf: leaf.to(_DOUBLE.get(leaf.dtype, leaf.dtype))
+            values = [wide(value) for value in values]
+            batch = Batch(tree.map(wide, batch.rows), batch.size, batch.weights is None, padded=True)
+            dtypes = {torch.float64}
+        else:
+            dtypes |= {leaf.dtype for leaf in batch.leaves if leaf.is_floating_point()}
+        twin = self._make(module)
+        twin.random, twin.objective.trainer.answers = loss.random, dict(loss.objective.trainer.answers)
+        own = lambda: StepKeys(keys.keys)
+        try:
+            alone = twin.one_by_one(values, batch, index, own())
+            together = twin.together(values, batch, index, own())
+        except Exception:
+            if double:
+                return None
+            raise
+        most = max(map(tolerance, dtypes))
+        return self._difference(loss.tensors, together, alone, batch, most)
+
+    def _difference(
+        self, names: Sequence[str], together: StepResult, alone: StepResult, batch: Batch, most: float
+    ) -> str:
+        """Return a sentence on the first difference of two steps, "" if there is none."""
+        name = type(self._module).__name__
+        for k in range(len(batch.size)):
+            pairs = {
+                tensor: (_of(one, together.missing, tensor, k), _of(other, alone.missing, tensor, k))
+                for tensor, one, other in zip(names, together.gradients, alone.gradients)
+            }
+            for tensor, (one, other) in pairs.items():
+                if (one is None) != (other is None):
+                    which = "stacked" if other is None else "alone"
+                    return f"the gradient of {tensor!r} of {name} is there only {which}, and so differs"
+            both = [pair for pair in pairs.values() if pair[0] is not None]
+            parts = [(together.losses[k], alone.losses[k])]
+            if both:
+                parts.append(tuple(torch.cat([_flat(part) for part in side]) for side in zip(*both)))  # type: ignore[arg-type]
+            gaps = [relative_gap(one, other) for one, other in parts]
+            if max(gaps) > most:
+                what = "loss" if gaps[0] > most else "gradient"
+                return f"the {what} of {name} differs by {max(gaps):.2g} of its size"
+            for kind, one, other in (("log", together.logs, alone.logs), ("buffer", together.buffers, alone.buffers)):
+                for tensor in one:
+                    there = tensor in other
+                    if not there or relative_gap(_flat(one[tensor][k]), _flat(other[tensor][k])) > most:
+                        return f"the {kind} {tensor!r} of {name} differs"
+        return ""
+
+
+def _of(gradient: Tensor | None, missing: Mapping[str, Tensor], name: str, k: int) -> Tensor | None:
+    absent = gradient is None or (name in missing and bool(missing[name][k]))
+    return None if absent or gradient is None else gradient[k]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    wide = torch.complex128 if tensor.is_complex() else torch.float64
+    flat = tensor.detach().flatten().to(wide)
+    return torch.view_as_real(flat).flatten() if flat.is_complex() else flat
+
+
+def _moved(values: Tensor) -> Tensor:
+    """Return clients' tensors `(M, ...)` moved off where they are, each client's by other steps."""
+    return torch.stack([perturbed(value, client) for client, value in enumerate(values)])

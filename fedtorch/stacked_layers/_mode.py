@@ -1,0 +1,93 @@
+"""The mode in which operations of torch are replaced where they are called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import FunctionType
+from typing import Any, ClassVar
+
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from fedtorch.stacked_layers import _attention, _branches, _embeddings, _linear, _losses, _parts, _pooling, _recurrent
+
+_OPERATIONS: dict[Any, Callable[..., Any]] = {
+    **_attention.REPLACED,
+    **_embeddings.REPLACED,
+    **_linear.REPLACED,
+    **_losses.REPLACED,
+    **_parts.REPLACED,
+    **_pooling.REPLACED,
+    **_recurrent.REPLACED,
+}
+# Functions written in Python, within which replaced operations are called.
+_OPENED = {
+    F.affine_grid,
+    F.cosine_embedding_loss,
+    F.embedding,
+    F.embedding_bag,
+    F.gaussian_nll_loss,
+    F.hinge_embedding_loss,
+    F.kl_div,
+    F.margin_ranking_loss,
+    F.max_unpool1d,
+    F.max_unpool2d,
+    F.max_unpool3d,
+    F.multi_head_attention_forward,
+    F.multi_margin_loss,
+    F.multilabel_margin_loss,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+    F.triplet_margin_loss,
+}
+
+
+class StackedOperations(TorchFunctionMode):
+    """A mode around `torch.vmap` over clients in which each client gets what torch gives it alone.
+
+    Replaced are recurrent layers and cells, attention, embeddings with padding, bags of embeddings, losses, counts and
+    writes by a mask. Code may branch on truths and whole numbers that all clients agree on.
+
+    Raises:
+        Divergence: in the mode, where clients disagree; see `by_branches`.
+
+    Example:
+        >>> import torch
+        >>> def loss(x, mask):
+        ...     return x.sum() if mask.all() else (x * mask).sum()
+        >>> x, mask = torch.ones(2, 3), torch.ones(2, 3, dtype=torch.bool)
+        >>> with StackedOperations():
+        ...     torch.vmap(loss)(x, mask)
+        tensor([3., 3.])
+    """
+
+    _replaced: ClassVar[Mapping[Any, Callable[..., Any]]] = {**_OPERATIONS, **_branches.REPLACED}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func in _OPENED:
+            with self:
+                return _body(func)(*args, **(kwargs or {}))
+        return self._replaced.get(func, func)(*args, **(kwargs or {}))
+
+
+class WithoutReading(StackedOperations):
+    """The same mode, but that values are not read: code that branches on them gets torch's error."""
+
+    _replaced: ClassVar[Mapping[Any, Callable[..., Any]]] = _OPERATIONS
+
+
+def _body(function: FunctionType) -> FunctionType:
+    """Return a function of torch that does not ask modes whether they replace it.
+
+    A mode is left while it is asked, so that it would not see what the function calls.
+    """
+    names = {**function.__globals__, **_OTHERS}
+    body = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
+    body.__kwdefaults__ = function.__kwdefaults__
+    return body
+
+
+_ASKS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+_OTHERS = {**dict.fromkeys(_ASKS, lambda *_: False), "_in_projection_packed": _attention.in_projection}
