@@ -19,12 +19,12 @@ from fedtorch.federation.runs.run import Run
 from situations import loop
 from situations.case import Case, Step
 
-FAST: dict[str, dict[str, Any]] = {"default": {"batched": "auto"}, "batched=False": {"batched": False}}
+FAST: dict[str, dict[str, Any]] = {"default": {}, "batched=False": {"batched": False}}
 SLOW: dict[str, dict[str, Any]] = {
     "batched=True": {"batched": True},
-    "chunk=1": {"batched": "auto"},
-    "compile=True": {"batched": "auto", "compile": True},
-    "rowwise=True": {"batched": "auto", "rowwise": True},
+    "chunk=1": {},
+    "compile=True": {"compile": True},
+    "rowwise=True": {"rowwise": True},
     "lightning_fit": {},
 }
 WAYS = FAST | SLOW
