@@ -1,0 +1,31 @@
+"""Situations by theme."""
+
+from situations.case import Case
+from situations.cases import (
+    coupled,
+    embeddings,
+    forms,
+    gradients,
+    layers,
+    losses,
+    operations,
+    packages,
+    reports,
+    state,
+    training,
+)
+
+THEMES = {
+    "embeddings": embeddings.CASES,
+    "coupled rows": coupled.CASES,
+    "losses of torch": losses.CASES,
+    "forms and dtypes": forms.CASES,
+    "gradients": gradients.CASES,
+    "state": state.CASES,
+    "layers": layers.CASES,
+    "operations": operations.CASES,
+    "training": training.CASES,
+    "packages": packages.CASES,
+    "reports": reports.CASES,
+}
+CASES: list[Case] = [case for cases in THEMES.values() for case in cases]
