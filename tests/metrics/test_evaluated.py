@@ -397,7 +397,7 @@ def test_a_metric_that_raises_at_every_client_ends_the_evaluation_by_name() -> N
     ):
         evaluated(rows("real"), broken)
     with pytest.raises(ValueError, match=r"[Mm]etric 'm'"):
-        evaluated(rows("real"), classification.MulticlassAccuracy(3))
+        evaluated(rows("tokens"), regression.MeanSquaredError())
 
 
 @pytest.mark.parametrize(
