@@ -78,7 +78,7 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Ten
 
 def _clamp(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Clamp a tensor in place."""
-    return x.copy_(x.clamp(*args, **kwargs))
+    return x.copy_(x.clone().clamp(*args, **kwargs))  # the derivative reads what was clamped
 
 
 def _pdist(input: Tensor, p: float = 2.0) -> Tensor:

@@ -125,11 +125,6 @@ def _losses() -> Iterator[Setting]:
     yield Setting("multi_margin_loss, weight", lambda *a: F.multi_margin_loss(*a, p=2, weight=weight), (x, integers(3, 4)))
     yield Setting("ctc_loss", lambda p, t: F.ctc_loss(p.log_softmax(-1), 1 + t, torch.tensor([6, 6]), torch.tensor([3, 2])), (normal(6, 2, 5), integers(4, 2, 3)))
     yield Setting("MSELoss", nn.MSELoss(), (x, y))
-    yield Setting("AdaptiveLogSoftmaxWithLoss", lambda *a, m=[]: _adaptive(*a), (normal(5, 6), normal(4, 6), normal(4, 6)))
-
-
-def _adaptive(x: Tensor, head: Tensor, tail: Tensor) -> Tensor:
-    return F.log_softmax(x @ head.mT, -1).sum() + F.log_softmax(x @ tail.mT, -1).square().sum()
 
 
 def _recurrent() -> Iterator[Setting]:
@@ -406,7 +401,102 @@ def _functions() -> Iterator[Setting]:
     yield Setting("cross", lambda x, y: torch.linalg.cross(x, y), (x, normal(4, 3)))
     yield Setting("renorm", lambda x: x.renorm(2, 0, 1.0), (x,))
     yield Setting("norm", lambda x: x.norm(dim=-1), (x,))
-    yield Setting("trilinear", lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), (normal(2, 3, 4),))
+    yield Setting("interpolate, nearest-exact", lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), (normal(2, 3, 4),))
+    square = lambda x: x @ x.mT + torch.eye(x.shape[-2], dtype=DOUBLE)
+    more: dict[str, Any] = {
+        "amax": lambda x: x.amax(0),
+        "argmax": lambda x: x.argmax(-1),
+        "clamp_": lambda x: (x * 2).clamp_(-0.5, 0.5),
+        "cov": torch.cov,
+        "cummax": lambda x: x.cummax(0).values,
+        "diag_embed": torch.diag_embed,
+        "diff": torch.diff,
+        "dist": lambda x: torch.dist(x, x.flip(0)),
+        "eigh": lambda x: torch.linalg.eigvalsh(square(x)),
+        "flip": lambda x: x.flip(0),
+        "gather": lambda x: x.gather(-1, x.argsort(-1)[:, :2]),
+        "index_copy": lambda x: x.index_copy(0, torch.tensor([1]), x[:1] * 3),
+        "index_fill": lambda x: x.index_fill(0, torch.tensor([1]), 3.0),
+        "inverse": lambda x: square(x).inverse(),
+        "kron": lambda x: torch.kron(x, x[:2]),
+        "kthvalue": lambda x: x.kthvalue(2, -1).values,
+        "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
+        "masked_scatter": lambda x: torch.where(x > 0, x, 0.0),
+        "matrix_exp": lambda x: torch.linalg.matrix_exp(square(x) / 9),
+        "nan_to_num": lambda x: (x / x.relu()).nan_to_num(0.0, 1.0, -1.0),
+        "nanmean": lambda x: torch.where(x > 0, x, torch.nan).nanmean(0),
+        "outer": lambda x: torch.outer(x[0], x[1]),
+        "prod": lambda x: x.prod(0),
+        "put": lambda x: (x * 2).index_put((torch.tensor([0, 0]),), x[:2], accumulate=True),
+        "qr": lambda x: torch.linalg.qr(x).R.abs(),
+        "quantile": lambda x: x.quantile(0.3, 0),
+        "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+        "roll": lambda x: x.roll(1, 0),
+        "scatter_reduce": lambda x: torch.zeros(2, 3, dtype=DOUBLE).scatter_reduce(0, (x > 0).long(), x, "amax"),
+        "slogdet": lambda x: torch.linalg.slogdet(square(x)).logabsdet,
+        "std": lambda x: x.std(0),
+        "svd": lambda x: torch.linalg.svdvals(x),
+        "take": lambda x: torch.take(x, torch.tensor([0, 5])),
+        "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(0), 0),
+        "trace": lambda x: torch.trace(x),
+        "trapezoid": lambda x: torch.trapezoid(x),
+        "tril": lambda x: x.tril(),
+        "triangular": lambda x: torch.linalg.solve_triangular(square(x).tril(), x, upper=False),
+        "unflatten": lambda x: x.flatten().unflatten(0, (2, 6)),
+        "var": lambda x: torch.var_mean(x, -1),
+        "view_as_complex": lambda x: torch.view_as_complex(x[:, :2].contiguous()).abs(),
+        "where": lambda x: torch.where(x > 0, x, -x),
+        "xlogy": lambda x: torch.xlogy(x.abs(), x.abs()),
+        "zero_": lambda x: (x * 1)[:1].zero_() + x,
+        "functional gradient": torch.func.grad(lambda x: F.gelu(x).square().sum()),
+        "functional gradient of attention": torch.func.grad(lambda x: F.scaled_dot_product_attention(x[None, None], x.sin()[None, None], x.cos()[None, None]).square().sum()),
+        "functional gradient of cross_entropy": torch.func.grad(lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1, 1]))),
+        "functional gradient of pooling": torch.func.grad(lambda x: F.max_pool2d(x[None, None], 2).square().sum()),
+        "attention by example": by_row(lambda row: F.scaled_dot_product_attention(row[None, None, None], row[None, None, None], row[None, None, None])[0, 0, 0]),
+        "cross_entropy by example": by_row(lambda row: F.cross_entropy(row[None], torch.tensor([1]))),
+        "pooling by example": by_row(lambda row: F.max_pool2d(row.expand(2, 3)[None, None], 2)),
+    }
+    for name, call in more.items():
+        yield Setting(name, call, (x,))
+    embed = lambda t, w: by_row(lambda token: F.embedding(token[None], w, padding_idx=1)[0])(t)
+    yield Setting("embedding by example", embed, (integers(5, 6), normal(5, 3)))
+    affine = lambda x, w, b: by_row(lambda row: F.linear(row[None], w, b)[0])(x)
+    yield Setting("linear by example", affine, (x, normal(2, 3), normal(2)))
+    slope = lambda w, x: torch.func.grad(lambda w: F.linear(x, w).square().sum())(w)
+    yield Setting("functional gradient of linear", slope, (normal(2, 3), x))
+    for kind in (nn.GRU, nn.LSTM, nn.RNN):
+        layer = kind(3, 4, dtype=DOUBLE)
+        names = [name for name, _ in layer.named_parameters()]
+        shapes = [normal(*p.shape) for p in layer.parameters()]
+
+        def loss(weights: Any, x: Tensor, layer: nn.Module = layer, names: list[str] = names) -> Tensor:
+            return torch.func.functional_call(layer, dict(zip(names, weights)), (x,))[0].square().sum()
+
+        def grads(x: Tensor, *weights: Tensor, loss: Any = loss) -> Any:
+            return torch.func.grad(loss)(weights, x)
+
+        def each(x: Tensor, *weights: Tensor, loss: Any = loss) -> Any:
+            return by_row(lambda row: loss(weights, row[:, None]))(x.transpose(0, 1))
+
+        def both(x: Tensor, *weights: Tensor, loss: Any = loss) -> Any:
+            return by_row(lambda row: torch.func.grad(loss)(weights, row[:, None]))(x.transpose(0, 1))
+
+        name = kind.__name__
+        yield Setting(f"functional gradient of {name}", grads, (normal(5, 2, 3), *shapes))
+        yield Setting(f"{name} by example", each, (normal(5, 2, 3), *shapes))
+        yield Setting(f"functional gradient of {name} by example", both, (normal(5, 2, 3), *shapes))
+
+
+def by_row(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Map a function over rows: by `torch.vmap` within another one, and else by a loop."""
+
+    def run(rows: Tensor) -> Any:
+        if torch._C._functorch.is_batchedtensor(rows):
+            return torch.vmap(function)(rows)
+        results = [function(row) for row in rows]
+        return torch.stack(results) if isinstance(results[0], Tensor) else [torch.stack(each) for each in zip(*results)]
+
+    return run
 
 
 def _masked(x: Tensor, mask: Tensor, value: Any) -> Tensor:
