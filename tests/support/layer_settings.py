@@ -513,6 +513,7 @@ def _put(x: Tensor, at: Tensor) -> Tensor:
 
 def settings() -> dict[str, Setting]:
     """All by name."""
-    each = [*_losses(), *_recurrent(), *_attention(), *_embeddings(), *_pooling(), *_layers(), *_functions()]
-    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        each = [*_losses(), *_recurrent(), *_attention(), *_embeddings(), *_pooling(), *_layers(), *_functions()]
     return {setting.name: setting for setting in each}
