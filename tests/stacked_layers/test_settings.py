@@ -25,7 +25,10 @@ ONE_BY_ONE = {
     "take",
 }
 # Of what torch.vmap alone gives no error but other gradients: why the mode exists.
-WRONG = {"embedding by example", *(f"{kind}, padding_idx={at}" for kind in ("embedding", "Embedding") for at in (0, 1, -2))}
+WRONG = {
+    "embedding by example",
+    *(f"{kind}, padding_idx={at}" for kind in ("embedding", "Embedding") for at in (0, 1, -2)),
+}
 
 
 def flat(results: Any) -> list[Tensor]:

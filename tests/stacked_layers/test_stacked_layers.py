@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 from fedtorch import random
-from fedtorch.stacked_layers import StackedOperations, WithoutReading, by_branches
 from fedtorch.module_randomness.interception import KeyedRandomness
+from fedtorch.stacked_layers import StackedOperations, WithoutReading, by_branches
 
 CLIENTS, ROWS, STEPS, SIZE = 3, 2, 4, 3
 
