@@ -82,9 +82,8 @@ def gradient_descent(
             error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
             a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
         batched: False evaluates the loss client by client, for modules that `vmap` cannot run (`.item()` of floats,
-            `x[mask]`, packed sequences); everything else stays stacked. "auto" does so for just these and
-            where stacking gains nothing (an LSTM of more than 192 units on the CPU), and logs which way it takes and
-            why; the way depends on the module alone, so that runs stay equal to the bit.
+            `x[mask]`, packed sequences); everything else stays stacked. "auto" does so for just these, and logs
+            which way it takes and why; the way depends on the module alone, so that runs stay equal to the bit.
         compile: True captures a step's tensor operations once per shape and replays them, about twice as fast
             for small modules. The module's Python code then runs once only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers or
