@@ -18,7 +18,7 @@ from torch import Tensor
 from fedtorch.stacked_layers._transforms import belongs_to_clients, outside, over_clients
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `torch.nn.functional.linear` does."""
     matrices = input.dim() > 0 and weight.dim() == 2 and not torch.is_autocast_enabled(weight.device.type)
     if matrices and belongs_to_clients(weight) and over_clients():
@@ -50,4 +50,4 @@ class _Products(torch.autograd.Function):
         return d_x, d_weight, gradient.sum(1) if asked[2] else None
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {F.linear: _linear}
+REPLACED: dict[Any, Callable[..., Any]] = {F.linear: linear}

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fedtorch.stacked_layers._transforms import inside
 
-aten = torch.ops.aten
-
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Return directions times their sizes over the norms of all dimensions but one, or of all."""
@@ -37,6 +35,21 @@ def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 def _contiguous(input: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
     """Return the tensor in the usual order in memory, since `torch.vmap` knows no other."""
     return input.contiguous()
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """Return what `torch.prelu` does, of slopes of the channels `(C,)`, or one.
+
+    The derivative that `torch.vmap` has is wrong for examples within clients.
+    """
+    if weight.numel() != 1 and (weight.dim() != 1 or input.dim() < 1 or weight.shape[0] != _channels(input)):
+        return torch.prelu(input, weight)  # which has the error
+    channels = weight.reshape(-1, *(1 for _ in range(input.dim() - 2))) if input.dim() > 1 else weight.reshape(())
+    return torch.where(input > 0, input, channels * input)
+
+
+def _channels(input: Tensor) -> int:
+    return input.shape[1] if input.dim() > 1 else 1
 
 
 def _rrelu(
@@ -107,6 +120,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     F.bilinear: _bilinear,
     F.group_norm: _group_norm,
     F.rrelu: _rrelu,
+    Tensor.prelu: _prelu,
     Tensor.__setitem__: _set,
     Tensor.bincount: _bincount,
     Tensor.clamp_: _clamp,
@@ -116,9 +130,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch._weight_norm: _weight_norm,
     torch.affine_grid_generator: _affine_grid,
     torch.bincount: _bincount,
-    torch.gru_cell: aten.gru_cell.default.decompose,
-    torch.lstm_cell: aten.lstm_cell.default.decompose,
     torch.pdist: _pdist,
-    torch.rnn_relu_cell: aten.rnn_relu_cell.default.decompose,
-    torch.rnn_tanh_cell: aten.rnn_tanh_cell.default.decompose,
+    torch.prelu: _prelu,
 }

@@ -97,6 +97,56 @@ def test_stacked_clients_get_what_a_loop_gives(name: str, clients: int) -> None:
             close(gradients(together, tensors), gradients(alone, tensors))
 
 
+# Nested calls of `vmap` do not read values.
+READING = {f"gaussian_nll_loss, {reduction}" for reduction in ("mean", "sum", "none")}
+WHOLE = {"argmax", "bincount", "one_hot", "searchsorted"}  # numbers that have no gradient
+BY_EXAMPLE = [name for name in SETTINGS if "example" not in name and "functional" not in name and "half" not in name]
+
+
+@pytest.mark.parametrize("name", [name for name in BY_EXAMPLE if name not in READING | WHOLE])
+def test_gradients_of_examples_within_clients(name: str) -> None:
+    """As private training takes them, of weights that a client's examples share."""
+    call, tensors = drawn(SETTINGS[name], 2)
+    count = len(SETTINGS[name].inputs)
+    weights = [tensor.detach() for tensor in tensors[count:]]
+    examples = [torch.stack([t.detach(), t.detach().flip(0)], 1) for t in tensors[:count]]  # (K, 2, ...)
+    real = [i for i, tensor in enumerate(examples) if tensor.is_floating_point()]
+
+    def loss(trained: Sequence[Tensor], *rows: Tensor) -> Any:
+        given = list(rows)
+        for at, value in zip(real, trained[len(weights) :]):
+            given[at] = value
+        parts = [
+            (each.square() * torch.arange(each.numel(), dtype=torch.float64).view_as(each).cos()).sum()
+            for each in call(*given, *trained[: len(weights)])
+            if each.dtype == torch.float64
+        ]
+        return sum(parts)
+
+    def alone(client: int, example: int) -> list[Tensor]:
+        rows = [tensor[client, example] for tensor in examples]
+        trained = [w[client].clone().requires_grad_() for w in weights]
+        trained += [rows[at].clone().requires_grad_() for at in real]
+        found = torch.autograd.grad(loss(trained, *rows), trained, allow_unused=True)
+        return [torch.zeros_like(t) if slope is None else slope for t, slope in zip(trained, found)]
+
+    def each(weights: Sequence[Tensor], *rows: Tensor) -> list[Tensor]:
+        gradient = torch.func.grad(lambda trained: loss(trained, *rows))
+        return list(gradient([*weights, *(rows[at] for at in real)]))
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "reduction: 'mean' divides|There is a performance drop")
+        try:
+            expected = [[alone(client, example) for example in range(2)] for client in range(2)]
+        except (RuntimeError, IndexError):  # which torch refuses a client alone, too
+            return
+        with WithoutReading():
+            inner = torch.vmap(each, (None, *(0 for _ in examples)), randomness="different")
+            found = torch.vmap(inner, randomness="different")(weights, *examples)
+    for at, stacked in enumerate(found):
+        close([stacked], [torch.stack([torch.stack([one[at] for one in row]) for row in expected])])
+
+
 @pytest.mark.parametrize("name", sorted(WRONG))
 def test_torch_alone_gives_other_gradients(name: str) -> None:
     call, tensors = drawn(SETTINGS[name], 3)
