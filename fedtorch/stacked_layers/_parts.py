@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.stacked_layers._transforms import inside
+from fedtorch.stacked_layers._transforms import belongs_to_clients, inside
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -33,8 +33,8 @@ def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _contiguous(input: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """Return the tensor in the usual order in memory, since `torch.vmap` knows no other."""
-    return input.contiguous()
+    """Return the tensor of clients in the usual order in memory, since `torch.vmap` knows no other."""
+    return input.contiguous() if belongs_to_clients(input) else input.contiguous(memory_format=memory_format)
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor:
@@ -110,7 +110,8 @@ def _unpool(dimensions: int, input: Tensor, indices: Tensor, output_size: Sequen
 def _set(x: Tensor, index: Any, value: Any) -> None:
     """Write into a tensor; where a mask is true, a number."""
     single = not isinstance(value, Tensor) or not value.dim()
-    if single and isinstance(index, Tensor) and index.dtype == torch.bool:
+    mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    if single and mask and any(isinstance(each, Tensor) and belongs_to_clients(each) for each in (x, index, value)):
         x.copy_(torch.where(index.reshape(index.shape + (1,) * (x.dim() - index.dim())), value, x))
     else:
         x[index] = value
