@@ -119,6 +119,15 @@ def _trained(case: Case, rows: Any, module: nn.Module, number: int) -> nn.Module
     return module
 
 
+def gradients(case: Case, batch: Any) -> Tensors:
+    """Return the gradients of a batch's loss at the module's start; those that are None are zero."""
+    module = made(case)
+    loss = _Session(module, case, 1, 0).loss(batch, 0)
+    assert loss is not None
+    loss.backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in module.named_parameters()}
+
+
 @dataclass
 class _Schedule:
     scheduler: Any
@@ -153,7 +162,7 @@ class _Session:
             if self.hooked:
                 self.trainer.current_epoch, self.trainer.global_step = epoch, self.steps
             self.optimizer.zero_grad(set_to_none=True)
-            loss = self._loss(batch, index)
+            loss = self.loss(batch, index)
             if loss is not None:
                 loss.backward()
                 if (norm := self.case.says.get("clip")) is not None:
@@ -163,7 +172,8 @@ class _Session:
             self._schedule("step", index + 1)  # Lightning counts minibatches anew in every epoch
         self._schedule("epoch", epoch + 1)
 
-    def _loss(self, batch: Any, index: int) -> Tensor | None:
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        """Return the training loss of a batch."""
         if self.hooked:
             answer = self.module.training_step(batch, index) if self.positional else self.module.training_step(batch)
             return answer["loss"] if isinstance(answer, Mapping) else answer
