@@ -64,6 +64,14 @@ class Field(NamedTuple):
         """Return bytes of its numbers."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def written(self) -> tuple[str, tuple[int, ...]]:
+        """Return the code of the dtype and the shape in the header.
+
+        The format has no complex128: such a leaf is written as pairs of real and imaginary parts, F64 `(..., 2)`.
+        """
+        return ("F64", (*self.shape, 2)) if self.dtype == torch.complex128 else (_CODES[self.dtype], self.shape)
+
 
 class Fields(NamedTuple):
     """All that a payload's header says of the leaves of one layout."""
@@ -95,7 +103,8 @@ def _fields_of(leaves: Layout) -> Fields:
     header: dict[str, JSON] = {}
     for field in order:
         place = [start, start + field.nbytes]
-        header[field.name] = {"dtype": _CODES[field.dtype], "shape": field.shape, "data_offsets": place}
+        code, shape = field.written
+        header[field.name] = {"dtype": code, "shape": shape, "data_offsets": place}
         start += field.nbytes
     text = json.dumps(header, ensure_ascii=False, separators=_COMPACT)[1:-1]
     places = {name: slice(*entry["data_offsets"]) for name, entry in header.items()}
@@ -107,9 +116,12 @@ def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field
     for name, dtype, _ in leaves:
         if name == "__metadata__":
             raise ValueError("Expected leaf names other than '__metadata__', which safetensors keeps for itself")
-        if dtype not in _CODES:
+        if dtype not in _CODES and dtype != torch.complex128:
             known = ", ".join(str(d).removeprefix("torch.") for d in _CODES)
-            raise TypeError(f"Expected a dtype that safetensors knows ({known}), but got {dtype} in {name!r}")
+            raise TypeError(
+                f"Expected a dtype that safetensors knows ({known}) or complex128, but got {dtype} in {name!r}; "
+                "convert the tensor with .to() first"
+            )
     fields = [Field(name, dtype, tuple(shape)) for name, dtype, shape in leaves]
     return sorted(fields, key=lambda field: (-field.dtype.itemsize, field.name))
 
@@ -236,12 +248,13 @@ def _place(entry: JSON, field: Field, refuse: Refuse) -> slice:
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise refuse("dtype, shape and data_offsets", _short(entry), field.name)
     code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if code != _CODES[field.dtype]:
+    wanted_code, wanted_shape = field.written
+    if code != wanted_code:
         came = _DTYPES[code] if isinstance(code, str) and code in _DTYPES else _short(code)
-        raise refuse(f"dtype {field.dtype}", came, field.name)
-    if not _is_integers(shape) or tuple(shape) != field.shape:
+        raise refuse(f"dtype {_DTYPES[wanted_code]}", came, field.name)
+    if not _is_integers(shape) or tuple(shape) != wanted_shape:
         came = _short(tuple(shape) if isinstance(shape, list) else shape)
-        raise refuse(f"shape {field.shape}", came, field.name)
+        raise refuse(f"shape {wanted_shape}", came, field.name)
     if not _is_integers(offsets) or len(offsets) != 2 or offsets[1] - offsets[0] != field.nbytes:
         raise refuse(f"two offsets {field.nbytes} bytes apart", _short(offsets), field.name)
     return slice(*offsets)

@@ -44,12 +44,17 @@ ANYWAY = (
 )
 _DEEPEST = 4  # functions within functions that a description follows
 _LONGEST = 240  # characters of a description that are kept as they are
+_PAIRS = "complex128"  # the name in the metadata of tensors that are pairs of real numbers
 _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 
 def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; a kill at any moment leaves the old file or the new one, whole."""
-    files.replace(path, wire.encode(flat) or safetensors.torch.save({}))
+    """Write a safetensors file; a kill at any moment leaves the old file or the new one, whole.
+
+    Tensors of complex128, which the format does not have, are written as pairs of real numbers and named beside them.
+    """
+    pairs = sorted(name for name, leaf in flat.items() if leaf.dtype == torch.complex128)
+    files.replace(path, wire.encode(flat, {_PAIRS: pairs} if pairs else None) or safetensors.torch.save({}))
 
 
 def read(path: Path | str) -> dict[str, Tensor]:
@@ -58,9 +63,12 @@ def read(path: Path | str) -> dict[str, Tensor]:
     Raises:
         ValueError: the file is empty, torn, or something else.
     """
+    payload = Path(path).read_bytes()
     try:
-        return safetensors.torch.load(Path(path).read_bytes())
-    except SafetensorError as error:
+        flat = safetensors.torch.load(payload)
+        pairs = wire.metadata(payload, limit=len(payload)).get(_PAIRS, [])
+        return {**flat, **{name: torch.view_as_complex(flat[name].clone()) for name in pairs}}
+    except (SafetensorError, wire.PayloadError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
 
 

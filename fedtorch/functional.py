@@ -199,14 +199,35 @@ def counted(value: Tensor, dtype: torch.dtype) -> Tensor:
     return (value - 1e-3).ceil().to(dtype) if value.is_floating_point() else value.to(dtype)
 
 
-def with_counts(tensors: Mapping[str, Tensor], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
-    """Return tensors, and those that hold counts or flags in the dtypes of the module.
+def finite_parts(value: Tensor) -> Tensor:
+    """Return real numbers `(...)` as `(..., 4)` finite ones: the number or 0, and whether it is Inf, −Inf or NaN.
+
+    Their weighted means say what the weighted mean of the numbers is, see `from_finite_parts`. Complex numbers are
+    taken as pairs, `(..., 2, 4)`. Half precision becomes float32, in which the weight of one of many is not 0.
 
     Example:
-        >>> with_counts({"weight": torch.ones(2), "batches": torch.tensor(3.0)}, {"batches": torch.int64})
-        {'weight': tensor([1., 1.]), 'batches': tensor(3)}
+        >>> finite_parts(torch.tensor([3.0, float("inf")]))
+        tensor([[3., 0., 0., 0.],
+                [0., 1., 0., 0.]])
     """
-    return {**tensors, **{name: counted(tensors[name], dtype) for name, dtype in dtypes.items()}}
+    value = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+    wide = value if value.dtype == torch.float64 else value.to(torch.float32)
+    kinds = [wide == torch.inf, wide == -torch.inf, wide.isnan()]
+    return torch.stack([torch.where(wide.isfinite(), wide, 0.0), *(kind.to(wide.dtype) for kind in kinds)], -1)
+
+
+def from_finite_parts(parts: Tensor) -> Tensor:
+    """Return the numbers `(...)` of finite parts `(..., 4)`, or their weighted mean of that of the parts.
+
+    A mean of which a part is infinite is infinite; of both infinities, or of NaN, it is NaN.
+
+    Example:
+        >>> from_finite_parts(finite_parts(torch.tensor([[3.0, float("inf")], [5.0, 1.0]])).mean(0))
+        tensor([4., inf])
+    """
+    number, up, down, neither = parts.unbind(-1)
+    number = torch.where(up > 0, torch.inf, torch.where(down > 0, -torch.inf, number))
+    return torch.where((neither > 0) | ((up > 0) & (down > 0)), torch.nan, number)
 
 
 def mapped(function: Callable[..., Sequence[Tensor]], stacked: Sequence[Tensor], randomness: str) -> list[Tensor]:

@@ -169,8 +169,9 @@ class History:
         `refused`; `train_loss`, the mean over the clients that answered, and its `_min`, `_q25`, `_median`, `_q75`,
         `_max` and `_worst_decile` (the mean of the largest tenth) over them; the means of all else that the clients log
         (as `logged_<name>` where a name is taken); `round_bytes_up` and `round_bytes_down`, and in total `bytes_up` and
-        `bytes_down`; `val_<metric>` over all rows, and its `_mean`, `_min` and `_max` over clients, NaN where
-        validation did not run; what `fairness.watch_groups` adds; `seconds`, NaN where unknown.
+        `bytes_down`; `val_<metric>` over all rows, its `_mean`, `_min` and `_max` over clients, and `_undefined`, how
+        many clients have rows on which it is not defined, all NaN where validation did not run; what
+        `fairness.watch_groups` adds; `seconds`, NaN where unknown.
         Losses are NaN where nobody answered.
         """
         import pandas as pd
@@ -278,7 +279,7 @@ def _spread(values: Tensor) -> dict[str, float]:
     known = every[~np.isnan(every)]
     count = len(known)
     if count == 0:
-        return {}
+        return dict.fromkeys([*(f"train_loss_{name}" for name in _SPREAD), "train_loss_worst_decile"], math.nan)
     places = {name: math.modf(part * (count - 1)) for name, part in _SPREAD.items()}
     lower, tenth = {int(low) for _, low in places.values()}, count - math.ceil(count / 10)
     numbers = np.partition(known, sorted({*lower, *(min(low + 1, count - 1) for low in lower), tenth}))

@@ -288,8 +288,9 @@ def rebind(optimizer: Optimizer, groups: list[list[Tensor]]) -> Optimizer:
         clone.param_groups.append({"params": tensors, **options(group)})
         if _may_fuse(clone.param_groups[-1]):
             clone.param_groups[-1]["fused"] = True
-        initial: dict[str, Any] = next((optimizer.state[p] for p in group["params"] if p in optimizer.state), {})
-        for tensor in tensors if initial else ():
+        begun = {p.is_complex(): optimizer.state[p] for p in reversed(group["params"]) if p in optimizer.state}
+        for tensor in tensors if begun else ():
+            initial = begun.get(tensor.is_complex(), next(iter(begun.values())))
             clone.state[tensor] = {name: _fill(value, tensor, name, clone) for name, value in initial.items()}
     return clone
 
@@ -307,10 +308,12 @@ def _may_fuse(group: dict[str, Any]) -> bool:
     """Return whether an optimiser with two moments can be fused, and the user has not decided about it.
 
     Fused optimisers read memory in order, whatever the strides: parameters, and later their gradients, are contiguous.
+    They take real numbers only.
     """
     undecided = group.get("fused", False) is None and group.get("foreach") is None
     plain = not group.get("differentiable") and not group.get("capturable")
-    return "betas" in group and undecided and plain and all(p.is_contiguous() for p in group["params"])
+    fits = all(p.is_contiguous() and not p.is_complex() for p in group["params"])
+    return "betas" in group and undecided and plain and fits
 
 
 def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
@@ -322,4 +325,5 @@ def _fill(value: Any, tensor: Tensor, name: str, optimizer: Optimizer) -> Any:
             f"{type(optimizer).__name__} starts with a state {name!r} that differs between elements; use "
             "ft.lightning_fit or another optimiser"
         )
-    return value.flatten()[0].to(tensor.device, tensor.dtype).expand(tensor.shape).clone()
+    first = value.flatten()[0] if tensor.is_complex() else value.flatten()[0].real
+    return first.to(tensor.device, tensor.dtype).expand(tensor.shape).clone()

@@ -337,6 +337,37 @@ def to(tree: Tree, *args: Any, **kwargs: Any) -> Tree:
     return map(lambda leaf: leaf.to(*args, **kwargs), tree)
 
 
+def wide(tree: Tree) -> Tree:
+    """Return every leaf in the widest dtype of its kind: complex leaves as complex128, all others as float64.
+
+    Example:
+        >>> [leaf.dtype for leaf in leaves(wide((torch.ones(1), torch.ones(1, dtype=torch.complex64))))]
+        [torch.float64, torch.complex128]
+    """
+    return map(lambda leaf: leaf.to(torch.complex128 if leaf.is_complex() else torch.float64), tree)
+
+
+def as_real(tree: Tree) -> Tree:
+    """Return complex leaves `(...)` as pairs of their real and imaginary parts, `(..., 2)`; others as they are.
+
+    Example:
+        >>> as_real({"w": torch.tensor([1 + 2j]), "b": torch.ones(1)})
+        {'w': tensor([[1., 2.]]), 'b': tensor([1.])}
+    """
+    return map(lambda leaf: torch.view_as_real(leaf.resolve_conj()) if leaf.is_complex() else leaf, tree)
+
+
+def from_real(pairs: Tree, like: Tree) -> Tree:
+    """Return the inverse of `as_real`: pairs `(..., 2)` as complex numbers where `like` has complex leaves.
+
+    Example:
+        >>> parameters = {"w": torch.tensor([1 + 2j]), "b": torch.ones(1)}
+        >>> from_real(as_real(parameters), like=parameters)
+        {'w': tensor([1.+2.j]), 'b': tensor([1.])}
+    """
+    return map(lambda pair, old: torch.complex(pair[..., 0], pair[..., 1]) if old.is_complex() else pair, pairs, like)
+
+
 def nbytes(tree: Tree) -> int:
     """Return bytes that the leaves' elements occupy."""
     return sum(leaf.numel() * leaf.element_size() for leaf in leaves(tree))

@@ -5,6 +5,9 @@ header (JSON: name, dtype, shape and place of every tensor), the numbers. Readin
 What it may contain is known beforehand: `decode` compares the header with a tree of the expected structure,
 shapes and dtypes before it allocates anything, and refuses the rest, naming client, round and field.
 
+safetensors has no complex128. A leaf of that dtype is written as pairs of real and imaginary parts, F64 `(..., 2)`; the
+expected tree says that the pairs are complex numbers.
+
 The header is written and read here, so that a tree's bytes do not depend on a library's version, that `size`
 knows them without making them, and that what was checked is what is read. Any safetensors library reads them.
 

@@ -46,7 +46,7 @@ class FederatedLoaders:
         loaders: one for each client, to train on.
         counts: `(K,)` int64, the rows of one pass over each.
         names: of the clients.
-        pad, mask: how batches of several clients become alike; see `from_loaders`.
+        pad, mask: how ragged batches become tensors; see `from_loaders`.
         modules: the data modules that the loaders come from, if they come from such.
         device: where batches are moved to.
 
@@ -190,10 +190,10 @@ def from_loaders(
             every `iter`, such as Lightning's `CombinedLoader`.
         lengths: the rows of one pass, by client, where a loader does not tell, as over an `IterableDataset`. They are
             the client's weight, and by the loader's batch size where its schedule stands.
-        pad: makes batches of several clients alike, so that `ft.gradient_descent` trains them together: the value that
-            fills up each leaf, in the structure of a batch, such as `{"words": 0, "label": -100}`. A leaf is a tensor
-            `(B, ...)` or a list of B tensors; it is filled up in all dimensions but the first. Without `pad`
-            batches are trained together whose shapes agree.
+        pad: makes tensors of ragged batches: the value that fills up the rows of each leaf, in the structure of a
+            batch, such as `{"words": 0, "label": -100}`. A leaf is a tensor `(B, ...)`, which stays as it is, or a
+            list of B tensors, which are filled up to the longest of their own batch. `ft.gradient_descent` trains
+            batches together whose shapes then agree, so that a client's numbers do not depend on the others'.
         mask: entries that are added to a padded batch: `{"mask": "words"}` adds `mask`, `(B, ...)` bool, which is True
             where `words` has data; `{2: 0}` does so for batches that are tuples.
 
@@ -243,7 +243,7 @@ def from_datamodules(
     Args:
         modules: one for each client, by name.
         lengths: the rows of one pass, by client; see `from_loaders`.
-        pad, mask: make batches alike; see `from_loaders`.
+        pad, mask: make tensors of ragged batches; see `from_loaders`.
 
     Raises:
         TypeError: something is no data module.

@@ -1,12 +1,15 @@
-"""Batches of several clients as stacks: those that are alike together, and ragged ones once they are filled up.
+"""Batches of several clients as stacks of those that have the same shapes, ragged ones filled up each by itself.
+
+A batch is filled up to its own longest row, as a `collate_fn` would do it. So what a client trains on, and draws in its
+dropouts, does not depend on the clients beside it.
 
 >>> import torch
->>> batches = [{"words": [torch.tensor([1, 2]), torch.tensor([3])]}, {"words": torch.tensor([[4, 5, 6], [7, 8, 9]])}]
+>>> batches = [{"words": [torch.tensor([1, 2]), torch.tensor([3])]}, {"words": torch.tensor([[4, 5], [7, 8]])}]
 >>> clients, rows = alike(batches, {"words": 0}, {"mask": "words"})[0]
 >>> clients, rows["words"][0], rows["mask"][0]
-([0, 1], tensor([[1, 2, 0],
-        [3, 0, 0]]), tensor([[ True,  True, False],
-        [ True, False, False]]))
+([0, 1], tensor([[1, 2],
+        [3, 0]]), tensor([[ True,  True],
+        [ True, False]]))
 """
 
 from __future__ import annotations
@@ -28,12 +31,12 @@ class NotTensors(TypeError):
 
 
 def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = None) -> list[tuple[list[int], Tree]]:
-    """Return batches in stacks `(K, B, ...)` of those that can be stacked, with their places.
+    """Return batches in stacks `(K, B, ...)` of those whose shapes agree, with their places.
 
     Args:
         batches: of some clients.
-        pad: the value that fills up each leaf, in the structure of a batch; None where a leaf is as it is. None for
-            all: batches are stacked whose shapes agree.
+        pad: the value that fills up the rows of each leaf, in the structure of a batch; None where a leaf is as it is.
+            None for all: batches of tensors, as they are.
         mask: what is added: the name or place of a mask, and of the leaf whose data it tells.
 
     Raises:
@@ -42,26 +45,14 @@ def alike(batches: Sequence[Any], pad: Tree, mask: Mapping[Any, Any] | None = No
     rows = [_tensors(batch, "") if pad is None else _filled(batch, pad, mask or {}) for batch in batches]
     groups: dict[Any, list[int]] = {}
     for place, each in enumerate(rows):
-        kind: Any = tree.layout(each)
-        if pad is not None:  # what is filled up may have any shape behind the rows of the batch
-            kind = tuple((name, dtype, (shape[:1], len(shape))) for name, dtype, shape in kind)
-        groups.setdefault(kind, []).append(place)
-    values = None if pad is None else _masked(pad, mask or {}, False)
-    return [(places, _stacked([rows[place] for place in places], values)) for places in groups.values()]
-
-
-def _stacked(rows: Sequence[Tree], values: Tree) -> Tree:
-    """Return batches of as many rows as one stack; `values` fill up what is smaller."""
-    if values is None:
-        return tree.stack(rows)
-    fills, leaves = _leaves(values, rows[0]), zip(*(tree.leaves(each) for each in rows))
-    return tree.refill(rows[0], [torch.stack(_grown(list(each), fill)) for each, fill in zip(leaves, fills)])
+        groups.setdefault(tree.layout(each), []).append(place)
+    return [(places, tree.stack([rows[place] for place in places])) for places in groups.values()]
 
 
 def _grown(leaves: list[Tensor], fill: Any) -> list[Tensor]:
     """Return tensors of as many dimensions in one shape, filled up at their ends."""
     shape = [max(sizes) for sizes in zip(*(leaf.shape for leaf in leaves))]
-    if fill is None or all(list(leaf.shape) == shape for leaf in leaves):
+    if all(list(leaf.shape) == shape for leaf in leaves):
         return leaves
     grown = [leaf.new_full(shape, fill) for leaf in leaves]
     for whole, leaf in zip(grown, leaves):
@@ -76,7 +67,10 @@ def _filled(batch: Any, pad: Tree, mask: Mapping[Any, Any]) -> Tree:
         value = _child(batch, leaf, "mask=")
         ones = [torch.ones_like(row, dtype=torch.bool) for row in value] if isinstance(value, (list, tuple)) else None
         masks[name] = torch.ones_like(value, dtype=torch.bool) if ones is None else torch.stack(_grown(ones, False))
-    return _masked(_fill(batch, pad, ""), {name: None for name in mask}, masks)
+    rows = _fill(batch, pad, "")
+    if not masks:
+        return rows
+    return {**rows, **masks} if isinstance(rows, Mapping) else (*rows, *masks.values())
 
 
 def _fill(value: Any, pad: Tree, path: str) -> Tree:
@@ -108,29 +102,6 @@ def _tensors(value: Any, path: str) -> Tree:
         f"Expected batches of tensors, to train clients together, but got {type(value).__name__} in "
         f"{path[1:] or 'a batch'!r}; {_ADVICE}"
     )
-
-
-def _masked(rows: Tree, mask: Mapping[Any, Any], values: Any) -> Tree:
-    """Return rows with an entry for each mask: that of `values`, or `values` itself."""
-    each = {name: values[name] if isinstance(values, dict) else values for name in mask}
-    if not mask:
-        return rows
-    return {**rows, **each} if isinstance(rows, Mapping) else (*rows, *each.values())
-
-
-def _leaves(values: Tree, like: Tree) -> list[Any]:
-    """Return the value for each tensor of a batch, in their order."""
-    if isinstance(like, Tensor):
-        return [values]
-    if isinstance(like, Mapping):
-        return [leaf for name, child in like.items() for leaf in _leaves(_part(values, name), child)]
-    if isinstance(like, tuple):
-        return [leaf for i, child in enumerate(like) for leaf in _leaves(_part(values, i), child)]
-    return []
-
-
-def _part(values: Tree, name: Any) -> Tree:
-    return values[name] if isinstance(values, (Mapping, tuple, list)) else values
 
 
 def _child(value: Any, name: Any, path: str) -> Any:

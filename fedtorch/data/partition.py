@@ -19,6 +19,7 @@ tensor([3, 2, 2])
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
@@ -96,8 +97,14 @@ def dirichlet(alpha: float, label: Hashable | Sequence[int] | Tensor = 1, minimu
 
     Args:
         alpha: the concentration, above 0: near 0 each class goes to one client, a large one is nearly iid.
-        label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes.
+        label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes
+            themselves, as a tensor, array or list of integers, booleans or strings.
         minimum: the least number of rows of a client, at least 1.
+
+    Raises:
+        TypeError: alpha is not a number.
+        ValueError: alpha is not positive and finite; or, when rows come, there is no such field, or not one class per
+            row.
     """
     _check_alpha(alpha)
 
@@ -139,7 +146,7 @@ def labels_per_client(count: int, label: Hashable | Sequence[int] | Tensor = 1) 
 
     Args:
         count: labels per client.
-        label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes.
+        label: as of `dirichlet`.
 
     >>> rows = torch.zeros(60, 1), torch.arange(60) % 3
     >>> [len(y.unique()) for _, y in partition(rows, labels_per_client(2), clients=6, seed=0)]
@@ -172,19 +179,13 @@ def by_column(values: Any) -> Partitioner:
     """
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
-        column = values(rows) if callable(values) else values
-        column = column.cpu().numpy() if isinstance(column, Tensor) else numpy.asarray(column)
-        total = _count_rows(rows)
-        if column.shape != (total,):
-            raise ValueError(f"Expected one value per row, shape ({total},), but got shape {column.shape}")
-        if column.dtype.kind in "fc" and numpy.isnan(column).any():
-            raise ValueError("Expected a value for every row, but got NaN; leave such rows out")
-        distinct, codes = numpy.unique(column, return_inverse=True)
-        if clients is not None and clients != len(distinct):
+        codes = _codes(values(rows) if callable(values) else values, _count_rows(rows))
+        distinct = int(codes.max()) + 1
+        if clients is not None and clients != distinct:
             raise ValueError(
-                f"Expected {clients} distinct values, one per client, but got {len(distinct)}; leave clients out"
+                f"Expected {clients} distinct values, one per client, but got {distinct}; leave clients out"
             )
-        return torch.from_numpy(codes.astype(numpy.int64))
+        return codes
 
     return assign
 
@@ -238,19 +239,19 @@ def _check_clients(clients: int | None, total: int, minimum: int = 1) -> int:
 
 
 def _check_alpha(alpha: float) -> None:
+    scalar = isinstance(alpha, Tensor) and alpha.ndim == 0
+    if isinstance(alpha, bool) or not (scalar or isinstance(alpha, numbers.Real)):
+        raise TypeError(
+            f"Expected alpha as one positive number, but got {alpha!r}; all clients have the same concentration"
+        )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"Expected a finite alpha > 0, but got {alpha}; use iid() for equal shares")
 
 
 def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
     """Return the classes of the rows as codes 0…C−1, each of them present."""
-    if isinstance(label, (Tensor, numpy.ndarray, list)):
-        values = torch.as_tensor(label)
-        if values.shape != (_count_rows(rows),):
-            raise ValueError(
-                f"Expected a label for each of {_count_rows(rows)} rows, but got shape {tuple(values.shape)}"
-            )
-        return values.cpu().unique(return_inverse=True)[1]
+    if isinstance(label, list) or getattr(label, "shape", ()) != ():  # of NumPy's numbers it is ()
+        return _codes(label, _count_rows(rows))
     try:
         values = getattr(rows, label) if isinstance(label, str) and hasattr(rows, "_fields") else rows[label]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
@@ -264,4 +265,21 @@ def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
             f"Expected labels (total,) of integers or booleans in field {label!r}, but got {values.dtype} of "
             f"shape {tuple(values.shape)}; pass label=… (of a Dataset its classes), or put real targets into bins first"
         )
-    return values.cpu().unique(return_inverse=True)[1]
+    return _codes(values, len(values))
+
+
+def _codes(values: Any, total: int) -> Tensor:
+    """Return the place of every value among the distinct ones in sorted order, `(total,)` int64."""
+    column = values.detach().cpu().numpy() if isinstance(values, Tensor) else numpy.asarray(values)
+    if column.shape != (total,):
+        raise ValueError(f"Expected one value per row, shape ({total},), but got shape {column.shape}")
+    if column.dtype.kind in "fc" and numpy.isnan(column).any():
+        raise ValueError("Expected a value for every row, but got NaN; leave such rows out")
+    try:
+        codes = numpy.unique(column, return_inverse=True)[1]
+    except TypeError as error:  # of None among texts, which have no order
+        raise ValueError(
+            f"Expected values of one kind, integers, booleans or strings, but got others ({error}); leave rows "
+            "without a value out"
+        ) from None
+    return torch.from_numpy(codes.astype(numpy.int64))

@@ -31,7 +31,9 @@ from fedtorch.data.federated import FederatedData, field_name
 from fedtorch.tree import Tree
 
 
-def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) -> FederatedData:
+def from_tensors(
+    clients: Sequence[Tree], names: Sequence[str] | None = None, *, allow_empty: bool = False
+) -> FederatedData:
     """Make a client of each tree of tensors or NumPy arrays, whose leading dimension is the client's rows.
 
     Every field keeps its dtype: a NumPy array of float64 stays float64.
@@ -39,6 +41,7 @@ def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) ->
     Args:
         clients: trees (tuples, dicts, `NamedTuple`s) of one structure, such as `(x (n_k, d), y (n_k,))`.
         names: one per client.
+        allow_empty: whether a client may have no rows, such as an unlabelled node of a network: `(0, d)` and `(0,)`.
 
     Raises:
         TypeError: a leaf is neither a tensor nor a numeric array.
@@ -58,7 +61,7 @@ def from_tensors(clients: Sequence[Tree], names: Sequence[str] | None = None) ->
         if (got := _signature(fields)) != expected:
             _refuse_signature(got, expected, label, labels[0])
     joined = {path: torch.cat([fields[path] for fields in flat]) for path in flat[0]}
-    return FederatedData(tree.unflatten(joined, like=trees[0]), torch.tensor(counts), labels)
+    return FederatedData(tree.unflatten(joined, like=trees[0]), torch.tensor(counts), labels, allow_empty=allow_empty)
 
 
 def from_datasets(datasets: Sequence[Any], names: Sequence[str] | None = None) -> FederatedData:

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from fedtorch import expected, tree
+from fedtorch import expected, functional, tree
 from fedtorch._representation import method, one_line
 from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.exchange import Exchange, sum_over
@@ -283,13 +283,27 @@ def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:
             )
         return algorithm.start
     if algorithm.start is not None:
-        advice = "pass a tree like algorithm.start, such as dict(module.named_parameters())"
+        advice = (
+            "pass a tree like algorithm.start, such as dict(module.named_parameters()), with the module's buffers "
+            "where they are averaged"
+        )
+        parameters = _as_sent(algorithm, parameters)
         expected.like(parameters, algorithm.start, "parameter", advice)
         parameters = tree.map(lambda own, new: new.to(own.dtype), algorithm.start, parameters)
     for name, leaf in tree.items(parameters):
         if not bool(leaf.isfinite().all()):
             raise ValueError(f"Expected finite parameters, but got NaN or Inf in {name!r}; start from others")
     return parameters
+
+
+def _as_sent(algorithm: Algorithm, parameters: Tree) -> Tree:
+    """Return parameters with the buffers of a module that began at infinity or NaN in parts, as they are averaged."""
+    start = algorithm.start
+    if algorithm.module is None or not isinstance(parameters, dict) or not isinstance(start, dict):
+        return parameters
+    parted = [n for n, own in algorithm.module.named_buffers() if n in start and start[n].shape != own.shape]
+    own = {name: leaf for name, leaf in parameters.items() if name in parted and leaf.shape != start[name].shape}
+    return {**parameters, **{name: functional.finite_parts(leaf) for name, leaf in own.items()}}
 
 
 def first_total(algorithm: Algorithm, state: Tree, clients: int) -> Tree:

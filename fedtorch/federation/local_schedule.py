@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +24,15 @@ class LocalOptimizer(NamedTuple):
         name: of its scheduler, where the module gives it one.
         scheduled: whether it has a scheduler.
         groups: the hyperparameters of each parameter group, means over clients.
+        settings: what it and its scheduler were made with, by name; a value that differs between clients is text, from
+            those of the client with the fewest steps to those of the one with the most. Empty where not known.
     """
 
     kind: str
     name: str | None
     scheduled: bool
     groups: list[dict[str, Any]]
+    settings: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -181,10 +184,20 @@ def local_schedule(
                 None if schedule is None else schedule.name,
                 schedule is not None,
                 mean_groups(groups, clients.tolist()),
+                _from_to(parts[0].settings, parts[-1].settings),
             )
         ]
 
     return LocalSchedule(rounds, batches, at, takes_limit, takes_share=takes_limit)
+
+
+def _from_to(first: Any, last: Any) -> Any:
+    """Return a setting of two clients: as it is where it is the same, else both as text."""
+    if isinstance(first, Mapping) and isinstance(last, Mapping) and first.keys() == last.keys():
+        return {name: _from_to(value, last[name]) for name, value in first.items()}
+    if isinstance(first, list) and isinstance(last, list) and len(first) == len(last):
+        return [_from_to(*each) for each in zip(first, last)]
+    return first if repr(first) == repr(last) else f"{first} to {last}"
 
 
 def _groups_at(configured: Any, position: int, per_epoch: int) -> list[dict[str, Any]]:

@@ -48,6 +48,7 @@ def concordance_index() -> StackedMetric:
             above = first(risk) - risk[:, None]
             right.append((counts * ((above > 0) + 0.5 * (above == 0))).sum((1, 2), dtype=torch.float64))
             pairs.append(counts.sum((1, 2), dtype=torch.float64))
-        return {"right": torch.stack(right).sum(0), "pairs": torch.stack(pairs).sum(0)}
+        rows = mask.sum(1, dtype=torch.float64)
+        return {"right": torch.stack(right).sum(0), "pairs": torch.stack(pairs).sum(0), "rows": rows}
 
     return StackedMetric(update, lambda sums: sums["right"] / sums["pairs"], True)

@@ -16,40 +16,24 @@ tensor(1.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedtorch.expected import loaded
-from fedtorch.metrics._torchmetrics import computed, wide
+from fedtorch.metrics._torchmetrics import metrics_in as metrics_in, number_computed, undefined_of_one_class, wide
 
 if TYPE_CHECKING:
     import torchmetrics
 
 
-def metrics_in(module: nn.Module) -> Iterator[tuple[str, torchmetrics.Metric]]:
-    """Return the metrics of a module with their names, each with states of its own.
-
-    Those of a `MetricCollection` that share one state have it afterwards.
-
-    Example:
-        >>> import torchmetrics
-        >>> module = nn.ModuleDict({"scores": torchmetrics.MetricCollection([torchmetrics.MeanMetric()])})
-        >>> [name for name, _ in metrics_in(module)]
-        ['scores.MeanMetric']
-    """
-    metric, collection = loaded("torchmetrics", "Metric"), loaded("torchmetrics", "MetricCollection")
-    for name, part in module.named_modules():
-        if isinstance(part, collection):
-            list(part.items(keep_base=True, copy_state=False))
-        if isinstance(part, metric):
-            yield name, part
-
-
 def value_of(metric: torchmetrics.Metric) -> float:
-    """Return a metric's value, one number; NaN where it has seen no rows, or too few.
+    """Return a metric's value, one number; NaN where it has seen no rows, or cannot be computed of those it has seen.
+
+    Raises:
+        TypeError: it is no single number.
 
     Example:
         >>> import torchmetrics
@@ -58,7 +42,26 @@ def value_of(metric: torchmetrics.Metric) -> float:
     """
     counts = isinstance(metric, loaded("torchmetrics.wrappers.abstract", "WrapperMetric"))  # not, or in its own way
     counts = counts or any(part._update_count for _, part in metrics_in(metric))
-    return float(computed(metric)) if counts else float("nan")
+    try:
+        return float(number_computed(metric)) if counts else float("nan")
+    except TypeError:
+        raise
+    except Exception:  # torchmetrics raises many kinds where rows do not suffice
+        return float("nan")
+
+
+def value_at_client(metric: torchmetrics.Metric) -> float:
+    """Return a metric's value of one client's rows as `value_of` does; NaN too where it compares classes of one.
+
+    Example:
+        >>> import torch, torchmetrics
+        >>> metric = torchmetrics.AUROC("binary")
+        >>> metric.update(torch.tensor([0.2, 0.7]), torch.tensor([1, 1]))
+        >>> value_at_client(metric)
+        nan
+    """
+    with undefined_of_one_class(metric):
+        return value_of(metric)
 
 
 class JoinedStates:
@@ -97,7 +100,11 @@ class JoinedStates:
                 setattr(metric, name, torch.cat(states))
             else:
                 stacked = torch.stack(states)
-                setattr(metric, name, how(stacked) if callable(how) else stacked)
+                if getattr(how, "__name__", "") == "dim_zero_mean":
+                    stacked = stacked.to(torch.float64)  # of whole numbers torch has no mean
+                setattr(metric, name, how(stacked).to(default.dtype) if callable(how) else stacked)
+        if isinstance(metric, loaded("torchmetrics", "NormalizedRootMeanSquaredError")):
+            _join_spreads(metric)
         metric._update_count, metric._computed = self.updates, None
 
 
@@ -106,3 +113,21 @@ _PAIRWISE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_max": torch.maximum,
     "dim_zero_min": torch.minimum,
 }
+
+
+def _join_spreads(metric: Any) -> None:
+    """Bring stacked states of the targets' spread to those of one client, two by two (Chan et al., 1983).
+
+    torchmetrics does it for two clients, and raises IndexError for more.
+    """
+    names = ("total", "mean_val", "var_val", "target_squared", "min_val", "max_val")
+    total, mean, squares, raw, least, most = (getattr(metric, name).double() for name in names)
+    joined, centre, spread = total[0], mean[0], squares[0]
+    for more, other, its in zip(total[1:], mean[1:], squares[1:]):
+        both = joined + more
+        spread = spread + its + (other - centre).square() * joined * more / both
+        centre = centre + (other - centre) * more / both
+        joined = both
+    found = (joined, centre, spread, raw.sum(0), least.amin(0), most.amax(0))
+    for name, value in zip(names, found):
+        setattr(metric, name, value.to(metric._defaults[name].dtype))

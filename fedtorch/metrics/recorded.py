@@ -1,7 +1,7 @@
 """Values of a torchmetrics metric for many clients, from the arguments with which their training steps called it.
 
 A metric is updated client by client and batch by batch, as it would be by a loop. Where its states are sums, one `vmap`
-updates them for all batches, or for all rows of padded ones, if it gives one client's states as the metric itself does.
+updates them for all batches of one size, if it gives one client's states as the metric itself does.
 
 >>> import torch, torchmetrics
 >>> right = torch.tensor([[True, True, False, False], [True, False, False, False]])  # of two clients' batches of 4
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
-from fedtorch import stacked_layers, tree
-from fedtorch.metrics._torchmetrics import computed, summed_states, wide
+from fedtorch import stacked_layers
+from fedtorch.metrics._torchmetrics import number_computed, summed_states, wide
 
 if TYPE_CHECKING:
     import torchmetrics
@@ -100,12 +100,6 @@ class BatchCall:
             [t[client, :size] if cut else t[client] for t, cut in zip(self.tensors, self.padded)]
         )
 
-    @property
-    def whole(self) -> bool:
-        """Return whether every client's batch is without padding, or empty."""
-        widths = {t.shape[1] for t, cut in zip(self.tensors, self.padded) if cut}
-        return all(bool(((self.sizes == width) | (self.sizes == 0)).all()) for width in widths)
-
 
 class ClientMetric:
     """A metric's values for each of `K` clients, in float64; NaN for a client without batches.
@@ -155,7 +149,7 @@ class ClientMetric:
         self._metric.reset()
         for batch in batches:
             self._update(batch.of(client))
-        return computed(self._metric).cpu().double()
+        return number_computed(self._metric).cpu().double()
 
     def _update(self, arguments: Any) -> list[Tensor]:
         """Update the metric; return its states, where they are sums."""
@@ -183,18 +177,16 @@ class ClientMetric:
     def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
         """Return the states after each batch alone, of batches of one shape; None if they cannot be had all at once."""
         one_shape = [isinstance(tensor, Tensor) for tensor in batches[0].tensors]  # for all clients
-        whole = all(batch.whole for batch in batches)
-        if not self._states or not one_shape or not all(one_shape) or not (whole or all(batches[0].padded)):
-            return None
         sizes = torch.stack([batch.sizes for batch in batches])
-        flat = [torch.stack(each) for each in zip(*(batch.tensors for batch in batches))]  # (S, K, ...)
+        if not self._states or not one_shape or not all(one_shape) or not bool((sizes > 0).any()):
+            return None
         step, client = divmod(int(sizes.argmax()), sizes.shape[1])
         self._metric.reset()
         one = self._update(batches[step].of(client))
         try:
             with warnings.catch_warnings(), stacked_layers.StackedOperations():
                 warnings.filterwarnings("error", "There is a performance drop")  # an operation would run row by row
-                states = self._stacked(batches[0].call, flat, sizes, whole)
+                states = self._stacked(batches, sizes)
             pairs = zip((state[step, client] for state in states), one)
             same = all(torch.allclose(a.double(), b.double(), equal_nan=True) for a, b in pairs)
         except (RuntimeError, UserWarning, ValueError):  # not for `vmap`
@@ -203,17 +195,19 @@ class ClientMetric:
             self._states = []
         return states if same else None
 
-    def _stacked(self, call: Call, flat: Sequence[Tensor], sizes: Tensor, whole: bool) -> list[Tensor]:
-        """Return the states after each batch `(S, K, ...)`, or their sums over rows that each were a batch."""
-        alone = self._states_alone(call)
-        if whole:
-            states = vmap(vmap(alone))(*flat)
-            there = sizes > 0
-        else:
-            states = vmap(vmap(vmap(alone)))(*(tensor.unsqueeze(3) for tensor in flat))
-            there = torch.arange(flat[0].shape[2]) < sizes.unsqueeze(-1)
-        kept = [torch.where(tree.along(there.to(s.device), s), s, torch.zeros_like(s)) for s in states]
-        return kept if whole else [each.sum(2, dtype=wide(each)).to(each.dtype) for each in kept]
+    def _stacked(self, batches: Sequence[BatchCall], sizes: Tensor) -> list[Tensor]:
+        """Return the states after each batch, `(S, K, ...)`, zero without rows; batches of one size are together."""
+        alone, padded = self._states_alone(batches[0].call), batches[0].padded
+        flat = [torch.stack(each).flatten(0, 1) for each in zip(*(batch.tensors for batch in batches))]
+        every = sizes.flatten()
+        states: list[Tensor] = []
+        for size in every[every > 0].unique().tolist():
+            at = (every == size).nonzero()[:, 0].to(flat[0].device)
+            found = vmap(alone)(*(leaf[at, :size] if cut else leaf[at] for leaf, cut in zip(flat, padded)))
+            states = states or [leaf.new_zeros(len(every), *leaf.shape[1:]) for leaf in found]
+            for leaf, own in zip(states, found):
+                leaf[at] = own
+        return [leaf.unflatten(0, sizes.shape) for leaf in states]
 
     def _states_alone(self, call: Call) -> Callable[..., list[Tensor]]:
         """Return a function of a call's tensors that gives the states after this call alone."""
@@ -241,7 +235,7 @@ class ClientMetric:
         def value(*one: Tensor) -> Tensor:
             for name, state in zip(self._states, one):
                 setattr(self._metric, name, state)
-            return computed(self._metric)
+            return number_computed(self._metric)
 
         some = sizes.nonzero()[:, 0].to(states[0].device)
         there = [state[some] for state in states]

@@ -24,6 +24,8 @@ from fedtorch.tree import Tree
 class Score(NamedTuple):
     """One metric over a federation.
 
+    A metric's value is one number, a tensor such as a confusion matrix, or a tree of them: a tuple, list or dict.
+
     Example:
         >>> import torch, fedtorch as ft
         >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
@@ -31,20 +33,28 @@ class Score(NamedTuple):
         (0.75, 0.5)
     """
 
-    overall: Any  # a float, of all rows together; a tensor of a metric with several numbers, such as a confusion matrix
-    clients: Tensor  # (K,), or (K, ...) of such a metric: of each client's rows; NaN where a client has none, or failed
+    overall: Any  # a float, of all rows together; a tensor or a tree of a metric with several numbers
+    # (K,) of each client's rows, or (K, ...) of a metric of several numbers; where clients' shapes differ, and of
+    # trees, a list of K values. NaN where a client has no rows, has failed, or the metric is undefined.
+    clients: Any
     largest_is_best: bool | None = None  # what the metric says of itself
     failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
+    undefined: Tensor | None = None  # (K,) bool, clients that have rows, on which the metric is not defined
+
+    @property
+    def is_number(self) -> bool:
+        """Return whether the metric is one number."""
+        return isinstance(self.clients, Tensor) and self.clients.ndim == 1
 
     def mean(self) -> float:
-        """Return the mean over the clients that have rows; NaN where one of them failed, or where there is none."""
+        """Return the mean over the clients for which it is defined; NaN where one of them failed, or there is none."""
         self._check_one_number()
         return math.nan if self._any_failed() else float(self.clients.nanmean())
 
     def worst(self, largest_is_best: bool | None = None) -> float:
         """Return the worst client's value, at the end that is given or that the metric says.
 
-        NaN where a client failed, which no number is worse than, or where no client has rows.
+        NaN where a client failed, which no number is worse than, or where it is defined for no client.
         """
         ordered = self._from_worst(largest_is_best)
         return math.nan if self._any_failed() else float(ordered[:1].mean())
@@ -54,14 +64,21 @@ class Score(NamedTuple):
         ordered = self._from_worst(largest_is_best)
         return math.nan if self._any_failed() else float(ordered[: math.ceil(len(ordered) / 10)].mean())
 
+    def count_undefined(self) -> int:
+        """Return for how many clients that have rows the metric is not defined."""
+        return 0 if self.undefined is None else int(self.undefined.sum())
+
     def _any_failed(self) -> bool:
         return self.failed is not None and bool(self.failed.any())
 
     def _check_one_number(self) -> None:
-        if self.clients.ndim > 1:
+        if not self.is_number:
+            what = "values of each client in a list"
+            if isinstance(self.clients, Tensor):
+                what = f"{tuple(self.clients.shape[1:])} numbers of each client"
             raise ValueError(
-                f"Expected a metric of one number, but got {tuple(self.clients.shape[1:])} numbers of each client; see "
-                "score.overall and score.clients, or choose an average"
+                f"Expected a metric of one number, but got {what}; see score.overall and score.clients, or choose an "
+                "average"
             )
 
     def _from_worst(self, largest_is_best: bool | None) -> Tensor:
@@ -121,8 +138,13 @@ def named_metrics(metrics: Any) -> dict[str, Any]:
     return named
 
 
-def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
+def score_of(metric: fm.StackedMetric, sums: Tree, raised: Tensor | None = None) -> Score:
     """Return the score of the clients' sums, leaves `(K, ...)`.
+
+    Args:
+        metric: that made them.
+        sums: of the clients' rows.
+        raised: `(K,)` bool, clients whose sums could not be had; their rows are left out.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -132,10 +154,16 @@ def score_of(metric: fm.StackedMetric, sums: Tree) -> Score:
         >>> score_of(metric, sums).clients, round(score_of(metric, sums).overall, 3)
         (tensor([5., 0.], dtype=torch.float64), 3.333)
     """
-    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), sums))
-    clients = metric.compute(sums).to("cpu", torch.float64)
-    failed = clients.isnan()
+    leaves = [leaf.unsqueeze(-1).flatten(1) for leaf in tree.leaves(sums)]
+    raised = torch.zeros(len(leaves[0]), dtype=torch.bool) if raised is None else raised.cpu()
+    known = sums if not bool(raised.any()) else tree.take(sums, (~raised).nonzero()[:, 0].to(leaves[0].device))
+    overall = metric.compute(tree.map(lambda leaf: leaf.sum(0), known))
+    clients = metric.compute(sums).to("cpu", torch.float64).masked_fill(raised, torch.nan)
+    if metric.defined is not None:
+        clients = clients.masked_fill(~metric.defined(sums).cpu(), torch.nan)
+    failed = undefined = clients.isnan()
     if bool(failed.any()):  # without rows the sums are zero, of predictions with NaN they are not finite
-        broken = [~leaf.reshape(len(leaf), -1).isfinite().all(1).cpu() for leaf in tree.leaves(sums)]
-        failed &= torch.stack(broken).any(0)
-    return Score(float(overall), clients, metric.largest_is_best, failed)
+        there = torch.stack([(leaf != 0).any(1).cpu() for leaf in leaves]).any(0)
+        broken = torch.stack([~leaf.isfinite().all(1).cpu() for leaf in leaves]).any(0)
+        failed, undefined = failed & broken & ~raised, (undefined & there & ~broken) | raised
+    return Score(float(overall), clients, metric.largest_is_best, failed, undefined)

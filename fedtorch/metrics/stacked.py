@@ -6,9 +6,7 @@ import inspect
 import itertools
 from collections.abc import Callable
 from contextlib import suppress
-from copy import copy as copied
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,13 +14,14 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.expected import loaded
-from fedtorch.metrics._torchmetrics import computed, summed_states, updated, wide
+from fedtorch.metrics._torchmetrics import compares_classes, number_computed, summed_states, two_classes, updated, wide
+from fedtorch.metrics.losses import torch_loss
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
     import torchmetrics
 
-PerExample = Callable[[Tensor, Tensor], Tensor]
+Function = Callable[[Any, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,33 @@ class StackedMetric:
         compute: sums with any batch shape in front, `(K, ...)` or `()` -> values of that batch shape, in
             float64. Without rows the value is NaN.
         largest_is_best: whether it is large for good predictions, and not small as losses are; None if not known.
+        defined: sums `(K, ...)` -> `(K,)` bool, whether a client's rows define it; None where NaN says it.
     """
 
     update: Callable[[Tensor, Tensor, Tensor], Tree]
     compute: Callable[[Tree], Tensor]
     largest_is_best: bool | None = None
+    defined: Callable[[Tree], Tensor] | None = None
 
 
-def mean_of(function: PerExample, largest_is_best: bool | None = None) -> StackedMetric:
-    """Return the mean over examples of `function(prediction, target) -> (K, N)`, one value per example.
+@dataclass(frozen=True)
+class FunctionMetric(StackedMetric):
+    """A function of a client's predictions and targets, `(N, ...)`; its sums are those of values per row.
 
-    The function takes predictions and targets `(K, N, ...)` with zeros in the padding.
+    Attributes:
+        function: as it was given.
+    """
+
+    function: Function = torch.eq
+
+
+def mean_of(function: Function, largest_is_best: bool | None = None) -> StackedMetric:
+    """Return a function of a client's predictions and targets as a metric, and say which end of it is best.
+
+    Args:
+        function: (prediction `(N, ...)`, target `(N, ...)`) -> a value per row, `(N,)`, of which the mean is taken, or
+            one number. It is called with one client's own rows, without padding, as `loss=` is.
+        largest_is_best: whether it is large for good predictions; None if that is not known.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -54,56 +69,67 @@ def mean_of(function: PerExample, largest_is_best: bool | None = None) -> Stacke
         tensor([0.7500], dtype=torch.float64)
     """
 
+    def update(prediction: Tree, target: Tree, mask: Tensor) -> Tree:
+        total = torch.zeros(len(mask), dtype=torch.float64, device=mask.device)
+        for k in mask.any(1).nonzero()[:, 0].tolist():
+            value = function(*rows_of(k, mask, prediction), *rows_of(k, mask, target))
+            values = values_per_row(value, int(mask[k].sum()))
+            if values is None:
+                raise TypeError(
+                    "Expected a value per row, the sum of which is all that clients in other processes send, but got "
+                    f"{_described(value)}; leave the mean over rows to the metric"
+                )
+            total[k] = values.sum()
+        return {"sum": total, "rows": _rows(mask)}
+
+    return FunctionMetric(update, lambda sums: sums["sum"] / sums["rows"], largest_is_best, function=function)
+
+
+def rows_of(client: int, mask: Tensor, *values: Tree) -> tuple[Tree, ...]:
+    """Return a client's own rows of stacked values `(K, N, ...)`, those in the mask `(K, N)`, without gradients."""
+    inside = mask[client]
+    whole = bool(inside.all())
+    own = lambda leaf: leaf[client].detach() if whole else leaf[client][inside].detach()
+    return tuple(tree.map(own, value) for value in values)
+
+
+def values_per_row(value: Any, rows: int) -> Tensor | None:
+    """Return a function's values per row in float64, `(N,)`; None where its value is one number, or a tree.
+
+    Raises:
+        ValueError: a tensor of another shape.
+        TypeError: neither numbers nor a tree of them.
+    """
+    if isinstance(value, (dict, list, tuple)):
+        return None
+    try:
+        number = torch.as_tensor(value)
+    except (TypeError, RuntimeError) as error:
+        raise TypeError(f"Expected one number or a value per row, but got {type(value).__name__}") from error
+    if number.ndim == 0:
+        return None
+    if number.shape not in ((rows,), (rows, 1)):
+        raise ValueError(
+            f"Expected one number or a value per row, shape ({rows},), but got shape {tuple(number.shape)}; take the "
+            "mean over what a row has several of, or return a dict of what should be kept as it is"
+        )
+    return number.detach().reshape(rows).double()
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, (dict, list, tuple)):
+        return f"a {type(value).__name__}"
+    return "one number"
+
+
+def _mean_of_rows(each: Callable[[Tensor, Tensor], Tensor], largest_is_best: bool) -> StackedMetric:
+    """Return the mean of a value per row of stacked clients, `(K, N)`, with zeros in the padding."""
+
     def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
-        values = function(_zero_padding(prediction, mask), _zero_padding(target, mask))
-        if not isinstance(values, Tensor) or values.shape != mask.shape:
-            got = f"shape {tuple(values.shape)}" if isinstance(values, Tensor) else type(values).__name__
-            raise ValueError(
-                f"Expected one value per example, shape {tuple(mask.shape)}, but got {got}; "
-                "leave the mean to the metric, with reduction='none' where the function has it"
-            )
+        values = each(_zero_padding(prediction, mask), _zero_padding(target, mask))
         return {"sum": _masked(values, mask).sum(1), "rows": _rows(mask)}
 
     return StackedMetric(update, lambda sums: sums["sum"] / sums["rows"], largest_is_best)
-
-
-def mean_loss(loss: Callable[..., Tensor]) -> StackedMetric:
-    """Return the mean over examples, and over an example's outputs, of a loss that torch has with `reduction=`.
-
-    Args:
-        loss: such as `torch.nn.functional.mse_loss` or `nn.HuberLoss()`, of predictions and targets `(n, ...)`. Targets
-            of its `ignore_index` are left out; the weights of its classes are not divided out.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> mae = mean_loss(torch.nn.functional.l1_loss)
-        >>> mae.compute(mae.update(torch.zeros(1, 2, 1), torch.tensor([[1.0, 3.0]]), torch.tensor([[True, True]])))
-        tensor([2.], dtype=torch.float64)
-    """
-    each: Any = partial(loss, reduction="none")
-    if isinstance(loss, torch.nn.Module):
-        each = copied(loss)
-        each.reduction = "none"
-    ignored = _ignored_class(loss)
-
-    def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
-        prediction, target = _zero_padding(prediction, mask), _zero_padding(target, mask)
-        if prediction.shape == (*target.shape, 1):
-            prediction = prediction.squeeze(-1)
-        rows = target.flatten(0, 1)
-        losses = each(prediction.flatten(0, 1), rows)
-        if losses.shape not in (rows.shape, rows.shape[:1]):
-            raise ValueError(
-                f"Expected a loss of every example, but got shape {tuple(losses.shape)} of predictions "
-                f"{tuple(prediction.shape)} and targets {tuple(target.shape)}; bring them to one shape"
-            )
-        counted = tree.along(mask.flatten(), losses).expand_as(losses)
-        if ignored is not None and not rows.is_floating_point():
-            counted = counted & (rows != ignored)
-        total = torch.where(counted, losses.detach().double(), 0.0).reshape(len(mask), -1).sum(1)
-        return {"sum": total, "rows": _rows(counted.reshape(len(mask), -1))}
-
-    return StackedMetric(update, lambda sums: sums["sum"] / sums["rows"], False)
 
 
 def accuracy() -> StackedMetric:
@@ -116,7 +142,7 @@ def accuracy() -> StackedMetric:
         logits, classes = _classification(prediction, target)
         return (logits.argmax(-1) == classes) & ~logits.isnan().any(-1)
 
-    return mean_of(hits, True)
+    return _mean_of_rows(hits, True)
 
 
 def cross_entropy() -> StackedMetric:
@@ -129,7 +155,7 @@ def cross_entropy() -> StackedMetric:
         logits, classes = _classification(prediction, target)
         return -logits.log_softmax(-1).gather(-1, classes.unsqueeze(-1)).squeeze(-1)
 
-    return mean_of(surprise, False)
+    return _mean_of_rows(surprise, False)
 
 
 def mean_squared_error() -> StackedMetric:
@@ -146,7 +172,7 @@ def mean_squared_error() -> StackedMetric:
         squares = (prediction.double() - target.double()).square()
         return squares.flatten(2).mean(2) if squares.ndim > 2 else squares
 
-    return mean_of(squared, False)
+    return _mean_of_rows(squared, False)
 
 
 def calibration_error(bins: int = 15) -> StackedMetric:
@@ -209,7 +235,7 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
     copy.compute_with_cache = False
     copy.distributed_available_fn = lambda: False  # the sums meet elsewhere, never by this metric's own all_gather
     defaults = summed_states(copy)
-    computed(copy)
+    number_computed(copy)
 
     def update(prediction: Tensor, target: Tensor, mask: Tensor) -> Tree:
         copy.to(prediction.device)
@@ -225,7 +251,8 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
                 if value.shape != values.shape[1:]:
                     raise TypeError(
                         f"Expected {name}.{state} to keep its shape {tuple(values.shape[1:])}, but got "
-                        f"{tuple(value.shape)} after an update; tell the metric its number of outputs"
+                        f"{tuple(value.shape)} after an update; in one process it is computed, elsewhere give the "
+                        "metric of one output, as split= chooses it"
                     )
                 values[k] = value
         copy.reset()
@@ -239,40 +266,57 @@ def from_torchmetrics(metric: torchmetrics.Metric) -> StackedMetric:
             if rows[index] > 0:
                 for state, default in defaults.items():
                     setattr(copy, state, states[state][index].to(default.dtype, copy=True))
-                values[index] = computed(copy)
+                values[index] = _number_or_nan(copy)
         copy.reset()
         return values
 
-    return StackedMetric(update, compute, metric.higher_is_better)
+    def defined(sums: Tree) -> Tensor:
+        return two_classes(sums["states"]["confmat"])
+
+    return StackedMetric(update, compute, metric.higher_is_better, defined if compares_classes(copy) else None)
 
 
-def as_stacked(metric: StackedMetric | torchmetrics.Metric | PerExample) -> StackedMetric:
-    """Return a metric in whatever form: stacked, of torchmetrics, a loss of torch, or a function of values per example.
+def as_stacked(metric: Any) -> StackedMetric:
+    """Return a metric in whatever form: stacked, of torchmetrics, a loss of torch, or a function.
 
     Raises:
         TypeError: it is none of these.
+        ValueError: a loss of torch with a reduction that it does not have.
     """
     if isinstance(metric, StackedMetric):
         return metric
     if isinstance(metric, loaded("torchmetrics", "Metric")):
         return from_torchmetrics(metric)
-    kinds = "a StackedMetric, a torchmetrics.Metric or a function (prediction, target) -> (K, N)"
+    kinds = "a StackedMetric, a torchmetrics.Metric or a function (prediction, target) -> one number or (N,)"
     if isinstance(metric, loaded("torchmetrics", "MetricCollection")):
         raise TypeError(f"Expected {kinds}, but got a MetricCollection; give its metrics one by one")
     if isinstance(metric, type):
         raise TypeError(f"Expected {kinds}, but got the class {metric.__name__}; call it first")
     if not callable(metric):
         raise TypeError(f"Expected {kinds}, but got {type(metric).__name__}")
-    with suppress(ValueError):  # of functions without a signature
-        if hasattr(metric, "reduction") or "reduction" in inspect.signature(metric).parameters:
-            return mean_loss(metric)
-    return mean_of(metric)
+    loss = torch_loss(metric)
+    if loss is not None:
+        return StackedMetric(loss.sums, loss.value, False)
+    return mean_of(metric, False if _is_loss(metric) else None)
 
 
-def _ignored_class(loss: Callable[..., Tensor]) -> Any:
-    """Return the class that a loss ignores, None if it does not."""
-    known = inspect.signature(loss).parameters.get("ignore_index")
-    return getattr(loss, "ignore_index", known and known.default)
+def _is_loss(function: Function) -> bool:
+    """Return whether a function has a `reduction`, by which losses are known."""
+    if hasattr(function, "reduction"):
+        return True
+    with suppress(ValueError, TypeError):  # of functions without a signature
+        return "reduction" in inspect.signature(function).parameters
+    return False
+
+
+def _number_or_nan(metric: torchmetrics.Metric) -> Tensor:
+    """Return what a metric's states come to; NaN where it is undefined, or cannot be computed."""
+    try:
+        return number_computed(metric)
+    except TypeError:
+        raise
+    except Exception:  # torchmetrics raises many kinds where rows do not suffice
+        return torch.tensor(torch.nan)
 
 
 def _rows(mask: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +57,28 @@ def polynomial(degree: int) -> FeatureMap:
     """
     if degree < 1:
         raise ValueError(f"Expected a degree of at least 1, but got {degree}")
-    return lambda x: torch.cat([x**power for power in range(1, degree + 1)], -1)
+    return partial(_powers, degree)
+
+
+def _powers(degree: int, x: Tensor) -> Tensor:
+    return torch.cat([x**power for power in range(1, degree + 1)], -1)
+
+
+def is_rowwise(module: nn.Module) -> bool:
+    """Return whether a linear model's output for a row is known to depend on that row alone.
+
+    It is of an `nn.Linear`, and of a `LinearHead` of the inputs or their powers, without hooks.
+
+    Example:
+        >>> is_rowwise(LinearHead(3)), is_rowwise(LinearHead(3, lambda x: x - x.mean(-2, keepdim=True)))
+        (True, False)
+    """
+    if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        return False
+    if type(module) is not LinearHead:
+        return type(module) is nn.Linear
+    known = module.feature_map
+    return known is raw or (isinstance(known, partial) and known.func is _powers)
 
 
 class LinearHead(nn.Module):

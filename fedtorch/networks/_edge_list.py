@@ -31,7 +31,10 @@ def as_weights(weights: Any, count: int) -> Tensor:
     """Return one positive weight per edge, `(count,)` float64; ones if none are given."""
     if weights is None:
         return torch.ones(count, dtype=torch.float64)
-    given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    try:
+        given = torch.as_tensor(weights, dtype=torch.float64).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:  # of texts, None or rows of several lengths
+        raise ValueError(f"Expected numbers as weights of edges, but got others ({error}); convert them") from None
     if given.shape != (count,):
         raise ValueError(f"Expected one weight per edge, ({count},), but got shape {tuple(given.shape)}")
     bad = ~((given > 0) & given.isfinite())
@@ -168,14 +171,30 @@ def of_networkx(
 ) -> tuple[Any, list[float], list[str], np.ndarray | None]:
     """Return pairs, weights, names and, where all nodes have them, positions of an undirected networkx graph."""
     if graph.is_directed() or graph.is_multigraph():
-        raise ValueError(f"Expected an undirected simple graph, but got {type(graph).__name__}; see to_undirected()")
+        several = ", of whose edges between two nodes one is kept" if graph.is_multigraph() else ""
+        raise ValueError(
+            f"Expected an undirected simple graph, but got {type(graph).__name__}; pass networkx.Graph(graph){several}"
+        )
     number = {node: i for i, node in enumerate(graph)}
     edges = [(number[i], number[j]) for i, j in graph.edges]
-    weights = [value for _, _, value in graph.edges(data=weight, default=1.0)]
+    weights = [_as_weight(value, (i, j), weight) for i, j, value in graph.edges(data=weight, default=1.0)]
     names = [str(graph.nodes[node].get("name", node)) for node in graph]
     places = [graph.nodes[node].get(position) for node in graph]
     known = None if not places or any(place is None for place in places) else np.array(places, dtype=np.float64)
     return edges or torch.empty(0, 2, dtype=torch.int64), weights, names, known
+
+
+def _as_weight(value: Any, edge: tuple[Hashable, Hashable], attribute: str) -> float:
+    """Return the weight of an edge as a number."""
+    if not isinstance(value, str):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    raise ValueError(
+        f"Expected numbers as the attribute {attribute!r} of edges, but got {value!r} of the edge {edge!r}; convert "
+        "them, or name another attribute: weight=…"
+    )
 
 
 def of_neighbours(neighbours: Any) -> tuple[Tensor, int]:

@@ -42,7 +42,8 @@ _TITLE = "Representing the nodes"
 
 def distances(vectors: Tensor) -> Tensor:
     """Return Euclidean distances `(n, n)` of vectors `(n, m)`, symmetric with a zero diagonal."""
-    points = torch.as_tensor(vectors).detach().to(torch.float64)
+    given = torch.as_tensor(vectors).detach()
+    points = (tree.as_real(given).flatten(1) if given.is_complex() else given).to(torch.float64)
     if points.ndim != 2 or not bool(points.isfinite().all()):
         raise ValueError(f"Expected finite vectors (n, m), but got shape {tuple(points.shape)} or NaN or inf")
     return torch.cdist(points, points, compute_mode="donot_use_mm_for_euclid_dist")
@@ -74,7 +75,7 @@ def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None
     tensor([3., 5.], dtype=torch.float64)
     """
     nodes = tracked(data, _TITLE, unit="node")
-    return torch.stack([(fit or linear_regression)(rows).detach().flatten().to(torch.float64) for rows in nodes])
+    return torch.stack([tree.wide((fit or linear_regression)(rows).detach().flatten()) for rows in nodes])
 
 
 def linear_regression(rows: Tree) -> Tensor:

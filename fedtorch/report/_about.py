@@ -56,7 +56,7 @@ def about(
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
-        "scores": {name: _score(score) for name, score in (scores or {}).items()},
+        "scores": {name: _score(score) for name, score in (scores or {}).items() if score.is_number},
         "network": reduced(network if network is not None else _network(run)),
         "posteriors": [*posteriors.found(run), *(clients or [])],
         "privacy": _privacy(run),
@@ -68,6 +68,7 @@ def about(
 def _score(score: Score) -> dict[str, Any]:
     failed = 0 if score.failed is None else int(score.failed.sum())
     numbers = {"overall": score.overall, "clients": score.clients.tolist(), "failed": failed}
+    numbers["undefined"] = score.count_undefined()
     return {**numbers, "largest_is_best": score.largest_is_best}
 
 

@@ -111,12 +111,15 @@ def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:
     for name in table:
         if name.startswith("val_") and f"{name}_mean" in table:
             span = f"clients {number(last(f'{name}_min'))} to {number(last(f'{name}_max'))}"
+            without = last(f"{name}_undefined") if f"{name}_undefined" in table else 0.0
+            span += f", undefined of {without:.0f}" if without > 0 else ""
             tiles.append((in_words(name), number(last(name)), span))
     for name, score in about["scores"].items():
         if f"{name}_mean" not in table:  # else the history has said so
             known = [value for value in score["clients"] if value is not None]
             span = f"clients {number(min(known))} to {number(max(known))}" if known else ""
             span += f", NaN of {score['failed']}" if score.get("failed") else ""
+            span += f", undefined of {score['undefined']}" if score.get("undefined") else ""
             tiles.append((in_words(name), number(math.nan if score["overall"] is None else score["overall"]), span))
     sent = [size(float(table[name].iloc[-1])) for name in ("bytes_up", "bytes_down")]
     tiles.append(("sent up", sent[0], f"{sent[1]} down"))

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.runs.evaluation import Split, inputs_and_targets
-from fedtorch.metrics.scores import Score, score_of
-from fedtorch.metrics.stacked import as_stacked
+from fedtorch.data import FederatedData
+from fedtorch.federation.runs.evaluation import Split, Sums, inputs_and_targets
+from fedtorch.metrics.scores import Score
 from fedtorch.tree import Tree
 
 Predictor = Callable[[Tree], Tensor]  # inputs (K, N, ...) -> predictions (K, N, ...)
@@ -117,15 +116,9 @@ def baseline(training: FederatedData, split: Split = inputs_and_targets) -> Pred
 def _evaluate_predictor(
     predictor: Predictor, data: FederatedData, metrics: Mapping[str, Any], split: Split
 ) -> dict[str, Score]:
-    stacked = {name: as_stacked(metric) for name, metric in metrics.items()}
-
-    def sums(block: ClientData) -> Tree:
-        inputs, target = split(block.batch)
-        prediction = predictor(inputs)
-        return {name: metric.update(prediction, target, block.mask) for name, metric in stacked.items()}
-
+    sums = Sums(lambda tensors, inputs: predictor(inputs), metrics, split)
     with torch.no_grad():
         blocks = data.buckets()
         order = torch.cat([ids for ids, _ in blocks]).argsort()
-        every = tree.take(tree.concatenate([sums(block) for _, block in blocks]), order)
-        return {name: score_of(metric, every[name]) for name, metric in stacked.items()}
+        every = tree.concatenate([sums.of_block({"ids": ids}, block) for ids, block in blocks])
+        return sums.scores(tree.take(every, order))

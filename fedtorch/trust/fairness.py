@@ -34,10 +34,20 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
-from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_weight
+from fedtorch.federation.algorithms.fedavg import (
+    Message,
+    Weight,
+    averaged_buffers,
+    checked_weight,
+    message,
+    rows_weight,
+    stepped,
+    trained,
+)
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.runs.evaluation import inputs_and_targets
 from fedtorch.federation.runs.run import Run
+from fedtorch.federation.solvers.prediction import unpadded
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
@@ -55,16 +65,10 @@ class _Rows(NamedTuple):
     rows: ClientData
 
 
-class _FairMessage(NamedTuple):
-    """A client's message."""
-
-    change: Mean  # of the parameters
-
-
 class _Told(NamedTuple):
     """The running totals of a client of agnostic learning, `(K, ...)` of clients."""
 
-    change: Tree  # of the parameters, times the weight
+    change: Tree  # of the parameters, and values of the averaged buffers, times the weight
     weight: Tensor  # float64; 0 before its first answer
     loss: Tensor  # at the server's parameters, times the weight
 
@@ -119,7 +123,7 @@ def q_ffl(local: LocalSolver, loss: Loss, q: float, *, lr: float) -> Algorithm:
         init=lambda parameters, clients: (parameters, local.init(parameters)),
         outbox=lambda parameters: parameters,
         client=partial(_fair_client, local, loss, q, lr),
-        server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value),
+        server=lambda parameters, aggregate, key: stepped(parameters, aggregate),
         model=local.tensors,
         prepare=lambda data: _Rows(local.prepare(checked_weight(data, rows_weight)), data),
         **solved_by(local, algorithm="q_ffl", q=q, lr=lr),
@@ -168,7 +172,13 @@ def agnostic(
         return AgnosticServer(parameters, zero), _AgnosticState(zero, nothing, local.init(parameters))
 
     def server(state: AgnosticServer, aggregate: None, key: Tensor) -> AgnosticServer:
-        moved = tree.add_scaled(state.parameters, state.total.change, lr / float(state.total.weight))
+        weight, averaged = float(state.total.weight), averaged_buffers(local)
+        mean = tree.scale(state.total.change, 1 / weight)
+        received = Message(
+            Mean(trained(mean, averaged), state.total.weight),
+            Mean({name: mean[name] for name in averaged}, state.total.weight),
+        )
+        moved = stepped(state.parameters, received, lr)
         return state._replace(parameters=moved, loss=state.total.loss / state.total.weight)
 
     return Algorithm(
@@ -304,13 +314,17 @@ def _fair_client(
         raise ValueError(
             f"Expected losses of at least 0, which have powers, but got {float(risk.min())}; add a constant"
         )
-    change = tree.subtract(solved.parameters, inbox)
-    squares = sum(leaf.to(torch.float64).square().flatten(1).sum(1) for leaf in tree.leaves(change)) / lr**2
+    averaged = averaged_buffers(local)
+    sent = message(solved.parameters, inbox, averaged, torch.ones_like(risk))
+    change = sent.change.value
+    real = tree.leaves(tree.as_real(change))
+    squares = sum(leaf.to(torch.float64).square().flatten(1).sum(1) for leaf in real) / lr**2
     tiny = torch.finfo(torch.float64).tiny
     power = risk.clamp(min=tiny) ** q
     weight = q * risk.clamp(min=tiny) ** (q - 1) * squares + power / lr
     step = tree.scale(change, torch.where(weight > 0, power / lr / weight, 0.0))
-    return Reply(_FairMessage(Mean(step, weight.clamp(min=tiny))), solved.state, {**solved.info, "risk": risk})
+    told = sent._replace(change=Mean(step, weight.clamp(min=tiny)))
+    return Reply(told, solved.state, {**solved.info, "risk": risk})
 
 
 def _agnostic_client(
@@ -328,8 +342,9 @@ def _agnostic_client(
     before = state.told.weight > 0  # a client begins with its weight, as the mixture does
     excess = torch.where(before, state.excess + risk - inbox.loss, 0.0)
     share = weight(data.rows).to(torch.float64) * (gamma * excess).clamp(-_MOST, _MOST).exp()
-    change = tree.subtract(solved.parameters, inbox.parameters)
-    told = _Told(tree.scale(change, share), share, risk * share)
+    sent = message(solved.parameters, inbox.parameters, averaged_buffers(local), share)
+    values = {**sent.change.value, **({} if sent.buffers is None else sent.buffers.value)}
+    told = _Told({name: tree.scale(values[name], share) for name in solved.parameters}, share, risk * share)
     return Reply(None, _AgnosticState(excess, told, solved.state), {**solved.info, "risk": risk})
 
 
@@ -337,5 +352,5 @@ def _risk(local: LocalSolver, loss: Loss, tensors: Tree, rows: ClientData) -> Te
     """Return the mean loss of every client's rows, `(K,)` float64."""
     inputs, targets = inputs_and_targets(rows.batch)
     with torch.no_grad():
-        each = loss(local.predict(tensors, inputs), targets).to(torch.float64)
+        each = loss(unpadded(local.predict, tensors, inputs, rows.mask), targets).to(torch.float64)
     return torch.where(rows.mask, each, 0.0).sum(1) / rows.count.clamp(min=1)

@@ -185,6 +185,12 @@ def test_an_empty_client_is_named() -> None:
     with pytest.raises(ValueError, match=r"at least one row per client, but got none for client 'b'"):
         FederatedData(x, counts, names=("a", "b", "c"))
     assert FederatedData(x, counts, allow_empty=True)[1].shape == (0, 1)
+    clients = [(torch.ones(n, 2), torch.ones(n)) for n in (2, 0)]
+    with pytest.raises(ValueError, match=r"none for client '1'; leave the client out, or pass allow_empty=True"):
+        from_tensors(clients)
+    data = from_tensors(clients, allow_empty=True)
+    assert data.counts.tolist() == [2, 0]
+    assert data[1][0].shape == (0, 2)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -16,14 +16,15 @@ def test_batches_of_one_shape_are_stacked_and_others_apart() -> None:
     assert together[1] is alone[1] is None
 
 
-def test_all_dimensions_but_the_first_are_filled_up() -> None:
+def test_rows_are_filled_up_to_the_longest_of_their_own_batch() -> None:
     ragged = [torch.ones(4, 1), torch.ones(2, 7)]
-    batches = [{"image": torch.ones(2, 3, 5)}, {"image": ragged}, {"image": torch.ones(1, 9, 9)}]
-    (first, rows), (second, _) = alike(batches, {"image": -1}, {"mask": "image"})
+    batches = [{"image": torch.ones(2, 4, 7)}, {"image": ragged}, {"image": torch.ones(2, 9, 9)}]
+    (first, rows), (second, alone) = alike(batches, {"image": -1}, {"mask": "image"})
     assert (first, second) == ([0, 1], [2])
     assert rows["image"].shape == rows["mask"].shape == (2, 2, 4, 7)
     assert torch.equal(rows["image"] == 1, rows["mask"])
-    assert rows["mask"].flatten(2).sum(2).tolist() == [[15, 15], [4, 14]]
+    assert rows["mask"].flatten(2).sum(2).tolist() == [[28, 28], [4, 14]]
+    assert alone["image"].shape == alone["mask"].shape == (1, 2, 9, 9)
 
 
 @pytest.mark.parametrize(

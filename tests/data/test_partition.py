@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy
+import pandas
 import pytest
 import torch
 from torch import Tensor
@@ -179,8 +182,49 @@ def test_labels_are_found_by_index_key_or_name() -> None:
 
 
 @pytest.mark.parametrize(
+    "labels",
+    [
+        lambda y: ["abcde"[i] for i in y.tolist()],
+        lambda y: numpy.array(["abcde"[i] for i in y.tolist()]),
+        lambda y: numpy.array(["abcde"[i] for i in y.tolist()], dtype=object),
+        lambda y: pandas.Series(["abcde"[i] for i in y.tolist()]).astype("category"),
+        lambda y: y.tolist(),
+        lambda y: y.numpy().astype("uint64"),
+        *(lambda y, dtype=dtype: y.to(dtype) for dtype in (torch.uint8, torch.int8, torch.uint16, torch.int32)),
+    ],
+)
+def test_labels_are_strings_or_integers_of_any_dtype(labels: Callable[[Tensor], Any]) -> None:
+    x, y = rows()
+    for made in (dirichlet, labels_per_client):
+        plain = partition((x, y), made(2), clients=6).counts
+        assert partition((x, y), made(2, label=labels(y)), clients=6).counts.equal(plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.int16])
+def test_a_field_of_labels_has_any_integer_dtype(dtype: torch.dtype) -> None:
+    x, y = rows()
+    plain = partition((x, y), dirichlet(0.5), clients=4).counts
+    assert partition((x, y.to(dtype)), dirichlet(0.5), clients=4).counts.equal(plain)
+
+
+@pytest.mark.parametrize("alpha", [[0.1, 1.0], (0.5,), "0.1", None, True, torch.ones(2), 1j])
+def test_alpha_is_one_number(alpha: Any) -> None:
+    for made in (dirichlet, quantity_skew):
+        with pytest.raises(TypeError, match="Expected alpha as one positive number, but got"):
+            made(alpha)
+
+
+@pytest.mark.parametrize(
     ("data", "partitioner", "clients", "message"),
     [
+        (
+            rows(3),
+            dirichlet(1.0, label=["a", "b"]),
+            2,
+            r"Expected one value per row, .* but got shape \(2,\)",
+        ),
+        (rows(3), dirichlet(1.0, label=["a", None, "b"]), 2, "Expected values of one kind, .* leave rows without"),
+        (rows(3), dirichlet(1.0, label=[1.0, math.nan, 2.0]), 2, "but got NaN; leave such rows out"),
         (rows(3), iid(), 4, "at least 4 × 1 rows for 4 clients, but got 3; take fewer clients"),
         (rows(3), iid(), 0, "at least one client, but got 0"),
         (rows(3), iid(), None, "pass clients="),

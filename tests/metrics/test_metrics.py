@@ -275,8 +275,10 @@ def test_as_stacked_refuses(metric, message):
 
 def test_wrong_shapes_are_refused():
     prediction, target, mask = stacked("real")
-    with pytest.raises(ValueError, match=r"one value per example, shape \(5, 12\), but got shape \(\)"):
+    with pytest.raises(TypeError, match=r"Expected a value per row, .*, but got one number; leave the mean"):
         as_stacked(lambda output, y: (output - y).square().mean()).update(prediction, target, mask)
+    with pytest.raises(ValueError, match=r"one number or a value per row, shape \(7,\), but got shape \(7, 2\)"):
+        as_stacked(lambda output, y: torch.stack([output, y], 1)).update(prediction, target, mask)
     with pytest.raises(ValueError, match=r"but got \(5, 12\) and \(5, 11\)"):
         metrics.accuracy().update(prediction, target, mask[:, 1:])
     with pytest.raises(ValueError, match=r"shape of the target, \(5, 12\), but got \(5, 12, 3\)"):

@@ -122,10 +122,14 @@ def test_collections_are_taken_apart(run: ft.Run) -> None:
     assert tensors["all_m/MulticlassF1Score"].overall == alone["f1"].overall
 
 
-def test_what_has_no_number_is_refused(run: ft.Run) -> None:
+def test_trees_are_kept_and_examples_are_refused_where_sums_alone_are_told(run: ft.Run) -> None:
     rows = lambda rows: (rows[0], rows[1])
-    with pytest.raises(TypeError, match="Expected a metric of a number or a tensor, but BootStrapper gives dict"):
-        run.evaluate(clients(), {"bootstrap": BootStrapper(MulticlassAccuracy(3), num_bootstraps=2)}, rows)
+    score, again = (
+        run.evaluate(clients(), {"bootstrap": BootStrapper(MulticlassAccuracy(3), num_bootstraps=4)}, rows)["bootstrap"]
+        for _ in range(2)
+    )
+    assert {"mean", "std"} == set(score.overall) == set(score.clients[0])
+    assert torch.equal(score.clients[2]["mean"], again.clients[2]["mean"])  # draws are those of the evaluation
     run.clients.in_process = False
     try:
         with pytest.raises(TypeError, match=r"states that are sums, but got BinaryAveragePrecision.*thresholds="):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torchmetrics
 import torchmetrics.classification as classification
+from torch import Tensor
 
 from fedtorch import random
 from fedtorch.metrics.recorded import BatchCall, ClientMetric, take_out
@@ -33,3 +35,25 @@ def test_scores_by_class_are_computed_for_all_clients_at_once(metric, padded, mo
     assert torch.allclose(values, looped.of_batches([batch, batch]), equal_nan=True, rtol=1e-6)
     monkeypatch.setattr(once, "_looped", None)
     assert torch.allclose(once.of_round([batch, batch]), looped.of_round([batch, batch]), equal_nan=True, rtol=1e-6)
+
+
+class Largest(torchmetrics.Metric):
+    """A sum over batches of what is no sum over rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values: Tensor) -> None:
+        self.total = self.total + values.amax()
+
+    def compute(self) -> Tensor:
+        return self.total
+
+
+def test_batches_of_other_sizes_are_updated_without_their_padding() -> None:
+    """Of the largest batch the sum over rows is the same, 1 + 0 + 0 + 0."""
+    values = torch.tensor([[1.0, 0.0, 0.0, 0.0], [3.0, 5.0, 99.0, 99.0], [-2.0, 99.0, 99.0, 99.0]], dtype=torch.float64)
+    call = take_out(((values,), {}))
+    batch = BatchCall(call, call.tensors, (True,), torch.tensor([4, 2, 1]))
+    assert ClientMetric(Largest()).of_round([batch, batch]).tolist() == [2.0, 10.0, -4.0]

@@ -29,6 +29,12 @@ def test_distances_are_euclidean():
     assert torch.equal(found, found.T)
 
 
+def test_distances_of_complex_vectors_count_both_parts():
+    vectors = torch.tensor([[1 + 1j, 2.0], [4 - 3j, 2j]], dtype=torch.complex128)
+    wanted = (vectors[0] - vectors[1]).abs().square().sum().sqrt()
+    assert torch.allclose(ft.networks.discrepancy.distances(vectors), torch.tensor([[0, wanted], [wanted, 0]]).double())
+
+
 def test_mean_label():
     data = regression()
     expected = torch.stack([y.mean() for _, y in data])[:, None]

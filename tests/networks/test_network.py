@@ -266,8 +266,20 @@ def test_bad_input():
         ft.Network.ring(3).subnetwork([0, 3])
     with pytest.raises(ValueError, match="got one twice"):
         ft.Network.ring(3).subnetwork([0, 0])
-    with pytest.raises(ValueError, match="undirected simple graph"):
+    with pytest.raises(ValueError, match=r"undirected simple graph, but got DiGraph; pass networkx\.Graph\(graph\)$"):
         ft.Network.from_networkx(networkx.DiGraph())
+    several = networkx.MultiGraph([("a", "b", {"weight": 2.0})])
+    with pytest.raises(ValueError, match=r"but got MultiGraph; pass .*, of whose edges .* is kept"):
+        ft.Network.from_networkx(several)
+    assert ft.Network.from_networkx(networkx.Graph(several)).weights.tolist() == [2.0]
+    for weights in (["heavy"], [None], np.array(["1.0"])):
+        with pytest.raises(ValueError, match="Expected numbers as weights of edges"):
+            ft.Network([(0, 1)], weights)
+    with pytest.raises(ValueError, match="Expected numbers as weights of edges"):
+        ft.Network.from_edges([("a", "b", "heavy")])
+    for weight in ("heavy", "2.0", None, [1.0]):
+        with pytest.raises(ValueError, match=r"attribute 'cost' of edges, but got .* of the edge \('a', 'b'\)"):
+            ft.Network.from_networkx(networkx.Graph([("a", "b", {"cost": weight})]), weight="cost")
     with pytest.raises(ValueError, match="finite points"):
         ft.Network.k_nearest(torch.tensor([[0.0, math.nan]]), 1)
     with pytest.raises(ValueError, match="the latitude comes first"):

@@ -26,6 +26,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import LocalSolver, Quadratic, Reply
 from fedtorch.federation.exchanges.exchange import RowsOf, Sum
+from fedtorch.federation.exchanges.messages import like as as_tree, rows
 from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.federation.turn import Turn
 from fedtorch.networks.network import Network
@@ -70,12 +71,12 @@ class _Parts(NamedTuple):
 
     def joined(self, parameters: Tree) -> Tensor:
         """Return the coupled parameters of stacked nodes as vectors, `(K, p)` in float64."""
-        return torch.cat([parameters[name].flatten(1).to(torch.float64) for name in self.names], 1)
+        return rows({name: parameters[name] for name in self.names}).to(torch.float64)
 
     def divided(self, vectors: Tensor, like: Tree) -> dict[str, Tensor]:
         """Return the inverse of `joined`, in the shapes and dtypes of `like`."""
-        pieces = vectors.split([like[name][0].numel() for name in self.names], 1)
-        return {n: piece.reshape(like[n].shape).to(like[n].dtype) for n, piece in zip(self.names, pieces)}
+        coupled = {name: like[name] for name in self.names}
+        return tree.map(lambda new, old: new.to(old.dtype), as_tree(vectors, coupled), coupled)
 
 
 def edge_rounds(

@@ -122,7 +122,7 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
     joined, neighbours = graph(network), network.neighbour_counts
 
     def everywhere(ids: Tensor, values: Tree) -> Tree:
-        leaves = tree.leaves(values)
+        leaves = tree.leaves(tree.as_real(values))
         if not leaves:
             return values
         columns = [leaf.to(torch.float64).reshape(len(leaf), -1) for leaf in leaves]
@@ -132,14 +132,13 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
         if tolerance is None:
             total = _whole(rows, total)
         parts = total.split([part.shape[1] for part in columns], 1)
-        return tree.refill(values, [part.reshape(nodes, *leaf.shape[1:]) for part, leaf in zip(parts, leaves)])
+        shaped = [part.reshape(nodes, *leaf.shape[1:]) for part, leaf in zip(parts, leaves)]
+        return tree.from_real(tree.refill(values, shaped), values)
 
     def hear(ids: Tensor, node: Mean | Sum) -> Mean | Sum:
         if isinstance(node, Sum):
             return Sum(everywhere(ids, node.value))
-        weighted, weight = everywhere(
-            ids, (tree.scale(tree.to(node.value, torch.float64), node.weight.double()), node.weight)
-        )
+        weighted, weight = everywhere(ids, (tree.scale(tree.wide(node.value), node.weight.double()), node.weight))
         return Mean(tree.scale(weighted, 1 / weight), weight)
 
     return Exchange(
@@ -151,7 +150,7 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
             average.exchanges
             * int(neighbours[ids].sum())
             * 8
-            * sum(math.prod(x.shape[1:]) for x in tree.leaves(messages)),
+            * sum(math.prod(x.shape[1:]) for x in tree.leaves(tree.as_real(messages))),
             0,
         ),
         additive=False,
@@ -185,7 +184,8 @@ def at_node(server: Tree, node: int | None = None) -> Tree:
         raise ValueError(f"Expected a node of 0…{nodes - 1}, or None for the mean of all, but got {node}")
 
     def of(copies: Tensor) -> Tensor:
-        return copies.mean(0) if node is None and copies.is_floating_point() else copies[node or 0]
+        has_mean = copies.is_floating_point() or copies.is_complex()
+        return copies.mean(0) if node is None and has_mean else copies[node or 0]
 
     return tree.map(of, server)
 

@@ -5,13 +5,16 @@ its rows; the server takes the weighted mean as a step:
 
 .. math:: \theta \leftarrow \theta + \eta \sum_k \frac{n_k}{\sum_j n_j} (\theta_k - \theta).
 
+Averaged buffers (`gradient_descent(buffers="average")`) have no gradient. Clients send their values, and the server
+takes the weighted mean of these, whatever it held and whatever η is.
+
 Source: McMahan et al. (2017), Algorithm 1, which is η = 1; with the proximal term of FedProx, Li et al. (2020),
 Algorithm 2: the client's loss is L_k(x) + μ/2 ‖x − θ‖².
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +31,10 @@ Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 
 class Message(NamedTuple):
-    """Hold what a client tells the server."""
+    """A client's message, and what the server receives of all."""
 
     change: Mean  # of the parameters
+    buffers: Mean | None = None  # values of the averaged buffers, None without any
 
 
 def rows_weight(data: Any) -> Tensor:
@@ -57,17 +61,17 @@ def fedavg(local: LocalSolver, *, mu: float = 0.0, lr: float = 1.0, weight: Weig
         ValueError: Expected mu of at least 0, but got -1.0
     """
     check_settings(local, mu, lr)
+    averaged = averaged_buffers(local)
 
     def client(inbox: Tree, state: Tree, data: Any, turn: Turn) -> Reply:
         solved = local.solve(inbox, state, data, proximal(inbox, mu), turn)
-        change = tree.subtract(solved.parameters, inbox)
-        return Reply(Message(Mean(change, weight(data))), solved.state, solved.info)
+        return Reply(message(solved.parameters, inbox, averaged, weight(data)), solved.state, solved.info)
 
     return Algorithm(
         init=lambda parameters, clients: (parameters, local.init(parameters)),
         outbox=lambda parameters: parameters,
         client=client,
-        server=lambda parameters, aggregate, key: tree.add_scaled(parameters, aggregate.change.value, lr),
+        server=lambda parameters, aggregate, key: stepped(parameters, aggregate, lr),
         model=local.tensors,
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="fedavg", mu=mu, lr=lr, weight=weight),
@@ -106,8 +110,50 @@ def proximal(centre: Tree, mu: float) -> Quadratic | None:
     if mu == 0:
         return None
     first = tree.leaves(centre)[0]
-    precision = torch.full((len(first),), mu, dtype=first.dtype, device=first.device)
+    precision = torch.full((len(first),), mu, dtype=first.dtype.to_real(), device=first.device)
     return Quadratic(precision, tree.scale(centre, mu))
+
+
+def averaged_buffers(local: LocalSolver) -> frozenset[str]:
+    """Return the names of buffers among the parameters of `local`: they are averaged by value, and have no gradient.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
+        >>> local = ft.gradient_descent(
+        ...     module, steps=1, loss=torch.nn.functional.mse_loss, buffers="average",
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        >>> sorted(averaged_buffers(local))
+        ['0.num_batches_tracked', '0.running_mean', '0.running_var']
+    """
+    return frozenset(name for name, _ in local.module.named_buffers() if name in local.parameters)
+
+
+def message(solved: Tree, start: Tree, averaged: Collection[str], weight: Tensor) -> Message:
+    """Return the change of parameters from where they started, and the values of averaged buffers.
+
+    Args:
+        solved: parameters and averaged buffers after training, `(K, ...)`.
+        start: the parameters before, with or without the buffers.
+        averaged: names of the buffers.
+        weight: `(K,)`.
+    """
+    parameters = trained(solved, averaged)
+    change = tree.subtract(parameters, trained(start, averaged))
+    buffers = {name: leaf for name, leaf in solved.items() if name in averaged}
+    return Message(Mean(change, weight), Mean(buffers, weight) if buffers else None)
+
+
+def stepped(parameters: Tree, aggregate: Message, lr: float = 1.0) -> Tree:
+    """Return the server's parameters after a step along their mean change, and averaged buffers as their mean value."""
+    change, buffers = aggregate.change.value, {} if aggregate.buffers is None else aggregate.buffers.value
+    moved = tree.add_scaled(trained(parameters, buffers), change, lr)
+    return {n: buffers[n].to(old.dtype) if n in buffers else moved[n] for n, old in parameters.items()}
+
+
+def trained(parameters: Tree, averaged: Collection[str]) -> Tree:
+    """Return the parameters without the averaged buffers."""
+    return {name: leaf for name, leaf in parameters.items() if name not in averaged} if averaged else parameters
 
 
 def checked_weight(data: Any, weight: Weight) -> Any:

@@ -30,10 +30,17 @@ from torch import Tensor
 from fedtorch import expected, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
-from fedtorch.federation.algorithms.fedavg import Message, Weight, checked_weight, rows_weight
-from fedtorch.federation.algorithms.fedopt import averaged_buffers
+from fedtorch.federation.algorithms.fedavg import (
+    Message,
+    Weight,
+    averaged_buffers,
+    checked_weight,
+    message,
+    rows_weight,
+    stepped,
+    trained,
+)
 from fedtorch.federation.algorithms.scaffold import ControlsServer
-from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
@@ -67,24 +74,25 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
     averaged = averaged_buffers(local)
 
     def init(parameters: Tree, clients: int) -> tuple[ControlsServer, State]:
-        return ControlsServer(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
+        controls = no_controls(trained(parameters, averaged))
+        return ControlsServer(parameters, torch.tensor(clients)), State(controls, local.init(parameters))
 
     def client(inbox: Tree, state: State, data: Any, turn: Turn) -> Reply:
         weights = weight(data).to(torch.float64)
         gradient = tree.scale(state.controls.weighted, 1 / weights)
-        precision = torch.full_like(weights, alpha, dtype=tree.leaves(gradient)[0].dtype)
-        quadratic = Quadratic(precision, tree.add_scaled(gradient, inbox, alpha))
+        precision = torch.full_like(weights, alpha, dtype=tree.leaves(gradient)[0].dtype.to_real())
+        quadratic = Quadratic(precision, tree.add_scaled(gradient, trained(inbox, averaged), alpha))
         solved = local.solve(inbox, state.solver, data, quadratic, turn)
-        change = tree.subtract(solved.parameters, inbox)
-        renewed = tree.add_scaled(gradient, change, -alpha)
+        sent = message(solved.parameters, inbox, averaged, weight(data))
+        renewed = tree.add_scaled(gradient, sent.change.value, -alpha)
         controls = Controls(tree.scale(renewed, weights), weights, torch.ones_like(weights))
-        return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
+        return Reply(sent, State(controls, solved.state), solved.info)
 
     def server(state: ControlsServer, aggregate: Message, key: Tensor) -> ControlsServer:
-        mean = tree.add_scaled(state.parameters, aggregate.change.value)
-        moved = tree.add_scaled(mean, mean_control(state.total, state.population), -1 / alpha)
-        parameters = {name: (mean if name in averaged else moved)[name] for name in mean}
-        return state._replace(parameters=parameters)
+        mean = stepped(state.parameters, aggregate)
+        control = mean_control(state.total, state.population)
+        moved = tree.add_scaled(trained(mean, averaged), control, -1 / alpha)
+        return state._replace(parameters={name: moved.get(name, leaf) for name, leaf in mean.items()})
 
     return Algorithm(
         init=init,

@@ -28,7 +28,15 @@ from torch.optim import Optimizer
 
 from fedtorch import expected, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, check_solver, solved_by
-from fedtorch.federation.algorithms.fedavg import Message, Weight, fedavg, rows_weight
+from fedtorch.federation.algorithms.fedavg import (
+    Message,
+    Weight,
+    averaged_buffers,
+    fedavg,
+    rows_weight,
+    stepped,
+    trained,
+)
 from fedtorch.optimisers import MakeOptimizer, State, TreeOptimizer
 from fedtorch.tree import Tree
 
@@ -44,7 +52,7 @@ class FedOptServer(NamedTuple):
 def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, weight: Weight = rows_weight) -> Algorithm:
     """Build federated averaging whose server steps by an optimiser; its state is part of the server's.
 
-    Averaged buffers (`gradient_descent(buffers="average")`) have no gradient: they are averaged as in FedAvg.
+    Averaged buffers (`gradient_descent(buffers="average")`) have no gradient: their values are averaged as in FedAvg.
 
     Args:
         local: how a client works on its own problem.
@@ -66,13 +74,12 @@ def fedopt(local: LocalSolver, optimizer: MakeOptimizer, *, mu: float = 0.0, wei
         ['momentum_buffer']
     """
     check_solver(local)
-    averaged = averaged_buffers(local)
     plain = fedavg(local, mu=mu, weight=weight)
-    trained = {name: leaf for name, leaf in local.parameters.items() if name not in averaged}
-    steps = TreeOptimizer.made(optimizer, trained)
+    parameters = trained(local.parameters, averaged_buffers(local))
+    steps = TreeOptimizer.made(optimizer, parameters)
     for group in steps.original.param_groups:
         expected.positive(lr=group.get("lr", 1.0))
-    steps.init(trained)  # refuses at construction what cannot be saved
+    steps.init(parameters)  # refuses at construction what cannot be saved
     return Algorithm(
         init=functools.partial(_init, steps, plain),
         outbox=lambda server: server.parameters,
@@ -89,7 +96,7 @@ def _init(steps: TreeOptimizer, plain: Algorithm, parameters: Tree, clients: int
 
 
 def _server(steps: TreeOptimizer, state: FedOptServer, aggregate: Message, key: Tensor) -> FedOptServer:
-    mean = tree.add_scaled(state.parameters, aggregate.change.value)
+    mean = stepped(state.parameters, aggregate)
     moved, kept = steps.step(state.parameters, tree.scale(aggregate.change.value, -1.0), state.optimizer)
     return FedOptServer({**mean, **moved}, kept, state.steps + 1)
 
@@ -198,8 +205,9 @@ class Yogi(Optimizer):
         v \leftarrow v - (1 - \beta_2) g^2 \operatorname{sign}(v - g^2), \quad
         \theta \leftarrow \theta - \eta\, m / (\sqrt v + \tau),
 
-    from m = 0 and v = τ², or `initial`. Source: Zaheer et al. (2018), Algorithm 2, as in Reddi et al. (2021),
-    Algorithm 2.
+    from m = 0 and v = τ², or `initial`. A complex number is two real ones, as in torch.
+
+    Source: Zaheer et al. (2018), Algorithm 2, as in Reddi et al. (2021), Algorithm 2.
 
     Args:
         params: parameters, or parameter groups.
@@ -239,11 +247,14 @@ class Yogi(Optimizer):
                 state = self.state[parameter]
                 if not state:
                     state["exp_avg"] = torch.zeros_like(parameter)
-                    state["exp_avg_sq"] = torch.full_like(parameter, group["initial"])
-                mean, square = state["exp_avg"], state["exp_avg_sq"]
-                mean.lerp_(parameter.grad, 1 - beta1)
-                self._update(square, parameter.grad.square(), beta2)
-                parameter.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
+                    begins = complex(group["initial"], group["initial"]) if parameter.is_complex() else group["initial"]
+                    state["exp_avg_sq"] = torch.full_like(parameter, begins)
+                values, gradient, mean, square = tree.as_real(
+                    (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+                )
+                mean.lerp_(gradient, 1 - beta1)
+                self._update(square, gradient.square(), beta2)
+                values.addcdiv_(mean, square.sqrt().add_(group["eps"]), value=-group["lr"])
         return loss
 
     @staticmethod
@@ -265,18 +276,3 @@ class Adagrad(Yogi):
     @staticmethod
     def _update(square: Tensor, new: Tensor, beta: float) -> None:
         square.add_(new)
-
-
-def averaged_buffers(local: LocalSolver) -> set[str]:
-    """Return the names of buffers that `local` treats as parameters: they are averaged, and have no gradient.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> module = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Linear(2, 1))
-        >>> local = ft.gradient_descent(
-        ...     module, steps=1, loss=torch.nn.functional.mse_loss, buffers="average",
-        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        >>> sorted(averaged_buffers(local))
-        ['0.num_batches_tracked', '0.running_mean', '0.running_var']
-    """
-    return {name for name, _ in local.module.named_buffers() if name in local.parameters}

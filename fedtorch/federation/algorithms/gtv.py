@@ -34,7 +34,7 @@ from torch import Tensor
 from fedtorch import expected, functional, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.algorithms._edge_penalty import edge_rounds
-from fedtorch.federation.algorithms.fedopt import averaged_buffers
+from fedtorch.federation.algorithms.fedavg import averaged_buffers
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn

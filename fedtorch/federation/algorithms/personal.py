@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from fedtorch import functional, tree
+from fedtorch import functional
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, solved_by
 from fedtorch.federation.algorithms.fedavg import (
-    Message,
     Weight,
+    averaged_buffers,
     check_settings,
     checked_weight,
+    message,
     proximal,
     rows_weight,
+    stepped,
 )
-from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
@@ -66,13 +67,13 @@ def personal_layers(
     check_settings(local, mu, lr)
     if not functional.split(local.parameters, personal)[1]:
         raise ValueError(f"Expected some parameters to remain shared, but {personal!r} matches all; use ft.separate")
+    averaged = averaged_buffers(local)
 
     def client(inbox: Tree, state: _State, data: Any, turn: Turn) -> Reply:
         start = _in_order({**inbox, **state.personal}, local.parameters)
         solved = local.solve(start, state.solver, data, proximal(start, mu), turn)
         mine, shared = functional.split(solved.parameters, personal)
-        change = tree.subtract(shared, {name: inbox[name] for name in shared})
-        return Reply(Message(Mean(change, weight(data))), _State(mine, solved.state), solved.info)
+        return Reply(message(shared, inbox, averaged, weight(data)), _State(mine, solved.state), solved.info)
 
     def init(parameters: Tree, clients: int) -> tuple[Tree, _State]:
         mine, shared = functional.split(parameters, personal)
@@ -82,7 +83,7 @@ def personal_layers(
         init=init,
         outbox=lambda shared: shared,
         client=client,
-        server=lambda shared, aggregate, key: tree.add_scaled(shared, aggregate.change.value, lr),
+        server=lambda shared, aggregate, key: stepped(shared, aggregate, lr),
         model=lambda inbox, state: local.tensors({**inbox, **state.personal}, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="personal_layers", personal=personal, mu=mu, lr=lr, weight=weight),

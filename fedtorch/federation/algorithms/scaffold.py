@@ -32,8 +32,17 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
-from fedtorch.federation.algorithms.fedavg import Message, Weight, check_settings, checked_weight, rows_weight
-from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.algorithms.fedavg import (
+    Message,
+    Weight,
+    averaged_buffers,
+    check_settings,
+    checked_weight,
+    message,
+    rows_weight,
+    stepped,
+    trained,
+)
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
@@ -83,26 +92,28 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         -0.3846
     """
     check_settings(local, 0.0, lr)
+    averaged = averaged_buffers(local)
 
     def init(parameters: Tree, clients: int) -> tuple[ControlsServer, State]:
-        return ControlsServer(parameters, torch.tensor(clients)), State(no_controls(parameters), local.init(parameters))
+        controls = no_controls(trained(parameters, averaged))
+        return ControlsServer(parameters, torch.tensor(clients)), State(controls, local.init(parameters))
 
     def outbox(server: ControlsServer) -> _Outbox:
-        control = mean_control(server.total, server.population)
-        return _Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, server.parameters))
+        control, parameters = mean_control(server.total, server.population), trained(server.parameters, averaged)
+        return _Outbox(server.parameters, tree.map(lambda c, p: c.to(p.dtype), control, parameters))
 
     def client(inbox: _Outbox, state: State, data: Any, turn: Turn) -> Reply:
         weights = weight(data).to(torch.float64)
         correction = tree.subtract(tree.scale(state.controls.weighted, 1 / weights), inbox.control)
-        precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype)
+        precision = torch.zeros_like(weights, dtype=tree.leaves(correction)[0].dtype.to_real())
         solved = local.solve(inbox.parameters, state.solver, data, Quadratic(precision, correction), turn)
-        change = tree.subtract(solved.parameters, inbox.parameters)
-        control = tree.add_scaled(correction, change, -1 / _checked(solved.lr_sum))
+        sent = message(solved.parameters, inbox.parameters, averaged, weight(data))
+        control = tree.add_scaled(correction, sent.change.value, -1 / _checked(solved.lr_sum))
         controls = Controls(tree.scale(control, weights), weights, torch.ones_like(weights))
-        return Reply(Message(Mean(change, weight(data))), State(controls, solved.state), solved.info)
+        return Reply(sent, State(controls, solved.state), solved.info)
 
     def server(state: ControlsServer, aggregate: Message, key: Tensor) -> ControlsServer:
-        return state._replace(parameters=tree.add_scaled(state.parameters, aggregate.change.value, lr))
+        return state._replace(parameters=stepped(state.parameters, aggregate, lr))
 
     return Algorithm(
         init=init,

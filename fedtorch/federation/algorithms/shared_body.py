@@ -34,6 +34,7 @@ from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_w
 from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, client_count
 from fedtorch.federation.exchanges.star import star
+from fedtorch.federation.solvers.prediction import unpadded
 from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
@@ -224,9 +225,8 @@ def _features(local: LocalSolver, body: Tree, state: Any, data: Any) -> Any:
     theta = state.buffers[_HEAD]
     eye = torch.eye(theta.shape[-1], dtype=theta.dtype, device=data.count.device)
     x, y = data.batch
-    phi = local.predict({**local.tensors(body, state), _HEAD: tree.expand(eye, len(theta))}, x)
-    mask = data.mask
-    phi = torch.where(mask[..., None], phi, 0.0)
+    tensors = {**local.tensors(body, state), _HEAD: tree.expand(eye, len(theta))}
+    phi = unpadded(local.predict, tensors, x, data.mask)
     refuse(
         ~phi.isfinite().flatten(1).all(1),
         "Expected finite features, but the shared body gives NaN or Inf; train it with a smaller learning rate",

@@ -6,7 +6,7 @@ so weights travel inside and the aggregate is Σ w_k v_k / Σ w_k; a `Sum` is ad
 
 A block's weighted sum is computed in the dtype of its values, with weights scaled to a sum of about one; sums of blocks
 and ranks are in float64, so that all of them agree up to that rounding. The server takes what is fresh in the dtype of
-the messages, and totals in float64.
+the messages, and totals in float64. Complex numbers stay complex: each is summed as two real numbers.
 
 What an author of an exchange needs, for clients that are a slice or a tensor of numbers:
 
@@ -111,12 +111,12 @@ def sum_over(exchange: Exchange, value: Tree, ids: Rows) -> Tree:
 
 
 def in_dtypes_of(messages: Tree, aggregate: Tree) -> Tree:
-    """Cast an aggregate for the server: floats to the dtypes of the messages, sums of whole numbers to float64."""
+    """Cast an aggregate for the server to the dtypes of the messages; sums of whole numbers stay float64."""
     if isinstance(aggregate, RowsOf):
         return aggregate  # as they came
 
     def cast(total: Tensor, sent: Tensor) -> Tensor:
-        return total.to(sent.dtype) if sent.is_floating_point() else total
+        return total.to(sent.dtype) if sent.is_floating_point() or sent.is_complex() else total
 
     return tree.map(
         lambda node, sent: node._replace(value=tree.map(cast, node.value, sent.value)),
@@ -168,7 +168,8 @@ def is_finite(partial: Tree, messages: Tree = None) -> bool:
 
     NaN and Inf in messages add up to NaN or Inf; a negative weight counts as NaN here.
     """
-    numbers, told = [leaf for leaf in tree.leaves(partial) if leaf.is_floating_point()], weights(messages)
+    numbers = [leaf for leaf in tree.leaves(tree.as_real(partial)) if leaf.is_floating_point()]
+    told = weights(messages)
     sums = [leaf.sum() for leaf in numbers]
     sums += [weight.clamp(max=0).sqrt().sum() for weight in told]  # roots of what is negative are NaN
     return not sums or math.isfinite(sum(sums[1:], sums[0]))

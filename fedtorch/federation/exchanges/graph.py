@@ -28,10 +28,10 @@ class Neighbourhood(NamedTuple):
 def graph(network: Network) -> Exchange:
     r"""Let neighbours hear each other: there is no server, and node i's message goes to its neighbours only.
 
-    The aggregate has the structure of the message, `(n, ...)` and in float64. Row i is what the neighbours of node i
-    have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the mean with
-    weights :math:`A_{ij} w_j`, and zeros with weight zero where nobody did. The outbox has a row per node, as the
-    aggregate has; an inbox is a `Neighbourhood`.
+    The aggregate has the structure of the message, `(n, ...)` and in float64 or complex128. Row i is what the
+    neighbours of node i have told: for a `Sum` :math:`\sum_j A_{ij} v_j` over those that answered, for a `Mean` the
+    mean with weights :math:`A_{ij} w_j`, and zeros with weight zero where nobody did. The outbox has a row per node,
+    as the aggregate has; an inbox is a `Neighbourhood`.
 
     When every node answers, the aggregate is one sparse product; a few active nodes push along their own edges. Blocks
     and ranks meet by joining their messages, not by adding `(n, ...)` sums, so that the product is done once and
@@ -76,7 +76,7 @@ def _hear(network: Network, partial: RowsOf) -> Tree:
         if isinstance(node, Sum):
             return Sum(_from_neighbours(network, partial.ids, node.value))
         weighted, weight = _from_neighbours(
-            network, partial.ids, (tree.scale(tree.to(node.value, torch.float64), node.weight), node.weight)
+            network, partial.ids, (tree.scale(tree.wide(node.value), node.weight), node.weight)
         )
         return Mean(tree.scale(weighted, torch.where(weight > 0, 1 / weight, 0.0)), weight)
 
@@ -84,14 +84,15 @@ def _hear(network: Network, partial: RowsOf) -> Tree:
 
 
 def _from_neighbours(network: Network, ids: Tensor, values: Tree) -> Tree:
-    """Return Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64."""
-    leaves = tree.leaves(values)
+    """Return Σ_j A_ij v_j over the nodes j in `ids`, for all i: `(M, ...)` -> `(n, ...)` in float64 or complex128."""
+    leaves = tree.leaves(tree.as_real(values))
     if not leaves:
         return values
     columns = [leaf.to(torch.float64).reshape(len(leaf), math.prod(leaf.shape[1:])) for leaf in leaves]
     rows = torch.cat(columns, 1) if len(columns) > 1 else columns[0]
     received = _product(network, ids.to(rows.device), rows).split([part.shape[1] for part in columns], 1)
-    return tree.refill(values, [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(received, leaves)])
+    shaped = [part.reshape(network.nodes, *leaf.shape[1:]) for part, leaf in zip(received, leaves)]
+    return tree.from_real(tree.refill(values, shaped), values)
 
 
 def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:

@@ -66,21 +66,25 @@ def in_order(found: RowsOf, first: int | None = None) -> RowsOf:
 
 
 def rows(value: Tree) -> Tensor:
-    """Return a stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes."""
-    leaves = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(value)]
+    """Return a stacked tree `(M, ...)` as one matrix `(M, D)` in the widest of its dtypes.
+
+    A complex number is two real ones, side by side.
+    """
+    leaves = [leaf.reshape(len(leaf), leaf.shape[1:].numel()) for leaf in tree.leaves(tree.as_real(value))]
     return torch.cat(leaves, 1) if len(leaves) > 1 else leaves[0]
 
 
 def like(found: Tensor, value: Tree) -> Tree:
     """Return numbers `(..., D)` in the structure of a stacked tree `(M, ...)`, whose leading dimension they lack."""
-    shapes = [leaf.shape[1:] for leaf in tree.leaves(value)]
+    shapes = [leaf.shape[1:] for leaf in tree.leaves(tree.as_real(value))]
     parts = found.split([shape.numel() for shape in shapes], -1)
-    return tree.refill(value, [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)])
+    shaped = [part.reshape((*found.shape[:-1], *shape)) for part, shape in zip(parts, shapes)]
+    return tree.from_real(tree.refill(value, shaped), value)
 
 
 def as_sums(node: Mean | Sum) -> Mean | Sum:
-    """Return what of a message is added up, float64."""
-    wide: Tree = tree.to(node.value, torch.float64)
+    """Return what of a message is added up, in the widest dtype of its kind."""
+    wide = tree.wide(node.value)
     if isinstance(node, Sum):
         return Sum(wide)
     weight = node.weight.to(torch.float64)

@@ -18,8 +18,8 @@ _EXPONENT = 1023  # of the largest power of two in float64
 def star() -> Exchange:
     """Put a server in the middle: every client hears the outbox, and the server hears everybody's sum.
 
-    The aggregate has the structure of the message, without the leading dimension and in float64: `Mean(value, weight)`
-    holds the weighted mean and the total weight, `Sum(value)` the sum.
+    The aggregate has the structure of the message, without the leading dimension and in float64, of complex numbers in
+    complex128: `Mean(value, weight)` holds the weighted mean and the total weight, `Sum(value)` the sum.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -62,9 +62,11 @@ def _average(partial: Tree) -> Tree:
 def _sum(message: Mean | Sum) -> Mean | Sum:
     """Return the partial aggregate of one block: Σ w v and Σ w, or Σ v."""
     if isinstance(message, Sum):
-        return Sum(tree.map(lambda v: v.sum(0, dtype=torch.float64), message.value))
+        total = tree.map(lambda v: v.sum(0, dtype=torch.float64), tree.as_real(message.value))
+        return Sum(tree.from_real(total, message.value))
     share, power, size = _without_power(message.weight)
-    return Mean(tree.map(lambda value: _weighted_sum(share, power, value), message.value), size)
+    total = tree.map(lambda value: _weighted_sum(share, power, value), tree.as_real(message.value))
+    return Mean(tree.from_real(total, message.value), size)
 
 
 def _weighted_sum(share: Tensor, power: Tensor | float, value: Tensor) -> Tensor:

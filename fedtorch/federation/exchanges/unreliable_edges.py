@@ -39,9 +39,9 @@ class Edges(NamedTuple):
     """Hold the server's state: the algorithm's own, and the memory of 2E directed edges over a window of T rounds."""
 
     algorithm: Tree
-    last: Tree  # (2E, ...) the value that came through last, at first the initial one, float64
+    last: Tree  # (2E, ...) the value that came through last, at first the initial one, float64 or complex128
     sequence: Tensor  # (2E,) its number, 0 before the first
-    values: Tree  # (T, n, ...) what was sent in the last rounds, float64
+    values: Tree  # (T, n, ...) what was sent in the last rounds, float64 or complex128
     numbers: Tensor  # (T, n) the message's number, 0 for a node that sent nothing
     keys: Tensor  # (T,) the rounds' keys
     round: Tensor  # () rounds so far
@@ -93,7 +93,7 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
 
     def init(parameters: Tree, clients: int) -> tuple[Edges, Tree]:
         server, state = algorithm.init(parameters, clients)
-        value = tree.to(told(tree.expand(state, 1)), torch.float64)
+        value = tree.wide(told(tree.expand(state, 1)))
         count, device = 2 * len(network.edges), tree.leaves(value)[0].device
         total = sum_over(over, tree.map(lambda leaf: leaf.expand(clients, *leaf.shape[1:]), value), slice(0, clients))
 

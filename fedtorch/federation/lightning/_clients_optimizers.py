@@ -55,6 +55,17 @@ class ClientsOptimizers:
         self._made = [type(each.kind, (ClientsOptimizer,), {})(each.groups) for each in seen]
         return [_with_scheduler(each, optimizer) for each, optimizer in zip(seen, self._made)]
 
+    def settings(self) -> dict[str, Any]:
+        """Return what the clients' optimisers and schedules of this run's length were made with, by name.
+
+        Empty where clients are elsewhere, or where only a client's own Trainer knows it.
+        """
+        schedule = self._run.algorithm.schedule
+        if not self.known or schedule is None or schedule.slow:
+            return {}
+        seen = self._seen(torch.arange(len(self._run.population.names)))
+        return {name: value for optimizer in seen for name, value in optimizer.settings.items() if name != "optimizer"}
+
     def ask(self) -> dict[str, Any]:
         """Return the fields of the next round's `Turn`."""
         groups = [group for optimizer in self._made for group in optimizer.param_groups]

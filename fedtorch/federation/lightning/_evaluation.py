@@ -144,13 +144,15 @@ class Evaluation:
 def values_of(scores: Mapping[str, Score]) -> dict[str, float]:
     """Return what is logged of scores: over all rows, and of the clients the mean, the least and the most.
 
-    Scores of several numbers, such as a confusion matrix, are not logged.
+    `<name>_undefined` counts the clients that have rows on which the metric is not defined, as an area under the ROC
+    curve is not on rows of one class. Scores of several numbers, such as a confusion matrix, are not logged.
     """
     values: dict[str, float] = {}
-    numbers = {name: score for name, score in scores.items() if score.clients.ndim == 1}
+    numbers = {name: score for name, score in scores.items() if score.is_number}
     for name, score in numbers.items():
         values[name] = score.overall
         values[f"{name}_mean"] = score.mean()
         values[f"{name}_min"] = score.worst(largest_is_best=True)
         values[f"{name}_max"] = score.worst(largest_is_best=False)
+        values[f"{name}_undefined"] = float(score.count_undefined())
     return values

@@ -7,11 +7,12 @@ One communication round is one training step and one epoch, so validation, check
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import Tensor, nn
 
 from fedtorch import tree
@@ -54,7 +55,9 @@ class Federation(L.LightningModule):
     """A federated algorithm on a population, trained by a Lightning `Trainer`: an epoch is a communication round.
 
     Logged each round: `train_loss` and whatever the clients log (means over the cohort), `bytes_up`, `bytes_down`; and,
-    with `validation`, `val_<metric>` over all rows, `val_<metric>_mean` over clients, `val_<metric>_min` and `_max`.
+    with `validation`, `val_<metric>` over all rows, over clients `val_<metric>_mean`, `val_<metric>_min` and `_max`,
+    and `val_<metric>_undefined`, on the rows of how many clients it is not defined. In a round that nobody answers,
+    what clients log is NaN, which `EarlyStopping` passes over.
 
     Args:
         algorithm: what clients and server compute.
@@ -66,8 +69,8 @@ class Federation(L.LightningModule):
         test: rows of the same clients, for `Trainer.test` and `Trainer.predict`, which take others as well, as
             `Trainer.validate` does: `trainer.test(federation, data)`. Predictions are a list for each client, of an
             output for each of its batches.
-        metrics: by name, for `validation` and `test`: torchmetrics, `ft.metrics`, losses of torch, or functions
-            (prediction, target) -> per-example values. Default: what the LightningModule's own `validation_step` and
+        metrics: by name, for `validation` and `test`: torchmetrics, `ft.metrics`, losses of torch, or functions of a
+            client's predictions and targets `(N, ...)`. Default: what the LightningModule's own `validation_step` and
             `test_step` log, under their names; see `Run.evaluate`.
         split: rows -> (inputs, targets), for `metrics`, and predictions of a module without `predict_step`.
         evaluation_batch_size: rows of a client that are evaluated or predicted at once; default: all of them.
@@ -141,6 +144,7 @@ class Federation(L.LightningModule):
         self._optimizers = ClientsOptimizers(self.run)
         self._items = {stage: [0] for stage in ("train", "val", "test")}  # an epoch is a round, an evaluation a step
         self.scores: dict[str, Score] = {}
+        self._waiting: list[tuple[EarlyStopping, bool, int]] = []  # with what they had before an unanswered round
         self._warned = False
         self._show_validation()
 
@@ -199,14 +203,30 @@ class Federation(L.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Run one communication round."""
+        self._let_stopping_go_on()
         round = self.run.step(**self._optimizers.ask())
         self._optimizers.follow(round.ids)
+        if not len(round.ids):
+            self._let_stopping_wait(round.info)
         self._log_values(means(round.info), prog_bar=("train_loss",))
         self._log_values({name: float(value) for name, value in round.report.items() if name not in round.info})
         self._log_values({"bytes_up": self.run.bytes_up, "bytes_down": self.run.bytes_down})
         self.trainer.should_stop = self.trainer.should_stop or exhausted(self.run.algorithm.budget)
         counter = self.optimizers()
         (counter[0] if isinstance(counter, list) else counter).step()
+
+    def _let_stopping_wait(self, names: Collection[str]) -> None:
+        """Let `EarlyStopping` pass over the NaN of a round that nobody answers: it is no divergence, and no trial."""
+        for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, EarlyStopping) and callback.monitor in {*names, "train_loss"}:
+                self._waiting.append((callback, callback.check_finite, callback.wait_count))
+                callback.check_finite = False
+                callback.wait_count = min(callback.wait_count, callback.patience - 1) - 1  # NaN adds one
+
+    def _let_stopping_go_on(self) -> None:
+        for callback, checks, waited in self._waiting:
+            callback.check_finite, callback.wait_count = checks, waited
+        self._waiting.clear()
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Score every client's model on its validation rows."""
@@ -269,7 +289,7 @@ class Federation(L.LightningModule):
         """Refuse a run of another length than its schedules; tell the loggers the settings, as `local/lr`."""
         check_rounds(self.trainer, self.run.algorithm.schedule)
         for logger in self.trainer.loggers if self.trainer.enable_autolog_hparams else ():
-            logger.log_hyperparams(hyperparameters(self.run))
+            logger.log_hyperparams(hyperparameters(self.run, self._optimizers.settings()))
 
     def on_train_start(self) -> None:
         """Refuse rows that the Trainer was given."""
@@ -277,6 +297,7 @@ class Federation(L.LightningModule):
 
     def on_train_end(self) -> None:
         """Note why the run has stopped before the rounds that the Trainer was given."""
+        self._let_stopping_go_on()
         self.run.ended = stopped_early(self.trainer, self.round)
 
     def on_validation_start(self) -> None:

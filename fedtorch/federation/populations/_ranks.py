@@ -60,14 +60,15 @@ class Ranks:
 
     def add(self, partial: Tree) -> Tree:
         """Return the sum of all ranks' partial aggregates, in one collective."""
-        leaves = tree.leaves(partial)
+        leaves = tree.leaves(tree.as_real(partial))
         if self.world_size == 1 or not leaves:
             return partial
         total = torch.cat([_widened(leaf, self.device) for leaf in leaves])
         self._together(self._met().all_reduce, total)
         parts = zip(total.split([leaf.numel() for leaf in leaves]), leaves)
         same = lambda part, leaf: part if (leaf.dtype, leaf.device) == (part.dtype, part.device) else part.to(leaf)
-        return tree.refill(partial, [same(part.view(leaf.shape), leaf) for part, leaf in parts])
+        pairs = tree.refill(partial, [same(part.view(leaf.shape), leaf) for part, leaf in parts])
+        return tree.from_real(pairs, partial)
 
     def gather(self, rows: Tree) -> Tree:
         """Return all ranks' rows `(M, ...)`, in the order of the ranks, in one collective on their bytes."""
@@ -192,7 +193,7 @@ def _widened(leaf: Tensor, device: torch.device) -> Tensor:
 
 def _as_bytes(leaf: Tensor) -> Tensor:
     """Return rows `(M, ...)` as bytes `(M, bytes of a row)`."""
-    flat = leaf.detach().reshape(len(leaf), math.prod(leaf.shape[1:])).contiguous()
+    flat = leaf.detach().resolve_conj().reshape(len(leaf), math.prod(leaf.shape[1:])).contiguous()
     return flat.view(torch.uint8)
 
 

@@ -195,19 +195,25 @@ class LocalClients:
                 answers = answers.without(torch.tensor(list(bad), dtype=torch.int64), self.device)
                 partial = exchange.gather(answers.message, answers.ids)
                 check_sum(partial, client_count(answers.ids))
+            infos.append((answers.ids, answers.info))
             if client_count(answers.ids) == 0:
                 continue
             partials.append(partial)
             if len(partials) == _MERGE_EVERY:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
-            infos.append((answers.ids, answers.info))
+        if not infos:  # nobody answers; a block of no clients says what would be told
+            nobody = self.empty_block()
+            infos.append((nobody[0], self.reply(nobody, outbox, turn).info))
         partial, message = exchange.merge(partials) if partials else None, answers and answers.message
         return Gathered(partial, states, *joined(infos), up, down, refused, failed, message)
 
     def finish(self, partial: Tree, message: Tree) -> Tree:
         """Return the aggregate as the server takes it, of a partial one and any block's messages."""
-        aggregate = self.algorithm.exchange.finish(partial)
+        try:
+            aggregate = self.algorithm.exchange.finish(partial)
+        except BadClients as error:
+            raise ValueError(f"Client {self.names[error.rows[0]]!r}: {error}") from error
         if self.algorithm.told is None:
             return in_dtypes_of(message, aggregate)
         return aggregate._replace(fresh=in_dtypes_of(message.fresh, aggregate.fresh))

@@ -79,10 +79,13 @@ class Pending(NamedTuple):
             ValueError: Expected finite messages, but client 'b' sent NaN, Inf or a negative weight in 'value.weight'...
         """
         client, field = next(iter(self.refused.items()))
+        advice = "Take smaller steps"
+        if field.removeprefix("fresh.").startswith("buffers.value."):
+            advice = "Keep that buffer in float32 or float64, or with its client by buffers='local'"
         raise ValueError(
             f"Expected finite messages, but client {names[client]!r} sent NaN, Inf or a negative weight in {field!r} "
-            f"in round {round}, and {len(self.refused) - 1} others did so too; nothing of the round was kept. Take "
-            "smaller steps, or pass on_bad_message='drop' to leave such clients out of their rounds"
+            f"in round {round}, and {len(self.refused) - 1} others did so too; nothing of the round was kept. "
+            f"{advice}, or pass on_bad_message='drop' to leave such clients out of their rounds"
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +16,8 @@ from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.clients import BLOCK_ROWS, SMALL_BLOCK
 from fedtorch.federation.populations.population import Clients
-from fedtorch.metrics.pooled import PooledMetric, any_metrics
+from fedtorch.federation.solvers.prediction import shared_sizes
+from fedtorch.metrics.pooled import any_metrics
 from fedtorch.metrics.scores import Score, score_of
 from fedtorch.metrics.stacked import StackedMetric
 from fedtorch.tree import Tree
@@ -71,7 +73,8 @@ def evaluate(
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> predictions `(K, N, ...)`.
         data: rows of the same clients, or of any clients if the population is one pooled client.
         metrics: by name: a `torchmetrics.Metric`, a `MetricCollection`, a `metrics.StackedMetric`, a loss such as
-            `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+            `torch.nn.functional.mse_loss`, or a function of a client's (prediction `(N, ...)`, target `(N, ...)`) that
+            gives one number, or a value per row `(N,)`.
         split: rows -> (inputs, targets).
         batch_size: rows of a client that are predicted at once; default: all of them.
 
@@ -80,9 +83,8 @@ def evaluate(
         TypeError: clients are in other processes, and a metric's states are not sums, which alone they tell.
     """
     expected.kind(data, FederatedData, "FederatedData to evaluate on", "make it with ft.data.from_tensors([(x, y), …])")
-    sums = Sums(predict, metrics, split, batch_size)
-    sums.check_place(clients)
-    with torch.inference_mode(False), torch.no_grad():
+    sums = Sums(predict, metrics, split, batch_size, clients.in_process)
+    with _evaluating():
         return sums.scores(clients.evaluate(outbox, data, sums.of_block))
 
 
@@ -93,9 +95,29 @@ def evaluate_batches(
     split: Split = inputs_and_targets,
 ) -> dict[str, Score]:
     """Return scores of clients whose rows come in batches, one client after the other; see `evaluate`."""
-    sums = Sums(predict, metrics, split, None)
-    with torch.inference_mode(False), torch.no_grad():
+    sums = Sums(predict, metrics, split)
+    with _evaluating():
         return sums.scores(tree.concatenate([sums.of_batches(client) for client in clients]))
+
+
+@contextmanager
+def _evaluating() -> Iterator[None]:
+    """Compute without gradients; what a metric draws, as bootstraps do, is the same every time, and moves nothing."""
+    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        yield
+
+
+class ClientSums(NamedTuple):
+    """A metric's sums of clients' rows.
+
+    Attributes:
+        sums: leaves `(K, ...)`.
+        raised: `(K,)` how often the metric has raised an error; the sums are then without these rows.
+    """
+
+    sums: Tree
+    raised: Tensor
 
 
 class Sums:
@@ -103,27 +125,44 @@ class Sums:
 
     Args:
         predict, metrics, split, batch_size: as of `evaluate`.
+        in_process: whether all clients are here; from elsewhere come sums alone.
+
+    Raises:
+        TypeError: metrics that sums do not make up, of clients elsewhere.
     """
 
     def __init__(
-        self, predict: Callable[[Tree, Tree], Tree], metrics: Mapping[str, Any], split: Split, batch_size: int | None
+        self,
+        predict: Callable[[Tree, Tree], Tree],
+        metrics: Mapping[str, Any],
+        split: Split,
+        batch_size: int | None = None,
+        in_process: bool = True,
     ) -> None:
         self._predict, self._split, self._batch_size = predict, split, batch_size
-        self._every = any_metrics(metrics)
+        self._every = any_metrics(metrics, in_process)
         self._stacked = {name: metric for name, metric in self._every.items() if isinstance(metric, StackedMetric)}
-        self._pooled = {name: metric for name, metric in self._every.items() if isinstance(metric, PooledMetric)}
-
-    def check_place(self, clients: Clients | Newcomers) -> None:
-        """Refuse metrics that keep examples, where clients are in other processes and tell sums alone."""
-        for metric in self._pooled.values() if not clients.in_process else ():
-            raise metric.reason
+        self._pooled = {name: metric for name, metric in self._every.items() if not isinstance(metric, StackedMetric)}
+        self._errors: dict[str, Exception] = {}  # the first that each metric has raised of a client's rows
 
     def of_block(self, tensors: Tree, block: ClientData) -> Tree:
-        """Return the sums of a block of clients, `(K, ...)`."""
-        size = self._batch_size or max(block.mask.shape[1], 1)
-        parts = [slice(start, start + size) for start in range(0, max(block.mask.shape[1], 1), size)]
-        columns = (tree.map(lambda leaf, part=part: leaf[:, part], (block.batch, block.mask)) for part in parts)
-        return self._of_parts(tensors, len(block.mask), columns)
+        """Return the sums of a block of clients, `(K, ...)`, that are predicted with others of as many rows."""
+        order, parts = [], []
+        for places, count in shared_sizes(self._predict, block.mask.sum(1), block.mask.shape[1]):
+            rows = places.to(block.mask.device)
+            own = tree.take((block.batch, block.mask), rows)
+            parts.append(self._of_parts(tree.take(tensors, rows), len(rows), self._columns(own, count)))
+            order.append(places)
+        return tree.take(tree.concatenate(parts), torch.cat(order).argsort().to(block.mask.device))
+
+    def _columns(self, block: tuple[Tree, Tensor], count: int) -> Iterator[tuple[Tree, Tensor]]:
+        """Yield the first `count` rows of clients in batches; where there are none, one of zeros, outside the mask."""
+        if block[1].shape[1] == 0:
+            block = tree.map(lambda leaf: leaf.new_zeros(len(leaf), 1, *leaf.shape[2:]), block)
+        size = self._batch_size or max(count, 1)
+        for start in range(0, max(count, 1), size):
+            part = slice(start, min(start + size, max(count, 1)))
+            yield tree.map(lambda leaf, part=part: leaf[:, part], block)
 
     def of_batches(self, client: ClientBatches) -> Tree:
         """Return the sums of one client, `(1, ...)`.
@@ -166,13 +205,51 @@ class Sums:
             ) from error
         for each in self._pooled.values():
             each.update(prediction, target, mask)
-        return {name: metric.update(prediction, target, mask) for name, metric in self._stacked.items()}
+        return {name: self._of_metric(name, prediction, target, mask) for name in self._stacked}
+
+    def _of_metric(self, name: str, prediction: Tree, target: Tree, mask: Tensor) -> ClientSums:
+        """Return a metric's sums; where it raises an error, those of each client by itself.
+
+        Raises:
+            ValueError: predictions and targets that the metric does not take, whatever the rows.
+            TypeError: the metric is not one that sums make up.
+        """
+        metric, nothing = self._stacked[name], torch.zeros(len(mask), device=mask.device)
+        try:
+            return ClientSums(metric.update(prediction, target, mask), nothing)
+        except TypeError as error:
+            raise TypeError(f"Metric {name!r}: {error}") from error
+        except Exception as error:
+            self._errors.setdefault(name, error)
+            none = tree.map(lambda leaf: leaf[:0], (prediction, target, mask))
+            try:
+                empty = metric.update(*none)
+            except Exception:
+                raise ValueError(f"Metric {name!r}: {error}") from error
+        if len(mask) == 1:
+            return ClientSums(tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), empty), nothing + 1)
+        one = lambda k: tree.map(lambda leaf: leaf[k : k + 1], (prediction, target, mask))
+        return tree.concatenate([self._of_metric(name, *one(k)) for k in range(len(mask))])
 
     def scores(self, told: Tree) -> dict[str, Score]:
-        """Return the scores of all clients' sums."""
-        scores = {name: score_of(metric, told[name]) for name, metric in self._stacked.items()}
+        """Return the scores of all clients' sums.
+
+        Raises:
+            ValueError: a metric has raised an error for every client.
+        """
+        scores = {name: self._score(name, told[name]) for name in self._stacked}
         scores.update({name: metric.score(told[name]) for name, metric in self._pooled.items()})
         return {name: scores[name] for name in self._every}
+
+    def _score(self, name: str, told: ClientSums) -> Score:
+        raised = told.raised > 0
+        score, error = score_of(self._stacked[name], told.sums, raised), self._errors.get(name)
+        if error is not None and bool(raised.any()) and bool(score.clients.isnan().all()):
+            raise ValueError(
+                f"Expected metric {name!r} to have a value for the rows of a client, but it raises "
+                f"{type(error).__name__} for every client: {error}"
+            ) from error
+        return score
 
 
 class Newcomers:

@@ -63,7 +63,8 @@ class JoinedEpoch:
         for name, (before, after) in self._parts.items():
             self._take(name, before.__dict__, after.__dict__)
         self.whole = self.whole and not changed
-        shares = {name: rows * leaf.double() for name, leaf in tensors.items() if leaf.is_floating_point()}
+        numbers = {n: leaf for n, leaf in tensors.items() if leaf.is_floating_point() or leaf.is_complex()}
+        shares = tree.scale(tree.wide(numbers), rows)
         self._tensors = shares if self._tensors is None else tree.add(self._tensors, shares)
         self._rows += rows
 

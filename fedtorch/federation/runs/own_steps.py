@@ -9,6 +9,7 @@ is what it makes of all clients' metrics and lists.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -35,6 +36,7 @@ class _Epoch(NamedTuple):
     rows: int
     values: dict[str, float]
     entries: dict[str, Logged]
+    broken: set[str]  # names of metrics whose states are not finite
 
 
 def has_step(module: nn.Module | None, stage: str) -> bool:
@@ -143,12 +145,13 @@ class OwnSteps:
     def _epoch(self, module: Any, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
         rows = sum(size for _, size in self._steps(module, client.batches))
         if not rows:
-            return _Epoch(0, {}, {})
+            return _Epoch(0, {}, {}, set())
         joined.add(client.tensors, rows, self._working.changed())
         self._hook(module, "epoch_end")
         values = self._logs.values()
+        broken = {name for name, entry in self._logs.entries.items() if _is_broken(module, entry, values[name])}
         self._hook(module, "end")
-        return _Epoch(rows, values, self._logs.entries)
+        return _Epoch(rows, values, self._logs.entries, broken)
 
     def _steps(self, module: Any, batches: Any) -> Iterator[tuple[Any, int]]:
         """Yield (output, rows) of every batch; the hooks before the first run where there is one."""
@@ -189,8 +192,9 @@ class OwnSteps:
             else:
                 overall = at_end[name] if name in at_end else _mean(epochs, name)
             logging = torch.tensor([name in epoch.entries for epoch in epochs])
-            failed = clients.isnan() & logging if entry.metric is None else None
-            scores[name] = Score(overall, clients, best, failed)
+            unknown = clients.isnan() & logging
+            broken = torch.tensor([entry.metric is None or name in epoch.broken for epoch in epochs])
+            scores[name] = Score(overall, clients, best, unknown & broken, unknown & ~broken)
         return scores
 
     def _at_end(self, joined: JoinedEpoch) -> dict[str, float]:
@@ -206,6 +210,17 @@ class OwnSteps:
         except Exception:  # of what it finds in no list and no metric; it has passed for every client
             return {}
         return logs.values()
+
+
+def _is_broken(module: nn.Module, entry: Logged, value: float) -> bool:
+    """Return whether a metric that was logged is NaN because it has seen NaN or Inf."""
+    if entry.metric is None or not math.isnan(value):
+        return False
+    states = [
+        getattr(part, name) for _, part in metrics_in(module.get_submodule(entry.metric)) for name in part._defaults
+    ]
+    leaves = [leaf for state in states for leaf in (state if isinstance(state, list) else [state])]
+    return not all(bool(leaf.isfinite().all()) for leaf in leaves)
 
 
 def _mean(epochs: list[_Epoch], name: str) -> float:

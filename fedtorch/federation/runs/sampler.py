@@ -131,6 +131,11 @@ class Sampler:
         if after <= 0 or after % self.thin:
             return
         watched = {**self._watch(round), **(site_variables(round) if self._sites else {})}
+        if unreal := [name for name, leaf in watched.items() if leaf.is_complex()]:
+            raise TypeError(
+                f"Expected real numbers to keep draws of, but got complex ones in {unreal[0]!r}; give watch= a "
+                "function that returns torch.view_as_real of them"
+            )
         draws = {name: leaf.detach().to("cpu", torch.float64, copy=True) for name, leaf in watched.items()}
         self.moments = {
             name: _add_draw(self.moments.get(name, _no_moments(leaf)), leaf) for name, leaf in draws.items()

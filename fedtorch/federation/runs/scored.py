@@ -66,7 +66,10 @@ class Scored:
         Args:
             data: rows of the run's clients; or their loaders, which say how large batches are.
             metrics: by name: torchmetrics, `MetricCollection`s, `ft.metrics`, a loss such as
-                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values.
+                `torch.nn.functional.mse_loss`, or a function. A function is called with one client's own predictions
+                and targets, `(N, ...)` without padding, as `loss=` is. It returns a value per row, `(N,)`, of which the
+                mean is taken over a client's rows and over all; or one number or a tree of tensors, which are those of
+                each client's rows, and of all clients' rows one after the other.
             split: rows -> (inputs, targets), for `metrics`. Inputs that are a dict are arguments of the module's
                 `forward` by name; targets that are a dict are those of a torchmetrics metric's `update`.
             unseen: whether `data` are the rows of other clients, which begin where the run's have begun.

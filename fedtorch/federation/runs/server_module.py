@@ -72,7 +72,7 @@ class Modules:
         """Return what the server holds that sends out `outbox`."""
         algorithm, named = self._algorithm, functional.tensors(self.module)
         sent = getattr(outbox, "parameters", outbox)
-        held: dict[str, Tensor] = sent if isinstance(sent, dict) else {}
+        held = {name: _whole(leaf, named.get(name)) for name, leaf in sent.items()} if isinstance(sent, dict) else {}
         if any(name not in named or leaf.shape != named[name].shape for name, leaf in held.items()):
             held = {}  # of another kind, or a row for each client
         used = set(functional.parameters(self.module))
@@ -80,7 +80,8 @@ class Modules:
             nobody = algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)
             used |= named.keys() & dict(algorithm.model(*nobody)).keys()
         # Counters do not predict, and bounds at infinity are the module's own.
-        matters = lambda tensor: tensor.is_floating_point() and bool(tensor.isfinite().all())
+        numbers = lambda tensor: tensor.is_floating_point() or tensor.is_complex()
+        matters = lambda tensor: numbers(tensor) and bool(tensor.isfinite().all())
         return ServerModule(held, tuple(name for name in sorted(used - held.keys()) if matters(named[name])))
 
     def entries(self, outbox: Tree, server: Tree) -> dict[str, Tensor]:
@@ -130,6 +131,17 @@ def read(flat: Mapping[str, Tensor]) -> SavedModule:
     said: dict[str, Any] = json.loads(bytes(flat[ENTRY].tolist()))
     tensors = {name: flat[place] for name, place in said["tensors"].items()}
     return SavedModule(said["class"], ServerModule(tensors, tuple(said["lacks"])), said["own"])
+
+
+def _whole(leaf: Tensor, own: Tensor | None) -> Tensor:
+    """Return a tensor of a server as a module has it: an averaged buffer that began at infinity travels in parts."""
+    if own is None or leaf.shape == own.shape or bool(own.isfinite().all()):
+        return leaf
+    parts = functional.finite_parts(own)
+    if leaf.shape != parts.shape:
+        return leaf
+    numbers = functional.from_finite_parts(leaf)
+    return (torch.view_as_complex(numbers) if own.is_complex() else numbers).to(own.dtype)
 
 
 def checksum(tensor: Tensor) -> int | None:

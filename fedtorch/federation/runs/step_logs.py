@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.objective import Reduction, reduction_named
-from fedtorch.metrics.joined import value_of
+from fedtorch.metrics.joined import value_at_client
 
 
 @dataclass
@@ -120,7 +120,7 @@ class StepLogs:
         if entry.metric is None:
             return float(entry.reduced())
         metric: Any = self._module.get_submodule(entry.metric)
-        return value_of(metric)
+        return value_at_client(metric)
 
 
 def over_batches(entries: Iterable[Logged]) -> float:

@@ -21,13 +21,52 @@ class LocalState(NamedTuple):
     steps: Tensor | None  # (K,) steps taken so far, None if reset
 
 
-def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return (the buffers that are averaged like parameters, those that each client keeps).
+class AveragedBuffers:
+    """The buffers that a server averages, as finite numbers that have a mean.
+
+    Counts and flags travel in float64. A buffer that begins with NaN or infinities, such as the bounds of an observer
+    of ranges, travels as `functional.finite_parts`, which tell NaN, Inf and numbers apart.
+
+    Args:
+        buffers: of a module before training, by name.
+
+    Attributes:
+        start: where they begin, as they travel.
+    """
+
+    def __init__(self, buffers: Mapping[str, Tensor]) -> None:
+        self._own = {name: buffer.dtype for name, buffer in buffers.items()}
+        self._parted = {name for name, buffer in buffers.items() if not bool(buffer.isfinite().all())}
+        self.start = self.sent(buffers)
+
+    def sent(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers among tensors `(...)` or `(K, ...)` of a module as they travel."""
+        return {name: self._sent(name, tensors[name]) for name in self._own}
+
+    def _sent(self, name: str, buffer: Tensor) -> Tensor:
+        if name in self._parted:
+            return functional.finite_parts(buffer)
+        return buffer if buffer.is_floating_point() or buffer.is_complex() else buffer.to(torch.float64)
+
+    def tensors(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return parameters and averaged buffers as the module has them: the inverse of `sent` among others."""
+        return {**parameters, **{name: self._received(name, parameters[name]) for name in self._own}}
+
+    def _received(self, name: str, buffer: Tensor) -> Tensor:
+        dtype = self._own[name]
+        if name in self._parted:
+            numbers = functional.from_finite_parts(buffer)
+            return (torch.view_as_complex(numbers) if dtype.is_complex else numbers).to(dtype)
+        real = dtype.is_floating_point or dtype.is_complex
+        return buffer.to(dtype) if real else functional.counted(buffer, dtype)
+
+
+def divided_buffers(module: nn.Module, policy: str) -> tuple[AveragedBuffers, dict[str, Tensor]]:
+    """Return (the buffers that are averaged, those that each client keeps).
 
     Args:
         module: whose buffers.
-        policy: "refuse" stacks none, "local" keeps all, "average" averages all that have a mean, counts and flags
-            as float64; complex ones and bounds at infinity stay with the client.
+        policy: "refuse" stacks none, "local" keeps all, "average" averages all.
 
     Raises:
         ValueError: the policy is none of these.
@@ -35,15 +74,7 @@ def divided_buffers(module: nn.Module, policy: str) -> tuple[dict[str, Tensor], 
     if policy not in ("refuse", "local", "average"):
         raise ValueError(f"Expected buffers='refuse', 'local' or 'average', but got {policy!r}")
     every = {} if policy == "refuse" else functional.buffers(module)
-    real = lambda b: b if b.is_floating_point() else b.to(torch.float64)
-    means = lambda b: policy == "average" and not b.is_complex() and bool(b.isfinite().all())
-    averaged = {name: real(b) for name, b in every.items() if means(b)}
-    return averaged, {name: b for name, b in every.items() if name not in averaged}
-
-
-def counts(module: nn.Module, averaged: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Return the dtypes of those averaged buffers that hold counts or flags."""
-    return {n: b.dtype for n, b in module.named_buffers() if n in averaged and not b.is_floating_point()}
+    return (AveragedBuffers(every), {}) if policy == "average" else (AveragedBuffers({}), every)
 
 
 def refuse_changed_buffers(module: nn.Module, before: dict[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from fedtorch.federation.solvers._divided import Piece, divide, split
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
 from fedtorch.federation.solvers._probed_rows import first_rows
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, ever_trained, joined
+from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined
 from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
@@ -89,9 +89,8 @@ class Descent:
             raise ValueError(f"Expected {type(module).__name__} to have trainable parameters, but it has none")
         self.trained = list(trainable)
         self.averaged, self.buffers = divided_buffers(trained, buffers)
-        self.counts = counts(trained, self.averaged)
-        self.parameters = {**trainable, **self.averaged}
-        self._stacked_buffers = [*self.averaged, *self.buffers]
+        self.parameters = {**trainable, **self.averaged.start}
+        self._stacked_buffers = [*self.averaged.start, *self.buffers]
         self.loss = StackedLoss(self.objective, self.trained, self._stacked_buffers, batched, compile, precision)
         self.check = StepCheck(self.module, self.twin)
         self._configurations: dict[int | None, Configured] = {}
@@ -153,7 +152,7 @@ class Descent:
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """Return all tensors that clients predict with; see `LocalSolver`."""
-        return {**functional.with_counts(parameters, self.counts), **state.buffers}
+        return {**self.averaged.tensors(parameters), **state.buffers}
 
     def configured(self, total: int) -> Configured:
         """Return optimiser and schedule; of each number of steps of a round if the module has asked for the number."""
@@ -179,7 +178,8 @@ class Descent:
         if isinstance(data, ClientLoaders):
             return self._through_loaders(start, state, data, quadratic, turn)
         if len(data.count) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=data.count.device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=data.count.device)
+            return Local(start, state, nothing, {"loss": nothing})
         if self.linear is not None and turn.rates is None:
             family = self.linear.family(start, data.batch, quadratic)
             if family is not None:
@@ -260,7 +260,8 @@ class Descent:
     ) -> Local:
         """Train the clients of a block on the batches of their loaders, one after another unless they are stacked."""
         if (count := len(data.count)) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=turn.key.device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=turn.key.device)
+            return Local(start, state, nothing, {"loss": nothing})
         if turn.partial:
             raise ValueError("Expected clients with rows for ft.partial_work, but got loaders; leave one of them out")
         per_epoch, each = torch.tensor([data.steps(k) for k in range(count)]), list(torch.arange(count)[:, None])
@@ -515,7 +516,7 @@ class _Stack:
     def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
-            {n: tensors[n].double() if n in descent.counts else tensors[n] for n in descent.parameters},
+            {**{name: tensors[name] for name in descent.trained}, **descent.averaged.sent(tensors)},
             LocalState(
                 kept,
                 {name: tensors[name] for name in descent.buffers},
@@ -530,7 +531,7 @@ def _clip(gradients: dict[str, Tensor | None], names: Sequence[str], most: float
     """Scale the gradients of each client whose norm over all `names` is above `most`."""
     held = {name: gradient for name in names if (gradient := gradients.get(name)) is not None}
     if held:
-        squares = [gradient.reshape(len(gradient), -1).abs().square().sum(1) for gradient in held.values()]
+        squares = [tree.as_real(gradient).reshape(len(gradient), -1).square().sum(1) for gradient in held.values()]
         share = (most / (torch.stack(squares).sum(0).sqrt() + 1e-6)).clamp(max=1)
         for name, gradient in held.items():
             gradients[name] = gradient * tree.along(share, gradient)

@@ -82,8 +82,9 @@ def gradient_descent(
             Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
             first being 0, a client begins at r times its own epochs and steps, also if it has been away.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an
-            error, "local" keeps each client's own, "average" treats them as parameters. Counts and flags travel too:
-            a flag that a client has raised is raised everywhere (GPyTorch's `variational_params_initialized`).
+            error, "local" keeps each client's own, "average" averages their values, whatever they began with. Counts
+            and flags travel too: a flag that a client has raised is raised everywhere (GPyTorch's
+            `variational_params_initialized`).
         batched: "auto" evaluates clients together where their batches have the same shapes and `torch.vmap` can run the
             module, and one by one elsewhere (`.item()` of floats, `x[mask]`, packed sequences); it logs why, once.
             True raises an error instead, False goes one by one. All give what a loop would, up to rounding. Once for

@@ -38,7 +38,7 @@ from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.turn import Turn
 from fedtorch.kernels.programs import gradient_steps
 from fedtorch.models.hierarchical.penalised import Rows, check_family, negative_log_likelihood, observed, penalised_mode
-from fedtorch.models.linear import CLEAR, LinearHead, Spectral, spectral, sufficient_statistics
+from fedtorch.models.linear import CLEAR, LinearHead, Spectral, is_rowwise, spectral, sufficient_statistics
 from fedtorch.tree import Tree
 
 
@@ -108,7 +108,7 @@ def least_squares(
         solve=partial(_solve, form, steps, lr) if normal else partial(_reweighted, form, steps, family),
         parameters=functional.parameters(module),
         init=lambda parameters: LocalState({}, {}, None),
-        predict=predictor(module),
+        predict=predictor(module, rowwise=is_rowwise(module)),
         tensors=lambda parameters, state: parameters,
         prepare=partial(_prepare, form) if normal else partial(_observed, form, family),
         module=module,

@@ -29,7 +29,7 @@ from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.local_schedule import LocalOptimizer, LocalSchedule, batches_of, limited
 from fedtorch.federation.solvers._configured import configured_settings
 from fedtorch.federation.solvers._probe import check_rows, failure_on_one_row
-from fedtorch.federation.solvers._state import LocalState, counts, divided_buffers, refuse_changed_buffers
+from fedtorch.federation.solvers._state import LocalState, divided_buffers, refuse_changed_buffers
 from fedtorch.federation.solvers._surroundings import as_list, isolated
 from fedtorch.federation.solvers._watch import Look, RoundTrainer, Watch, look
 from fedtorch.federation.solvers.batches import (
@@ -99,8 +99,8 @@ def lightning_fit(
             `current_epoch` go on: in round r, the first being 0, a client begins at r times its own epochs and steps,
             also if it has been away; but `ReduceLROnPlateau` begins anew in each.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse"
-            raises an error, "local" keeps each client's own, "average" treats them as parameters, counts and flags
-            too.
+            raises an error, "local" keeps each client's own, "average" averages their values, whatever they began
+            with, those of counts and flags too.
         shuffle: whether each epoch goes through the rows in a new order.
         ignore_hooks: "train_dataloader" leaves that of the module alone, which is refused otherwise; its
             `val_dataloader` is what the Trainers validate on.
@@ -138,7 +138,7 @@ def lightning_fit(
         parameters=fit.parameters,
         init=lambda parameters: LocalState({}, dict(fit.buffers), None),
         predict=predictor(fit.module, lambda: False),
-        tensors=lambda parameters, state: {**functional.with_counts(parameters, fit.counts), **state.buffers},
+        tensors=lambda parameters, state: {**fit.averaged.tensors(parameters), **state.buffers},
         prepare=fit.prepare,
         module=fit.module,
         schedule=LocalSchedule(
@@ -207,10 +207,9 @@ class _Fit:
         self.limit, self.length = arguments.get("limit_train_batches"), None if rounds == "each" else rounds
         most = arguments.get("max_steps", -1)
         self._steps = None if most == -1 else most * arguments.get("accumulate_grad_batches", 1)  # batches of a round
-        averaged, self.buffers = divided_buffers(self.module, buffers)
-        self.counts = counts(self.module, averaged)
+        self.averaged, self.buffers = divided_buffers(self.module, buffers)
         self.trained = list(functional.parameters(self.module))
-        self.parameters = {**functional.parameters(self.module), **averaged}
+        self.parameters = {**functional.parameters(self.module), **self.averaged.start}
         self._tried: StackedLoss | None = None
         if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
             with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
@@ -250,14 +249,15 @@ class _Fit:
         """Fit the clients of a block, one after the other."""
         device = data.count.device
         if len(data.count) == 0:
-            return Local(start, state, torch.zeros(0, dtype=torch.float64, device=device), {})
+            nothing = torch.zeros(0, dtype=torch.float64, device=device)
+            return Local(start, state, nothing, {"loss": nothing})
         fitted, loaded = [], isinstance(data, ClientLoaders)
         for k in range(len(data.count)):
             seed = int(random.fold_in(turn.key[k], MODULE))
             batches = client_batches(data, k, seed) if loaded else nullcontext(self._batches(data, k, turn.key[k]))
             store = nullcontext() if self._store is None else self._store()
             with isolated(device, self.arguments.get("accelerator"), seed), store, batches as given:
-                alone = ({**start, **state.buffers}, quadratic)
+                alone = ({**self.averaged.tensors(start), **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 examine = None if self._examined else self._examine
                 watch = Watch(client_quadratic, turn.round, examine, data.steps(k) if loaded else None, turn.rates)
@@ -268,7 +268,7 @@ class _Fit:
         names = dict.fromkeys(name for each in fitted for name in each.info)
         numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
         return Local(
-            {name: tensors[name] for name in self.parameters},
+            {**{name: tensors[name] for name in self.trained}, **self.averaged.sent(tensors)},
             LocalState(state.optimizer, {name: tensors[name] for name in self.buffers}, state.steps),
             numbers(each.steps for each in fitted),
             {name: numbers(each.info.get(name, float("nan")) for each in fitted) for name in names},

@@ -14,8 +14,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import is_finite
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
-from fedtorch.federation.runs.evaluation import inputs_and_targets
-from fedtorch.metrics.scores import stacked_metrics
+from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
@@ -39,16 +38,9 @@ def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, 
     Raises:
         Refusal: the algorithm does not predict.
     """
-    metrics, predict = stacked_metrics(wanted), algorithm.predict
-    if predict is None:
+    if algorithm.predict is None:
         raise Refusal("the algorithm does not predict")
-
-    def sums(tensors: Tree, block: ClientData) -> Tree:
-        inputs, target = inputs_and_targets(block.batch)
-        prediction = predict(tensors, inputs)
-        return {name: metric.update(prediction, target, block.mask) for name, metric in metrics.items()}
-
-    return sums
+    return Sums(algorithm.predict, wanted, inputs_and_targets, in_process=False).of_block
 
 
 def by_client(

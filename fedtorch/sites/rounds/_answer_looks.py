@@ -93,6 +93,6 @@ def not_finite_in(partial: Tree) -> str | None:
 
 
 def _is_finite(leaf: Tensor) -> bool:
-    if leaf.dtype in (torch.float64, torch.float32):
+    if leaf.dtype in (torch.float64, torch.float32, torch.complex128, torch.complex64):
         return bool(np.isfinite(leaf.numpy()).all())
     return not leaf.is_floating_point() or bool(leaf.isfinite().all())

@@ -300,7 +300,7 @@ class Part:
                 raise ValueError(f"Expected phase {len(self._said) + 1} next, but got phase {phase}")
             step = self._half.send(packed(payload) if self._said else None)
         except (RuntimeError, ValueError) as error:
-            self._ended = f"the site ends its part of a sum under masks: {error}"
+            self._ended = f"the site ends its part of a sum under masks: {getattr(error, 'told', None) or error}"
             raise Refusal(self._ended) from error
         assert isinstance(step, Send)
         self._said.append(unpacked(step.message))

@@ -34,6 +34,8 @@ _DTYPES = {
         torch.float32,
         torch.float16,
         torch.bfloat16,
+        torch.complex128,
+        torch.complex64,
         torch.int64,
         torch.int32,
         torch.int16,

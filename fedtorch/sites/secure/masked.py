@@ -12,6 +12,7 @@ a site say nearly what it said, and noise only keeps that back, such as that of 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -23,6 +24,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
@@ -37,6 +39,7 @@ from fedtorch.sites.secure.server import Server
 from fedtorch.sites.secure.simulation import secure_sum
 from fedtorch.tree import Tree
 
+_BEYOND = "make weights smaller (weight=), clip, or declare a larger bound: Grid(bits=…, bound=…)"
 _FEW = 65  # sites that can all mask with one another
 _SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
 
@@ -138,7 +141,9 @@ class Masked:
 
     def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
         """Return a site's part, whose secrets are of the operating system and of this sum alone."""
-        words = self.grid.encode(rows(tree.map(as_sums, found.message, is_leaf=(Mean, Sum))).cpu())
+        summed = tree.map(as_sums, found.message, is_leaf=(Mean, Sum))
+        _check_bound(self.grid, found.ids, summed)
+        words = self.grid.encode(rows(summed).cpu())
         total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
         key = Ed25519PrivateKey.from_private_bytes(signing)
         return Client(self._session(parties, words), number, key, from_system(), total)
@@ -160,6 +165,7 @@ class Masked:
         """Return the aggregate of a round in this process, whose clients are added to those of earlier sums."""
         ids, messages = in_order(found)
         summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
+        _check_bound(self.grid, ids, summed)
         made = secure_sum(
             rows(summed).cpu(), self.grid, minimum=self.minimum, attempt=next(self._attempts), clients=ids.tolist(),
             apart=self.apart, earlier=self._earlier, entropy=self.entropy, adversary=self.adversary,
@@ -169,6 +175,22 @@ class Masked:
         one = tree.take(summed, slice(0, 1))
         total = tree.map(lambda part, leaf: part.to(leaf.device), like(made.total, summed), one)
         return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))
+
+
+def _check_bound(grid: Grid | ExactSums, ids: Tensor, summed: Tree) -> None:
+    """Raise BadClients, of the clients' numbers, where what is added up has a number beyond the grid's bound."""
+    if isinstance(grid, Grid):
+        for field, leaf in tree.items(tree.as_real(summed)):
+            sizes = leaf.abs().reshape(len(leaf), math.prod(leaf.shape[1:]))
+            beyond = ~(sizes <= grid.bound).all(1).cpu()
+            if bool(beyond.any()):
+                worst = float(sizes[beyond.to(sizes.device)][0].max())
+                raise BadClients(
+                    ids[beyond],
+                    f"expected numbers of at most {grid.bound} in size for the grid of sums under masks, but got "
+                    f"{worst} in {field!r}, which are times the client's weight where they are averaged; {_BEYOND}",
+                    f"a client has a number beyond the grid of sums under masks in {field!r}; {_BEYOND}",
+                )
 
 
 def masked(

@@ -131,8 +131,9 @@ def _lie(attack: Attack, attacks: Tensor, key: Tensor, node: Mean | Sum | Tensor
 def _instead(attack: Attack, attacks: Tensor, key: Tensor, said: Tree) -> Tree:
     if attack.alone is None:
         return said
-    lies = tree.map(lambda lie, honest: lie.to(honest.dtype), attack.alone(said, key), said)
-    return tree.where(attacks, lies, said)
+    numbers = tree.as_real(said)
+    lies = tree.map(lambda lie, honest: lie.to(honest.dtype), attack.alone(numbers, key), numbers)
+    return tree.where(attacks, tree.from_real(lies, said), said)
 
 
 def _told(told: Callable[[Tree], Tree], attack: Attack, state: _State) -> Tree:

@@ -5,7 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from fedtorch.federation.algorithm import Algorithm
 from fedtorch.trust.privacy.clipping import AdaptiveClip, Clip
+
+
+def check_no_averaged_buffers(algorithm: Algorithm) -> None:
+    """Raise ValueError where clients send values of buffers, which a bound on changes of parameters would cut."""
+    start = algorithm.start if isinstance(algorithm.start, dict) else {}
+    averaged = (
+        [] if algorithm.module is None else [name for name, _ in algorithm.module.named_buffers() if name in start]
+    )
+    if averaged:
+        raise ValueError(
+            f"Expected no averaged buffers under a bound on what clients send, but got {averaged[0]!r}, whose values "
+            "a bound on changes would cut; use buffers='local', or GroupNorm instead of BatchNorm"
+        )
 
 
 def check_noise(noise: float) -> None:

@@ -63,15 +63,16 @@ def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple
     """Scale stacked trees down to a norm of at most `bound` per client; also return the norms before, `(K,)` float64.
 
     A client with NaN, Inf or numbers that overflow is cut to zeros, and its norm is infinite. Numbers of 16 bits become
-    float32, which the bound would not survive otherwise.
+    float32, which the bound would not survive otherwise. Complex numbers count as two real ones.
 
     Raises:
-        TypeError: leaves that are not real numbers.
+        TypeError: leaves of whole numbers.
     """
-    leaves = tree.leaves(value)
+    pairs = tree.as_real(value)
+    leaves = tree.leaves(pairs)
     for leaf in leaves:
         if not leaf.is_floating_point():
-            raise TypeError(f"Expected real numbers to clip, but got {leaf.dtype}")
+            raise TypeError(f"Expected real or complex numbers to clip, but got {leaf.dtype}")
     norm = mechanism.norm(_numbers(leaves))
     norm = torch.where(norm.isfinite(), norm, torch.inf)
     share = (bound * SLACK / norm).clamp(max=1)
@@ -80,7 +81,7 @@ def clip_rows(value: Tree, bound: float | Tensor, mechanism: Mechanism) -> tuple
         wide = leaf if leaf.dtype in (torch.float32, torch.float64) else leaf.to(torch.float32)
         return torch.where(tree.along(share > 0, wide), wide * tree.along(share.to(wide.dtype), wide), 0.0)
 
-    return tree.map(cut, value), norm
+    return tree.from_real(tree.map(cut, pairs), value), norm
 
 
 def _numbers(leaves: list[Tensor]) -> Tensor:

@@ -139,8 +139,8 @@ class VerticalRun:
         Args:
             data: aligned rows; those of weight zero do not count, the others alike.
             metrics: by name: torchmetrics with summed states, `ft.metrics`, a loss such as
-                `torch.nn.functional.mse_loss`, or a function (prediction, target) -> per-example values. Predictions
-                are logits where the likelihood is one of classes, and otherwise means.
+                `torch.nn.functional.mse_loss`, or a function (prediction `(N, ...)`, target `(N, ...)`) -> `(N,)`, a
+                value per row. Predictions are logits where the likelihood is one of classes, and otherwise means.
             draws: of the parameters.
             key: of the draws.
 

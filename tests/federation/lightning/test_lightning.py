@@ -202,6 +202,7 @@ def test_what_is_logged(local: ft.LocalSolver, tmp_path: Any) -> None:
         assert told.pop(f"val_{name}_mean") == [float(s[name].clients.nanmean()) for s in scores]
         assert told.pop(f"val_{name}_min") == [float(s[name].clients.min()) for s in scores]
         assert told.pop(f"val_{name}_max") == [float(s[name].clients.max()) for s in scores]
+        assert told.pop(f"val_{name}_undefined") == [0.0] * len(scores)
     assert not told
     assert sorted({int(row["step"]) for row in rows}) == [0, 1, 2, 3]
 

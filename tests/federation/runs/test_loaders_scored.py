@@ -129,3 +129,26 @@ def test_a_bad_loader_names_the_client(run: ft.Run) -> None:
 
     with pytest.raises(ValueError, match=r"Client 'client 2': its loader raised at batch 1: OSError: unreadable"):
         run.evaluate(loaders(broken))
+
+
+def test_a_function_is_given_all_rows_of_a_loader_at_once(run: ft.Run) -> None:
+    largest = lambda prediction, target: (prediction.argmax(1) == target).double().std()
+    score = run.evaluate(loaders(), {"m": largest, "loss": nn.CrossEntropyLoss(reduction="sum")})
+    outputs = [run.client_module(k)(x).detach() for k, (x, _) in enumerate(rows())]
+    targets = [y for _, y in rows()]
+    each = [float(largest(output, y)) for output, y in zip(outputs, targets)]
+    assert score["m"].clients.tolist() == pytest.approx(each, rel=1e-6)
+    assert score["m"].overall == pytest.approx(float(largest(torch.cat(outputs), torch.cat(targets))), rel=1e-6)
+    whole = F.cross_entropy(torch.cat(outputs), torch.cat(targets), reduction="sum")
+    assert score["loss"].overall == pytest.approx(float(whole), rel=1e-6)
+
+
+def test_batches_of_other_shapes_are_refused_for_a_function_by_name(run: ft.Run) -> None:
+    widths = iter(range(3, 99))
+
+    def collate(batch: Any) -> Any:
+        x, y = (torch.stack(each) for each in zip(*batch))
+        return x, y[:, None].expand(-1, next(widths))
+
+    with pytest.raises(ValueError, match=r"Expected batches of one shape for the function of metric 'm', .*one length"):
+        run.evaluate(loaders(collate), {"m": lambda prediction, target: prediction.mean()})

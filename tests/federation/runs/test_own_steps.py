@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import lightning as L
@@ -309,3 +310,67 @@ def test_states_of_any_kind_are_joined(kind: str) -> None:
         states.add(part)
     states.write(joined := make())
     assert torch.equal(joined.compute(), whole.compute())
+
+
+class Scores(L.LightningModule):
+    """Logs metrics of what some clients' rows do not define."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3, dtype=torch.float64)
+        self.auroc, self.binned = BinaryAUROC(), BinaryAUROC(thresholds=7)
+        self.r2 = torchmetrics.R2Score()
+        self.ignoring = BinaryAUROC(ignore_index=0)
+        self.spread = torchmetrics.NormalizedRootMeanSquaredError("std")
+        self.error = torchmetrics.MeanSquaredError()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        score, truth = self.net(x)[:, 0], x[:, 1]
+        for name in ("auroc", "binned", "ignoring"):
+            metric = getattr(self, name)
+            metric.update(score.sigmoid(), (y == 1).long())
+            self.log(name, metric)
+        for name in ("r2", "spread", "error"):
+            getattr(self, name).update(torch.where(x[:, 2] > 90, torch.nan, score), truth)
+            self.log(name, getattr(self, name))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:torchmetrics")
+def test_what_a_clients_rows_do_not_define_is_nan_and_counted_and_what_is_nan_fails() -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = [
+        (torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 2 * (k != 1))
+        for k, n in enumerate((6, 5, 1, 8))
+    ]
+    rows[3][0][0, 2] = 99.0
+    data, module = ft.data.from_tensors(rows), Scores()
+    scores = ft.Run(ft.fedavg(ft.gradient_descent(module, epochs=1)), ft.InProcess(data)).evaluate(data)
+    undefined = {name: score.undefined.tolist() for name, score in scores.items()}  # type: ignore[union-attr]
+    failed = {name: score.failed.tolist() for name, score in scores.items()}  # type: ignore[union-attr]
+    for name in ("auroc", "binned"):
+        assert undefined[name] == [False, True, True, False]
+        assert scores[name].mean() == pytest.approx(float(scores[name].clients[[0, 3]].mean()))
+    assert undefined["ignoring"] == [True] * 4  # one class is left, or none
+    assert undefined["r2"] == [False, False, True, False]
+    for name in ("r2", "spread", "error"):
+        assert failed[name] == [False, False, False, True]
+        assert math.isnan(scores[name].mean())
+    x, y = (torch.cat(part) for part in zip(*rows))
+    assert scores["auroc"].overall == pytest.approx(float(BinaryAUROC()(module.net(x)[:, 0].sigmoid(), y)))
+
+
+def test_a_spread_of_three_clients_and_more_is_that_of_all_rows() -> None:
+    generator = torch.Generator().manual_seed(2)
+    rows = [(torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.zeros(n)) for n in (6, 5, 7, 8)]
+    data, module = ft.data.from_tensors(rows), Scores()
+    scores = ft.Run(ft.fedavg(ft.gradient_descent(module, epochs=1)), ft.InProcess(data)).evaluate(data)
+    x = torch.cat([x for x, _ in rows])
+    whole = torchmetrics.NormalizedRootMeanSquaredError("std")
+    assert scores["spread"].overall == pytest.approx(float(whole(module.net(x)[:, 0].detach(), x[:, 1])), rel=1e-5)

@@ -125,7 +125,7 @@ def test_partitions_of_a_data_set() -> None:
     assert [leaf.shape for leaf in tensors.rows] == [(24, 3), (24,)]
     with pytest.raises(ValueError, match=r"pass label=… \(of a Dataset its classes\)"):
         ft.data.partition(dataset, ft.data.dirichlet(0.3), clients=3)
-    with pytest.raises(ValueError, match="Expected a label for each of 24 rows, but got shape"):
+    with pytest.raises(ValueError, match=r"Expected one value per row, shape \(24,\), but got shape \(2,\)"):
         ft.data.partition(dataset, ft.data.dirichlet(0.3, label=[0, 1]), clients=3)
 
 

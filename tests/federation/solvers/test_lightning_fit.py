@@ -285,7 +285,8 @@ class TestAnyModule:
         start, state = tree.expand((local.parameters, local.init(local.parameters)), 0)
         data = tree.take(block(clients()), slice(0, 0))
         found = local.solve(start, state, data, None, ft.Turn(keys(0), 0))
-        assert_same(found, Local(start, state, torch.zeros(0, dtype=torch.float64), {}))
+        nothing = torch.zeros(0, dtype=torch.float64)
+        assert_same(found, Local(start, state, nothing, {"loss": nothing}))
 
     def test_a_client_without_rows_stays(self) -> None:
         x, y = clients()[0]

@@ -212,6 +212,15 @@ def test_neighbourhoods_are_as_small_as_their_tails_allow() -> None:
     assert circle(list(range(1, 21)), 4, b"another") != ring
 
 
+def test_numbers_beyond_the_grid_name_client_and_field() -> None:
+    rows = [(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 1.0, 1e7, 1.0)]
+    data = ft.data.from_tensors(rows, names=["north", "east", "south", "west"])
+    algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
+    said = r"Client 'south': expected numbers of at most 1048576\.0 .* but got 1\d*\.0 in 'change\.value\.weight'"
+    with pytest.raises(ValueError, match=said):
+        ft.run(algorithm, ft.InProcess(data, carry=secure_masked(dropouts=0.0)), rounds=1)
+
+
 def test_numbers_off_the_grid_are_refused_with_the_reason() -> None:
     for wrong in (101.0, -101.0, math.nan, math.inf):
         values = VALUES.clone()

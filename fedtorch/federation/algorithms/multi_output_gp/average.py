@@ -21,6 +21,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import POSTERIOR, StackedGP
 from fedtorch.federation.algorithms.personal import personal_layers
+from fedtorch.federation.solvers.prediction import Rowwise
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
@@ -79,7 +80,7 @@ def fedmgp_average(
         solve=partial(_solve, gp=gp, work=work, units=units),
         parameters=gp.start(*POSTERIOR),
         init=partial(_init, gp=gp),
-        predict=gp.predict,
+        predict=Rowwise(gp.predict),
         tensors=lambda parameters, state: {**parameters, **state.scales},
         prepare=gp.check,
         module=gp.module,

@@ -21,6 +21,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.solvers.prediction import Rowwise
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
 from fedtorch.models.gaussian import pack, unpack
@@ -132,7 +133,7 @@ def fedmgp(
         settings={"algorithm": "fedmgp", "fixed": gp.fixed, "server_lr": server_lr, "exact_units": exact_units}
         | work._asdict(),
         start=gp.start(),
-        predict=gp.predict,
+        predict=Rowwise(gp.predict),
         module=gp.module,
         finish=gp.finish,
     )

@@ -142,7 +142,7 @@ def grid(
         population: who computes, and where.
         validation: rows of the same clients; or the fraction of each client's rows that is held out as such.
         metric: how predictions are scored: of `ft.metrics`, a torchmetrics metric of one number, a loss of torch, a
-            function (prediction, target) -> per-example values, or the name of what a LightningModule's own
+            function of a client's (prediction, target), or the name of what a LightningModule's own
             `validation_step` logs, as "val_loss".
         largest_is_best: whether the metric is large for good predictions, as accuracy is, and not small, as errors are;
             default: what the metric says of itself, as `ft.metrics`, torchmetrics and losses of torch do; names do not.
@@ -309,9 +309,10 @@ def scored(run: Run, validation: Evaluable, metric: Any, split: Split) -> Score 
         if isinstance(metric, str)
         else run.evaluate(validation, {"metric": metric}, split)["metric"]
     )
-    if isinstance(score.overall, Tensor):
-        shape = tuple(score.overall.shape)
-        raise TypeError(f"Expected a metric that is one number to compare settings by, but got one of shape {shape}")
+    if not score.is_number:
+        got = score.overall
+        got = f"one of shape {tuple(got.shape)}" if isinstance(got, Tensor) else f"a {type(got).__name__} of them"
+        raise TypeError(f"Expected a metric that is one number to compare settings by, but got {got}")
     failed = score.failed is not None and bool(score.failed.any())  # models are finite, and outputs are not
     return score if math.isfinite(score.overall) and not failed else None
 

@@ -41,6 +41,7 @@ from fedtorch.tree import Tree
 from fedtorch.trust.privacy.accounting.spending import Spending, on_grid
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._layers import Layer, LayerRecorder, ghost_squares, linear_layers
+from fedtorch.trust.privacy.examples._operations import ExampleOperations
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +104,15 @@ class PrivateLoss(StackedLoss):
         noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
-        return StepResult(losses, {}, {}, noised, None)  # logs and metrics of rows have no noise
+        # Logs and metrics of rows have no noise; a step without rows has no loss.
+        return StepResult(losses, {}, {}, noised, None, unlogged={"loss": ~taken.any(1).cpu()})
+
+    def single(
+        self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
+    ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
+        """Return one client's (loss, logs, new buffers), of operations that have gradients by example."""
+        with ExampleOperations():
+            return super().single(values, rows, weights, index)
 
     def clipped(
         self, values: Sequence[Tensor], rows: Tree, taken: Tensor, index: int, key: Tensor | None

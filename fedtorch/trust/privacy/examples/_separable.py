@@ -20,22 +20,53 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fedtorch import random, tree
+from fedtorch import functional, random, tree
+from fedtorch.data.items import seeded
 from fedtorch.federation.solvers.objective import Loss, Objective
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
+from fedtorch.trust.privacy.examples._refused import Faults
 
 _LOG = logging.getLogger(__name__)
+_SUM = "the loss of a batch is their sum: divide it by their number"
 _AWAY = 0.1  # relative size of the random steps away from the initial values
 
 
-def refuse_batch_norm(module: nn.Module) -> None:
-    """Raise ValueError if the module normalises over the examples of a batch."""
-    for part in module.modules():
-        if isinstance(part, nn.modules.batchnorm._BatchNorm):
-            raise _mixing(type(part).__name__)
+def look_alone(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> None:
+    """Find out from a client's rows `(B, ...)` whether the module draws random numbers, or changes as it runs.
+
+    Args:
+        loss: whose `random` is set.
+        tensors: initial values of one client.
+        rows: of one client.
+
+    Raises:
+        ValueError: a buffer changes.
+        TypeError: the same rows have another loss the second time.
+    """
+    module, name = loss.objective.module, type(loss.objective.module).__name__
+    loss.objective.trainer.answers.update(global_step=0, current_epoch=0)
+    values, before = [tensors[n].detach().clone() for n in loss.tensors], functional.buffers(module)
+    evaluate = lambda: loss.single(values, rows, None, 0)[0].detach()
+    with torch.no_grad(), seeded(0), loss.drawing.observed(random.key(0).to(values[0].device)) as drawn:
+        first = evaluate()
+    loss.random = drawn.calls > 0
+    after = dict(module.named_buffers())
+    same = lambda old, new: old.shape == new.shape and torch.allclose(old, new.to(old), 0, 0, equal_nan=True)
+    changed = [name for name, old in before.items() if name not in after or not same(old, after[name])]
+    if changed:
+        raise ValueError(
+            f"Expected buffers that stay as they are, but training changes {', '.join(changed)} of {name}: what rows "
+            "leave there would be published without noise; make the layer leave its buffers alone"
+        )
+    with torch.no_grad(), seeded(0):
+        if not loss.random and not torch.allclose(second := evaluate(), first, 1e-5, 1e-5, equal_nan=True):
+            raise TypeError(
+                f"Expected the same loss on the same rows, but {name} gave {float(first):.6g} and then "
+                f"{float(second):.6g}: it keeps something from one call to the next, which examples would share"
+            )
 
 
 def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> PrivateLoss:
@@ -50,8 +81,10 @@ def in_double(loss: PrivateLoss, module: nn.Module, criterion: Loss | None) -> P
     return double
 
 
-def check_separable(loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> None:
-    """Check that the loss of a batch `(1, B, ...)` is the mean of its examples', by gradients.
+def check_separable(
+    loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]
+) -> None:
+    """Check that clients' losses are the means of their examples', by gradients, and that steps of them run.
 
     Layers are given up where they do not clip as the examples' own gradients do.
 
@@ -59,10 +92,10 @@ def check_separable(loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str
         loss: whose `checked` is set, unless no gradient is finite.
         double: the same in float64, which is compared if it runs.
         tensors: initial values of one client.
-        rows: of one client.
+        rows: of each of some clients, `(B, ...)`, better of unlike sizes.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is not, or one does not.
     """
     try:
         point = _some_point(double, tensors, rows)
@@ -70,100 +103,173 @@ def check_separable(loss: PrivateLoss, double: PrivateLoss, tensors: Mapping[str
         point = _some_point(loss, tensors, rows)
     if point is None:
         return
-    size = _norms(point.examples).mean()
-    if not all(_close(w, e.mean(1), point.bound * size) for w, e in zip(point.whole, point.examples)):
-        raise _mixing("the loss of a batch")
+    size = point.bound * _norms(point.examples)[point.taken].mean()
+    for k, whole in enumerate(point.whole):
+        taken = point.taken[k]
+        means = [leaf[k, taken].mean(0) for leaf in point.examples]
+        if not all(_close(w, mean, size) for w, mean in zip(whole, means)):
+            count = int(taken.sum())
+            added = count > 1 and all(_close(w, count * mean, count * size) for w, mean in zip(whole, means))
+            raise _mixing(point.faults, _SUM) if added else _mixing(point.faults)
     if loss.layers is not None and not _layers_agree(point, float(size)):
         loss.layers = None
-    loss.separable = loss.checked = True
+    _run(loss, tensors, rows)
+    loss.checked = True
 
 
 class _Point(NamedTuple):
     """Hold gradients at some values of the parameters."""
 
     loss: PrivateLoss
-    values: list[Tensor]  # (1, ...)
-    rows: Tree  # (1, B, ...), of finite gradients
-    key: Tensor | None
-    whole: list[Tensor]  # (1, ...) float64, of the batch's loss
-    examples: list[Tensor]  # (1, B, ...) float64, of the examples' own losses
+    values: list[Tensor]  # (K, ...)
+    rows: Sequence[Tree]  # (B, ...) of each client
+    taken: Tensor  # (K, B) bool, which places have rows
+    key: Tensor | None  # (K,)
+    whole: list[list[Tensor]]  # (...) float64 by client, of the loss of what is taken
+    examples: list[Tensor]  # (K, B, ...) float64, of the examples' own losses; 0 of what is not taken
     bound: float  # on relative rounding
+    faults: Faults  # of the operations that were called
 
 
-def _some_point(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Tree) -> _Point | None:
+def _some_point(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]) -> _Point | None:
     """Return gradients away from the initial values, or at them; None where none is finite."""
+    rows, values, key = _started(loss, tensors, rows)
+    return _point(loss, [_perturbed(v, random.fold_in(random.key(0).to(v.device), n)) for n, v in enumerate(values)],
+                  rows, key) or _point(loss, values, rows, key)  # fmt: skip
+
+
+def _started(
+    loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]
+) -> tuple[Sequence[Tree], list[Tensor], Tensor | None]:
+    """Return rows and initial values `(K, ...)` in the loss's dtype, and keys `(K,)` if it draws."""
     like = next(loss.objective.parameters())
-    rows = tree.map(lambda leaf: leaf.to(like.dtype) if leaf.is_floating_point() else leaf, rows)
-    values = [tensors[name].detach().to(like)[None] for name in loss.tensors]
-    key = random.key(0).to(like.device)
-    away = [_perturbed(value, random.fold_in(key, number)) for number, value in enumerate(values)]
-    draws = key[None] if loss.random else None
-    return _point(loss, away, rows, draws) or _point(loss, values, rows, draws)
+    rows = [tree.map(lambda leaf: leaf.to(like.dtype) if leaf.is_floating_point() else leaf, each) for each in rows]
+    values = [tensors[n].detach().to(like).expand(len(rows), *tensors[n].shape).clone() for n in loss.tensors]
+    clients = torch.arange(len(rows), device=like.device)
+    return rows, values, random.fold_in(random.key(0).to(like.device), clients) if loss.random else None
 
 
-def _point(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> _Point | None:
+def _run(loss: PrivateLoss, tensors: Mapping[str, Tensor], rows: Sequence[Tree]) -> None:
+    """Compute what a step does, in the loss's own dtype."""
+    rows, values, key = _started(loss, tensors, rows)
+    padded, taken = _padded(rows)
+    try:
+        loss.clipped(values, padded, taken, 0, key)
+    except Exception as error:
+        raise _not_stacked(loss, Faults(), error) from error
+
+
+def _point(loss: PrivateLoss, values: list[Tensor], rows: Sequence[Tree], key: Tensor | None) -> _Point | None:
     """Return the gradients at `values`, of the rows where they are finite.
 
     Raises:
         ValueError: those of a batch are, of single examples never.
     """
+    faults = Faults()
     with _Precision() as precision:
-        try:
-            examples, _ = loss.by_example(values, rows, 0, key)
-        except Exception as error:
-            raise ValueError(
-                f"Expected a loss that is the mean of its examples' losses, but it fails on one alone: {error}"
-            ) from error
-        finite = torch.stack([leaf.flatten(2).isfinite().all(2) for leaf in examples]).all(0)[0]
-        some = bool(finite.any())
-        rows = tree.map(lambda leaf: leaf[:, finite], rows) if some else rows
-        whole = _batch_gradient(loss, values, rows, key)
+        _run_one(loss, values, rows, key, faults)
+        examples, taken = _by_example(loss, values, rows, key, faults)
+        finite = torch.stack([leaf.flatten(2).isfinite().all(2) for leaf in examples]).all(0) & taken
+        some = finite.any(1).nonzero()[:, 0].tolist()
+        if some and not torch.equal(finite, taken):
+            rows = [tree.map(lambda leaf, k=k: leaf[finite[k, : len(leaf)]], rows[k]) for k in some]
+            values, key = [value[some] for value in values], None if key is None else key[some]
+            examples, taken = _by_example(loss, values, rows, key, faults)
+        with faults:
+            whole = [_batch_gradient(loss, [v[k] for v in values], each, _of(key, k)) for k, each in enumerate(rows)]
     if some:
-        kept = [leaf[:, finite].to(torch.float64) for leaf in examples]
-        return _Point(loss, values, rows, key, [w.to(torch.float64) for w in whole], kept, math.sqrt(precision.eps))
-    if all(bool(leaf.isfinite().all()) for leaf in whole):
-        raise _mixing("the loss of a batch")
+        kept = [torch.where(tree.along(taken, leaf), leaf.to(torch.float64), 0.0) for leaf in examples]
+        wholes = [[w.to(torch.float64) for w in each] for each in whole]
+        return _Point(loss, values, rows, taken, key, wholes, kept, math.sqrt(precision.eps), faults)
+    if all(bool(leaf.isfinite().all()) for each in whole for leaf in each):
+        raise _mixing(faults)
     return None
 
 
-def _layers_agree(point: _Point, size: float) -> bool:
+def _run_one(loss: PrivateLoss, values: list[Tensor], rows: Sequence[Tree], key: Tensor | None, faults: Faults) -> None:
+    """Compute the gradient of one example, without `vmap`."""
+    one = tree.map(lambda leaf: leaf[:1], rows[0])
+    try:
+        with faults:
+            _batch_gradient(loss, [value[0] for value in values], one, _of(key, 0))
+    except Exception as error:
+        raise ValueError(
+            "Expected a loss that is the mean of its examples' losses, but it fails on one alone: "
+            f"{'; '.join([str(error), *faults.named()])}"
+        ) from error
+
+
+def _by_example(
+    loss: PrivateLoss, values: list[Tensor], rows: Sequence[Tree], key: Tensor | None, faults: Faults
+) -> tuple[Sequence[Tensor], Tensor]:
+    """Return the gradients of clients' examples, `(K, B, ...)`, and the mask of their rows, `(K, B)`."""
+    padded, taken = _padded(rows)
+    try:
+        return loss.by_example(values, padded, 0, key)[0], taken
+    except Exception as error:
+        raise _not_stacked(loss, faults, error) from error
+
+
+def _of(key: Tensor | None, client: int) -> Tensor | None:
+    return None if key is None else key[client]
+
+
+def _padded(rows: Sequence[Tree]) -> tuple[Tree, Tensor]:
+    """Return clients' rows in front of repetitions, `(K, B, ...)`, and their mask `(K, B)`."""
+    sizes = torch.tensor([len(tree.leaves(each)[0]) for each in rows])
+    width = int(sizes.max())
+    at = [torch.where(torch.arange(width) < size, torch.arange(width), 0) for size in sizes]
+    device = tree.leaves(rows[0])[0].device
+    whole = [tree.map(lambda leaf, k=k: leaf[at[k].to(device)], each) for k, each in enumerate(rows)]
+    return tree.stack(whole), (torch.arange(width) < sizes[:, None]).to(device)
+
+
+def _layers_agree(point: _Point, rounding: float) -> bool:
     """Return whether ghost norms clip as the examples' own gradients do, tensor by tensor; a warning says so if not."""
-    loss, examples, bound = point.loss, point.examples, point.bound
+    loss, examples, taken = point.loss, point.examples, point.taken
     sizes = _norms(examples)
-    taken = torch.ones_like(sizes, dtype=torch.bool)
-    for clip in (1e300, float(sizes.median())):
+    for clip in (1e300, float(sizes[taken].median())):
         loss.clip = clip
-        sums, _ = loss.clipped(point.values, point.rows, taken, 0, point.key)
+        sums, _ = loss.clipped(point.values, _padded(point.rows)[0], taken, 0, point.key)
         if loss.layers is None:
             return False
-        share = (clip * SLACK / sizes).clamp(max=1)
+        share = torch.where(taken, clip * SLACK / sizes, 0.0).clamp(max=1)
         for name, total, leaf in zip(loss.tensors, sums, examples):
             weighted = leaf * tree.along(share, leaf)
-            scale = float(weighted.flatten(2).norm(dim=2).sum()) + bound * size
-            if not _close(total.to(torch.float64), weighted.sum(1), 2 * bound * scale):
+            scale = point.bound * float(weighted.flatten(2).norm(dim=2).sum()) + rounding
+            if not _close(total.to(torch.float64), weighted.sum(1), 2 * scale):
                 _LOG.warning("training goes on with ghost=False: layers give another gradient of %s", name)
                 return False
     return True
 
 
-def _mixing(what: str) -> ValueError:
+def _mixing(faults: Faults, otherwise: str = "the loss of a batch mixes them") -> ValueError:
+    """Return the error of a loss that mixes examples, by the operations at fault; `otherwise` where none is known."""
     return ValueError(
-        f"Expected a loss that is the mean of its examples' losses, but {what} mixes them: one example then changes "
-        "the gradients of others, which clipping does not bound; use LayerNorm or GroupNorm instead of BatchNorm"
+        f"Expected a loss that is the mean of its examples' losses, but {'; '.join(faults.named()) or otherwise} "
+        "(DP-SGD clips the gradient of each example's own loss, and trains with their mean)"
+    )
+
+
+def _not_stacked(loss: PrivateLoss, faults: Faults, error: Exception) -> ValueError:
+    name = type(loss.objective.module).__name__
+    return ValueError(
+        "Expected a module whose gradients torch.vmap can compute example by example, but it cannot run "
+        f"{name}: {'; '.join([*faults.named(), str(error)])}"
     )
 
 
 def _batch_gradient(loss: PrivateLoss, values: list[Tensor], rows: Tree, key: Tensor | None) -> Sequence[Tensor]:
+    """Return the gradient `(...)` of one client's loss, without `vmap`."""
     tracked = [value.clone().requires_grad_() for value in values]
     with torch.enable_grad(), nullcontext() if key is None else KeyedRandomness(key):
-        randomness = "error" if key is None else "different"
-        losses, *_ = loss.stacked([*tracked, *tree.leaves(rows)], rows, 0, randomness)
-        gradients = torch.autograd.grad(losses.sum(), tracked, allow_unused=True)
+        total = loss.single(tracked, rows, None, 0)[0]
+        gradients = torch.autograd.grad(total, tracked, allow_unused=True)
     return [torch.zeros_like(value) if gradient is None else gradient for gradient, value in zip(gradients, tracked)]
 
 
 def _norms(examples: list[Tensor]) -> Tensor:
-    """Return the norm of each example's whole gradient, `(1, B)`."""
+    """Return the norm of each example's whole gradient, `(K, B)`."""
     return torch.stack([leaf.flatten(2).square().sum(2) for leaf in examples]).sum(0).sqrt()
 
 

@@ -22,10 +22,11 @@ from torch import nn
 
 from fedtorch import tree
 from fedtorch.data import BadClients
+from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.federation.local_schedule import local_schedule
 from fedtorch.federation.solvers.descent import Descent
-from fedtorch.federation.solvers.objective import Loss, training_copy
+from fedtorch.federation.solvers.objective import Loss, Objective, training_copy
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.optimisers import MakeOptimizer
 from fedtorch.random.entropy import Entropy, from_system
@@ -35,11 +36,66 @@ from fedtorch.trust.privacy.accounting.accountant import Release
 from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.accounting.spending import Spending, one_process
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
-from fedtorch.trust.privacy.examples._separable import check_separable, in_double, refuse_batch_norm
+from fedtorch.trust.privacy.examples._refused import refuse_layers
+from fedtorch.trust.privacy.examples._separable import check_separable, in_double, look_alone
 
 ADJACENCY = "zero-out: one row of one client has gradients of zeros instead of its own, in all steps"
 ADVERSARY = "everybody who sees what clients send, the server included, and not which rows their steps draw"
-_LOOKED_AT = 8  # rows, to find out whether a loss mixes them
+_LOOKED_AT = 8, 5  # rows of two clients, to find out whether a loss mixes them: unlike each other and their number
+
+
+class PrivateDescent(Descent):
+    """Steps of DP-SGD, whose module is looked at example by example instead of stacked.
+
+    Args:
+        module: that is trained.
+        steps: in each round.
+        rounds: how many are planned.
+        criterion: (output, target) -> mean loss.
+        make: parameters -> optimiser.
+        reset: whether its moments restart each round.
+        project: applied after every step.
+        ignore_hooks: of the module.
+        private: (objective, names of what is trained) -> loss.
+    """
+
+    loss: PrivateLoss
+
+    def __init__(
+        self,
+        module: nn.Module,
+        steps: int,
+        rounds: int | None,
+        criterion: Loss | None,
+        make: MakeOptimizer | None,
+        reset: str,
+        project: Callable[[Tree], Tree] | None,
+        ignore_hooks: Sequence[str],
+        private: Callable[[Objective, Sequence[str]], PrivateLoss],
+    ) -> None:
+        if isinstance(module, nn.Module):
+            refuse_layers(module)  # before it is copied, which some spectral norms do not allow
+        super().__init__(
+            module, None, steps, rounds, None, criterion, make, reset, "refuse", True, False, None, "32", project,
+            ignore_hooks, rowwise=True,
+        )  # fmt: skip
+        self.loss, self._criterion, self._ignored = private(self.objective, self.trained), criterion, ignore_hooks
+
+    def _learn(self, data: Any) -> None:
+        """Find out from clients with the most and the fewest rows whether the module can train example by example."""
+        if len(data.count) == 0 or self.loss.checked:
+            return
+        self.move(data.count.device)
+        order = data.count.argsort(stable=True)
+        rows = [
+            tree.map(lambda leaf, k=k, most=most: leaf[k, : min(most, int(data.count[k]))], data.batch)
+            for k, most in zip((int(order[-1]), int(order[0])), _LOOKED_AT)
+        ]
+        values = {name: tensor.to(data.count.device) for name, tensor in self.parameters.items()}
+        look_alone(self.loss, values, rows[0])
+        self.loss.observed = True
+        double = in_double(self.loss, training_copy(self.module, self._ignored), self._criterion)
+        check_separable(self.loss, double, values, rows)
 
 
 class Cut(NamedTuple):
@@ -83,6 +139,7 @@ def example_level(
 ) -> LocalSolver:
     """Build a local solver that trains `module` by DP-SGD, for any algorithm whose clients solve once a round.
 
+    Layers are torch's own, recurrent ones and their cells included. What mixes examples is refused by name.
     Optimiser, schedule, `reset`, `rounds`, `project` and `ignore_hooks` are those of `ft.gradient_descent`.
 
     Args:
@@ -90,7 +147,8 @@ def example_level(
         clip: the bound C on the Euclidean norm of an example's gradient.
         noise: z, so that the sum of a step's clipped gradients has noise of z·C.
         sampling_rate: q, with which every step draws each of a client's rows, independently and in secret. Sums are
-            divided by q times the client's rows. In the history of a seeded simulation a step without rows has no loss.
+            divided by q times the client's rows. In the history of a seeded simulation `train_loss` is the mean over
+            the steps that drew rows.
         steps: in each round.
         delta: δ of all ε, below one over any client's rows.
         loss: (output, target) -> mean loss of a batch.
@@ -110,8 +168,9 @@ def example_level(
         ignore_hooks: overridden Lightning hooks that training does not depend on.
 
     Raises:
-        ValueError: settings out of range; where the data are first seen, a loss that mixes examples (BatchNorm), or δ
-            of one over a client's rows or more.
+        ValueError: settings out of range, or a layer whose examples mix (BatchNorm) or that changes as it runs; where
+            the data are first seen, a loss that is not the mean of its examples', or δ of one over a client's rows or
+            more.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -140,13 +199,16 @@ def example_level(
     spending = Spending(
         account, Release(float(noise), float(sampling_rate), excess=excess), steps, entropy, one_process
     )
-    descent = Descent(
-        module, None, steps, rounds, None, loss, optimizer, reset, "refuse", True, False, None, "32", project,
-        ignore_hooks, rowwise=True,
-    )  # fmt: skip
-    descent.loss = PrivateLoss(
-        descent.objective, descent.trained, clip, sampling_rate, spending, ghost, cut and cut.batch
+    private = lambda objective, trained: PrivateLoss(
+        objective, trained, clip, sampling_rate, spending, ghost, cut and cut.batch
     )
+    descent = PrivateDescent(module, steps, rounds, loss, optimizer, reset, project, ignore_hooks, private)
+    if unreal := [name for name in descent.trained if descent.parameters[name].is_complex()]:
+        raise TypeError(
+            f"Expected real parameters for gradients of single rows, but got {descent.parameters[unreal[0]].dtype} in "
+            f"{unreal[0]!r}; keep its real and imaginary parts as one real parameter (..., 2), and take "
+            "torch.view_as_complex of it in forward"
+        )
     about = {
         "clip": clip,
         "noise": noise,
@@ -162,7 +224,7 @@ def example_level(
         init=descent.init,
         predict=predictor(descent.module),
         tensors=descent.tensors,
-        prepare=partial(_prepare, descent, descent.loss, loss, ignore_hooks, delta, cut),
+        prepare=partial(_prepare, descent, delta, cut),
         module=descent.module,
         settings={
             "solver": "example_level",
@@ -176,18 +238,11 @@ def example_level(
     )
 
 
-def _prepare(
-    descent: Descent,
-    loss: PrivateLoss,
-    criterion: Loss | None,
-    ignore_hooks: Sequence[str],
-    delta: float,
-    cut: Cut | None,
-    data: Any,
-) -> Any:
+def _prepare(descent: PrivateDescent, delta: float, cut: Cut | None, data: Any) -> Any:
     """Return the data, if single rows of them can be protected."""
-    refuse_batch_norm(descent.objective.module)
-    rows = descent.prepare(data).batch  # clients with loaders have none
+    if isinstance(data, ClientLoaders):
+        return data.batch  # which raises, and says what to do
+    descent.prepare(data)
     small = (data.count * delta >= 1).nonzero()[:, 0].cpu()
     if len(small):
         raise BadClients(
@@ -198,12 +253,4 @@ def _prepare(
     large = (data.count > (torch.inf if cut is None else cut.rows)).nonzero()[:, 0].cpu()
     if len(large):
         raise BadClients(large, f"expected at most the rows of {cut}, but got {int(data.count[large[0]])}")
-    if len(data.count):
-        most = int(data.count.argmax())
-        width = min(_LOOKED_AT, int(data.count[most]))
-        rows = tree.map(lambda leaf: leaf[most : most + 1, :width], rows)
-        values = {name: tensor.to(data.count.device) for name, tensor in descent.parameters.items()}
-        if not loss.checked:
-            double = in_double(loss, training_copy(descent.module, ignore_hooks), criterion)
-            check_separable(loss, double, values, rows)
     return data

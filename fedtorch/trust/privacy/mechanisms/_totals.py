@@ -80,7 +80,7 @@ def noised_totals(algorithm: Algorithm, clip: float, noise: float, spending: Spe
 
 
 def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
-    """Return what clients tell for good `(K, ...)` by name, in float64, without the counts.
+    """Return what clients tell for good `(K, ...)` by name, in float64 or complex128, without the counts.
 
     Raises:
         ValueError: counts that are not 0 or 1.
@@ -91,7 +91,7 @@ def numbers_of(counts: tuple[str, ...], whole: Tree) -> dict[str, Tensor]:
                 f"Expected weights of one under privacy of clients, but got others in {name!r}: they depend on the "
                 "data; pass weight=lambda data: torch.ones_like(data.count, dtype=torch.float64)"
             )
-    return {name: leaf.to(torch.float64) for name, leaf in tree.items(whole) if name not in counts}
+    return tree.wide({name: leaf for name, leaf in tree.items(whole) if name not in counts})
 
 
 def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
@@ -100,19 +100,20 @@ def with_numbers(whole: Tree, numbers: dict[str, Tensor]) -> Tree:
 
 
 def _clipped(told: Told, clip: float, mechanism: Mechanism, state: Tree) -> Tree:
-    """Return what clients tell for good, in float64 and clipped."""
+    """Return what clients tell for good, in float64 or complex128 and clipped."""
     whole = told.of(state)
     return with_numbers(whole, clip_rows(numbers_of(told.counts, whole), clip, mechanism)[0])
 
 
 def _released(total: Tree, counts: tuple[str, ...], scale: float, spending: Spending) -> Tree:
     """Return a total with noise of `scale` on every number but those that count."""
-    values = {name: leaf for name, leaf in tree.items(total) if name not in counts}
+    held = {name: leaf for name, leaf in tree.items(total) if name not in counts}
+    values = tree.as_real(held)
     flat = torch.cat([leaf.flatten().cpu() for leaf in values.values()])
     scales = torch.full_like(flat, scale)
     noised = on_grid(flat + spending.noise("total", scales), scales).split([leaf.numel() for leaf in values.values()])
     released = {name: part.reshape(leaf.shape).to(leaf.device) for (name, leaf), part in zip(values.items(), noised)}
-    return with_numbers(total, released)
+    return with_numbers(total, tree.from_real(released, held))
 
 
 def _init(clipped: Algorithm, parameters: Tree, clients: int) -> tuple[State, Tree]:

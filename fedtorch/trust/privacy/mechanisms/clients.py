@@ -46,7 +46,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Rows, Tree
-from fedtorch.trust.privacy._checks import check_clip, check_noise, check_rate
+from fedtorch.trust.privacy._checks import check_clip, check_no_averaged_buffers, check_noise, check_rate
 from fedtorch.trust.privacy.accounting.accountant import Release
 from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, UNSEEN, Claim, Ledger
 from fedtorch.trust.privacy.accounting.spending import Spending, check_delta_of, on_grid
@@ -151,6 +151,7 @@ def client_level(
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         _check(algorithm, clip_told)
+        check_no_averaged_buffers(algorithm)
         spending = Spending(
             account, release, 1, entropy, partial(_check_clients, delta), sampling_rate, size, quorum=None
         )
@@ -284,7 +285,7 @@ def _noised(exchange: Exchange, clip: Clip, noise: float, spending: Spending) ->
         return _Outbox(exchange.scatter(outbox.parameters, ids), tree.expand(outbox.clip, client_count(ids)))
 
     def gather(messages: Tree, ids: Rows) -> Tree:
-        return exchange.gather(tree.to(messages, torch.float64), ids)
+        return exchange.gather(tree.wide(messages), ids)
 
     def finish(partial: Tree) -> Tree:
         aggregate = exchange.finish(partial)
@@ -308,12 +309,12 @@ def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> 
     """Return the aggregate's sums with noise, divided by the clients that were expected."""
     means, expected = _means(aggregate), spending.expected
     sums = tuple(tree.scale(mean.value, float(mean.weight)) for mean in means)
-    leaves = tree.leaves(sums)
+    leaves = tree.leaves(tree.as_real(sums))
     flat = torch.cat([leaf.flatten().cpu() for leaf in leaves])
     scales = torch.full_like(flat, scale)
     noised = on_grid(flat + spending.noise(phase, scales), scales).split([leaf.numel() for leaf in leaves])
     rows = [part.reshape(leaf.shape).to(leaf.device) for part, leaf in zip(noised, leaves)]
-    values = iter(tree.scale(tree.refill(sums, rows), 1 / expected))
+    values = iter(tree.scale(tree.from_real(tree.refill(sums, rows), sums), 1 / expected))
     weight = torch.tensor(expected, dtype=torch.float64)
     return _map(lambda mean: Mean(next(values), weight.to(mean.weight.device)), aggregate)
 

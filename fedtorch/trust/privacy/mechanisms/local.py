@@ -37,7 +37,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.random.entropy import Entropy, from_system
 from fedtorch.tree import Tree
-from fedtorch.trust.privacy._checks import check_clip, check_noise
+from fedtorch.trust.privacy._checks import check_clip, check_no_averaged_buffers, check_noise
 from fedtorch.trust.privacy.accounting.accountant import Release
 from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
 from fedtorch.trust.privacy.accounting.spending import Spending, check_delta_of
@@ -103,6 +103,7 @@ def local_level(
 
     def wrap(algorithm: Algorithm) -> Algorithm:
         _check(algorithm)
+        check_no_averaged_buffers(algorithm)
         check = partial(check_delta_of, delta, "clients")
         spending = Spending(account, release, 1, entropy, check, quorum=quorum, need=need)
         client = partial(_client, algorithm, float(clip), share, spending)
@@ -130,7 +131,7 @@ def _client(
     reply = algorithm.client(inbox, state, data, turn)
     nodes: list[Mean | Sum] = []
     tree.map(lambda node: nodes.append(node) or node, reply.message, is_leaf=(Mean, Sum))  # type: ignore[func-returns-value]
-    values = tuple(tree.to(node.value, torch.float64) for node in nodes)
+    values = tuple(tree.wide(node.value) for node in nodes)
     cut = clip_rows(values, clip, spending.release.mechanism)[0]
     noised = like(spending.noised("messages of clients", turn.key, rows(cut).cpu(), share), cut)
     parts = iter(tree.map(lambda new, old: new.to(old.device), noised, cut))

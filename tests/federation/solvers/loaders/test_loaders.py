@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities import CombinedLoader
+from support.forked import over_ranks
 from support.oracles.plain_training import seeded
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
@@ -245,6 +246,55 @@ def test_ragged_rows_are_filled_up_and_trained_together(solver: str) -> None:
     for k, loader in enumerate(dense.values()):
         for name, value in plain(module, loader, keys[k], 2)[0].items():
             torch.testing.assert_close(solved.parameters[name][k], value.detach(), **CLOSE)
+
+
+class Positions(Padded):
+    """Counts what is filled up, and draws for every row and position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout, self.noise = nn.Dropout(0.4), 0.1
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        words = self.words(batch["words"])
+        words = self.dropout(words) + self.noise * torch.randn_like(words)
+        return F.cross_entropy(self.net(words.mean(1)), batch["label"], ignore_index=-1)
+
+
+def ragged_clients() -> ft.data.FederatedLoaders:
+    items = {f"c{place}": sentences(place, count) for place, count in enumerate((4, 7, 6, 5))}
+    given = {name: DataLoader(each, collate_fn=ragged, batch_size=3) for name, each in items.items()}
+    return ft.data.from_loaders(given, pad={"words": 0, "label": -1})
+
+
+def test_ragged_batches_are_those_of_a_collate_fn_also_where_filling_counts() -> None:
+    """Each batch is filled up to its own longest row, whoever else trains in this step."""
+    module = seeded(Positions)
+    module.dropout, module.noise = nn.Dropout(0.0), 0.0
+    data, local = ragged_clients(), SOLVERS["stacked"](module)
+    run = ft.run(ft.separate(local), ft.InProcess(data), rounds=1, progress=False)
+    for k, loader in enumerate(data.loaders):
+        dense = [padded(*batch.values()) for batch in loader]
+        for name, value in plain(module, dense, torch.tensor(0), 2)[0].items():
+            torch.testing.assert_close(dict(run.client_module(k).named_parameters())[name].detach(), value, **CLOSE)
+
+
+def numbers(population: Any) -> list[float]:
+    local = SOLVERS["stacked"](seeded(Positions))
+    run = ft.run(ft.fedavg(local), population, rounds=2, progress=False)
+    return torch.cat([leaf.flatten() for leaf in ft.tree.leaves(run.server)]).tolist()
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3])
+def test_draws_of_ragged_clients_do_not_depend_on_the_clients_beside_them(chunk: int) -> None:
+    together = numbers(ft.InProcess(ragged_clients()))
+    assert numbers(ft.InProcess(ragged_clients(), chunk=chunk)) == pytest.approx(together, rel=1e-10, abs=1e-12)
+
+
+def test_draws_of_ragged_clients_are_the_same_over_two_ranks(tmp_path: Path) -> None:
+    together = numbers(ft.InProcess(ragged_clients()))
+    for found in over_ranks(tmp_path / "ranks", 2, lambda rank: numbers(ft.Distributed(ragged_clients()))):
+        assert found == pytest.approx(together, rel=1e-10, abs=1e-12)
 
 
 def test_batches_that_are_not_of_tensors_are_not_stacked() -> None:

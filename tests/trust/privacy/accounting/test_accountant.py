@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 from scipy.integrate import quad
 from scipy.stats import norm
@@ -146,7 +147,8 @@ def test_noise_next_to_none_has_no_account(mechanism, rate: float) -> None:
 
 def test_a_library_without_distributions_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "dp_accounting.pld", None)
-    accountant._loss.cache_clear()
+    accountant._losses.cache_clear()
+    accountant._curves.cache_clear()
     with pytest.raises(ImportError, match=r"fedtorch\[privacy\]"):
         privacy.epsilon(noise=1.0, sampling_rate=0.5, delta=DELTA)
 
@@ -165,3 +167,110 @@ def test_cut_batches_have_the_least_epsilon_whose_delta_is_the_one_asked_for(rat
         spent({whole: 40}, 1e-5),
         rel=1e-5,  # ε is rounded up by 1e-6, twice
     )
+
+
+HARD = {
+    "little noise": (0.05, 0.03, 300, 1e-5),
+    "less noise, once": (0.002, 0.5, 1, 1e-5),
+    "a million rounds": (1.0, 0.5, 10**6, 1e-8),
+    "a million rounds of little noise": (0.05, 0.5, 10**6, 1e-5),
+    "a million rounds of next to no noise": (0.002, 0.9, 10**6, 1e-5),
+    "a rate next to one": (0.05, 0.999, 10, 1e-5),
+    "half of the units": (0.3, 0.5, 1000, 1e-5),
+}
+
+
+def rdp_bound(noise: float, rate: float, rounds: int, delta: float) -> float:
+    """Of the accountant of dp-accounting that takes Rényi divergences."""
+    from dp_accounting import dp_event
+    from dp_accounting.rdp import RdpAccountant
+
+    one = dp_event.PoissonSampledDpEvent(rate, dp_event.GaussianDpEvent(noise))
+    return RdpAccountant().compose(one, rounds).get_epsilon(delta)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_settings_that_would_take_long_have_bounds(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    """At most that of Rényi divergences, and of whole batches, and at least that of half the rounds."""
+    noise, rate, rounds, delta = HARD[name]
+    found = privacy.epsilon(noise=noise, sampling_rate=rate, rounds=rounds, delta=delta)
+    assert found <= rdp_bound(noise, rate, rounds, delta)
+    assert found <= gaussian_epsilon(noise, delta, rounds)
+    assert isinstance(found, accountant.UpperBound) == (rounds > 1)
+    assert ("upper bound" in repr(found)) == ("upper bound" in caplog.text) == (rounds > 1)
+    assert found > rate * gaussian_epsilon(noise, delta, rounds) / 2
+
+
+@pytest.mark.parametrize(
+    ("noise", "rate", "rounds", "delta"), [(1.0, 0.01, 1000, 1e-5), (0.5, 0.1, 100, 1e-6), (5.0, 0.5, 3, 1e-5)]
+)
+def test_bounds_are_above_the_tight_value_and_close(noise: float, rate: float, rounds: int, delta: float) -> None:
+    releases = {Release(noise, rate): rounds}
+    tight, bounds = spent(releases, delta), [spent(releases, delta, most=most) for most in (200_000, 50_000, 2_000)]
+    assert type(tight) is float
+    assert all(isinstance(bound, accountant.UpperBound) for bound in bounds)
+    assert tight < bounds[0] < bounds[1] < bounds[2] < 1.2 * tight
+    assert bounds[0] < (1 + 1e-3) * tight
+
+
+def test_bounds_are_rather_of_divergences_than_of_a_grid_without_use() -> None:
+    releases = {Release(1.0, 0.01): 1000, Release(4.0, mechanism=privacy.laplace): 2}
+    bound = spent(releases, DELTA, most=8)
+    assert bound == pytest.approx(renyi_epsilon(1.0, DELTA, 1000, 0.01) + 2 / 4, rel=1e-2)
+    assert bound > spent(releases, DELTA)
+
+
+@pytest.mark.parametrize("mechanism", [gaussian, privacy.laplace])
+@pytest.mark.parametrize(("noise", "rate"), [(1.0, 0.01), (0.3, 0.5), (5.0, 0.999), (0.08, 1e-4), (0.02, 1.0)])
+def test_curves_of_losses_are_those_of_the_library(mechanism, noise: float, rate: float) -> None:
+    distributions = accountant._library()
+    kinds = distributions.privacy_loss_mechanism
+    make = kinds.GaussianPrivacyLoss if mechanism is gaussian else kinds.LaplacePrivacyLoss
+    curves = mechanism.losses(distributions, noise, rate, 1e-2)
+    assert len(curves) == (1 if rate == 1 else 2)
+    for curve, kind in zip(curves, (kinds.AdjacencyType.REMOVE, kinds.AdjacencyType.ADD)):
+        epsilons = (curve.lowest + np.arange(len(curve.deltas))) * 1e-2
+        exact = make(noise, sampling_prob=rate, adjacency_type=kind).get_delta_for_epsilon(epsilons)
+        np.testing.assert_allclose(curve.deltas, exact, rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.slow
+def test_epsilons_beyond_the_smallest_numbers_grow_with_the_rounds() -> None:
+    """e^−ε of some 700 to 745 is denormal."""
+    found = [privacy.epsilon(noise=0.1, sampling_rate=0.03, rounds=rounds, delta=DELTA) for rounds in (130, 137, 144)]
+    assert found == sorted(found)
+    assert 650 < found[0] < found[-1] < 760
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "rate", "rounds"),
+    [
+        (50.0, 0.03, 300),
+        pytest.param(5000.0, 0.03, 300, marks=pytest.mark.slow),
+        pytest.param(300.0, 0.5, 10**6, marks=pytest.mark.slow),
+    ],
+)
+def test_noise_for_a_large_epsilon_is_enough_and_hardly_more(epsilon: float, rate: float, rounds: int) -> None:
+    settings = {"sampling_rate": rate, "rounds": rounds, "delta": DELTA}
+    noise = privacy.noise_for(epsilon=epsilon, **settings)
+    assert "upper bound" in str(noise)
+    assert privacy.epsilon(noise=noise, **settings) <= epsilon
+    assert privacy.epsilon(noise=0.99 * noise, **settings) > epsilon
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "rate", "rounds", "noise"), [(1.0, 0.01, 1000, 1.415), (8.0, 0.1, 1000, 2.052), (20.0, 0.1, 50, 0.5615)]
+)
+def test_noise_is_what_bisection_on_the_fine_grid_gives(epsilon, rate: float, rounds: int, noise: float) -> None:
+    """As computed by one evaluation of dp-accounting's distributions a step, at the same noises."""
+    delta = 1e-6 if rounds == 50 else DELTA
+    found = privacy.noise_for(epsilon=epsilon, sampling_rate=rate, rounds=rounds, delta=delta)
+    assert found == pytest.approx(noise, rel=1e-12)
+    assert "upper bound" not in repr(found)
+
+
+def test_sampled_laplace_noise_next_to_none_has_the_bound_of_its_parts() -> None:
+    """log(1 + q (e^{1/b} − 1)) a round, where e^{1/b} has no number."""
+    found = privacy.epsilon(noise=1e-3, sampling_rate=0.5, rounds=3, delta=DELTA, mechanism=privacy.laplace)
+    assert isinstance(found, accountant.UpperBound)
+    assert found == pytest.approx(3 * (1000 + math.log(0.5)))

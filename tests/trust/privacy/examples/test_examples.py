@@ -343,7 +343,7 @@ def test_modules_that_branch_on_values_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if (x > 0).all() else -super().forward(x)
 
-    with pytest.raises(ValueError, match="fails on one alone: vmap: .*data-dependent control flow"):
+    with pytest.raises(ValueError, match=r"torch\.vmap can compute example by example, but it cannot run Branching"):
         ft.Run(ft.fedavg(private(Branching(3, 2).double())), ft.InProcess(DATA))
 
 
@@ -420,3 +420,29 @@ def test_a_step_of_private_gradients_leaves_scalars_and_integers_alone() -> None
                                   loss=nn.functional.cross_entropy, optimizer=OPTIMIZERS["adam"])  # fmt: skip
     run = ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)), rounds=2)
     assert all(bool(leaf.isfinite().all()) for leaf in tree.leaves(run.server))
+
+
+@pytest.mark.parametrize("rate", [0.02, 0.1, 0.6])
+def test_training_losses_are_means_of_the_steps_that_drew_rows(rate: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a step size of nothing every step has the loss of the start; a client that never draws has NaN."""
+    module = mlp()
+    local = privacy.example_level(
+        module, clip=1.0, noise=1.0, sampling_rate=rate, steps=8, delta=DELTA, loss=nn.functional.mse_loss,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.0), entropy=privacy.from_seed(3),
+    )  # fmt: skip
+    drawn = watch(local, monkeypatch)
+    run = ft.run(ft.separate(local), ft.InProcess(DATA), rounds=1)
+    found = run.client_losses.set_index("client")["train_loss"].sort_index().tolist()
+    for k, (x, y) in enumerate(DATA):
+        masks = [taken[k, : len(x)] for taken in drawn if taken[k].any()]
+        each = [nn.functional.mse_loss(module(x[mask]), y[mask]).item() for mask in masks]
+        assert found[k] == pytest.approx(sum(each) / len(each) if each else math.nan, nan_ok=True)
+    assert rate > 0.1 or any(not d[k].any() for d in drawn for k in range(K))
+
+
+def test_the_loss_of_a_step_with_rows_is_nan_where_theirs_is() -> None:
+    """Only steps without rows are left out."""
+    loss = lambda output, target: nn.functional.mse_loss(output, target) * torch.nan
+    local = private(loss=loss, ghost=False)
+    run = ft.run(ft.separate(local), ft.InProcess(DATA), rounds=1)
+    assert run.client_losses["train_loss"].isna().all()

@@ -157,15 +157,20 @@ def test_losses_that_mix_examples_are_refused(name: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("loss", [contrastive, lambda o, y: F.cross_entropy(o, y, reduction="sum"),
-                                  lambda o, y: F.cross_entropy(o, y).sqrt(),
-                                  nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))],
-                         ids=["contrastive", "sum", "root", "weighted mean"])  # fmt: skip
-def test_losses_of_batches_are_refused(loss: Callable, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("loss", "said"), [
+    (contrastive, "the loss of a batch mixes them"),
+    (lambda o, y: F.cross_entropy(o, y).sqrt(), "the loss of a batch mixes them"),
+    (lambda o, y: F.cross_entropy(o, y, reduction="none").sum(), "the loss of a batch is their sum"),
+    (lambda o, y: F.cross_entropy(o, y, reduction="sum"), "cross_entropy adds .*reduction='sum'.*reduction='mean'"),
+    (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0])), "cross_entropy divides by .*class weights"),
+    (lambda o, y: F.nll_loss(o.log_softmax(1), y, torch.arange(1, 4).to(o)), "nll_loss divides by .*class weights"),
+], ids=["contrastive", "root", "sum", "reduction", "weights", "weights of nll"])  # fmt: skip
+def test_losses_of_batches_are_refused_by_what_is_at_fault(loss: Callable, said: str, dtype: torch.dtype) -> None:
     if isinstance(loss, nn.Module):
         loss = loss.to(dtype)
-    with pytest.raises(ValueError, match="mixes them"):
+    with pytest.raises(ValueError, match=said) as caught:
         begin(lambda: nn.Linear(16, 3), dtype, loss)
+    assert "LayerNorm" not in str(caught.value)
 
 
 @pytest.mark.parametrize("norm", [lambda: nn.BatchNorm2d(4), lambda: nn.BatchNorm2d(4, track_running_stats=False)])
