@@ -165,10 +165,11 @@ def in_projection(q: Tensor, k: Tensor, v: Tensor, w: Tensor, b: Tensor | None =
 
     Torch makes one product where all three are the same, and then copies it, and back, in parts.
     """
+    functions: Any = F
     if not (q is k is v):
-        return F._in_projection_packed(q, k, v, w, b)
+        return functions._in_projection_packed(q, k, v, w, b)
     q = q.contiguous()
-    return F._in_projection_packed(q, q, q.view_as(q), w, b)
+    return functions._in_projection_packed(q, q, q.view_as(q), w, b)
 
 
 REPLACED: dict[Any, Callable[..., Any]] = {F.scaled_dot_product_attention: _attend}

@@ -70,7 +70,8 @@ def rnn(
     """Return the outputs of `torch.rnn_tanh` or `torch.rnn_relu` of one layer and direction, and the last of them."""
     bias = None if b_ih is None or b_hh is None else b_ih + b_hh
     steps = _rnn_by_parts if differentiated() else _rnn
-    outputs = steps(*_one(projected(inputs, w_ih, bias), *states, w_hh), relu)[0]
+    added, state, w = _one(projected(inputs, w_ih, bias), *states, w_hh)
+    outputs = steps(added, state, w, relu)[0]
     return outputs, outputs[-1]
 
 
@@ -293,7 +294,9 @@ def _again(ctx: Any, by_parts: Callable[..., tuple[Tensor, ...]], *gradients: Te
     results = by_parts(*tensors, *ctx.plain)
     given = [_or_zeros(gradient, result) for gradient, result in zip(gradients, results)]
     found = iter(torch.autograd.grad(results, asked, given, create_graph=True, allow_unused=True))
-    return *(next(found) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(None for _ in ctx.plain)
+    return *(next(found) if needed else None for needed in ctx.needs_input_grad[: ctx.count]), *(
+        None for _ in ctx.plain
+    )
 
 
 _gru.register_autograd(_gru_gradients, setup_context=_keep)
@@ -306,9 +309,7 @@ _SEQUENCES: dict[Any, tuple[tuple[int | None, ...], tuple[int | None, ...]]] = {
     _gru: ((_ADDED, _STATE, None, None), (_ADDED, _ADDED, _ADDED)),
     _gru_backward: ((_ADDED, _STATE, None, _ADDED, _ADDED, _ADDED), (_ADDED, _STATE, None, None)),
     _lstm: ((_ADDED, _STATE, _STATE, None), (_ADDED,) * 4),
-    _lstm_backward: (
-        (_ADDED, _ADDED, _STATE, _STATE, None, *(_ADDED,) * 4), (_ADDED, _STATE, _STATE, None)
-    ),
+    _lstm_backward: ((_ADDED, _ADDED, _STATE, _STATE, None, *(_ADDED,) * 4), (_ADDED, _STATE, _STATE, None)),
     _rnn: ((_ADDED, _STATE, None, None), (_ADDED,)),
     _rnn_backward: ((_ADDED, _STATE, None, None, _ADDED), (_ADDED, _STATE, None)),
 }

@@ -18,9 +18,10 @@ from torch import Tensor
 from fedtorch.stacked_layers._transforms import belongs_to_clients, outside, over_clients
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return what `torch.nn.functional.linear` does."""
-    if input.dim() and belongs_to_clients(weight) and weight.dim() == 2 and over_clients():
+    matrices = input.dim() > 0 and weight.dim() == 2 and not torch.is_autocast_enabled(weight.device.type)
+    if matrices and belongs_to_clients(weight) and over_clients():
         return outside(_of_clients, input, weight, bias)
     return F.linear(input, weight, bias)
 
@@ -44,9 +45,9 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (x, weight) = gradients, ctx.saved_tensors
         asked = ctx.needs_input_grad
-        d_x = torch.bmm(gradient, weight) if asked[0] else None
-        d_weight = torch.bmm(gradient.mT, x) if asked[1] else None
+        d_x = torch.bmm(gradient, weight.conj()) if asked[0] else None
+        d_weight = torch.bmm(gradient.mT, x.conj()) if asked[1] else None
         return d_x, d_weight, gradient.sum(1) if asked[2] else None
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {F.linear: _linear}
+REPLACED: dict[Any, Callable[..., Any]] = {F.linear: linear}

@@ -56,7 +56,8 @@ def _counted(labels: Tensor, weight: Tensor | None, ignore_index: int, like: Ten
     counted = labels != ignore_index
     if weight is None:
         return counted.to(like.dtype)
-    return torch.where(counted, weight[torch.where(counted, labels, 0)], 0.0)
+    places = torch.where(counted, labels, 0)
+    return torch.where(counted, weight.index_select(0, places.flatten()).reshape(places.shape), 0.0)
 
 
 def _nll_loss(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> Tensor:

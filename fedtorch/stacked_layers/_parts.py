@@ -11,9 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.stacked_layers._transforms import inside
-
-aten = torch.ops.aten
+from fedtorch.stacked_layers._transforms import belongs_to_clients, inside
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
@@ -35,8 +33,23 @@ def _group_norm(input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _contiguous(input: Tensor, memory_format: torch.memory_format = torch.contiguous_format) -> Tensor:
-    """Return the tensor in the usual order in memory, since `torch.vmap` knows no other."""
-    return input.contiguous()
+    """Return the tensor of clients in the usual order in memory, since `torch.vmap` knows no other."""
+    return input.contiguous() if belongs_to_clients(input) else input.contiguous(memory_format=memory_format)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor:
+    """Return what `torch.prelu` does, of slopes of the channels `(C,)`, or one.
+
+    The derivative that `torch.vmap` has is wrong for examples within clients.
+    """
+    if weight.numel() != 1 and (weight.dim() != 1 or input.dim() < 1 or weight.shape[0] != _channels(input)):
+        return torch.prelu(input, weight)  # which has the error
+    channels = weight.reshape(-1, *(1 for _ in range(input.dim() - 2))) if input.dim() > 1 else weight.reshape(())
+    return torch.where(input > 0, input, channels * input)
+
+
+def _channels(input: Tensor) -> int:
+    return input.shape[1] if input.dim() > 1 else 1
 
 
 def _rrelu(
@@ -78,7 +91,7 @@ def _affine_grid(theta: Tensor, size: Sequence[int], align_corners: bool) -> Ten
 
 def _clamp(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Clamp a tensor in place."""
-    return x.copy_(x.clamp(*args, **kwargs))
+    return x.copy_(x.clone().clamp(*args, **kwargs))  # the derivative reads what was clamped
 
 
 def _pdist(input: Tensor, p: float = 2.0) -> Tensor:
@@ -97,7 +110,8 @@ def _unpool(dimensions: int, input: Tensor, indices: Tensor, output_size: Sequen
 def _set(x: Tensor, index: Any, value: Any) -> None:
     """Write into a tensor; where a mask is true, a number."""
     single = not isinstance(value, Tensor) or not value.dim()
-    if single and isinstance(index, Tensor) and index.dtype == torch.bool:
+    mask = isinstance(index, Tensor) and index.dtype == torch.bool
+    if single and mask and any(isinstance(each, Tensor) and belongs_to_clients(each) for each in (x, index, value)):
         x.copy_(torch.where(index.reshape(index.shape + (1,) * (x.dim() - index.dim())), value, x))
     else:
         x[index] = value
@@ -107,6 +121,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     F.bilinear: _bilinear,
     F.group_norm: _group_norm,
     F.rrelu: _rrelu,
+    Tensor.prelu: _prelu,
     Tensor.__setitem__: _set,
     Tensor.bincount: _bincount,
     Tensor.clamp_: _clamp,
@@ -116,9 +131,6 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     torch._weight_norm: _weight_norm,
     torch.affine_grid_generator: _affine_grid,
     torch.bincount: _bincount,
-    torch.gru_cell: aten.gru_cell.default.decompose,
-    torch.lstm_cell: aten.lstm_cell.default.decompose,
     torch.pdist: _pdist,
-    torch.rnn_relu_cell: aten.rnn_relu_cell.default.decompose,
-    torch.rnn_tanh_cell: aten.rnn_tanh_cell.default.decompose,
+    torch.prelu: _prelu,
 }

@@ -30,10 +30,11 @@ def _max_pool2d(
     return_indices: bool = False,
 ) -> Any:
     """Return what `torch.nn.functional.max_pool2d` does."""
-    settings = kernel_size, stride, padding, dilation, ceil_mode
+    settings: Any = (kernel_size, stride, padding, dilation, ceil_mode)
+    pool: Any = F.max_pool2d
     whole = input.dim() == 4 and 0 not in input.shape and input.is_floating_point() and not return_indices
     if not whole or input.device.type != "cpu" or not belongs_to_clients(input) or not over_clients():
-        return F.max_pool2d(input, *settings, return_indices)
+        return pool(input, *settings, return_indices=return_indices)
     window = _pair(kernel_size)
     return outside(
         partial(_of_clients, [window, _pair(stride) or window, _pair(padding), _pair(dilation), ceil_mode]), input

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtorch.stacked_layers import _cells
 from fedtorch.stacked_layers._cells import Cell
+from fedtorch.stacked_layers._linear import linear
 from fedtorch.stacked_layers._transforms import belongs_to_clients
 
 
@@ -70,7 +71,62 @@ def _layered(
     return outputs, *(torch.stack(ends) for ends in zip(*last))
 
 
+def _gates(
+    input: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return what inputs `(B, I)` and states `(B, H)` add to the gates of a step."""
+    return linear(input, w_ih, b_ih), linear(h, w_hh, b_hh)
+
+
+def _gru_cell(
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Return what `torch.gru_cell` does."""
+    added, product = _gates(input, hx, w_ih, w_hh, b_ih, b_hh)
+    (resets, updates, news), (reset, update, new) = added.chunk(3, -1), product.chunk(3, -1)
+    new = (news + (resets + reset).sigmoid() * new).tanh()
+    return torch.lerp(new, hx, (updates + update).sigmoid())
+
+
+def _lstm_cell(
+    input: Tensor,
+    hx: Sequence[Tensor],
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `torch.lstm_cell` does."""
+    added, product = _gates(input, hx[0], w_ih, w_hh, b_ih, b_hh)
+    write, keep, new, show = (added + product).chunk(4, -1)
+    c = keep.sigmoid() * hx[1] + write.sigmoid() * new.tanh()
+    return show.sigmoid() * c.tanh(), c
+
+
+def _rnn_cell(
+    activation: Callable[[Tensor], Tensor],
+    input: Tensor,
+    hx: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None = None,
+    b_hh: Tensor | None = None,
+) -> Tensor:
+    """Return what `torch.rnn_tanh_cell` or `torch.rnn_relu_cell` does."""
+    added, product = _gates(input, hx, w_ih, w_hh, b_ih, b_hh)
+    return activation(added + product)
+
+
 REPLACED: dict[Any, Callable[..., Any]] = {
+    torch.gru_cell: _gru_cell,
+    torch.lstm_cell: _lstm_cell,
+    torch.rnn_relu_cell: partial(_rnn_cell, torch.relu),
+    torch.rnn_tanh_cell: partial(_rnn_cell, torch.tanh),
     torch.gru: partial(_run, torch.gru, _cells.gru),
     torch.lstm: partial(_run, torch.lstm, _cells.lstm),
     torch.rnn_tanh: partial(_run, torch.rnn_tanh, _cells.rnn),

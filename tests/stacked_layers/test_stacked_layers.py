@@ -11,8 +11,8 @@ from torch import nn
 from torch.func import functional_call
 
 from fedtorch import random
-from fedtorch.stacked_layers import StackedOperations, WithoutReading, by_branches
 from fedtorch.module_randomness.interception import KeyedRandomness
+from fedtorch.stacked_layers import StackedOperations, WithoutReading, by_branches
 
 CLIENTS, ROWS, STEPS, SIZE = 3, 2, 4, 3
 
@@ -300,3 +300,28 @@ def test_group_normalisation_of_channels_that_are_last_in_memory():
     channels_last = drawn(60, CLIENTS, ROWS, STEPS, STEPS, 4).permute(0, 1, 4, 2, 3)
     alone = torch.stack([module(x) for x in channels_last])
     torch.testing.assert_close(vmap(module)(channels_last), alone, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("settings", [(2,), (3, 2, 1), (3, 1, 0, 2), ((2, 3), (1, 2), (1, 0)), (2, 2, 0, 1, True)])
+def test_max_pooling_of_ties_infinities_and_numbers_that_are_none(settings, dtype):
+    x = drawn(5, CLIENTS, 2, 3, 8, 7).mul_(2).round_().to(dtype)
+    x[0, 0, 0, :4] = -torch.inf
+    x[0, 0, 1, 2:5, ::3] = torch.nan
+    x[1, 0, 2] = torch.inf
+    for planes in (x.clone(), x.transpose(0, 1).contiguous().transpose(0, 1), x[:, :1].clone()):
+        planes.requires_grad_()
+        together = vmap(lambda x: F.max_pool2d(x, *settings))(planes)
+        alone = torch.stack([F.max_pool2d(each, *settings) for each in planes])
+        torch.testing.assert_close(together, alone, rtol=0, atol=0, equal_nan=True)
+        slopes = [torch.autograd.grad(o, planes, drawn(6, *alone.shape).to(dtype))[0] for o in (together, alone)]
+        torch.testing.assert_close(*slopes, rtol=0, atol=1e-6 if dtype != torch.bfloat16 else 0.05)
+
+
+def test_writes_and_orders_in_memory_of_other_tensors_are_torch_s():
+    x, mask = torch.arange(6).view(1, 1, 2, 3), torch.tensor([[[[True, False, True], [False] * 3]]])
+    with WithoutReading():
+        last = x.float().contiguous(memory_format=torch.channels_last)
+        x[mask] = 9
+    assert x.flatten().tolist() == [9, 1, 9, 3, 4, 5]
+    assert last.is_contiguous(memory_format=torch.channels_last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ def positive(*shape: int) -> Callable[[torch.Generator], Tensor]:
 
 def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Callable[[torch.Generator], Tensor]:
     """Whole numbers below `high`, of which 0 and 1 stand among the first."""
+
     def draw(generator: torch.Generator) -> Tensor:
         values = torch.randint(high, shape, generator=generator)
         if len(shape) == 1 and shape[0] > 1 and high > 1:
@@ -44,6 +46,7 @@ def integers(high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Callab
 
 def truths(*shape: int) -> Callable[[torch.Generator], Tensor]:
     """Booleans, the first of each line True."""
+
     def draw(generator: torch.Generator) -> Tensor:
         values = torch.rand(shape, generator=generator) > 0.4
         values[..., 0] = True
@@ -108,7 +111,11 @@ def _losses() -> Iterator[Setting]:
         if "ignore_index" not in options:
             call = lambda *a, o=options: F.cross_entropy(*a, **o)
             yield Setting(f"cross_entropy of probabilities, {kind}", call, (x, positive(4, 3)))
-        yield Setting(f"cross_entropy of a row, {kind}", lambda *a, o=options: F.cross_entropy(*a, **o), (normal(3), lambda g: torch.tensor(2)))
+        yield Setting(
+            f"cross_entropy of a row, {kind}",
+            lambda *a, o=options: F.cross_entropy(*a, **o),
+            (normal(3), lambda g: torch.tensor(2)),
+        )
     own = lambda a, b, w: F.cross_entropy(a, b, weight=w.detach(), label_smoothing=0.1)
     yield Setting("cross_entropy, weights of each client", own, (x, integers(3, 4), positive(3)))
     for dtype in (torch.uint8, torch.int32, torch.int16):
@@ -118,18 +125,27 @@ def _losses() -> Iterator[Setting]:
     yield Setting("nll_loss, ignore_index", lambda *a: F.nll_loss(*a, ignore_index=1), (x, integers(3, 4)))
     pos = lambda *a: F.binary_cross_entropy_with_logits(*a, weight=weight, pos_weight=weight)
     yield Setting("binary_cross_entropy_with_logits, weights", pos, (x, positive(4, 3)))
-    yield Setting("binary_cross_entropy, weight", lambda *a: F.binary_cross_entropy(*a, weight=weight), (positive(4, 3), positive(4, 3)))
+    yield Setting(
+        "binary_cross_entropy, weight",
+        lambda *a: F.binary_cross_entropy(*a, weight=weight),
+        (positive(4, 3), positive(4, 3)),
+    )
     yield Setting("kl_div, batchmean", lambda *a: F.kl_div(*a, reduction="batchmean"), (x, positive(4, 3)))
     yield Setting("kl_div, log_target", lambda *a: F.kl_div(*a, reduction="sum", log_target=True), (x, normal(4, 3)))
-    yield Setting("poisson_nll_loss, full", lambda *a: F.poisson_nll_loss(*a, full=True, log_input=False), (positive(4, 3), lambda g: 3 * torch.rand(4, 3, generator=g, dtype=DOUBLE)))
-    yield Setting("multi_margin_loss, weight", lambda *a: F.multi_margin_loss(*a, p=2, weight=weight), (x, integers(3, 4)))
-    yield Setting("ctc_loss", lambda p, t: F.ctc_loss(p.log_softmax(-1), 1 + t, torch.tensor([6, 6]), torch.tensor([3, 2])), (normal(6, 2, 5), integers(4, 2, 3)))
+    yield Setting(
+        "poisson_nll_loss, full",
+        lambda *a: F.poisson_nll_loss(*a, full=True, log_input=False),
+        (positive(4, 3), lambda g: 3 * torch.rand(4, 3, generator=g, dtype=DOUBLE)),
+    )
+    yield Setting(
+        "multi_margin_loss, weight", lambda *a: F.multi_margin_loss(*a, p=2, weight=weight), (x, integers(3, 4))
+    )
+    yield Setting(
+        "ctc_loss",
+        lambda p, t: F.ctc_loss(p.log_softmax(-1), 1 + t, torch.tensor([6, 6]), torch.tensor([3, 2])),
+        (normal(6, 2, 5), integers(4, 2, 3)),
+    )
     yield Setting("MSELoss", nn.MSELoss(), (x, y))
-    yield Setting("AdaptiveLogSoftmaxWithLoss", lambda *a, m=[]: _adaptive(*a), (normal(5, 6), normal(4, 6), normal(4, 6)))
-
-
-def _adaptive(x: Tensor, head: Tensor, tail: Tensor) -> Tensor:
-    return F.log_softmax(x @ head.mT, -1).sum() + F.log_softmax(x @ tail.mT, -1).square().sum()
 
 
 def _recurrent() -> Iterator[Setting]:
@@ -149,10 +165,12 @@ def _recurrent() -> Iterator[Setting]:
             batch = 2 if layer.batch_first else 5
             if name == "LSTM":
                 call = _WithStates(layer)
-                yield Setting(f"{name}, {said}, states", call, (normal(2, 5, 3), normal(count, batch, 4), normal(count, batch, 4)))
+                yield Setting(
+                    f"{name}, {said}, states", call, (normal(2, 5, 3), normal(count, batch, 4), normal(count, batch, 4))
+                )
             else:
                 yield Setting(f"{name}, {said}, state", layer, (normal(2, 5, 3), normal(count, batch, 4)))
-        yield Setting(f"{name}, shared state", lambda x, m=kind(3, 4, dtype=DOUBLE): m(x, _shared(m))[0], (normal(2, 5, 3),))
+        yield Setting(f"{name}, shared state", _SharedState(kind(3, 4)), (normal(2, 5, 3),))
         yield Setting(f"{name}, dropout of zero", kind(3, 4, num_layers=2, dropout=0.5).eval(), (normal(2, 5, 3),))
     yield Setting("RNN, relu", nn.RNN(3, 4, nonlinearity="relu"), (normal(2, 5, 3),))
     yield Setting("GRUCell", nn.GRUCell(3, 4), (normal(2, 3), normal(2, 4)))
@@ -160,18 +178,25 @@ def _recurrent() -> Iterator[Setting]:
     yield Setting("RNNCell", nn.RNNCell(3, 4), (normal(2, 3), normal(2, 4)))
     yield Setting("RNNCell, relu", nn.RNNCell(3, 4, nonlinearity="relu", bias=False), (normal(2, 3), normal(2, 4)))
     yield Setting("LSTMCell", nn.LSTMCell(3, 4), (normal(2, 3),))
-    yield Setting("LSTMCell, states", lambda x, h, c, m=nn.LSTMCell(3, 4, dtype=DOUBLE): m(x, (h, c)), (normal(2, 3), normal(2, 4), normal(2, 4)))
+    yield Setting("LSTMCell, states", _WithStates(nn.LSTMCell(3, 4)), (normal(2, 3), normal(2, 4), normal(2, 4)))
 
 
-def _shared(layer: nn.RNNBase) -> Any:
-    state = torch.linspace(-1, 1, 5 * 4, dtype=DOUBLE).view(1, 5, 4)
-    return (state, state.cos()) if isinstance(layer, nn.LSTM) else state
+class _SharedState(nn.Module):
+    """A recurrent layer whose first state is the same for all clients."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        state = torch.linspace(-1, 1, 5 * 4, dtype=DOUBLE).view(1, 5, 4)
+        return self.layer(x, (state, state.cos()) if isinstance(self.layer, nn.LSTM) else state)
 
 
 class _WithStates(nn.Module):
     """An LSTM with states as arguments."""
 
-    def __init__(self, layer: nn.LSTM) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
         self.layer = layer
 
@@ -193,10 +218,16 @@ def _attention() -> Iterator[Setting]:
     yield Setting("attention, shared numbers", lambda *a: attend(*a, attn_mask=shared.double()), (q, k, v))
     yield Setting("attention without batch", attend, (normal(4, 3), normal(5, 3), normal(5, 3)))
     yield Setting("attention of three dimensions", attend, (normal(2, 4, 3), normal(2, 5, 3), normal(2, 5, 3)))
-    yield Setting("attention of five dimensions", attend, (normal(2, 2, 2, 4, 3), normal(2, 2, 2, 5, 3), normal(2, 2, 2, 5, 3)))
+    yield Setting(
+        "attention of five dimensions", attend, (normal(2, 2, 2, 4, 3), normal(2, 2, 2, 5, 3), normal(2, 2, 2, 5, 3))
+    )
     yield Setting("attention, grouped", lambda *a: attend(*a, enable_gqa=True), (normal(2, 4, 4, 3), k, v))
     yield Setting("attention, other values", attend, (q, k, normal(2, 2, 5, 6)))
-    yield Setting("attention, shared keys", lambda q: attend(q, q.new_ones(2, 2, 5, 3), torch.linspace(0, 1, 60, dtype=DOUBLE).view(2, 2, 5, 3)), (q,))
+    yield Setting(
+        "attention, shared keys",
+        lambda q: attend(q, q.new_ones(2, 2, 5, 3), torch.linspace(0, 1, 60, dtype=DOUBLE).view(2, 2, 5, 3)),
+        (q,),
+    )
     yield Setting("attention, long", attend, (normal(2, 2, 40, 8), normal(2, 2, 40, 8), normal(2, 2, 40, 8)))
     hidden = torch.ones(4, 4, dtype=torch.bool).triu(1)
     padded = torch.tensor([[False] * 4, [False] * 3 + [True]])
@@ -224,8 +255,14 @@ def _attention() -> Iterator[Setting]:
     yield Setting("MultiheadAttention, unbatched", _Attention({"need_weights": False}), (normal(4, 8),))
     encoder: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
     yield Setting("TransformerEncoderLayer", nn.TransformerEncoderLayer(8, 2, 16, **encoder), (normal(2, 4, 8),))
-    yield Setting("TransformerEncoderLayer, first", nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, **encoder).eval(), (normal(2, 4, 8),))
-    yield Setting("TransformerDecoderLayer", nn.TransformerDecoderLayer(8, 2, 16, **encoder), (normal(2, 4, 8), normal(2, 5, 8)))
+    yield Setting(
+        "TransformerEncoderLayer, first",
+        nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, **encoder).eval(),
+        (normal(2, 4, 8),),
+    )
+    yield Setting(
+        "TransformerDecoderLayer", nn.TransformerDecoderLayer(8, 2, 16, **encoder), (normal(2, 4, 8), normal(2, 5, 8))
+    )
     yield Setting("Transformer", nn.Transformer(8, 2, 1, 1, 16, **encoder), (normal(2, 4, 8), normal(2, 5, 8)))
 
 
@@ -246,7 +283,11 @@ def _embeddings() -> Iterator[Setting]:
     words, table = integers(5, 6), normal(5, 3)
     tokens = lambda g: torch.tensor([[0, 1, 2], [3, 1, 1]])
     for padding in (None, 0, 1, -2):
-        yield Setting(f"embedding, padding_idx={padding}", lambda w, t, p=padding: F.embedding(w, t, padding_idx=p), (words, table))
+        yield Setting(
+            f"embedding, padding_idx={padding}",
+            lambda w, t, p=padding: F.embedding(w, t, padding_idx=p),
+            (words, table),
+        )
         yield Setting(f"Embedding, padding_idx={padding}", nn.Embedding(5, 3, padding_idx=padding), (tokens,))
         for mode in ("sum", "mean", "max"):
             call = lambda w, t, p=padding, m=mode: F.embedding_bag(w, t, mode=m, padding_idx=p)
@@ -256,12 +297,32 @@ def _embeddings() -> Iterator[Setting]:
     yield Setting("Embedding, max_norm", lambda w, t: F.embedding(w, t.clone(), max_norm=1.0), (words, table))
     offsets = torch.tensor([0, 2, 2])
     for mode in ("sum", "mean", "max"):
-        yield Setting(f"embedding_bag, offsets, {mode}", lambda w, t, m=mode: F.embedding_bag(w, t, offsets, mode=m), (words, table))
-        yield Setting(f"embedding_bag, offsets and padding, {mode}", lambda w, t, m=mode: F.embedding_bag(w, t, offsets, mode=m, padding_idx=1), (words, table))
+        yield Setting(
+            f"embedding_bag, offsets, {mode}",
+            lambda w, t, m=mode: F.embedding_bag(w, t, offsets, mode=m),
+            (words, table),
+        )
+        yield Setting(
+            f"embedding_bag, offsets and padding, {mode}",
+            lambda w, t, m=mode: F.embedding_bag(w, t, offsets, mode=m, padding_idx=1),
+            (words, table),
+        )
         last = torch.tensor([0, 2, 2, 6])
-        yield Setting(f"embedding_bag, last offset, {mode}", lambda w, t, m=mode: F.embedding_bag(w, t, last, mode=m, include_last_offset=True), (words, table))
-    yield Setting("embedding_bag, weights", lambda w, t, p: F.embedding_bag(w, t, mode="sum", per_sample_weights=p), (tokens, table, positive(2, 3)))
-    yield Setting("embedding_bag, weights and offsets", lambda w, t, p: F.embedding_bag(w, t, offsets, mode="sum", per_sample_weights=p, padding_idx=1), (words, table, positive(6)))
+        yield Setting(
+            f"embedding_bag, last offset, {mode}",
+            lambda w, t, m=mode, o=last: F.embedding_bag(w, t, o, mode=m, include_last_offset=True),
+            (words, table),
+        )
+    yield Setting(
+        "embedding_bag, weights",
+        lambda w, t, p: F.embedding_bag(w, t, mode="sum", per_sample_weights=p),
+        (tokens, table, positive(2, 3)),
+    )
+    yield Setting(
+        "embedding_bag, weights and offsets",
+        lambda w, t, p: F.embedding_bag(w, t, offsets, mode="sum", per_sample_weights=p, padding_idx=1),
+        (words, table, positive(6)),
+    )
     yield Setting("one_hot", lambda w: F.one_hot(w, 5), (words,))
 
 
@@ -283,10 +344,16 @@ def _pooling() -> Iterator[Setting]:
                 yield Setting(f"{name}{dimensions}d, {arguments}, {options}", run, (rows,))
         unpool = getattr(F, f"max_unpool{dimensions}d")
         pool = getattr(F, f"max_pool{dimensions}d")
-        yield Setting(f"max_unpool{dimensions}d", lambda x, p=pool, u=unpool: u(*p(x, 2, return_indices=True), 2), (rows,))
+        yield Setting(
+            f"max_unpool{dimensions}d", lambda x, p=pool, u=unpool: u(*p(x, 2, return_indices=True), 2), (rows,)
+        )
     yield Setting("max_pool2d of one plane", lambda x: F.max_pool2d(x, 2), (normal(3, 8, 7),))
     yield Setting("max_pool2d of ties", lambda x: F.max_pool2d(x.round(), 2) * x[..., ::2, :6:2], (normal(2, 3, 8, 7),))
-    yield Setting("max_pool2d, channels last", lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2), (plane,))
+    yield Setting(
+        "max_pool2d, channels last",
+        lambda x: F.max_pool2d(x.contiguous(memory_format=torch.channels_last), 2),
+        (plane,),
+    )
 
 
 def _layers() -> Iterator[Setting]:
@@ -344,7 +411,8 @@ def _layers() -> Iterator[Setting]:
         for dimensions, given in ((1, line), (2, plane), (3, space)):
             yield Setting(f"{name}Pad{dimensions}d", getattr(nn, f"{name}Pad{dimensions}d")(1), (given,))
     yield Setting("bilinear, unbatched", F.bilinear, (normal(3), normal(2), normal(4, 3, 2), normal(4)))
-    yield Setting("GroupNorm, channels last", lambda x, m=nn.GroupNorm(2, 4, dtype=DOUBLE): m(x.movedim(-1, 1)), (normal(2, 6, 5, 4),))
+    channels = lambda x, w, b: F.group_norm(x.movedim(-1, 1), 2, w, b)
+    yield Setting("group_norm, channels moved", channels, (normal(2, 6, 5, 4), normal(4), normal(4)))
     last = lambda x, w, b: F.group_norm(x.contiguous(memory_format=torch.channels_last), 2, w, b)
     yield Setting("group_norm, channels_last", last, (plane, normal(4), normal(4)))
 
@@ -352,14 +420,14 @@ def _layers() -> Iterator[Setting]:
 def _functions() -> Iterator[Setting]:
     x = normal(4, 3)
     names = (
-        "celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu sigmoid "
-        "silu softplus softshrink softsign tanh tanhshrink rrelu normalize"
+        "celu elu gelu glu hardshrink hardsigmoid hardswish hardtanh leaky_relu logsigmoid mish relu relu6 selu "
+        "sigmoid silu softplus softshrink softsign tanh tanhshrink rrelu normalize"
     )
     for name in names.split():
         run = getattr(F, name)
         yield Setting(name, run, (normal(4, 4) if name == "glu" else x,))
     for name in ("softmax", "log_softmax", "softmin"):
-        yield Setting(name, lambda x, f=getattr(F, name): f(x, dim=-1), (x,))
+        yield Setting(name, partial(getattr(F, name), dim=-1), (x,))
     yield Setting("threshold", lambda x: F.threshold(x, 0.1, 20.0), (x,))
     yield Setting("relu, in place", lambda x: F.relu(x + 0, inplace=True), (x,))
     yield Setting("prelu", F.prelu, (normal(2, 4, 3), normal(4)))
@@ -368,7 +436,11 @@ def _functions() -> Iterator[Setting]:
     yield Setting("torch.prelu of a vector", torch.prelu, (normal(4), normal(1)))
     yield Setting("Tensor.prelu", lambda x, w: x.prelu(w), (normal(2, 4), normal(4)))
     yield Setting("layer_norm", lambda x, w, b: F.layer_norm(x, (3,), w, b), (x, normal(3), normal(3)))
-    yield Setting("grid_sample", lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False), (normal(2, 3, 4, 4), normal(2, 3, 3, 2)))
+    yield Setting(
+        "grid_sample",
+        lambda x, g: F.grid_sample(x, g.tanh(), align_corners=False),
+        (normal(2, 3, 4, 4), normal(2, 3, 3, 2)),
+    )
     yield Setting("affine_grid", lambda t: F.affine_grid(t, [2, 3, 4, 4], align_corners=False), (normal(2, 2, 3),))
     yield Setting("interpolate, area", lambda x: F.interpolate(x, (3, 2), mode="area"), (normal(2, 3, 6, 4),))
     yield Setting("pad", lambda x: F.pad(x, (1, 2), value=3.0), (x,))
@@ -395,7 +467,11 @@ def _functions() -> Iterator[Setting]:
     yield Setting("cholesky", lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(4, dtype=DOUBLE)), (x,))
     yield Setting("solve", lambda x, y: torch.linalg.solve(x @ x.mT + torch.eye(4, dtype=DOUBLE), y), (x, normal(4, 2)))
     yield Setting("det", lambda x: (x @ x.mT + torch.eye(4, dtype=DOUBLE)).logdet(), (x,))
-    yield Setting("stft", lambda x: torch.stft(x, 8, 4, window=torch.ones(8, dtype=DOUBLE), return_complex=True).abs(), (normal(2, 32),))
+    yield Setting(
+        "stft",
+        lambda x: torch.stft(x, 8, 4, window=torch.ones(8, dtype=DOUBLE), return_complex=True).abs(),
+        (normal(2, 32),),
+    )
     yield Setting("fft", lambda x: torch.fft.rfft(x).abs(), (x,))
     yield Setting("einsum", lambda x, y: torch.einsum("ni,nj->ij", x, y), (x, normal(4, 2)))
     yield Setting("searchsorted", lambda x, y: torch.searchsorted(x.sort(-1).values, y), (x, normal(4, 2)))
@@ -406,7 +482,120 @@ def _functions() -> Iterator[Setting]:
     yield Setting("cross", lambda x, y: torch.linalg.cross(x, y), (x, normal(4, 3)))
     yield Setting("renorm", lambda x: x.renorm(2, 0, 1.0), (x,))
     yield Setting("norm", lambda x: x.norm(dim=-1), (x,))
-    yield Setting("trilinear", lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"), (normal(2, 3, 4),))
+    yield Setting(
+        "interpolate, nearest-exact",
+        lambda x: F.interpolate(x, scale_factor=2, mode="nearest-exact"),
+        (normal(2, 3, 4),),
+    )
+    square = lambda x: x @ x.mT + torch.eye(x.shape[-2], dtype=DOUBLE)
+    more: dict[str, Any] = {
+        "amax": lambda x: x.amax(0),
+        "argmax": lambda x: x.argmax(-1),
+        "clamp_": lambda x: (x * 2).clamp_(-0.5, 0.5),
+        "cov": torch.cov,
+        "cummax": lambda x: x.cummax(0).values,
+        "diag_embed": torch.diag_embed,
+        "diff": torch.diff,
+        "dist": lambda x: torch.dist(x, x.flip(0)),
+        "eigh": lambda x: torch.linalg.eigvalsh(square(x)),
+        "flip": lambda x: x.flip(0),
+        "gather": lambda x: x.gather(-1, x.argsort(-1)[:, :2]),
+        "index_copy": lambda x: x.index_copy(0, torch.tensor([1]), x[:1] * 3),
+        "index_fill": lambda x: x.index_fill(0, torch.tensor([1]), 3.0),
+        "inverse": lambda x: square(x).inverse(),
+        "kron": lambda x: torch.kron(x, x[:2]),
+        "kthvalue": lambda x: x.kthvalue(2, -1).values,
+        "lerp": lambda x: torch.lerp(x, x.flip(0), 0.3),
+        "masked_scatter": lambda x: torch.where(x > 0, x, 0.0),
+        "matrix_exp": lambda x: torch.linalg.matrix_exp(square(x) / 9),
+        "nan_to_num": lambda x: (x / x.relu()).nan_to_num(0.0, 1.0, -1.0),
+        "nanmean": lambda x: torch.where(x > 0, x, torch.nan).nanmean(0),
+        "outer": lambda x: torch.outer(x[0], x[1]),
+        "prod": lambda x: x.prod(0),
+        "put": lambda x: (x * 2).index_put((torch.tensor([0, 0]),), x[:2], accumulate=True),
+        "qr": lambda x: torch.linalg.qr(x).R.abs(),
+        "quantile": lambda x: x.quantile(0.3, 0),
+        "repeat_interleave": lambda x: x.repeat_interleave(2, 0),
+        "roll": lambda x: x.roll(1, 0),
+        "scatter_reduce": lambda x: torch.zeros(2, 3, dtype=DOUBLE).scatter_reduce(0, (x > 0).long(), x, "amax"),
+        "slogdet": lambda x: torch.linalg.slogdet(square(x)).logabsdet,
+        "std": lambda x: x.std(0),
+        "svd": lambda x: torch.linalg.svdvals(x),
+        "take": lambda x: torch.take(x, torch.tensor([0, 5])),
+        "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(0), 0),
+        "trace": lambda x: torch.trace(x),
+        "trapezoid": lambda x: torch.trapezoid(x),
+        "tril": lambda x: x.tril(),
+        "triangular": lambda x: torch.linalg.solve_triangular(square(x).tril(), x, upper=False),
+        "unflatten": lambda x: x.flatten().unflatten(0, (2, 6)),
+        "var": lambda x: torch.var_mean(x, -1),
+        "view_as_complex": lambda x: torch.view_as_complex(x[:, :2].contiguous()).abs(),
+        "where": lambda x: torch.where(x > 0, x, -x),
+        "xlogy": lambda x: torch.xlogy(x.abs(), x.abs()),
+        "zero_": lambda x: (x * 1)[:1].zero_() + x,
+        "functional gradient": torch.func.grad(lambda x: F.gelu(x).square().sum()),
+        "functional gradient of attention": torch.func.grad(
+            lambda x: (
+                F.scaled_dot_product_attention(x[None, None], x.sin()[None, None], x.cos()[None, None]).square().sum()
+            )
+        ),
+        "functional gradient of cross_entropy": torch.func.grad(
+            lambda x: F.cross_entropy(x, torch.tensor([0, 2, 1, 1]))
+        ),
+        "functional gradient of pooling": torch.func.grad(lambda x: F.max_pool2d(x[None, None], 2).square().sum()),
+        "attention by example": by_row(
+            lambda row: F.scaled_dot_product_attention(
+                row[None, None, None], row[None, None, None], row[None, None, None]
+            )[0, 0, 0]
+        ),
+        "cross_entropy by example": by_row(lambda row: F.cross_entropy(row[None], torch.tensor([1]))),
+        "pooling by example": by_row(lambda row: F.max_pool2d(row.expand(2, 3)[None, None], 2)),
+    }
+    for name, call in more.items():
+        yield Setting(name, call, (x,))
+    embed = lambda t, w: by_row(lambda token: F.embedding(token[None], w, padding_idx=1)[0])(t)
+    yield Setting("embedding by example", embed, (integers(5, 6), normal(5, 3)))
+    turned = lambda x, w, v: F.linear(torch.complex(x, x.cos()), torch.complex(w, v)).abs()
+    yield Setting("linear of complex numbers", turned, (x, normal(2, 3), normal(2, 3)))
+    half = lambda x, w, b: F.linear(x.bfloat16(), w.bfloat16(), b.bfloat16()).double()
+    yield Setting("linear in half precision", half, (normal(1, 1), normal(2, 1), normal(2)))
+    affine = lambda x, w, b: by_row(lambda row: F.linear(row[None], w, b)[0])(x)
+    yield Setting("linear by example", affine, (x, normal(2, 3), normal(2)))
+    slope = lambda w, x: torch.func.grad(lambda w: F.linear(x, w).square().sum())(w)
+    yield Setting("functional gradient of linear", slope, (normal(2, 3), x))
+    for kind in (nn.GRU, nn.LSTM, nn.RNN):
+        layer = kind(3, 4, dtype=DOUBLE)
+        names = [name for name, _ in layer.named_parameters()]
+        shapes = [normal(*p.shape) for p in layer.parameters()]
+
+        def loss(weights: Any, x: Tensor, layer: nn.Module = layer, names: list[str] = names) -> Tensor:
+            return torch.func.functional_call(layer, dict(zip(names, weights)), (x,))[0].square().sum()
+
+        def grads(x: Tensor, *weights: Tensor, loss: Any = loss) -> Any:
+            return torch.func.grad(loss)(weights, x)
+
+        def each(x: Tensor, *weights: Tensor, loss: Any = loss) -> Any:
+            return by_row(lambda row: loss(weights, row[:, None]))(x.transpose(0, 1))
+
+        def both(x: Tensor, *weights: Tensor, loss: Any = loss) -> Any:
+            return by_row(lambda row: torch.func.grad(loss)(weights, row[:, None]))(x.transpose(0, 1))
+
+        name = kind.__name__
+        yield Setting(f"functional gradient of {name}", grads, (normal(5, 2, 3), *shapes))
+        yield Setting(f"{name} by example", each, (normal(5, 2, 3), *shapes))
+        yield Setting(f"functional gradient of {name} by example", both, (normal(5, 2, 3), *shapes))
+
+
+def by_row(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Map a function over rows: by `torch.vmap` within another one, and else by a loop."""
+
+    def run(rows: Tensor) -> Any:
+        if torch._C._functorch.is_batchedtensor(rows):
+            return torch.vmap(function)(rows)
+        results = [function(row) for row in rows]
+        return torch.stack(results) if isinstance(results[0], Tensor) else [torch.stack(each) for each in zip(*results)]
+
+    return run
 
 
 def _masked(x: Tensor, mask: Tensor, value: Any) -> Tensor:
@@ -423,6 +612,7 @@ def _put(x: Tensor, at: Tensor) -> Tensor:
 
 def settings() -> dict[str, Setting]:
     """All by name."""
-    each = [*_losses(), *_recurrent(), *_attention(), *_embeddings(), *_pooling(), *_layers(), *_functions()]
-    torch.manual_seed(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        each = [*_losses(), *_recurrent(), *_attention(), *_embeddings(), *_pooling(), *_layers(), *_functions()]
     return {setting.name: setting for setting in each}
