@@ -14,9 +14,11 @@ from situations.case import FEDERATIONS, Case
 from situations.cases import CASES
 from situations.ways import FAST, LIKE_DEFAULT, PROMISES, RANKS, WAYS, Outcome, outcome
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp
+
 
 def test_the_corpus_is_large_and_its_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES)
+    assert len({case.name for case in CASES}) == len(CASES) >= 300
 
 
 def test_at_most_a_quarter_may_be_refused_by_default():
