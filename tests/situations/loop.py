@@ -21,14 +21,14 @@ Tensors = dict[str, Tensor]
 @contextmanager
 def seeded(seed: int, dtype: torch.dtype = torch.float64) -> Iterator[None]:
     """Draw from torch's generator at `seed`, in `dtype` unless told, and put both back."""
-    before = torch.get_default_dtype()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        torch.set_default_dtype(dtype)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
+    before, state = torch.get_default_dtype(), torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        torch.set_rng_state(state)
 
 
 def made(case: Case) -> nn.Module:
@@ -72,23 +72,26 @@ def average(case: Case, clients: list[Any]) -> tuple[Tensors, list[nn.Module]]:
     counts are the clients' own where these agree. With `buffers="local"` clients keep theirs, and none is global.
     """
     local = case.says.get("buffers") == "local"
-    modules = [made(case) for _ in clients]
+    starts: list[Tensors] = [{} for _ in clients]
     for number in range(case.rounds):
-        modules = [_trained(case, rows, module, number) for module, rows in zip(modules, clients)]
+        modules = [_trained(case, rows, start, number) for rows, start in zip(clients, starts)]
         mean = _mean([tensors(module) for module in modules], [_count(rows) for rows in clients])
         if local:
             mean = {name: mean[name] for name, _ in modules[0].named_parameters()}
-        modules = [_copied(case, module, mean) for module in modules]
-    return mean, modules
+        starts = [tensors(module) | mean for module in modules]
+    if local:
+        return mean, [_with(case, start) for start in starts]
+    return mean, [_with(case, starts[0])] * len(clients)
 
 
-def _copied(case: Case, module: nn.Module, given: Tensors) -> nn.Module:
-    """Return a new module with the tensors of another, or those given."""
-    new, values = made(case), tensors(module) | given
+def _with(case: Case, start: Tensors) -> nn.Module:
+    """Return a new module with these tensors."""
+    module = made(case)
     with torch.no_grad():
-        for name, tensor in (*new.named_parameters(), *new.named_buffers()):
-            tensor.copy_(values[name])
-    return new
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in start:
+                tensor.copy_(start[name])
+    return module
 
 
 def tensors(module: nn.Module) -> Tensors:
@@ -111,12 +114,22 @@ def _mean(clients: list[Tensors], counts: list[int]) -> Tensors:
     return mean
 
 
-def _trained(case: Case, rows: Any, module: nn.Module, number: int) -> nn.Module:
+def _trained(case: Case, rows: Any, start: Tensors, number: int) -> nn.Module:
+    module = _with(case, start)
     every = batches(rows, case.size)
     session = _Session(module, case, len(every), number)
     for epoch in range(case.epochs):
         session.epoch(number * case.epochs + epoch, every)
     return module
+
+
+def gradients(case: Case, batch: Any) -> Tensors:
+    """Return the gradients of a batch's loss at the module's start; those that are None are zero."""
+    module = made(case)
+    loss = _Session(module, case, 1, 0).loss(batch, 0)
+    assert loss is not None
+    loss.backward()
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.to_dense() for name, p in module.named_parameters()}
 
 
 @dataclass
@@ -153,7 +166,7 @@ class _Session:
             if self.hooked:
                 self.trainer.current_epoch, self.trainer.global_step = epoch, self.steps
             self.optimizer.zero_grad(set_to_none=True)
-            loss = self._loss(batch, index)
+            loss = self.loss(batch, index)
             if loss is not None:
                 loss.backward()
                 if (norm := self.case.says.get("clip")) is not None:
@@ -163,7 +176,8 @@ class _Session:
             self._schedule("step", index + 1)  # Lightning counts minibatches anew in every epoch
         self._schedule("epoch", epoch + 1)
 
-    def _loss(self, batch: Any, index: int) -> Tensor | None:
+    def loss(self, batch: Any, index: int) -> Tensor | None:
+        """Return the training loss of a batch."""
         if self.hooked:
             answer = self.module.training_step(batch, index) if self.positional else self.module.training_step(batch)
             return answer["loss"] if isinstance(answer, Mapping) else answer

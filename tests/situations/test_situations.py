@@ -6,15 +6,19 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from support.forked import over_ranks
 
+from situations import loop
 from situations.case import FEDERATIONS, Case
 from situations.cases import CASES
 from situations.ways import FAST, LIKE_DEFAULT, PROMISES, RANKS, WAYS, Outcome, outcome
 
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp
+
 
 def test_the_corpus_is_large_and_its_names_are_unique():
-    assert len({case.name for case in CASES}) == len(CASES)
+    assert len({case.name for case in CASES}) == len(CASES) >= 300
 
 
 def test_at_most_a_quarter_may_be_refused_by_default():
@@ -33,6 +37,18 @@ def test_a_situation_equals_a_plain_loop(case: Case, way: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_a_situation_equals_a_plain_loop_or_is_refused_in_every_way(case: Case, federation: str, way: str) -> None:
     _check(case, federation, way)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in CASES if case.rowwise], ids=lambda case: case.name)
+def test_a_loss_that_is_said_to_be_the_mean_of_its_rows_losses_is(case: Case) -> None:
+    (rows,) = loop.rows_of(case, (5,))
+    (batch,) = loop.batches(rows, None)
+    whole, single = loop.gradients(case, batch), [loop.gradients(case, row) for row in loop.batches(rows, 1)]
+    for name, each in whole.items():
+        mean = torch.stack([one[name] for one in single]).mean(0)
+        scale = max(float(other.abs().max()) for other in whole.values() if other.numel())
+        assert float((each - mean).abs().max()) <= 1e3 * case.tolerance * scale if each.numel() else True, name
 
 
 @pytest.mark.slow

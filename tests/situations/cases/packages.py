@@ -98,7 +98,7 @@ class Bound(Step):
 
 def process(name: str, make: Callable[[], nn.Module], rows: Any = points, **options: Any) -> Case:
     says = options.pop("says", AVERAGE)
-    return Case(f"GPyTorch: {name}", make, rows, metrics={}, says=says, tolerance=1e-7, **options)
+    return Case(f"GPyTorch: {name}", make, rows, epochs=1, metrics={}, says=says, tolerance=1e-7, **options)
 
 
 class ExactProcess(gpytorch.models.ExactGP):

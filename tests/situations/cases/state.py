@@ -123,21 +123,6 @@ def first_batch(s: Any, batch: Any) -> Tensor:
     return F.mse_loss(s(batch[0] - s.mean), batch[1])
 
 
-def class_counter(name: str) -> Case:
-    class Counting(Step):
-        count = 0
-
-        def __init__(self) -> None:
-            super().__init__(mlp(), lambda s, b: None)
-            type(self).count = 0
-
-        def training_step(self, batch: Any) -> Tensor:
-            type(self).count += 1
-            return loss_of(self, batch) * (1.0 if type(self).count < 3 else 0.3)
-
-    return Case(name, Counting, epochs=4, refused=MAY_REFUSE)
-
-
 class Normal(nn.Module):
     """Inputs standardised by running statistics that are a buffer."""
 
@@ -440,7 +425,6 @@ CASES: list[Case] = [
     ),
     kept("Python: a constant made by the first step", lambda s: setattr(s, "weight", None), cached),
     kept("Python: the first batch's mean", lambda s: setattr(s, "mean", None), first_batch),
-    class_counter("Python: a counter of the class"),
     step("Python: epoch and step that the trainer counts", curriculum, epochs=3),
     step("Python: epoch and step, minibatches", curriculum, size=2),
     Case("Python: the index of the minibatch", Indexed, size=2),

@@ -34,7 +34,7 @@ def schedule(
         entry = {"scheduler": make(made), "interval": interval, "frequency": more.get("frequency", 1)}
         return {"optimizer": made, "lr_scheduler": entry}
 
-    return Case(f"schedule: {name}", lambda: Step(mlp(), loss_of, configured), epochs=4, size=2)
+    return Case(f"schedule: {name}", lambda: Step(mlp(), loss_of, configured), epochs=3, size=2)
 
 
 class Groups(Step):
