@@ -148,7 +148,9 @@ class Descent:
         """Return whether clients of unequal size share padded steps: as the user has said, or as the types say."""
         if not is_ragged(count) or not self.loss.batched:
             return False
-        return self.rowwise or (self._by_type is not None and self._by_type.holds(data.batch, data.count))
+        known = self._by_type is not None and self._by_type.holds(data.batch, data.count)
+        self.objective.rows = self._by_type if known else None
+        return self.rowwise or known
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
         """Return all tensors that clients predict with; see `LocalSolver`."""
@@ -431,7 +433,7 @@ class _Stack:
         for at, part in batch.parts:
             if loss.shares(part):
                 some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
-                self.descent.check(loss, some, part, t, keys, self.round)
+                self.descent.check(loss, some, part, t, keys, self.round, self.descent.rowwise)
 
     def _descend(self, result: StepResult) -> None:
         with torch.no_grad():

@@ -25,6 +25,7 @@ from fedtorch.federation.local_schedule import batches_of, local_schedule
 from fedtorch.federation.solvers.batches import check_drop_last
 from fedtorch.federation.solvers.descent import Descent
 from fedtorch.federation.solvers.objective import Loss
+from fedtorch.federation.solvers.plain_layers import predicts_by_rows
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.optimisers import MakeOptimizer
 from fedtorch.tree import Tree
@@ -157,7 +158,9 @@ def gradient_descent(
         solve=descent.solve,
         parameters=descent.parameters,
         init=descent.init,
-        predict=predictor(descent.module, lambda: descent.loss.batched),
+        predict=predictor(
+            descent.module, lambda: descent.loss.batched, rowwise or predicts_by_rows(descent.module)
+        ),
         tensors=descent.tensors,
         prepare=partial(_without_loaders, descent) if all_rows else descent.prepare,
         module=descent.module,

@@ -27,6 +27,8 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import lightning as L
 
+    from fedtorch.federation.solvers.plain_layers import RowwiseLoss
+
 Loss = Callable[[Any, Any], Tensor]  # (output, target) -> the mean loss of a batch
 
 _TRAINING_HOOKS = (
@@ -261,9 +263,11 @@ class Objective(nn.Module):
         metrics: the calls of the module's metrics, which it may log.
         reductions: of logged numbers over a client's steps, by name.
         recorded: the tensors among the arguments of the last step's calls.
+        rows: the losses of single rows, of a module and a loss that are known by type; None of others.
     """
 
     supervised = False
+    rows: RowwiseLoss | None = None
 
     def __init__(self, module: nn.Module, loss: Loss | None = None) -> None:
         super().__init__()
@@ -302,6 +306,10 @@ class Objective(nn.Module):
             if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation
                 self.recorded = recorded
             return loss, logs
+
+        if self.rows is not None:
+            each, self.recorded = self.rows.of_rows(_output(self.module, batch[0]), batch[1]), ()
+            return torch.where(weights > 0, weights.to(each.dtype) * each, 0.0).sum(), {}
 
         def example(row: Tree) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
             return self._one(tree.map(lambda leaf: leaf[None], row), index)

@@ -120,6 +120,7 @@ _CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
 _FUNCTIONS = {**_REGRESSION, **_BINARY, **_CLASSES}
 for _loss in _FUNCTIONS:
     _FORWARDS[_loss] = _loss.forward
+_SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")  # of modules; functions have their defaults
 _IGNORED = -100  # the default of torch's losses of classes
 
 
@@ -152,6 +153,15 @@ class RowwiseLoss(NamedTuple):
         return not bool(((y == ignored) & tree.along(inside, y)).any())
 
 
+    def of_rows(self, output: Tensor, target: Tensor) -> Tensor:
+        """Return the loss of every row of a batch, `(B,)`."""
+        kind = _kind(self.loss)
+        assert kind is not None
+        settings = {name: getattr(self.loss, name) for name in _SETTINGS if hasattr(self.loss, name)}
+        losses = _FUNCTIONS[kind](output, target, reduction="none", **settings)
+        return losses if losses.ndim == 1 else losses.flatten(1).mean(1)
+
+
 def _inside(width: int, count: Tensor) -> Tensor:
     """Return which of `width` rows are a client's, `(K, width)`."""
     return count.new_ones(width).cumsum(0)[None] <= count[:, None]
@@ -181,6 +191,15 @@ def works_by_rows(module: nn.Module, rank: int) -> int | None:
         return rank
     known = _LAYERS.get(type(module))
     return None if known is None else known(module, rank)
+
+
+def predicts_by_rows(module: nn.Module) -> bool:
+    """Return whether a chain treats every row by itself whatever the dimensions of its inputs, from one on.
+
+    >>> predicts_by_rows(nn.Sequential(nn.Linear(3, 4), nn.ReLU())), predicts_by_rows(nn.Conv1d(1, 1, 3))
+    (True, False)
+    """
+    return all(works_by_rows(module, rank) is not None for rank in range(1, 6))
 
 
 def unchanged(module: nn.Module) -> bool:

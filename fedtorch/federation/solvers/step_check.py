@@ -74,6 +74,7 @@ class StepCheck:
     def __init__(self, module: nn.Module, make: Callable[[nn.Module], StackedLoss]) -> None:
         self._module, self._make = module, make
         self._seen: set[Any] = set()
+        self._twins: dict[bool, StackedLoss] = {}  # of a copy in float64 or not
 
     def clients(self, batch: Batch, round: int, first: bool) -> Tensor:
         """Return the places of the clients of a stack that are looked at, in this round for the first time or again.
@@ -95,6 +96,7 @@ class StepCheck:
         index: int,
         keys: StepKeys,
         round: int,
+        again: bool,
     ) -> None:
         """Raise StepsDiffer unless a stack gives what clients alone give; see the module's docstring.
 
@@ -105,10 +107,11 @@ class StepCheck:
             index: of the step.
             keys: the clients'.
             round: of the federation.
+            again: whether a client of padded steps is looked at in every round.
         """
         shape = tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves), batch.weights is None
         first = shape not in self._seen
-        if not first and (batch.weights is None or index > 0):
+        if not first and (batch.weights is None or index > 0 or not again):
             return
         at = self.clients(batch, round, first)
         clone = lambda leaf: leaf.detach().index_select(0, at.to(leaf.device)).clone()
@@ -137,17 +140,16 @@ class StepCheck:
         self, loss: StackedLoss, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool
     ) -> str | None:
         """Return how the step differs, "" if it does not; None if the module does not take float64."""
-        module = copied(self._module)
         dtypes = {value.dtype for value in values if value.dtype in _TOLERANCES or value.is_floating_point()}
         if double:
-            module._apply(lambda t: t.to(_DOUBLE.get(t.dtype, t.dtype)))
-            wide = lambda leaf: leaf.to(_DOUBLE.get(leaf.dtype, leaf.dtype))
-            values = [wide(value) for value in values]
-            batch = Batch(tree.map(wide, batch.rows), batch.size, batch.weights is None, padded=True)
+            values = [_widened(value) for value in values]
+            batch = Batch(tree.map(_widened, batch.rows), batch.size, batch.weights is None, padded=True)
             dtypes = {torch.float64}
         else:
             dtypes |= {leaf.dtype for leaf in batch.leaves if leaf.is_floating_point()}
-        twin = self._make(module)
+        twin = self._twin(double)
+        twin.objective.to(batch.leaves[0].device)
+        twin.objective.rows = loss.objective.rows
         twin.random, twin.objective.trainer.answers = loss.random, dict(loss.objective.trainer.answers)
         own = lambda: StepKeys(keys.keys)
         try:
@@ -159,6 +161,13 @@ class StepCheck:
             raise
         most = max(map(tolerance, dtypes))
         return self._difference(loss.tensors, together, alone, batch, most)
+
+    def _twin(self, double: bool) -> StackedLoss:
+        """Return the loss of a copy of the module, in float64 or in its own dtype."""
+        if double not in self._twins:
+            module = copied(self._module)
+            self._twins[double] = self._make(module._apply(_widened) if double else module)
+        return self._twins[double]
 
     def _difference(
         self, names: Sequence[str], together: StepResult, alone: StepResult, batch: Batch, most: float
@@ -188,6 +197,10 @@ class StepCheck:
                     if not there or relative_gap(_flat(one[tensor][k]), _flat(other[tensor][k])) > most:
                         return f"the {kind} {tensor!r} of {name} differs"
         return ""
+
+
+def _widened(tensor: Tensor) -> Tensor:
+    return tensor.to(_DOUBLE.get(tensor.dtype, tensor.dtype))
 
 
 def _of(gradient: Tensor | None, missing: Mapping[str, Tensor], name: str, k: int) -> Tensor | None:
