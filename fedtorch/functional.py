@@ -135,9 +135,9 @@ def _not_copied(module: nn.Module, error: Exception) -> Exception:
     parts = [path or name for path, part in module.named_modules() if _derived(part)]
     if parts:
         return RuntimeError(
-            f"Expected a module that can be copied for every client, but {', '.join(parts)} of {name} keep tensors that "
-            "were computed from others, as torch.nn.utils.weight_norm, spectral_norm and prune do, or what a call has "
-            "cached; use torch.nn.utils.parametrizations, prune.remove, or give the module before its first call"
+            f"Expected a module that can be copied for every client, but {', '.join(parts)} of {name} keep tensors "
+            "that were computed from others, as torch.nn.utils.weight_norm, spectral_norm and prune do, or what a call "
+            "has cached; use torch.nn.utils.parametrizations, prune.remove, or give the module before its first call"
         )
     return RuntimeError(f"Expected a module that can be copied for every client, but {name} cannot be: {error}")
 

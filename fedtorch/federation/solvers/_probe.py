@@ -145,7 +145,7 @@ def _failure(
                 loss = stacked.single(leaves, rows, None, 0)[0]
                 if loss.requires_grad:
                     torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
-        except (IndexError, KeyError, RuntimeError, TypeError, UserWarning, ValueError) as error:
+        except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
             return None if isinstance(error, NotImplementedError) else error
         except Exception:  # the probe says what else a module objects to
             return None

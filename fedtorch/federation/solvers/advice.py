@@ -12,19 +12,29 @@ from fedtorch import tree
 
 _LABELS = "give class labels as int64, for example y.long()"
 _WORDS = "give numbers of words or classes as int64, for example x.long()"
+_FROZEN = (
+    "set requires_grad of what is to be trained before the local solver is made, or use ft.lightning_fit, where "
+    "training may unfreeze it"
+)
+_IN_PLACE = "change a copy of the batch or parameter, x = x.clone(), and not itself"
 # A pattern in torch's error, and the advice; the first that fits is given.
 _TABLE = (
     (r"out of range|out of bounds", "classes and tokens are numbered from 0 to one less than the module has"),
-    (r"expected scalar type Long but found|nll_loss.*not implemented|target dtype to be Long|Expected floating point type for target with class prob", _LABELS),
-    (r"Expected tensor for argument #1 'indices'|expected.*indices.*(Int|Long)|embedding.*(Float|Double|Short|Char|Byte)", _WORDS),
+    (r"expected scalar type Long but found|nll_loss.*not implemented|target dtype to be Long", _LABELS),
+    (r"Expected floating point type for target with class prob", _LABELS),
+    (r"Expected tensor for argument #1 'indices'|expected.*indices.*(Int|Long)", _WORDS),
+    (r"embedding.*(Float|Double|Short|Char|Byte)", _WORDS),
     (r"gather\(\): Expected dtype int64|index.*dtype", _LABELS),
-    (r"does not require grad", "set requires_grad of what is to be trained before the local solver is made, or use ft.lightning_fit, where training may unfreeze it"),
+    (r"does not require grad", _FROZEN),
     (r"[Uu]ninitialized|LazyModule", "call the module once on a batch, so that its lazy layers have parameters"),
     (r"sparse", "make the layer without sparse=True, whose gradients stacked clients cannot have"),
-    (r"ParameterList|deepcopy protocol", "make the module anew, or call it under torch.no_grad() only before it is given"),
+    (
+        r"ParameterList|deepcopy protocol",
+        "make the module anew, and call it under torch.no_grad() only before it is given",
+    ),
     (r"more than 1 value per channel", "pass drop_last=True, or a batch_size that leaves no batch of one row"),
-    (r"modified by an inplace operation|a view of a leaf|leaf Variable that requires grad", "change a copy of the batch or parameter, x = x.clone(), and not itself"),
-)  # fmt: skip
+    (r"modified by an inplace operation|a view of a leaf|leaf Variable that requires grad", _IN_PLACE),
+)
 
 
 def explained(error: Exception, module: nn.Module, batch: Any, dtype: torch.dtype) -> str:

@@ -108,7 +108,7 @@ class Descent:
 
     def twin(self, module: nn.Module) -> StackedLoss:
         """Return the stacked loss of a copy of the module, to try steps that leave no trace."""
-        copy = Objective(training_copy(module, self._ignored), self.objective.loss)
+        copy = Objective(training_copy(module, self._ignored), vars(self.objective)["loss"])
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:
@@ -191,7 +191,7 @@ class Descent:
         return self._stackable(lambda: self._in_groups(start, state, data, quadratic, turn))
 
     def _stackable(self, train: Callable[[], Local]) -> Local:
-        """Return the solution of a block; of clients that cannot be stacked one by one, where the user leaves it open."""
+        """Return the solution of a block, of clients one by one where they cannot be stacked and may be so."""
         asked, generators = set(self.objective.trainer.asked), HostGenerators.state()
         try:
             solution = train()
@@ -408,7 +408,7 @@ class _Stack:
         left = (~ended).nonzero()[:, 0]
         self.here, self.keys = self.here[left], self.keys.some(left, t)
         if self.pulls is not None:
-            self.pulls = [tuple(part.index_select(0, left.to(part.device)) for part in pull) for pull in self.pulls]
+            self.pulls = [tree.take(pull, left) for pull in self.pulls]
         self.buffers = tree.take(self.buffers, left)
         places = torch.full_like(ended, -1, dtype=torch.int64)
         places[left] = torch.arange(len(left))
@@ -480,7 +480,7 @@ class _Stack:
                 self.tensors[name].index_copy_(0, piece.rows.to(self.device), piece.tensor)
 
     def _divide(self, name: str, gradient: Tensor | None, missing: Tensor | None) -> None:
-        """Give the clients that have a gradient of a tensor, and those that have none, tensors and states of their own."""
+        """Give clients with a gradient of a tensor, and those without, tensors and states of their own."""
         pieces = self.divided.get(name, [Piece(torch.arange(len(self.here)), self.tensors[name])])
         done = []
         for piece in pieces:

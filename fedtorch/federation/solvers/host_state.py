@@ -137,7 +137,7 @@ class UnchangedTensors:
             return now is not None
         copy = self._values[id(tensor)][1]
         hidden = now is None or torch._C._functorch.is_functorch_wrapped_tensor(now)  # a value of many clients
-        same = not hidden and _same(now, copy)
+        same = now is not None and not hidden and _same(now, copy)
         if tensor._version != version:
             with torch.no_grad():
                 tensor.copy_(copy)
@@ -162,7 +162,7 @@ def _same(one: Tensor, other: Tensor) -> bool:
 
 
 def refuse_global_store(module: nn.Module) -> None:
-    """Raise TypeError for parameters that Pyro keeps in one store of the process, where all clients would share them."""
+    """Raise TypeError for parameters that Pyro keeps in one store of the process, which clients would share."""
     kind = loaded("pyro.nn", "PyroModule")
     held = [
         f"{name}.{each}".strip(".")
@@ -172,7 +172,7 @@ def refuse_global_store(module: nn.Module) -> None:
     ]
     if held and not sys.modules["pyro"].settings.get("module_local_params"):
         raise TypeError(
-            f"Expected parameters that belong to the module, but Pyro keeps {', '.join(held)} of {type(module).__name__} "
-            "in its param store of the whole process, which clients would share; call "
+            f"Expected parameters that belong to the module, but Pyro keeps {', '.join(held)} of "
+            f"{type(module).__name__} in its param store of the whole process, which clients would share; call "
             "pyro.settings.set(module_local_params=True) before the module is made"
         )

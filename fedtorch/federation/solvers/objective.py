@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
-from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
 from fedtorch.federation.solvers.host_state import refuse_global_store
+from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
 from fedtorch.federation.solvers.training_metrics import StepCalls, replace_metrics
 from fedtorch.tree import Tree
 

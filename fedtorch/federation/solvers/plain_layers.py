@@ -102,12 +102,10 @@ for _dimensions, _kinds in enumerate(
     ),
     start=1,
 ):
-    for _kind in _kinds[:2]:
-        _LAYERS[_kind] = _of_rank(_dimensions + 1)
-    for _kind in _kinds[2:5]:
-        _LAYERS[_kind] = _pooled(_dimensions)
+    _LAYERS.update(dict.fromkeys(_kinds[:2], _of_rank(_dimensions + 1)))
+    _LAYERS.update(dict.fromkeys(_kinds[2:5], _pooled(_dimensions)))
     _LAYERS[_kinds[5]] = _instance(_dimensions)
-_FORWARDS = {layer: layer.forward for layer in (*_LAYERS, nn.Sequential)}
+_FORWARDS: dict[type, Any] = {layer: vars(layer).get("forward") for layer in (*_LAYERS, nn.Sequential)}
 
 _REGRESSION = {
     nn.MSELoss: F.mse_loss,
@@ -117,9 +115,9 @@ _REGRESSION = {
 }
 _BINARY = {nn.BCELoss: F.binary_cross_entropy, nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits}
 _CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
-_FUNCTIONS = {**_REGRESSION, **_BINARY, **_CLASSES}
+_FUNCTIONS: dict[type, Any] = {**_REGRESSION, **_BINARY, **_CLASSES}
 for _loss in _FUNCTIONS:
-    _FORWARDS[_loss] = _loss.forward
+    _FORWARDS[_loss] = vars(_loss).get("forward")
 _SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")  # of modules; functions have their defaults
 _IGNORED = -100  # the default of torch's losses of classes
 
@@ -136,12 +134,12 @@ class RowwiseLoss(NamedTuple):
     loss: Any
 
     def holds(self, rows: Any, count: Tensor) -> bool:
-        """Return whether it is that of such rows: `(x, y)` of leaves `(K, N, ...)`, of which `count` `(K,)` are a client's."""
+        """Return whether it is that of rows `(x, y)`, leaves `(K, N, ...)`, of clients that have `count` `(K,)`."""
         if not (isinstance(rows, tuple) and len(rows) == 2 and all(isinstance(part, Tensor) for part in rows)):
             return False
         x, y = rows
         rank = works_by_rows(self.module, x.ndim - 2)
-        kind = _kind(self.loss)
+        kind = _kind_of(self.loss)
         if rank is None or kind is None:
             return False
         if kind not in _CLASSES or y.is_floating_point():
@@ -152,10 +150,9 @@ class RowwiseLoss(NamedTuple):
         inside = _inside(y.shape[1], count)
         return not bool(((y == ignored) & tree.along(inside, y)).any())
 
-
     def of_rows(self, output: Tensor, target: Tensor) -> Tensor:
         """Return the loss of every row of a batch, `(B,)`."""
-        kind = _kind(self.loss)
+        kind = _kind_of(self.loss)
         assert kind is not None
         settings = {name: getattr(self.loss, name) for name in _SETTINGS if hasattr(self.loss, name)}
         losses = _FUNCTIONS[kind](output, target, reduction="none", **settings)
@@ -203,11 +200,11 @@ def predicts_by_rows(module: nn.Module) -> bool:
 
 
 def unchanged(module: nn.Module) -> bool:
-    """Return whether a layer or loss of torch does what its class did when it was imported: no hooks, no other forward."""
+    """Return whether a layer or loss of torch does what its class did at first: no hooks, no other forward."""
     if torch_module._has_any_global_hook() or "forward" in vars(module):
         return False
     kind = type(module)
-    if kind in _FORWARDS and kind.forward is not _FORWARDS[kind]:
+    if kind in _FORWARDS and vars(kind).get("forward") is not _FORWARDS[kind]:
         return False
     hooks = (value for name, value in vars(module).items() if name.endswith("_hooks"))
     return not any(hooks) and not any(map(hooked, module.parameters(recurse=False)))
@@ -218,7 +215,7 @@ def hooked(parameter: Tensor) -> bool:
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
-def _kind(loss: Any) -> type | None:
+def _kind_of(loss: Any) -> type | None:
     """Return the class of a loss that averages over all elements, without weights; None of any other."""
     if not isinstance(loss, nn.Module):
         return next((kind for kind, function in _FUNCTIONS.items() if loss is function), None)

@@ -131,10 +131,10 @@ def changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[st
 def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
     """Raise TypeError for a module that reads what it keeps from step to step."""
     raise TypeError(
-        f"Expected steps that depend on tensors alone, but {name} keeps {', '.join(sorted(set(paths)))} from step to step "
-        "and reads it, so that all clients would share it, such as a count; ask self.global_step or "
-        "self.current_epoch, keep it in a buffer with buffers='local', or use ft.lightning_fit, where each client has a "
-        "module of its own"
+        f"Expected steps that depend on tensors alone, but {name} keeps {', '.join(sorted(set(paths)))} from step to "
+        "step and reads it, so that all clients would share it, such as a count; ask self.global_step or "
+        "self.current_epoch, keep it in a buffer with buffers='local', or use ft.lightning_fit, where each client has "
+        "a module of its own"
     )
 
 
@@ -182,7 +182,7 @@ def _restore(start: dict[Any, Any]) -> None:
     for _, slot, value, content in start.values():
         if isinstance(value, list):
             value[:] = content
-        elif isinstance(value, dict) or isinstance(value, set):
+        elif isinstance(value, (dict, set)):
             value.clear()
             value.update(content)
         place, key = slot

@@ -65,7 +65,7 @@ class StackedLoss:
         buffers: names of buffers that are stacked too and may change.
         batched: False evaluates client by client; "auto" does so where the module cannot run stacked.
         compile: whether steps are captured once per shape and replayed; see `gradient_descent`.
-        precision: of the products in the losses of steps, see `gradient_descent`; what is looked at beforehand has "32".
+        precision: of the products in the losses of steps, see `gradient_descent`; looks beforehand have "32".
 
     Attributes:
         batched: whether clients are evaluated together.
@@ -188,9 +188,9 @@ class StackedLoss:
                     continue
                 if one is None or other is None or relative_gap(one, other) > tolerance(one.dtype):
                     raise RuntimeError(
-                        f"Expected steps of {type(self.objective.module).__name__} that do the same operations, but the "
-                        f"gradient of {name!r} at step {index} is not that of the step that compile=True captured; use "
-                        "compile=False"
+                        f"Expected steps of {type(self.objective.module).__name__} that do the same operations, but "
+                        f"the gradient of {name!r} at step {index} is not that of the step that compile=True captured; "
+                        "use compile=False"
                     )
         return result
 

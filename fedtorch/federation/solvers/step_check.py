@@ -1,8 +1,8 @@
 """Stacked steps held against the user's own module, client by client, on real rows.
 
-The check runs once in a run for every shape of a batch, before the stacked step. It takes the last clients of the stack,
-for some faults of `vmap` spare the first, at parameters that are moved off the start, where other gradients than those
-of an optimum are seen. It runs on a copy of the module in float64 where the step takes it.
+The check runs once in a run for every shape of a batch, before the stacked step. It takes the last clients of the
+stack, for some faults of `vmap` spare the first, at parameters that are moved off the start, where other gradients than
+those of an optimum are seen. It runs on a copy of the module in float64 where the step takes it.
 """
 
 from __future__ import annotations
@@ -191,10 +191,11 @@ class StepCheck:
             if max(gaps) > most:
                 what = "loss" if gaps[0] > most else "gradient"
                 return f"the {what} of {name} differs by {max(gaps):.2g} of its size"
-            for kind, one, other in (("log", together.logs, alone.logs), ("buffer", together.buffers, alone.buffers)):
-                for tensor in one:
-                    there = tensor in other
-                    if not there or relative_gap(_flat(one[tensor][k]), _flat(other[tensor][k])) > most:
+            kinds = {"log": (together.logs, alone.logs), "buffer": (together.buffers, alone.buffers)}
+            for kind, (ours, theirs) in kinds.items():
+                for tensor in ours:
+                    there = tensor in theirs
+                    if not there or relative_gap(_flat(ours[tensor][k]), _flat(theirs[tensor][k])) > most:
                         return f"the {kind} {tensor!r} of {name} differs"
         return ""
 

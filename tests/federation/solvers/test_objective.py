@@ -134,6 +134,7 @@ def test_metrics_are_recorded_in_the_copy_only():
 def test_the_trainer_stand_in():
     trainer = TrainerStandIn()
     assert trainer.training is True
+    trainer.answers["global_step"] = trainer.DIFFERS
     with pytest.raises(RuntimeError, match=r"'trainer.global_step' differs between the clients"):
         trainer.global_step  # noqa: B018
     trainer.answers["global_step"] = 3

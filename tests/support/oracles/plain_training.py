@@ -120,7 +120,7 @@ def plain(session, rows, key, epochs=None, steps=None, batch_size=None, quadrati
                 break
             session.trainer.global_step, session.trainer.current_epoch = session.taken, session.taken // per_epoch
             session.optimizer.zero_grad()
-            loss = session.step(tree.take(rows, chosen), t)
+            loss = session.step(tree.take(rows, chosen), t % per_epoch)  # as Lightning numbers batches
             loss.backward()
             losses.append(loss.detach())
             named = dict(session.module.named_parameters())

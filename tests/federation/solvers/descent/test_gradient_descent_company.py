@@ -194,7 +194,7 @@ def test_grad_and_inference_modes_outside():
 
 
 def test_clients_share_the_steps_in_which_their_batches_have_the_same_shapes():
-    """A plain optimiser needs no groups: a step is one call of the loss for every size of a batch, or for one or two."""
+    """A step is one call of the loss for every size of a batch, or for each of one or two clients."""
     calls = []
 
     def loss(output, target):
