@@ -8,7 +8,8 @@ says what it depends on.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -20,34 +21,54 @@ _TABLES = ("_parameters", "_modules")
 _SKIPPED = ("_buffers", "_fabric", "_trainer", *_TABLES)
 
 
-def refuse_untrained(loss: Tensor, trained: Iterable[Tensor], *modules: nn.Module | None) -> None:
-    """Raise ValueError if a loss depends on parameters of modules that are not among the trained tensors.
+class Remembered:
+    """The parameters of a user's module, for as long as something else keeps them, such as a closure.
+
+    Args:
+        module: of which copies are trained.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.name = type(module).__name__
+        registered = {name: weakref.ref(parameter) for name, parameter in module.named_parameters()}
+        held = {name: weakref.ref(tensor) for name, tensor in _held(module)}
+        self._registered, self._held = registered, held
+
+    def among(self, tensors: Mapping[int, Tensor]) -> tuple[list[str], list[str]]:
+        """Return the names of parameters, and of tensors kept otherwise, among some by identity."""
+        alive = lambda names: [
+            name for name, tensor in names.items() if tensor() is not None and id(tensor()) in tensors
+        ]
+        return alive(self._registered), alive(self._held)
+
+
+def refuse_untrained(
+    loss: Tensor, trained: Iterable[Tensor], module: nn.Module, original: Remembered | None = None
+) -> None:
+    """Raise ValueError if a loss depends on parameters of a module that are not among the trained tensors.
 
     Whatever does not require a gradient is a constant, and so are parameters of other modules, such as a teacher's.
 
     Args:
         loss: any tensor, computed with gradients.
         trained: leaves that may be read.
-        modules: whose parameters may not be read otherwise, those that are not registered included.
+        module: whose parameters may not be read otherwise, those that are not registered included.
+        original: likewise, the user's module that it is a copy of.
     """
     known = {id(tensor) for tensor in trained}
     others = {id(leaf): leaf for leaf in _leaves(loss) if id(leaf) not in known}
-    for module in modules if others else ():
-        if module is None:
-            continue
-        registered = {id(parameter): name for name, parameter in module.named_parameters()}
-        names = [registered[number] for number in others if number in registered]
-        if names:
+    for each in (Remembered(module), original) if others else ():
+        names, held = ([], []) if each is None else each.among(others)
+        if each is not None and names:
             raise ValueError(
-                f"Expected a loss of what is trained, but it depends on {_some(names)} of the {type(module).__name__} "
+                f"Expected a loss of what is trained, but it depends on {_some(names)} of the {each.name} "
                 "itself, where each client trains a tensor in its place: the term would have no effect; let forward "
                 "or a LightningModule's training_step read it as an attribute of self, use the optimiser's "
                 "weight_decay, or detach() what is meant as a constant"
             )
-        names = [name for name, tensor in _held(module) if id(tensor) in others]
-        if names:
+        if each is not None and held:
             raise ValueError(
-                f"Expected a loss of what is trained, but it depends on {_some(names)} of {type(module).__name__}, "
+                f"Expected a loss of what is trained, but it depends on {_some(held)} of {each.name}, "
                 "which requires a gradient and is not registered as a parameter: it would be neither trained nor "
                 "sent; make it an attribute of nn.Parameter, an nn.ParameterList, an nn.ModuleList or another "
                 "submodule, or freeze it by requires_grad_(False)"

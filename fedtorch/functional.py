@@ -83,6 +83,12 @@ def copied(module: nn.Module) -> nn.Module:
         >>> other.weight.grad
         tensor([[0., 0.]])
     """
+    scripted = [path or "itself" for path, part in module.named_modules() if isinstance(part, torch.jit.ScriptModule)]
+    if scripted:
+        raise TypeError(
+            f"Expected a module of Python, but {', '.join(scripted)} of {type(module).__name__} is scripted, whose "
+            "tensors cannot be a client's; give the module before torch.jit.script"
+        )
     memo: dict[int, Any] = {}
     try:
         result = copy.deepcopy(module, memo)
@@ -95,6 +101,20 @@ def copied(module: nn.Module) -> nn.Module:
         for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
             new.register_post_accumulate_grad_hook(_rebound(hook, memo))
     return result
+
+
+def refuse_shared_memory(module: nn.Module) -> None:
+    """Raise TypeError for parameters of one memory, which each client would have apart; one parameter is tied right."""
+    seen: dict[int, str] = {}
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.parameter.UninitializedParameter) or not parameter.numel():
+            continue
+        first = seen.setdefault(parameter.untyped_storage().data_ptr(), name)
+        if first != name:
+            raise TypeError(
+                f"Expected parameters with a storage of their own, but {first} and {name} of {type(module).__name__} "
+                "share one; tie them as one nn.Parameter, or give each its own by .clone()"
+            )
 
 
 def _rebound(hook: Callable[..., Any], memo: Mapping[int, Any]) -> Callable[..., Any]:

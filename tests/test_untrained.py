@@ -33,7 +33,7 @@ class Holder(nn.Module):
 def test_a_loss_of_what_is_trained_passes() -> None:
     net, teacher = Holder(), nn.Linear(2, 1)
     refuse_untrained(loss(), COPIES, net)
-    refuse_untrained(loss(net.constant, net.layer.weight.detach(), teacher.weight), COPIES, net, None)
+    refuse_untrained(loss(net.constant, net.layer.weight.detach(), teacher.weight), COPIES, net)
     refuse_untrained(torch.zeros(()), COPIES, net)  # without a gradient there is nothing to read
     refuse_untrained(loss(net.layer.weight), [*COPIES, net.layer.weight], net)
 

@@ -162,7 +162,7 @@ class Sums:
         size = self._batch_size or max(count, 1)
         for start in range(0, max(count, 1), size):
             part = slice(start, min(start + size, max(count, 1)))
-            yield tree.map(lambda leaf, part=part: leaf[:, part], block)
+            yield tree.map(lambda leaf, part=part: leaf[:, part].contiguous(), block)
 
     def of_batches(self, client: ClientBatches) -> Tree:
         """Return the sums of one client, `(1, ...)`.

@@ -7,6 +7,7 @@ position (step or epoch) to the optimiser's hyperparameters, so clients at one p
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -214,25 +215,27 @@ def check_independent(optimizer: TreeOptimizer) -> None:
     original, groups = optimizer.original, optimizer.names
     name = type(original).__name__
     advice = f"{name} does not treat the rows of a stack independently; use ft.lightning_fit or another optimiser"
-    start = torch.linspace(-1, 1, 2 * 4 * 3, dtype=torch.float64).reshape(2, 4, 3)
-    try:
-        together = _four_steps(original, [start for _ in groups], slice(None))
-        alone = [_four_steps(original, [start[k] for _ in groups], k) for k in range(2)]
-    except Exception as error:  # whatever an optimiser objects to
-        raise TypeError(f"{advice} ({error})") from error
-    for group, stacked in enumerate(together):
-        separate = torch.stack([alone[k][group] for k in range(2)])
-        if not torch.allclose(stacked, separate, rtol=1e-9, atol=1e-12):
-            raise TypeError(advice)
-        if torch.equal(stacked, start):
-            raise TypeError(f"{name} does not train the tensors in its param_groups; use ft.lightning_fit")
+    for shape in ((4, 3), (3,), (2, 2, 1, 3)):  # an optimiser may treat matrices, vectors and filters differently
+        start = torch.linspace(-1, 1, 2 * math.prod(shape), dtype=torch.float64).reshape(2, *shape)
+        try:
+            together = _four_steps(original, [start for _ in groups], slice(None))
+            alone = [_four_steps(original, [start[k] for _ in groups], k) for k in range(2)]
+        except Exception as error:  # whatever an optimiser objects to
+            raise TypeError(f"{advice} ({error})") from error
+        for group, stacked in enumerate(together):
+            separate = torch.stack([alone[k][group] for k in range(2)])
+            if not torch.allclose(stacked, separate, rtol=1e-9, atol=1e-12):
+                raise TypeError(advice)
+            if torch.equal(stacked, start):
+                raise TypeError(f"{name} does not train the tensors in its param_groups; use ft.lightning_fit")
 
 
 def _four_steps(original: Optimizer, starts: list[Tensor], rows: int | slice) -> list[Tensor]:
     tensors = [start.clone() for start in starts]
     optimizer = rebind(original, [[tensor] for tensor in tensors])
-    gradients = torch.sin(torch.arange(4 * 2 * 4 * 3, dtype=torch.float64)).reshape(4, 2, 4, 3)
-    gradients = gradients * torch.tensor([1.0, 30.0]).reshape(1, 2, 1, 1)
+    shape = starts[0].shape if isinstance(rows, slice) else (2, *starts[0].shape)
+    gradients = torch.sin(torch.arange(4 * math.prod(shape), dtype=torch.float64)).reshape(4, *shape)
+    gradients[:, 1] *= 30
     for group in optimizer.param_groups:
         if "lr" in group and group["lr"] == 0:  # a schedule's warm-up begins here
             group["lr"] = group["lr"] + 0.01

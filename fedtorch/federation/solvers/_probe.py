@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
-from fedtorch._untrained import refuse_untrained
+from fedtorch._untrained import Remembered, refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._probed_rows import spread_rows
 from fedtorch.federation.solvers._state import perturbed
+from fedtorch.federation.solvers.advice import explained
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.host_state import HostGenerators
 from fedtorch.federation.solvers.loaders.batches import rows_in
@@ -40,7 +41,7 @@ def check_rows(
     stacked: StackedLoss,
     data: Any,
     values: Mapping[str, Tensor],
-    original: Callable[[], nn.Module | None] | None = None,
+    original: Remembered | None = None,
 ) -> None:
     """Try whether the module can train on the rows of a block: on a few, with the extreme labels among them.
 
@@ -48,8 +49,7 @@ def check_rows(
         stacked: the loss.
         data: a block `ClientData`, which has clients.
         values: one client's tensors and stacked buffers by name.
-        original: gives the user's module, while there is one, so that a loss which reads its parameters is refused;
-            None looks for none.
+        original: the parameters of the user's module, so that a loss which reads them is refused; None looks for none.
 
     Raises:
         BadClients: it cannot take the rows of some.
@@ -81,7 +81,7 @@ def check_rows(
         raise BadClients(
             torch.tensor([bad]),
             f"Expected rows that {type(stacked.objective.module).__name__} can train on, but got "
-            f"{described_rows(data.batch)}: {error}; {_advice(error, data.batch, own[0].dtype)}",
+            f"{described_rows(data.batch)}: {explained(error, stacked.objective.module, data.batch, own[0].dtype)}",
         ) from error
 
 
@@ -90,7 +90,7 @@ def check_batch(
     batch: Any,
     values: Mapping[str, Tensor],
     device: torch.device,
-    original: Callable[[], nn.Module | None] | None = None,
+    original: Remembered | None = None,
 ) -> None:
     """Try whether the module can train on the first batch of a client's loader; see `check_rows`.
 
@@ -112,7 +112,10 @@ def check_batch(
         raise RuntimeError(_CHECKPOINTED) from error
     name = type(objective.module).__name__
     if error is not None:
-        raise BadClients(torch.tensor([0]), f"{name} cannot train on its first batch: {error}") from error
+        raise BadClients(
+            torch.tensor([0]),
+            f"{name} cannot train on its first batch: {explained(error, objective.module, rows, own[0].dtype)}",
+        ) from error
     if broadcasts.met is not None and all(isinstance(leaf, Tensor) for leaf in rows):
         refuse_broadcast(partial(_loss_of, stacked, own, rows), name, broadcasts.met)
 
@@ -126,7 +129,7 @@ def _failure(
     stacked: StackedLoss,
     own: list[Tensor],
     rows: Tree,
-    original: Callable[[], nn.Module | None] | None = None,
+    original: Remembered | None = None,
 ) -> Exception | None:
     """Return the error of one client's loss and gradient, if its rows may be the cause."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
@@ -142,12 +145,12 @@ def _failure(
                 loss = stacked.single(leaves, rows, None, 0)[0]
                 if loss.requires_grad:
                     torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
-        except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
+        except (IndexError, KeyError, RuntimeError, TypeError, UserWarning, ValueError) as error:
             return None if isinstance(error, NotImplementedError) else error
         except Exception:  # the probe says what else a module objects to
             return None
     if original is not None:
-        refuse_untrained(loss, leaves[: len(stacked.tensors)], stacked.objective.module, original())
+        refuse_untrained(loss, leaves[: len(stacked.tensors)], stacked.objective.module, original)
     return None
 
 
@@ -157,14 +160,6 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     at = torch.arange(size, device=own[0].device)
     with warnings.catch_warnings(action="ignore"), torch.enable_grad(), KeyedRandomness(random.key(0).to(at.device)):
         return stacked.single(leaves, tree.map(lambda leaf: leaf[at % len(leaf)], rows), None, 0)[0].detach()
-
-
-def _advice(error: Exception, batch: Tree, dtype: torch.dtype) -> str:
-    if isinstance(error, IndexError):
-        return "classes and tokens are numbered from 0 to one less than the module has"
-    if any((leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype for leaf in tree.leaves(batch)):
-        return f"convert them with data.to(dtype={dtype}), or the module with module.to(…)"
-    return "change the rows, the module's inputs or the loss"
 
 
 def observe(
@@ -195,6 +190,9 @@ def observe(
     """
     rows = tree.map(torch.clone, rows) if all_tensors(rows) else rows
     own, key = _own(stacked, values, device), random.key(0).to(device)
+    different = rows
+    if all_tensors(rows) and all(leaf.ndim and len(leaf) > 1 for leaf in tree.leaves(rows)):
+        different = tree.map(lambda leaf: torch.cat([leaf[1:2], leaf[1:]]), rows)  # one twice, in the first one's place
     others = [perturbed(value, 1) if i < len(stacked.tensors) else value for i, value in enumerate(own)]
     made: list[StackedLoss] = []
 
@@ -203,9 +201,8 @@ def observe(
         twin.objective.to(device)
         twin.objective.trainer.answers = {**stacked.objective.trainer.answers, "global_step": 0, "current_epoch": 0}
         made.append(twin)
-        return PythonState(twin.objective.module, twin.objective.loss), lambda i: _alone(
-            twin, (own, others)[i], rows, key
-        )
+        step = lambda client: _alone(twin, (own, others)[client], (rows, different)[client], key)
+        return PythonState(twin.objective.module, twin.objective.loss), step
 
     refuse_kept(fresh, type(module).__name__)
     twin = made[0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
+from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.dispatch.choice import possible
@@ -77,7 +77,7 @@ class Descent:
         # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
         trained = training_copy(module, ignore_hooks)
-        self.module, self._original, self._ignored = functional.copied(module), weakref.ref(module), ignore_hooks
+        self.module, self._original, self._ignored = functional.copied(module), Remembered(module), ignore_hooks
         self.objective = Objective(trained, loss)
         self.rowwise = rowwise
         self._by_type: RowwiseLoss | None = RowwiseLoss(self.module, loss)
@@ -277,11 +277,14 @@ class Descent:
     def _look(self, batch: LoadedBatch, device: torch.device) -> None:
         """Find out what the module can do by the first batch of a loader, if it is not known; see `prepare`."""
         if not self.loss.observed:
+            asked = set(self.objective.trainer.asked)
             self.move(device)
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
             check_batch(self.loss, batch.alone(0), values, device, self._original)
             with one_by_one(self.loss):
                 self._observe(batch.as_rows(0) if self.loss.batched else batch.alone(0), device)
+            if self.objective.trainer.asked != asked:  # on which hangs who begins together
+                raise AnswersDiffer
 
     def _groups(self, state: LocalState, per_epoch: Tensor, round: int) -> list[Tensor]:
         """Return rows of the block that can take their steps together: their clocks and optimisers stand alike."""
@@ -290,7 +293,11 @@ class Descent:
         by_epoch = "current_epoch" in asked or (schedule is not None and schedule.by_epoch)
         by_step = "global_step" in asked or (schedule is not None and schedule.by_step)
         behind = round > 0 and self.epochs is not None  # who has more steps to an epoch has taken more by now
-        if "estimated_stepping_batches" in asked or (by_epoch and not self.one_epoch) or (by_step and behind):
+        if (
+            {"estimated_stepping_batches", "batch_idx"} & asked
+            or (by_epoch and not self.one_epoch)
+            or (by_step and behind)
+        ):
             traits.append(per_epoch)
         if state.steps is not None:
             traits.append(state.steps.to("cpu"))
@@ -358,7 +365,14 @@ class _Stack:
         total, per_epoch, longest = batches.total, int(batches.per_epoch.max()), batches.longest
         same_epochs = self.descent.one_epoch or batches.alike or bool((batches.per_epoch == per_epoch).all())
         same_steps = self.position == 0 or batches.together
-        answers = self.descent.objective.trainer.answers
+        same_batches, least = (
+            batches.alike or bool((batches.per_epoch == per_epoch).all()),
+            int(batches.per_epoch.min()),
+        )
+        trainer = self.descent.objective.trainer
+        answers, differs = trainer.answers, trainer.DIFFERS
+        if not bool((batches.planned == batches.planned[0]).all()):
+            answers["estimated_stepping_batches"] = differs
         rates, seen = [0.0], RoundLogs(loss, len(total), longest if batches.alike else None)
         loaded = None if isinstance(batches, Batches) else evaluated(loss, batches, self.tensors, self.buffers)
         with loaded or nullcontext(loss.gradients) as gradients_of:
@@ -372,8 +386,9 @@ class _Stack:
                 for group, rate in zip(self.optimizer.param_groups, self.rates):
                     group["lr"] = rate
                 rates.append(float(self.optimizer.param_groups[0]["lr"]))
-                answers["global_step"] = position if same_steps else None
-                answers["current_epoch"] = position // per_epoch if same_epochs else None
+                answers["global_step"] = position if same_steps else differs
+                answers["current_epoch"] = position // per_epoch if same_epochs else differs
+                answers["batch_idx"] = t % per_epoch if same_batches or t < least else differs
                 if loss.batched:
                     self._check(batch, t)
                 result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)

@@ -1,15 +1,15 @@
 """What a user's module keeps or draws outside of its tensors, while it trains for many clients in turn.
 
-Python's and NumPy's global generators know nothing of clients, and neither do Pyro's parameter store and buffers that
-are not stacked. Each is looked at around a step: a client's own draws and store are made for it, and what cannot be a
-client's own is refused by name.
+Python's and NumPy's global generators know nothing of clients, and neither do Pyro's parameter store, and buffers and
+frozen parameters that are not stacked. Each is looked at around a step, and what cannot be a client's own is refused by
+name.
 """
 
 from __future__ import annotations
 
 import random as python_random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,22 +66,25 @@ class HostGenerators:
             cls.restore(before)
 
 
-class UnchangedBuffers:
-    """The buffers of a module that are not stacked, which training must leave as they are.
+class UnchangedTensors:
+    """The buffers and frozen parameters of a module that are not stacked, which training must leave as they are.
 
     Args:
-        module: whose buffers.
+        module: whose tensors.
         stacked: names of those that may change, for every client has its own.
     """
 
     def __init__(self, module: nn.Module, stacked: Sequence[str]) -> None:
         self._module = module
         self._places: list[tuple[dict[str, Any], str, str]] = []
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        shared = {id(named[name]) for name in stacked if name in named}  # under other names too
         for prefix, part in module.named_modules():
-            for name in part._buffers:
-                path = f"{prefix}.{name}" if prefix else name
-                if path not in stacked:
-                    self._places.append((part._buffers, name, path))
+            for table in (part._parameters, part._buffers):
+                for name in table:
+                    path = f"{prefix}.{name}" if prefix else name
+                    if path not in stacked and id(table.get(name)) not in shared:
+                        self._places.append((table, name, path))
         self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a buffer, and a copy of it
 
     def check(self) -> None:
@@ -141,6 +144,12 @@ class UnchangedBuffers:
         return not same
 
     def _refuse(self, changed: list[str]) -> None:
+        frozen = [name for name in changed if name in dict(self._module.named_parameters())]
+        if frozen:
+            raise ValueError(
+                f"Training changes {', '.join(frozen)} of {type(self._module).__name__} in place, which no client "
+                "trains or keeps; make it a buffer, with buffers='local' or 'average', or use ft.lightning_fit"
+            )
         raise ValueError(
             f"Training changes the buffers {', '.join(changed)} of {type(self._module).__name__}, and averaging them "
             "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
@@ -152,13 +161,18 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
 
 
-def pyro_store(module: nn.Module) -> Callable[[], Any] | None:
-    """Return what makes an empty store of Pyro's parameters for a client; None of modules without Pyro's.
-
-    By default Pyro keeps the parameters of a `PyroModule` in one store of the process, which clients would share.
-    """
+def refuse_global_store(module: nn.Module) -> None:
+    """Raise TypeError for parameters that Pyro keeps in one store of the process, where all clients would share them."""
     kind = loaded("pyro.nn", "PyroModule")
-    if not any(isinstance(part, kind) for part in module.modules()):
-        return None
-    pyro = sys.modules["pyro"]
-    return lambda: pyro.get_param_store().scope()
+    held = [
+        f"{name}.{each}".strip(".")
+        for name, part in module.named_modules()
+        if isinstance(part, kind)
+        for each in vars(part).get("_pyro_params", {})
+    ]
+    if held and not sys.modules["pyro"].settings.get("module_local_params"):
+        raise TypeError(
+            f"Expected parameters that belong to the module, but Pyro keeps {', '.join(held)} of {type(module).__name__} "
+            "in its param store of the whole process, which clients would share; call "
+            "pyro.settings.set(module_local_params=True) before the module is made"
+        )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import weakref
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_convert
 
 from fedtorch import functional, random, tree
-from fedtorch._untrained import refuse_untrained
+from fedtorch._untrained import Remembered, refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
@@ -38,7 +37,6 @@ from fedtorch.federation.solvers.batches import (
     check_drop_last,
     check_last_batches,
 )
-from fedtorch.federation.solvers.host_state import pyro_store
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
@@ -200,8 +198,7 @@ class _Fit:
         buffers: str, shuffle: bool, arguments: dict[str, Any],
     ) -> None:  # fmt: skip
         self.module = functional.copied(module)
-        self._store = pyro_store(self.module)
-        self._original, self._examined = weakref.ref(module), False
+        self._original, self._examined = Remembered(module), False
         self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
         self.shuffle, self.arguments, self.policy = shuffle, arguments, buffers
         self.limit, self.length = arguments.get("limit_train_batches"), None if rounds == "each" else rounds
@@ -255,8 +252,7 @@ class _Fit:
         for k in range(len(data.count)):
             seed = int(random.fold_in(turn.key[k], MODULE))
             batches = client_batches(data, k, seed) if loaded else nullcontext(self._batches(data, k, turn.key[k]))
-            store = nullcontext() if self._store is None else self._store()
-            with isolated(device, self.arguments.get("accelerator"), seed), store, batches as given:
+            with isolated(device, self.arguments.get("accelerator"), seed), batches as given:
                 alone = ({**self.averaged.tensors(start), **state.buffers}, quadratic)
                 tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
                 examine = None if self._examined else self._examine
@@ -276,7 +272,7 @@ class _Fit:
 
     def _examine(self, module: L.LightningModule, loss: Tensor) -> None:
         """Refuse a loss of parameters that no fit changes."""
-        refuse_untrained(loss, module.parameters(), module, self._original())
+        refuse_untrained(loss, module.parameters(), module, self._original)
 
     def _batches(self, data: ClientData, client: int, key: Tensor) -> dict[str, Any]:
         """Return a client's minibatches, which are those of `Batches`, as a Trainer's `fit` is given them."""

@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import vmap
+from torch.utils._pytree import tree_leaves
 
 from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
+from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
+from fedtorch.federation.solvers.host_state import refuse_global_store
 from fedtorch.federation.solvers.training_metrics import StepCalls, replace_metrics
 from fedtorch.tree import Tree
 
@@ -74,6 +77,7 @@ class TrainerStandIn:
         NotImplementedError: Expected the module to ask its trainer only for ..., but it asked for 'trainer.logger'; ...
     """
 
+    DIFFERS: ClassVar[object] = object()  # in place of an answer that is not the same for the clients of a step
     _ANSWERS = ("current_epoch", "estimated_stepping_batches", "global_step", "max_epochs", "training")
     _ALIKE: ClassVar[dict[str, Any]] = {
         **dict.fromkeys(("num_devices", "num_nodes", "world_size", "accumulate_grad_batches"), 1),
@@ -100,14 +104,50 @@ class TrainerStandIn:
                 f"'trainer.{name}'; a stacked client has no trainer of its own, use ft.lightning_fit"
             )
         self.asked.add(name)
+        if self.answers.get(name) is self.DIFFERS:
+            raise self.differs(name)
         if self.answers.get(name) is None and name in ("estimated_stepping_batches", "max_epochs"):
             raise NotImplementedError(
                 f"Expected rounds=, for example gradient_descent(..., rounds=50), because the module asks for "
                 f"'trainer.{name}', which counts all rounds"
             )
-        if self.answers.get(name) is None:
-            raise AnswersDiffer(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
-        return self.answers[name]
+        return self.answers.get(name)
+
+    @staticmethod
+    def differs(name: str) -> AnswersDiffer:
+        """Return the error of a question that clients of one step would be answered differently."""
+        return AnswersDiffer(f"'trainer.{name}' differs between the clients of a stacked step; use ft.lightning_fit")
+
+    def batch_index(self, step: int) -> Any:
+        """Return the number of a batch in its epoch; where clients differ, what notes that it is used and raises."""
+        index = self.answers.get("batch_idx", step)
+        return DifferingIndex(self) if index is self.DIFFERS else index
+
+
+class DifferingIndex:
+    """Stands for the numbers of clients' batches where they differ; any use raises AnswersDiffer.
+
+    Args:
+        trainer: notes that it was asked.
+    """
+
+    def __init__(self, trainer: TrainerStandIn) -> None:
+        self._trainer = trainer
+
+    def _raise(self, *_: Any, **__: Any) -> Any:
+        self._trainer.asked.add("batch_idx")
+        raise self._trainer.differs("batch_idx")
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        return found._raise()
+
+
+for _operation in NUMBER_OPERATIONS:
+    setattr(DifferingIndex, _operation, DifferingIndex._raise)
 
 
 @functools.cache
@@ -129,8 +169,13 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
         raise TypeError(f"Expected an nn.Module or a LightningModule, but got {type(module).__name__}")
     if isinstance(module, loaded("lightning.pytorch", "LightningModule")):
         _refuse_unsupported(module, ignore_hooks)
+    refuse_global_store(module)
+    functional.refuse_shared_memory(module)
     module = functional.copied(module)
     replace_metrics(module)
+    for part in module.modules():
+        if type(part).train is not nn.Module.train:  # a part that stays in evaluation has its say
+            part.train(part.training)
     return module
 
 
@@ -272,7 +317,7 @@ class Objective(nn.Module):
         self._logs.clear()
         if self.metrics.recorders:
             self.metrics.begin()
-        output = self._call(batch, index)
+        output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.expected import loaded
+from fedtorch.federation.solvers.numbers import ARITHMETIC, READING
 from fedtorch.federation.solvers.training_metrics import CollectionRecorder, MetricRecorder
 
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "abc", "typing")
@@ -24,58 +25,7 @@ _CONTAINERS = (list, dict, set, tuple)
 _DEPTH = 3  # of plain objects within attributes
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs"))
 _WRITES = ("append", "appendleft", "extend", "add", "update", "clear", "__setitem__", "__setattr__")
-_READS = [
-    "__add__",
-    "__radd__",
-    "__sub__",
-    "__rsub__",
-    "__mul__",
-    "__rmul__",
-    "__truediv__",
-    "__rtruediv__",
-    "__floordiv__",
-    "__rfloordiv__",
-    "__mod__",
-    "__rmod__",
-    "__pow__",
-    "__rpow__",
-    "__matmul__",
-    "__rmatmul__",
-    "__neg__",
-    "__pos__",
-    "__abs__",
-    "__invert__",
-    "__and__",
-    "__rand__",
-    "__or__",
-    "__ror__",
-    "__xor__",
-    "__lshift__",
-    "__rshift__",
-    "__lt__",
-    "__le__",
-    "__gt__",
-    "__ge__",
-    "__eq__",
-    "__ne__",
-    "__bool__",
-    "__int__",
-    "__float__",
-    "__index__",
-    "__len__",
-    "__iter__",
-    "__next__",
-    "__contains__",
-    "__getitem__",
-    "__delitem__",
-    "__call__",
-    "__getattr__",
-    "__format__",
-    "__str__",
-    "__round__",
-    "__enter__",
-    "__exit__",
-]
+_READS = READING | {"__delitem__", "__call__", "__getattr__", "__enter__", "__exit__"}
 
 Slot = tuple[Any, Any]  # (a dict, or a cell of a closure; the key in it)
 
@@ -85,7 +35,11 @@ class StateRead(TypeError):
 
 
 class _Kept:
-    """Stands in an attribute for what an earlier step has left there; writing to it does nothing, reading it raises."""
+    """Stands in an attribute for what an earlier step has left there.
+
+    Writing to it does nothing, and arithmetic gives another one, for a count that is only kept changes no number. To
+    compare it, to convert it or to give it to an operation of torch raises.
+    """
 
     def __init__(self, path: str, touched: list[str]) -> None:
         object.__setattr__(self, "_path", path)
@@ -97,6 +51,9 @@ class _Kept:
 
     def _write(self, *_: Any, **__: Any) -> None:
         return None
+
+    def _kept(self, *_: Any) -> _Kept:
+        return self
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -110,6 +67,8 @@ class _Kept:
 
 for _name in _READS:
     setattr(_Kept, _name, _Kept._raise)
+for _name in ARITHMETIC:
+    setattr(_Kept, _name, _Kept._kept)
 for _name in _WRITES:
     setattr(_Kept, _name, _Kept._write)
 
@@ -209,12 +168,8 @@ def refuse_kept(make: Callable[[], Any], name: str) -> Any:
             _put(slot, _Kept(path, touched))
         try:
             step(1)
-        except Exception as error:
-            if not touched:
-                paths = ", ".join(path for path, *_ in again.values())
-                raise TypeError(
-                    f"{name} keeps {paths} from step to step in a form that no client can have alone"
-                ) from error
+        except Exception:  # also where it was given to what takes no such object
+            refuse_read(name, touched or [path for path, *_ in again.values()])
         if touched:
             refuse_read(name, touched)
         return first

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedtorch import functional, stacked_layers, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
-from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedBuffers, pyro_store
+from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedTensors
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
@@ -94,8 +94,7 @@ class StackedLoss:
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         self.hooks = ParameterHooks(objective.module, self.tensors)
-        self.unchanged = UnchangedBuffers(objective.module, self.buffers)
-        self._store = pyro_store(objective.module)
+        self.unchanged = UnchangedTensors(objective.module, [*self.tensors, *self.buffers])
         self.host = self.reads = False
         self._captured, self._replays = CapturedStep(), dict[Any, int]()
 
@@ -131,12 +130,13 @@ class StackedLoss:
             done, places, count = [], [], len(batch.size)
             for at, part in batch.parts:
                 everybody = torch.arange(count) if at is None else at
-                some, own = (values, keys) if at is None else (tree.take(values, at), keys.some(at, index))
+                own = keys if at is None else keys.some(at, index)
                 if self.shares(part):
+                    some = values if at is None else tree.take(values, at)
                     done.append(self.together(some, part, index, own))
                     places.append(everybody)
-                else:
-                    done.extend(self.each(some, part, index, own))
+                else:  # of the stack's own memory, in which a module may write
+                    done.extend(self.each(values, part, index, own, everybody.tolist()))
                     places.extend(everybody.split(1))
             return joined(done, places, count, self.tensors)
 
@@ -267,16 +267,19 @@ class StackedLoss:
         count = len(batch.size)
         return joined(self.each(values, batch, index, keys), torch.arange(count).split(1), count, self.tensors)
 
-    def each(self, values: Sequence[Tensor], batch: Step, index: int, keys: StepKeys) -> list[StepResult]:
-        """Return the steps of clients one after the other, `(1, ...)` each.
+    def each(
+        self, values: Sequence[Tensor], batch: Step, index: int, keys: StepKeys, places: Sequence[int] | None = None
+    ) -> list[StepResult]:
+        """Return the steps of clients one after the other, `(1, ...)` each, of those at some places or of all.
 
         Their modules' draws come from the clients' keys, those by Python's and NumPy's generators too.
         """
         own, device = list(zip(*(value.detach().unbind() for value in values))), values[0].device
+        own = own if places is None else [own[place] for place in places]
 
         def one(k: int, interception: Interception) -> StepResult:
             seeded = HostGenerators.seeded(int(keys[index].keys[k]) % 2**63) if self.host else nullcontext()
-            with seeded, self._store() if self._store is not None else nullcontext():
+            with seeded:
                 return self.alone(own[k], batch.alone(k), index, interception)
 
         if self.random:
@@ -294,7 +297,11 @@ class StackedLoss:
         with torch.enable_grad(), self.unchanged():
             with self._cast(values[0].device), interception or nullcontext():
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            each = torch.autograd.grad(loss, trained, allow_unused=True)
+        gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in each]
+        for parameter, value in zip(trained, values):
+            if parameter.data_ptr() != value.data_ptr():  # the module has given it other memory, `.data = …`
+                value.detach().copy_(parameter.detach())
         return StepResult(
             loss.detach()[None],
             {name: log.detach()[None] for name, log in logs.items()},

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedtorch.federation.solvers.host_state import UnchangedBuffers
+from fedtorch.federation.solvers.host_state import UnchangedTensors
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.stacked_loss import StepResult
 from fedtorch.module_randomness.step_draws import StepKeys
@@ -34,7 +34,7 @@ def evaluated(
         return
     trained = [leaf[0].detach().requires_grad_() for leaf in tensors.values()]
     first, objective, device = len(trained), loss.objective, batches.device
-    unchanged = UnchangedBuffers(objective.module, loss.buffers)
+    unchanged = UnchangedTensors(objective.module, [*loss.tensors, *loss.buffers])
 
     def gradients(
         tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: LoadedBatch, index: int, keys: StepKeys

@@ -1,0 +1,71 @@
+"""What to do about errors of torch: one table from what torch says to what a user of stacked clients changes."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedtorch import tree
+
+_LABELS = "give class labels as int64, for example y.long()"
+_WORDS = "give numbers of words or classes as int64, for example x.long()"
+# A pattern in torch's error, and the advice; the first that fits is given.
+_TABLE = (
+    (r"out of range|out of bounds", "classes and tokens are numbered from 0 to one less than the module has"),
+    (r"expected scalar type Long but found|nll_loss.*not implemented|target dtype to be Long|Expected floating point type for target with class prob", _LABELS),
+    (r"Expected tensor for argument #1 'indices'|expected.*indices.*(Int|Long)|embedding.*(Float|Double|Short|Char|Byte)", _WORDS),
+    (r"gather\(\): Expected dtype int64|index.*dtype", _LABELS),
+    (r"does not require grad", "set requires_grad of what is to be trained before the local solver is made, or use ft.lightning_fit, where training may unfreeze it"),
+    (r"[Uu]ninitialized|LazyModule", "call the module once on a batch, so that its lazy layers have parameters"),
+    (r"sparse", "make the layer without sparse=True, whose gradients stacked clients cannot have"),
+    (r"ParameterList|deepcopy protocol", "make the module anew, or call it under torch.no_grad() only before it is given"),
+    (r"more than 1 value per channel", "pass drop_last=True, or a batch_size that leaves no batch of one row"),
+    (r"modified by an inplace operation|a view of a leaf|leaf Variable that requires grad", "change a copy of the batch or parameter, x = x.clone(), and not itself"),
+)  # fmt: skip
+
+
+def explained(error: Exception, module: nn.Module, batch: Any, dtype: torch.dtype) -> str:
+    """Return torch's error with the layer that it comes from, and what to do.
+
+    Args:
+        error: of a training step.
+        module: that was trained.
+        batch: on which.
+        dtype: of the module.
+
+    Example:
+        >>> error = IndexError("index out of range in self")
+        >>> explained(error, nn.Linear(1, 1), torch.ones(1, 1), torch.float32)
+        'index out of range in self; classes and tokens are numbered from 0 to one less than the module has'
+    """
+    layer = _layer(error, module)
+    return f"{f'in {layer}: ' if layer else ''}{error}; {_advice(error, batch, dtype)}"
+
+
+def _layer(error: Exception, module: nn.Module) -> str:
+    """Return the name of the innermost part of a module in which an error was raised, "" if none is known."""
+    names = {id(part): name for name, part in module.named_modules() if name}
+    found, trace = "", error.__traceback__
+    while trace is not None:
+        part = trace.tb_frame.f_locals.get("self")
+        if id(part) in names and isinstance(part, nn.Module):
+            found = f"{names[id(part)]} ({type(part).__name__})"
+        trace = trace.tb_next
+    return found
+
+
+def _advice(error: Exception, batch: Any, dtype: torch.dtype) -> str:
+    said = str(error)
+    for pattern, advice in _TABLE:
+        if re.search(pattern, said):
+            return advice
+    try:
+        leaves = tree.leaves(batch)
+    except TypeError:
+        leaves = []
+    if any((leaf.is_floating_point() or leaf.is_complex()) and leaf.dtype != dtype for leaf in leaves):
+        return f"convert them with data.to(dtype={dtype}), or the module with module.to(…)"
+    return "change the rows, the module's inputs or the loss, or use ft.lightning_fit"
