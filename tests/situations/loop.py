@@ -76,6 +76,7 @@ def average(case: Case, clients: list[Any]) -> tuple[Tensors, list[nn.Module]]:
     for number in range(case.rounds):
         modules = [_trained(case, rows, start, number) for rows, start in zip(clients, starts)]
         mean = _mean([tensors(module) for module in modules], [_count(rows) for rows in clients])
+        mean = {name: mean[name] for name in tensors(made(case)) if name in mean}  # none that a forward has registered
         if local:
             mean = {name: mean[name] for name, _ in modules[0].named_parameters()}
         starts = [tensors(module) | mean for module in modules]

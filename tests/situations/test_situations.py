@@ -14,7 +14,11 @@ from situations.case import FEDERATIONS, Case
 from situations.cases import CASES
 from situations.ways import FAST, LIKE_DEFAULT, PROMISES, RANKS, WAYS, Outcome, outcome
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch.func.jvp
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning"),  # of torch.func.jvp
+    # As errors these would end a stacked step, so that the slow rules of torch.vmap, which users have, were not tried.
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+]
 
 
 def test_the_corpus_is_large_and_its_names_are_unique():

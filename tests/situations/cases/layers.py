@@ -413,11 +413,11 @@ CASES: list[Case] = [
     image("local response", lambda: nn.LocalResponseNorm(2), 32),
     # Weights that are made of others.
     net("weight_norm, parametrised", normed_weight, rowwise=True),
-    net("weight_norm, old pytorch#69413", old_weight_norm, rowwise=True, refused=dict.fromkeys(WAYS, "parametri")),
+    net("weight_norm, old pytorch#28594", old_weight_norm, rowwise=True, refused=dict.fromkeys(WAYS, "parametri")),
     net("orthogonal", orthogonal, rowwise=True),
     net("spectral_norm, parametrised", spectral, **AVERAGE, refused={"default": STATE, "batched=False": STATE}),
     net("symmetric, parametrised", symmetric, rowwise=True),
-    net("pruned pytorch#33618", pruned, rowwise=True, refused=dict.fromkeys(WAYS, "prun|parametri")),
+    net("pruned pytorch#37322", pruned, rowwise=True, refused=dict.fromkeys(WAYS, "prun|parametri")),
     net("lazy, called once", lazy, rowwise=True),
     net("scripted", scripted, rowwise=True, refused=dict.fromkeys(WAYS, "(?i)script")),
     net("one layer used twice", shared, rowwise=True),

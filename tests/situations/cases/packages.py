@@ -19,6 +19,7 @@ with warnings.catch_warnings():  # names of torch that these packages still use
     import pyro.distributions as dist
     from gpytorch.variational import (
         CholeskyVariationalDistribution,
+        IndependentMultitaskVariationalStrategy,
         LMCVariationalStrategy,
         MeanFieldVariationalDistribution,
         UnwhitenedVariationalStrategy,
@@ -111,6 +112,38 @@ class ExactProcess(gpytorch.models.ExactGP):
 
     def forward(self, x: Tensor) -> Any:
         return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class Independent(gpytorch.models.ApproximateGP):
+    """Two outputs of processes that share nothing."""
+
+    def __init__(self) -> None:
+        inducing = torch.randn(2, 3, 2)
+        variational = CholeskyVariationalDistribution(3, batch_shape=torch.Size([2]), mean_init_std=0.0)
+        base = VariationalStrategy(self, inducing, variational, learn_inducing_locations=True)
+        super().__init__(IndependentMultitaskVariationalStrategy(base, num_tasks=2))
+        self.mean_module = gpytorch.means.ConstantMean(batch_shape=torch.Size([2]))
+        self.covar_module = gpytorch.kernels.RBFKernel(batch_shape=torch.Size([2]))
+
+    def forward(self, x: Tensor) -> Any:
+        return gpytorch.distributions.MultivariateNormal(self.mean_module(x), self.covar_module(x))
+
+
+class KnownNoise(Step):
+    """A process whose noise comes with the rows."""
+
+    def __init__(self) -> None:
+        super().__init__(Process(), lambda s, b: None, adam(0.05))
+        self.likelihood = gpytorch.likelihoods.FixedNoiseGaussianLikelihood(torch.ones(1))
+        self.bound = gpytorch.mlls.VariationalELBO(self.likelihood, self.net, num_data=20)
+
+    def training_step(self, batch: Any) -> Tensor:
+        x, y, noise = batch
+        return -self.bound(self.net(x), y, noise=noise)
+
+
+def noisy(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(n, 2), torch.randn(n), 0.1 + torch.rand(n)
 
 
 def marginal(s: Any, batch: Any) -> Tensor:
@@ -255,6 +288,12 @@ CASES: list[Case] = [
     process(
         "sparse, two outputs",
         lambda: Bound(Outputs(), LIKELIHOODS.MultitaskGaussianLikelihood(num_tasks=2)),
+        lambda n: (torch.randn(n, 2), torch.randn(n, 2)),
+    ),
+    process("sparse, noise of each row gpytorch#1276", KnownNoise, noisy),
+    process(
+        "sparse, two outputs that share nothing gpytorch#2332",
+        lambda: Bound(Independent(), LIKELIHOODS.MultitaskGaussianLikelihood(num_tasks=2)),
         lambda n: (torch.randn(n, 2), torch.randn(n, 2)),
     ),
     process("marginal likelihood of all rows", lambda: Step(ExactProcess(), marginal, adam(0.05)), says={}),

@@ -812,6 +812,102 @@ class ByDimension(Step):
         return torch.optim.AdamW(groups, lr=0.05)
 
 
+class WithoutVectors(torch.optim.AdamW):
+    """AdamW that groups the parameters it is given by their dimensions."""
+
+    def __init__(self, parameters: Any) -> None:
+        every = list(parameters)
+        matrices, others = [p for p in every if p.ndim >= 2], [p for p in every if p.ndim < 2]
+        super().__init__([{"params": matrices}, {"params": others, "weight_decay": 0.0}], lr=0.05, weight_decay=1.0)
+
+
+class OneCycle(Step):
+    """A cycle over the whole training, by its number of steps."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp(), loss_of)
+
+    def configure_optimizers(self) -> Any:
+        made = torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+        total = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(made, 0.2, total_steps=total)
+        return [made], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Cube(torch.autograd.Function):
+    """A third power with its derivative by hand, which is another function."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return g * 3 * x.square()
+
+
+class Sorted(torch.autograd.Function):
+    """A sort with a rule of its own for `torch.vmap`."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, Tensor]:
+        values, order = x.sort(-1)
+        return values, order
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(output[1])
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor, _: Tensor) -> Tensor:
+        (order,) = ctx.saved_tensors
+        return torch.zeros_like(g).scatter(-1, order, g)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: Tensor) -> Any:
+        return Sorted.apply(x.movedim(in_dims[0], 0)), (0, 0)
+
+
+class Called(nn.Module):
+    """A function between two layers."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.first, self.last, self.function = nn.Linear(4, 3), nn.Linear(3, 1), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.function(self.first(x)))
+
+
+def pairs(h: Tensor) -> Tensor:
+    return torch.stack([h[:, i] * h[:, j] for i, j in torch.combinations(torch.arange(3)).tolist()], 1)
+
+
+def curved(s: Any, batch: Any) -> Tensor:
+    """A penalty on gradients through a function with a derivative by hand."""
+    x = batch[0].clone().requires_grad_()
+    out = s(x)
+    (g,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    return F.mse_loss(out, batch[1]) + 0.1 * g.square().mean()
+
+
+def averaged(s: Any, batch: Any) -> Tensor:
+    """A teacher moved by one operation on all tensors."""
+    m = s.net
+    with torch.no_grad():
+        torch._foreach_lerp_(list(m.target.parameters()), list(m.net.parameters()), 0.5)
+        target = m.target(batch[0])
+    return loss_of(s, batch) + F.mse_loss(s(batch[0]), target)
+
+
 class ByLayer(Step):
     """Rates that fall from layer to layer, with a schedule of each group's own."""
 
@@ -1246,9 +1342,21 @@ CASES: list[Case] = [
     step("divergence of a field", flow, lambda: mlp(4, 4)),
     step("a temperature cut by .data CLIP", clamped_scale, Temperature, labelled(), metrics={}, refused=TRAINER),
     step("weights cut by .data in the step", clipped_critic, refused=TRAINER),
-    Case("a weight by the share of training done", Ramp, size=2, says={"rounds": 1}),
-    Case("decay by numbers of dimensions nanoGPT", ByDimension),
+    Case("a weight by the share of training done lightning#5449", Ramp, size=2, says={"rounds": 1}),
+    Case("decay by numbers of dimensions nanoGPT#213", ByDimension),
     Case("rates and schedules by layer", ByLayer, size=2),
+    net(
+        "optimiser that groups by dimensions WatChMaL#112", mlp, optimizer=WithoutVectors, rowwise=True, refused=TRAINER
+    ),
+    Case("a cycle over the whole training lightning#11599", OneCycle, size=2, says={"rounds": 1}),
+    net(
+        "function: a rule of its own for vmap pytorch#91451", lambda: Called(lambda h: Sorted.apply(h)[0]), rowwise=True
+    ),
+    step("function: differentiated twice functorch#296", curved, lambda: Called(Cube.apply)),
+    net("pairs of columns by combinations functorch#368", lambda: Called(pairs), rowwise=True),
+    step(
+        "a teacher moved by foreach lightly#1899", averaged, Target, epochs=3, refused=KEPT | {"lightning_fit": FROZEN}
+    ),
     optimised("centralised gradients", centralised),
     optimised("decay of matrices only", decayed_matrices),
     optimised("trust ratios LAMB", trusted),

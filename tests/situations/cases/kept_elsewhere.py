@@ -1,0 +1,145 @@
+"""What copies of a module may lose, and state kept elsewhere: attributes of parameters, views, closures, hooks."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from situations.case import Case, Step, adamw, mlp, net, step
+
+ONE_PROCESS = ("default", "batched=False", "batched=True", "chunk=1", "compile=True", "rowwise=True")
+MAY_REFUSE = dict.fromkeys(
+    (*ONE_PROCESS, "lightning_fit"), "lightning_fit|global_step|buffer|storage|shar|attribute|hook"
+)
+
+
+def loss_of(s: Any, batch: Any) -> Tensor:
+    return F.mse_loss(s(batch[0]), batch[1])
+
+
+class FollowingBuffer(nn.Module):
+    """A buffer that is the weight itself, detached, and so follows it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.register_buffer("view", self.layer.weight.detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) + 0.5 * F.linear(x, self.view)  # type: ignore[arg-type]
+
+
+class Marked(Step):
+    """Parameters that say by an attribute how they train, as of state space models."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp(), loss_of)
+        for p in self.net[0].parameters():
+            p.options = {"lr": 0.001, "weight_decay": 0.0}  # type: ignore[attr-defined]
+
+    def configure_optimizers(self) -> Any:
+        own = [p for p in self.parameters() if hasattr(p, "options")]
+        others = [p for p in self.parameters() if not hasattr(p, "options")]
+        return torch.optim.AdamW([{"params": others}, {"params": own, "lr": 0.001}], lr=0.1, weight_decay=0.5)
+
+
+class Unregistered(nn.Module):
+    """A layer in a plain list, which no optimiser sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hidden = nn.Linear(4, 3), [nn.Linear(3, 3).requires_grad_(False)]
+        self.last = nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.hidden[0](self.first(x)).tanh())
+
+
+class Made(nn.Module):
+    """A buffer that the first forward registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "places"):
+            self.register_buffer("places", torch.arange(x.shape[1], dtype=x.dtype), persistent=False)
+        return self.net(x + 0.1 * self.places)
+
+
+class InSubmodule(nn.Module):
+    """A counter in a module inside a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.calls = mlp(), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
+        return self.net(x) * (1.0 if self.calls < 3 else 0.5)
+
+
+def bound(p: Tensor) -> None:
+    assert p.grad is not None
+    p.grad.clamp_(-0.05, 0.05)
+
+
+def post_hooked() -> nn.Module:
+    made = mlp()
+    for p in made.parameters():
+        p.register_post_accumulate_grad_hook(bound)
+    return made
+
+
+@functools.cache
+def constant(size: int) -> Tensor:
+    return torch.linspace(0.5, 1.5, size, dtype=torch.float64)
+
+
+def cached(s: Any, batch: Any) -> Tensor:
+    """A constant of a cached function."""
+    return F.mse_loss(s(batch[0] * constant(4)), batch[1])
+
+
+def counter() -> Any:
+    """Return a step with a counter in a closure."""
+    calls = 0
+
+    def function(s: Any, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return loss_of(s, batch) * (1.0 if calls < 3 else 0.3)
+
+    return function
+
+
+def without_inference(s: Any, batch: Any) -> Tensor:
+    with torch.inference_mode():
+        target = s(batch[0]).clone()
+    return loss_of(s, batch) + (s(batch[0]) - 0.5 * target.clone()).square().mean()
+
+
+def shared_data() -> nn.Module:
+    made = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    made[2].weight.data = made[0].weight.data
+    return made
+
+
+CASES: list[Case] = [
+    net("elsewhere: a buffer that is the weight, detached", FollowingBuffer, refused=MAY_REFUSE),
+    Case("elsewhere: options as attributes of parameters state-spaces/s4", Marked, epochs=3),
+    net("elsewhere: a layer in a plain list", Unregistered, rowwise=True),
+    net("elsewhere: a buffer registered by the first forward", Made, rowwise=True, refused=MAY_REFUSE),
+    net("elsewhere: a counter in a submodule", InSubmodule, epochs=4, refused=MAY_REFUSE),
+    net("elsewhere: a hook after gradients are there", post_hooked, refused=MAY_REFUSE),
+    step("elsewhere: a constant of a cached function", cached),
+    Case("elsewhere: a counter in a closure", lambda: Step(mlp(), counter()), epochs=4, refused=MAY_REFUSE),
+    net("elsewhere: weights that share .data ludwig#3410", shared_data, optimizer=adamw(), refused=MAY_REFUSE),
+    step("elsewhere: a target in inference mode", without_inference, refused=MAY_REFUSE),
+]
