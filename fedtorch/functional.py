@@ -106,11 +106,14 @@ def copied(module: nn.Module) -> nn.Module:
 def refuse_shared_memory(module: nn.Module) -> None:
     """Raise TypeError for parameters of one memory, which each client would have apart; one parameter is tied right."""
     seen: dict[int, str] = {}
-    for name, parameter in module.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedParameter) or not parameter.numel():
+    parameters = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if isinstance(tensor, (nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer)):
             continue
-        first = seen.setdefault(parameter.untyped_storage().data_ptr(), name)
-        if first != name:
+        if not tensor.numel() or tensor.layout is not torch.strided or tensor.device.type == "meta":
+            continue
+        first = seen.setdefault(tensor.untyped_storage().data_ptr(), name)
+        if first != name and parameters & {first, name}:
             raise TypeError(
                 f"Expected parameters with a storage of their own, but {first} and {name} of {type(module).__name__} "
                 "share one; tie them as one nn.Parameter, or give each its own by .clone()"

@@ -226,6 +226,14 @@ def dropout_noise(
     return noise.div_(1 - probability) if probability < 1 else noise, keep
 
 
+def _permutation(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
+    if drawn.keys.ndim:  # `vmap` draws one for each client, as calls of their own
+        raise NotImplementedError(f"{fn} is not supported on stacked clients; use batched='auto' or ft.lightning_fit")
+    dtype = arguments.get("dtype")
+    order = random.permutation(drawn.key(), arguments["n"])
+    return order.to(arguments.get("device") or order.device, dtype if isinstance(dtype, torch.dtype) else torch.int64)
+
+
 def _multinomial(drawn: KeyedRandomness, fn: Any, arguments: Arguments) -> Tensor:
     weights, count = arguments["self"], arguments["num_samples"]
     *rows, categories = weights.shape
@@ -265,4 +273,5 @@ _DRAWS: dict[Any, Callable[[KeyedRandomness, Any, Arguments], Any]] = {
     aten.randint_like: _elementwise(_integers),
     aten.native_dropout: _dropout,
     aten.multinomial: _multinomial,
+    aten.randperm: _permutation,
 }

@@ -37,7 +37,7 @@ def training_loss(round: Round) -> float | None:
         >>> round(training_loss(run.last), 4)  # (0.8² + 2.4²) / 2, after a step a fifth of the way
         3.2
     """
-    return means(round.info).get("train_loss")
+    return means(round.info).get("train_loss") if len(round.ids) else None
 
 
 class DriftAlarm:

@@ -133,8 +133,8 @@ def test_draws_that_begin_later_are_those_of_interception_of_everything(keys):
 def test_later_draws_that_are_not_supported_leave_the_generator():
     module = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
     drawing = observed(module)
-    with pytest.raises(NotImplementedError, match="randperm"):
-        intercepted(drawing, lambda: module(X[0])[torch.randperm(4)], KeyedRandomness(KEYS[0]))
+    with pytest.raises(NotImplementedError, match="poisson"):
+        intercepted(drawing, lambda: module(X[0]) * torch.poisson(torch.ones(4, 1)), KeyedRandomness(KEYS[0]))
 
 
 def test_draws_of_backward_passes_have_a_key_of_their_own():

@@ -264,7 +264,6 @@ def test_attention_kernels_are_restored(keys):
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("randperm", lambda x: torch.randperm(4)),
         ("poisson", torch.poisson),
         ("random_", lambda x: x.random_(3)),
         ("_standard_gamma", torch._standard_gamma),

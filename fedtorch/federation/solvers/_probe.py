@@ -292,6 +292,8 @@ def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str)
         )
     except IndexUsed:
         changing.append("batch_idx")
+    except Exception as error:
+        raise RuntimeError(f"Expected a step of {name} that can be captured, but {error}; use compile=False") from error
     if changing:
         raise TypeError(
             f"The training_step of {name} depends on {', '.join(changing)}, which "

@@ -38,8 +38,7 @@ def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None
         torch.random.fork_rng(devices=gpus),
         torch.inference_mode(False),
         torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-        torch.autocast(device.type, enabled=False),
+        _without_autocast({"cpu", device.type}),
     ):
         warnings.filterwarnings("ignore", module=r"lightning(_utilities)?\.")
         # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
@@ -49,6 +48,19 @@ def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None
         python_random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         yield
+
+
+@contextmanager
+def _without_autocast(devices: set[str]) -> Iterator[None]:
+    """Switch autocast off, without a context of its own, whose cache of weights would live as long as all steps."""
+    before = {device: torch.is_autocast_enabled(device) for device in devices}
+    try:
+        for device in devices:
+            torch.set_autocast_enabled(device, False)
+        yield
+    finally:
+        for device, enabled in before.items():
+            torch.set_autocast_enabled(device, enabled)
 
 
 @contextmanager

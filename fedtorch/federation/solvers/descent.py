@@ -32,7 +32,7 @@ from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatch
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
-from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, StepResult
+from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
 from fedtorch.module_randomness.step_draws import StepKeys
@@ -205,6 +205,8 @@ class Descent:
             if asked == self.objective.trainer.asked:
                 raise
             return self._stackable(train)  # in groups that are answered alike
+        except NotCaptured:
+            raise
         except StepsDiffer as error:
             if error.padded and not self.rowwise:
                 self._by_type = None

@@ -37,6 +37,7 @@ from fedtorch.federation.solvers.batches import (
     check_drop_last,
     check_last_batches,
 )
+from fedtorch.federation.solvers.host_state import refuse_global_store
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
@@ -197,6 +198,8 @@ class _Fit:
         self, module: nn.Module, batch_size: int | None, drop_last: bool, rounds: int | Literal["each"] | None,
         buffers: str, shuffle: bool, arguments: dict[str, Any],
     ) -> None:  # fmt: skip
+        refuse_global_store(module)
+        functional.refuse_shared_memory(module)
         self.module = functional.copied(module)
         self._original, self._examined = Remembered(module), False
         self.batch_size, self.drop_last, self.rounds = batch_size, drop_last, rounds
@@ -298,6 +301,7 @@ class _Fit:
     ) -> _Fitted:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
+        frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
         trainer = RoundTrainer(**self._trainer_arguments(self.arguments, watch, device, limit))
         try:
             self._start(trainer, module, given)
@@ -309,6 +313,12 @@ class _Fit:
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
         self._refuse_thawed(module)
+        moved = [name for name, p in module.named_parameters() if name in frozen and not torch.equal(p, frozen[name])]
+        if moved:
+            raise ValueError(
+                f"Training changes {', '.join(moved)} of {type(module).__name__}, which are frozen and neither kept "
+                "nor sent; make them buffers, with buffers='local' or 'average', or set requires_grad"
+            )
         named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         done = {name: named[name].detach().to(old.device, old.dtype, copy=True) for name, old in tensors.items()}
         info = {name: float(value) for name, value in trainer.callback_metrics.items() if value.numel() == 1}

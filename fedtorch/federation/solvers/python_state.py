@@ -206,6 +206,9 @@ def _entries(
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     for key, value in table.items():
         yield f"{prefix}{key}", place, key, value
+        function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
+        if isinstance(function, types.FunctionType):
+            yield from _closed_over(function, seen)
         simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
         if simple or depth >= _DEPTH or id(value) in seen or not hasattr(value, "__dict__"):
             continue

@@ -34,6 +34,10 @@ _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does
 _FEWEST = 3  # clients that are worth a `vmap`
 
 
+class NotCaptured(RuntimeError):
+    """A step is not what compile=True promises."""
+
+
 class StepResult(NamedTuple):
     """What one step of stacked clients gives, before the optimiser.
 
@@ -134,6 +138,9 @@ class StackedLoss:
                 if self.shares(part):
                     some = values if at is None else tree.take(values, at)
                     done.append(self.together(some, part, index, own))
+                    for whole, rows in zip(values, some) if at is not None else ():
+                        if rows._version:  # written in place, as an embedding does with max_norm
+                            whole.detach().index_copy_(0, at.to(whole.device), rows.detach())
                     places.append(everybody)
                 else:  # of the stack's own memory, in which a module may write
                     done.extend(self.each(values, part, index, own, everybody.tolist()))
@@ -177,20 +184,24 @@ class StackedLoss:
         if times == 0 or self.eager is not None:
             self._replays[shapes] = 1
             return self._drawn(rows, keys, index, flat)
-        result = StepResult(
-            *self._captured(lambda number, *flat: tuple(self._mapped(rows, None, number, flat)[:5]), *flat)
-        )
+        step = lambda number, *flat: tuple(self._mapped(rows, None, number, flat)[:5])
+        name = type(self.objective.module).__name__
+        try:
+            result = StepResult(*self._captured(step, *flat))
+        except Exception as error:
+            raise NotCaptured(
+                f"Expected a step of {name} that can be captured, but {error}; use compile=False"
+            ) from error
         self._replays[shapes] = times + 1
         if times == 2:
             own = self._drawn(rows, keys, index, flat)
-            for name, one, other in zip(self.tensors, result.gradients, own.gradients):
+            for tensor, one, other in zip(self.tensors, result.gradients, own.gradients):
                 if one is None and other is None:
                     continue
                 if one is None or other is None or relative_gap(one, other) > tolerance(one.dtype):
-                    raise RuntimeError(
-                        f"Expected steps of {type(self.objective.module).__name__} that do the same operations, but "
-                        f"the gradient of {name!r} at step {index} is not that of the step that compile=True captured; "
-                        "use compile=False"
+                    raise NotCaptured(
+                        f"Expected steps of {name} that do the same operations, but the gradient of {tensor!r} at step "
+                        f"{index} is not that of the step that compile=True captured; use compile=False"
                     )
         return result
 

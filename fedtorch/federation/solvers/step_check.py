@@ -8,8 +8,9 @@ those of an optimum are seen. It runs on a copy of the module in float64 where t
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +20,6 @@ from fedtorch.federation.solvers._state import perturbed
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.functional import copied
 from fedtorch.module_randomness.step_draws import StepKeys
-
-if TYPE_CHECKING:
-    from fedtorch.federation.solvers.stacked_loss import StackedLoss, StepResult
 
 _LOG = logging.getLogger(__name__)
 _CLIENTS = 2  # of a stack that are looked at
@@ -60,7 +58,10 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
     same = (one == other) | ((one != one) & (other != other))
     first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
     scale = max(float(torch.linalg.vector_norm(each)) for each in (first, second))
-    return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
+    gap = float(torch.linalg.vector_norm(first - second))
+    if not math.isfinite(gap):  # one has numbers where the other has none
+        return math.inf
+    return gap / scale if scale else 0.0
 
 
 class StepCheck:
@@ -71,10 +72,10 @@ class StepCheck:
         make: a copy of it -> its `StackedLoss`.
     """
 
-    def __init__(self, module: nn.Module, make: Callable[[nn.Module], StackedLoss]) -> None:
+    def __init__(self, module: nn.Module, make: Callable[[nn.Module], Any]) -> None:
         self._module, self._make = module, make
         self._seen: set[Any] = set()
-        self._twins: dict[bool, StackedLoss] = {}  # of a copy in float64 or not
+        self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
 
     def clients(self, batch: Batch, round: int, first: bool) -> Tensor:
         """Return the places of the clients of a stack that are looked at, in this round for the first time or again.
@@ -90,7 +91,7 @@ class StepCheck:
 
     def __call__(
         self,
-        loss: StackedLoss,
+        loss: Any,
         values: Sequence[Tensor],
         batch: Batch,
         index: int,
@@ -134,10 +135,15 @@ class StepCheck:
                 if batch.weights is not None
                 else "stacked from that of each client alone"
             )
-            raise StepsDiffer(f"{found} {how}", batch.weights is not None)
+            advice = (
+                ""
+                if batch.weights is not None
+                else "; use batched='auto' or False, which call the loss client by client"
+            )
+            raise StepsDiffer(f"{found} {how}{advice}", batch.weights is not None)
 
     def _compared(
-        self, loss: StackedLoss, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool
+        self, loss: Any, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool
     ) -> str | None:
         """Return how the step differs, "" if it does not; None if the module does not take float64."""
         dtypes = {value.dtype for value in values if value.dtype in _TOLERANCES or value.is_floating_point()}
@@ -153,25 +159,27 @@ class StepCheck:
         twin.random, twin.objective.trainer.answers = loss.random, dict(loss.objective.trainer.answers)
         own = lambda: StepKeys(keys.keys)
         try:
-            alone = twin.one_by_one(values, batch, index, own())
-            together = twin.together(values, batch, index, own())
+            written, others = (tuple(value.clone() for value in values) for _ in range(2))
+            alone = twin.one_by_one(written, batch, index, own())
+            together = twin.together(others, batch, index, own())
         except Exception:
             if double:
                 return None
             raise
         most = max(map(tolerance, dtypes))
+        for name, one, other in zip(loss.tensors, written, others):
+            if relative_gap(_flat(one), _flat(other)) > most:
+                return f"what {type(self._module).__name__} writes into {name!r} itself differs"
         return self._difference(loss.tensors, together, alone, batch, most)
 
-    def _twin(self, double: bool) -> StackedLoss:
+    def _twin(self, double: bool) -> Any:
         """Return the loss of a copy of the module, in float64 or in its own dtype."""
         if double not in self._twins:
             module = copied(self._module)
             self._twins[double] = self._make(module._apply(_widened) if double else module)
         return self._twins[double]
 
-    def _difference(
-        self, names: Sequence[str], together: StepResult, alone: StepResult, batch: Batch, most: float
-    ) -> str:
+    def _difference(self, names: Sequence[str], together: Any, alone: Any, batch: Batch, most: float) -> str:
         """Return a sentence on the first difference of two steps, "" if there is none."""
         name = type(self._module).__name__
         for k in range(len(batch.size)):

@@ -188,7 +188,7 @@ SOLVERS: dict[str, Callable[..., ft.LocalSolver]] = {
 def test_rows_that_a_module_cannot_take_are_refused_before_the_first_round(name: str) -> None:
     local, other = SOLVERS[name](), SOLVERS[name](5)
     cases = [
-        (other, DATA, r"'a': Expected rows that \w+ can train on, but got 0: float32 \(3,\), 1: int64 \(\): mat1 and"),
+        (other, DATA, r"'a': Expected rows that \w+ can train on, but got 0: float32 \(3,\), 1: int64 \(\): .*mat1 and"),
         (local, typed(torch.Tensor.double), r"'a': .* but got 0: float64 .*data.to\(dtype=torch.float32\)"),
         (local, typed(lambda x: x + 0j), r"'a': .* but got 0: complex64 .*data.to\(dtype=torch.float32\)"),
         (local, typed(None, lambda y: y[:, None]), "'a': .* but got 0: float32 .*, 1: int64 .*change the rows"),
@@ -340,4 +340,4 @@ def test_a_look_at_the_rows_costs_the_same_for_any_number_of_clients_and_nothing
         calls.clear()
     assert found[0][0] == found[1][0]
     assert max(most for _, most, _ in found) <= 16 + 2 * 2  # rows, and the extreme labels
-    assert [rounds for _, _, rounds in found] == [2, 2]  # steps of a round
+    assert found[0][2] == found[1][2] <= 2 + 2 * 3  # steps of a round, and the check of their shape
