@@ -52,7 +52,7 @@ def test_sites_give_what_one_process_gives(name: str, cohort: int | None) -> Non
         for one, two in zip(wanted.rounds(ROUNDS), found.rounds(ROUNDS)):
             assert distance(two.server, one.server) < ROUNDING
             assert two.ids.tolist() == one.ids.tolist()
-            assert distance(two.info, one.info) < ROUNDING
+            assert not len(one.ids) or distance(two.info, one.info) < ROUNDING
         if algorithm.told is not None:
             assert distance(found.clients.total(), wanted.clients.total()) < ROUNDING
         sites.finish(found)
