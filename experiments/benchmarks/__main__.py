@@ -35,6 +35,7 @@ NAMES = (
     "mixed",
     "modules",
     "privacy",
+    "ragged",
     "remote",
     "remote_flower",
     "robust",

@@ -111,7 +111,7 @@ def targets(clients: int, repeat: int, small: bool) -> list[common.Row]:
     figures = {(row.setting, row.metric): row.ours for row in measured}
     rows = []
     for (name, way), goal in module_targets.FASTER.items():
-        alone = figures[name, ALONE] if way == "batched=True" else figures[name, LOOPED]
+        alone = figures[name, LOOPED] if way == "batched=False" else figures[name, ALONE]
         rows += module_targets.lines(f"{name}, {way}, × a plain loop", goal, figures[name, way], alone)
     return [*rows, *module_targets.others(clients, repeat, small)]
 

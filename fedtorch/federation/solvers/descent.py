@@ -432,10 +432,11 @@ class _Stack:
         """Hold the stacks of a step against clients alone, if their shapes have not been seen."""
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
+        again = self.descent.rowwise and loss.objective.rows is None  # a promise, and not known by type
         for at, part in batch.parts:
             if loss.shares(part):
                 some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
-                self.descent.check(loss, some, part, t, keys, self.round, self.descent.rowwise)
+                self.descent.check(loss, some, part, t, keys, self.round, again)
 
     def _descend(self, result: StepResult) -> None:
         with torch.no_grad():
