@@ -29,7 +29,7 @@ def fedsgd(
     loss: Loss | None = None,
     weight: Weight = rows_weight,
     buffers: Literal["refuse", "local", "average"] = "refuse",
-    batched: bool | Literal["auto"] = True,
+    batched: bool | Literal["auto"] = "auto",
 ) -> Algorithm:
     """Build federated gradient descent: one full-batch gradient per client and round, one step of the server.
 

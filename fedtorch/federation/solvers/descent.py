@@ -106,9 +106,13 @@ class Descent:
         """Return one client's state before its first round."""
         return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
 
-    def twin(self, module: nn.Module) -> StackedLoss:
-        """Return the stacked loss of a copy of the module, to try steps that leave no trace."""
-        copy = Objective(training_copy(module, self._ignored), vars(self.objective)["loss"])
+    def twin(self, module: nn.Module, cast: Callable[[Tensor], Tensor] | None = None) -> StackedLoss:
+        """Return the stacked loss of a copy of the module, for steps that leave no trace; its tensors may be cast."""
+        loss = vars(self.objective)["loss"]
+        if cast is not None:
+            module._apply(cast)
+            loss = functional.copied(loss)._apply(cast) if isinstance(loss, nn.Module) else loss
+        copy = Objective(training_copy(module, self._ignored), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:

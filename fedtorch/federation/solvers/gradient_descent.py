@@ -180,7 +180,6 @@ def gradient_descent(
             "clip": clip,
             "precision": precision,
             "project": project,
-            "rowwise": rowwise,
         },
     )
 

@@ -69,10 +69,10 @@ class StepCheck:
 
     Args:
         module: the user's.
-        make: a copy of it -> its `StackedLoss`.
+        make: a copy of it, and how its tensors are cast -> its `StackedLoss`.
     """
 
-    def __init__(self, module: nn.Module, make: Callable[[nn.Module], Any]) -> None:
+    def __init__(self, module: nn.Module, make: Callable[[nn.Module, Callable[[Tensor], Tensor] | None], Any]) -> None:
         self._module, self._make = module, make
         self._seen: set[Any] = set()
         self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
@@ -175,8 +175,7 @@ class StepCheck:
     def _twin(self, double: bool) -> Any:
         """Return the loss of a copy of the module, in float64 or in its own dtype."""
         if double not in self._twins:
-            module = copied(self._module)
-            self._twins[double] = self._make(module._apply(_widened) if double else module)
+            self._twins[double] = self._make(copied(self._module), _widened if double else None)
         return self._twins[double]
 
     def _difference(self, names: Sequence[str], together: Any, alone: Any, batch: Batch, most: float) -> str:
