@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -106,6 +107,63 @@ def stored(s: Any, batch: Any) -> Tensor:
     s.outputs.append(out.detach())
     loss = F.mse_loss(out, batch[1])
     s.note = {"loss": loss.detach(), "rows": len(out)}
+    return loss
+
+
+class Meter:
+    """A mean, as of a meter of losses."""
+
+    def __init__(self) -> None:
+        self.total, self.n = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total, self.n = self.total + value, self.n + 1
+
+
+def nested_counting(s: Any, batch: Any) -> Tensor:
+    s.counts["steps"][0] += 1
+    return loss_of(s, batch) * s.counts["steps"][0]
+
+
+def drawing_oneself(s: Any, batch: Any) -> Tensor:
+    return loss_of(s, batch) * s.draws.random()
+
+
+def numbered(s: Any, batch: Any) -> Tensor:
+    return loss_of(s, batch) / next(s.numbers)
+
+
+def measured(s: Any, batch: Any) -> Tensor:
+    s.meters[0].update(1.0)
+    return loss_of(s, batch) / s.meters[0].n
+
+
+def steeper(s: Any, batch: Any) -> Tensor:
+    """An attribute of a layer of torch that every step raises."""
+    s.net[1].negative_slope += 0.1
+    return loss_of(s, batch)
+
+
+def ending_in_evaluation(s: Any, batch: Any) -> Tensor:
+    """Dropout of the first step only."""
+    s.net[1].p = 0.0 if s.net[1].training else 0.5
+    loss = loss_of(s, batch)
+    s.net[1].eval()
+    return loss * (1.0 if s.net[1].p == 0.0 else 0.3)
+
+
+def rebuilt(s: Any, batch: Any) -> Tensor:
+    """Another activation after the first step."""
+    loss = loss_of(s, batch)
+    s.net[1] = nn.ReLU()
+    return loss
+
+
+def filed(s: Any, batch: Any) -> Tensor:
+    """Losses in a dict of lists and in meters, which nothing reads."""
+    loss = loss_of(s, batch)
+    s.history["loss"].append(loss.detach())
+    s.meters["loss"].update(1.0)
     return loss
 
 
@@ -421,6 +479,23 @@ CASES: list[Case] = [
         "Python: outputs stored, never read lightning#16520",
         lambda s: s.__dict__.update(last=None, outputs=[], note=None),
         stored,
+        refused={},
+    ),
+    kept("Python: counts in a list in a dict", lambda s: setattr(s, "counts", {"steps": [0]}), nested_counting),
+    kept("Python: a generator of its own", lambda s: setattr(s, "draws", random.Random(5)), drawing_oneself),
+    kept("Python: an iterator", lambda s: setattr(s, "numbers", iter(range(1, 99))), numbered),
+    kept("Python: meters in a list", lambda s: setattr(s, "meters", [Meter()]), measured),
+    kept("Python: the slope of a layer of torch", lambda s: s.net.__setitem__(1, nn.LeakyReLU(0.1)), steeper),
+    kept(
+        "Python: a layer that stays in evaluation",
+        lambda s: s.net.__setitem__(1, nn.Dropout(0.0)),
+        ending_in_evaluation,
+    ),
+    kept("Python: a layer that is replaced after a step", lambda s: None, rebuilt),
+    kept(
+        "Python: losses in a dict of lists, never read",
+        lambda s: s.__dict__.update(history={"loss": []}, meters={"loss": Meter()}),
+        filed,
         refused={},
     ),
     kept("Python: a constant made by the first step", lambda s: setattr(s, "weight", None), cached),
