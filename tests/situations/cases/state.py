@@ -174,6 +174,12 @@ def cached(s: Any, batch: Any) -> Tensor:
     return loss_of(s, batch) * s.weight.sum()
 
 
+def cached_length(s: Any, batch: Any) -> Tensor:
+    """The number of rows of the first batch."""
+    s.rows = s.rows or len(batch[0])
+    return loss_of(s, batch) * len(batch[0]) / s.rows**2
+
+
 def first_batch(s: Any, batch: Any) -> Tensor:
     """Statistics of the first batch, kept for all later ones."""
     if s.mean is None:
@@ -499,6 +505,7 @@ CASES: list[Case] = [
         refused={},
     ),
     kept("Python: a constant made by the first step", lambda s: setattr(s, "weight", None), cached),
+    kept("Python: the first batch's length", lambda s: setattr(s, "rows", None), cached_length),
     kept("Python: the first batch's mean", lambda s: setattr(s, "mean", None), first_batch),
     step("Python: epoch and step that the trainer counts", curriculum, epochs=3),
     step("Python: epoch and step, minibatches", curriculum, size=2),
