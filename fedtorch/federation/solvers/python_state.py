@@ -144,8 +144,26 @@ def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
     )
 
 
-def refuse_kept(make: Callable[[], Any], name: str) -> Any:
-    """Return what steps of a fresh module give, unless one reads what an earlier one has kept.
+def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known: frozenset[str]) -> None:
+    """Raise StateRead for attributes that steps change, but not the first ones, which `refuse_kept` looks at.
+
+    Args:
+        name: of the module.
+        before, after: snapshots of a `PythonState` around steps.
+        known: paths of what the first steps change.
+    """
+    inside = lambda path: any(path == one or path.startswith((f"{one}.", f"{one}[")) for one in known)
+    late = changed(before, {key: entry for key, entry in after.items() if not inside(entry[0])})
+    if late:
+        raise StateRead(
+            f"Expected steps that change in Python what the first ones change, but {name} changes "
+            f"{', '.join(sorted({path for path, *_ in late.values()}))} in a later step, which all clients would share; "
+            "keep it in a buffer with buffers='local', or use ft.lightning_fit"
+        )
+
+
+def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
+    """Return the paths of what steps of a fresh module change, unless one reads what an earlier one has kept.
 
     Args:
         make: returns a fresh copy as (its `PythonState`, a function that takes a step of client 0, 1 or 2 on it).
@@ -157,18 +175,19 @@ def refuse_kept(make: Callable[[], Any], name: str) -> Any:
     state, step = make()
     start = state.snapshot()
     try:
-        first = step(0)
+        step(0)
         middle = state.snapshot()
         written = changed(start, middle)
         if not written:
-            return first
+            return frozenset()
         step(1)
         again = changed(middle, state.snapshot())
         rest = {key: entry for key, entry in written.items() if key not in again}
         if rest and not _fills_alike(make, state, step, rest):
             again = {**again, **rest}
+        paths = frozenset(path for path, *_ in (*written.values(), *again.values()))
         if not again:
-            return first
+            return paths
         touched: list[str] = []
         for path, slot, _ in again.values():
             _put(slot, _Kept(path, touched))
@@ -178,7 +197,7 @@ def refuse_kept(make: Callable[[], Any], name: str) -> Any:
             refuse_read(name, touched or [path for path, *_ in again.values()])
         if touched:
             refuse_read(name, touched)
-        return first
+        return paths
     finally:
         _restore(start)
 
@@ -345,7 +364,7 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.shape != other.shape:
             return False
-        if one.dtype != other.dtype or torch._C._functorch.is_functorch_wrapped_tensor(one):
+        if one.dtype != other.dtype or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (one, other))):
             return False
         return bool(((one == other) | ((one != one) & (other != other))).all())
     if type(one) is not type(other):

@@ -73,6 +73,7 @@ class StackedLoss:
         host: whether it has drawn from Python's or NumPy's generator, which are seeded from the clients' keys then.
         reads: whether it has branched on values.
         observed: whether the module has been looked at.
+        kept: paths of what its first steps change in Python; see `python_state`.
         swap: puts one client's tensors and buffers into the module.
         hooks: of the trained parameters, applied to each client's gradient.
     """
@@ -90,6 +91,7 @@ class StackedLoss:
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.observed = False
+        self.kept = frozenset[str]()
         self.logged: list[str] = []  # names of what the module logged last
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])

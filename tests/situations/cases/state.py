@@ -174,6 +174,12 @@ def cached(s: Any, batch: Any) -> Tensor:
     return loss_of(s, batch) * s.weight.sum()
 
 
+def counting_late(s: Any, batch: Any) -> Tensor:
+    """A count that begins in the third epoch."""
+    s.n += s.current_epoch >= 2
+    return loss_of(s, batch) * (1 + s.n)
+
+
 def cached_length(s: Any, batch: Any) -> Tensor:
     """The number of rows of the first batch."""
     s.rows = s.rows or len(batch[0])
@@ -505,6 +511,7 @@ CASES: list[Case] = [
         refused={},
     ),
     kept("Python: a constant made by the first step", lambda s: setattr(s, "weight", None), cached),
+    kept("Python: a counter that begins late", set_n, counting_late),
     kept("Python: the first batch's length", lambda s: setattr(s, "rows", None), cached_length),
     kept("Python: the first batch's mean", lambda s: setattr(s, "mean", None), first_batch),
     step("Python: epoch and step that the trainer counts", curriculum, epochs=3),
