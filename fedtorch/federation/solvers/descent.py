@@ -32,8 +32,8 @@ from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatch
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
-from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.python_state import PythonState, StateRead, refuse_late
+from fedtorch.federation.solvers.stacked_loss import RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
 from fedtorch.module_randomness.step_draws import StepKeys
