@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
@@ -70,7 +71,7 @@ def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple
 def copied(module: nn.Module) -> nn.Module:
     """Return a deep copy of a module, with what `copy.deepcopy` loses of its parameters: hooks and attributes.
 
-    A hook that is a method of the module, or of a part of it, is a method of the copy.
+    A hook, or another function that a part holds, which is a method of the module or closes over it, is the copy's.
 
     Raises:
         RuntimeError: the module cannot be copied; the message says what to do.
@@ -94,6 +95,7 @@ def copied(module: nn.Module) -> nn.Module:
         result = copy.deepcopy(module, memo)
     except (RuntimeError, ValueError, TypeError) as error:
         raise _not_copied(module, error) from error
+    _rebind_functions(result, memo)
     for old, new in zip(module.parameters(), result.parameters()):
         vars(new).update(vars(old))
         for hook in (old._backward_hooks or {}).values():
@@ -120,10 +122,45 @@ def refuse_shared_memory(module: nn.Module) -> None:
             )
 
 
-def _rebound(hook: Callable[..., Any], memo: Mapping[int, Any]) -> Callable[..., Any]:
-    """Return a hook; a method of something that was copied as that of the copy."""
-    owner = getattr(hook, "__self__", None)
-    return getattr(memo[id(owner)], hook.__name__) if id(owner) in memo else hook
+def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
+    """Return a function; what it is bound to, or closes over, is the copy of what was copied."""
+    if isinstance(function, types.MethodType) and id(function.__self__) in memo:
+        return types.MethodType(function.__func__, memo[id(function.__self__)])
+    if isinstance(function, functools.partial):
+        parts = [memo.get(id(part), part) for part in function.args]
+        return functools.partial(_rebound(function.func, memo), *parts, **function.keywords)
+    if not isinstance(function, types.FunctionType) or not function.__closure__:
+        return function
+    contents = [_content(cell) for cell in function.__closure__]
+    if not any(isinstance(content, nn.Module) and id(content) in memo for content in contents):
+        return function
+    cells = tuple(
+        types.CellType(memo[id(content)]) if isinstance(content, nn.Module) and id(content) in memo else cell
+        for cell, content in zip(function.__closure__, contents)
+    )
+    new = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    new.__kwdefaults__ = function.__kwdefaults__
+    vars(new).update(vars(function))
+    return new
+
+
+def _content(cell: Any) -> Any:
+    """Return what a closure's cell holds, None before it is assigned."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _rebind_functions(module: nn.Module, memo: Mapping[int, Any]) -> None:
+    """Bind the functions that the parts of a copy hold, such as hooks, to the copy."""
+    for part in module.modules():
+        for name, value in list(vars(part).items()):
+            if name.endswith("_hooks") and isinstance(value, dict):
+                for key, hook in value.items():
+                    value[key] = _rebound(hook, memo)
+            elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+                vars(part)[name] = _rebound(value, memo)
 
 
 def _not_copied(module: nn.Module, error: Exception) -> Exception:

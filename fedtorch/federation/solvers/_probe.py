@@ -190,9 +190,10 @@ def observe(
     """
     rows = tree.map(torch.clone, rows) if all_tensors(rows) else rows
     own, key = _own(stacked, values, device), random.key(0).to(device)
-    different = rows
+    different = fewer = rows
     if all_tensors(rows) and all(leaf.ndim and len(leaf) > 1 for leaf in tree.leaves(rows)):
         different = tree.map(lambda leaf: torch.cat([leaf[1:2], leaf[1:]]), rows)  # one twice, in the first one's place
+        fewer = tree.map(lambda leaf: leaf[:-1], rows)
     others = [perturbed(value, 1) if i < len(stacked.tensors) else value for i, value in enumerate(own)]
     made: list[StackedLoss] = []
 
@@ -201,10 +202,10 @@ def observe(
         twin.objective.to(device)
         twin.objective.trainer.answers = {**stacked.objective.trainer.answers, "global_step": 0, "current_epoch": 0}
         made.append(twin)
-        step = lambda client: _alone(twin, (own, others)[client], (rows, different)[client], key)
+        step = lambda client: _alone(twin, (own, others, others)[client], (rows, different, fewer)[client], key)
         return PythonState(twin.objective.module, twin.objective.loss), step
 
-    refuse_kept(fresh, type(module).__name__)
+    stacked.kept = refuse_kept(fresh, type(module).__name__)
     twin = made[0]
     twin.unchanged.check()
     stacked.objective.trainer.asked |= twin.objective.trainer.asked

@@ -32,6 +32,7 @@ from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatch
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
+from fedtorch.federation.solvers.python_state import PythonState, StateRead, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
@@ -197,8 +198,11 @@ class Descent:
     def _stackable(self, train: Callable[[], Local]) -> Local:
         """Return the solution of a block, of clients one by one where they cannot be stacked and may be so."""
         asked, generators = set(self.objective.trainer.asked), HostGenerators.state()
+        state = PythonState(self.objective.module, self.objective.loss)
+        before = state.snapshot()
         try:
             solution = train()
+            refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
                 return solution
             if self.loss.batched:
@@ -219,6 +223,8 @@ class Descent:
             if error.padded:
                 raise ValueError(f"{error}, so rowwise=True does not hold; leave it away") from error
             return self._alone_from_now(train, error)
+        except StateRead:
+            raise
         except Exception as error:
             return self._alone_from_now(train, error)
 

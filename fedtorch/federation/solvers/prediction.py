@@ -103,11 +103,13 @@ def predictor(
     """
     template = copy.deepcopy(module).eval()
 
-    def one(tensors: Tree, inputs: Tree) -> Tree:
-        return functional_call(template, tensors, *functional.arguments(template, inputs))
-
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
         some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))
+        new = functional.with_tensors(template, {})  # which may keep what it computes
+
+        def one(tensors: Tree, inputs: Tree) -> Tree:
+            return functional_call(new, tensors, *functional.arguments(new, inputs))
+
         with stacked_layers.StackedOperations():
             return vmap(one, randomness="error")(*some)
 

@@ -8,7 +8,11 @@ by an object that raises where it is used, and another step shows whether the mo
 
 from __future__ import annotations
 
+import functools
+import sys
+import sysconfig
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -22,8 +26,9 @@ from fedtorch.federation.solvers.training_metrics import CollectionRecorder, Met
 _LIBRARIES = ("torch", "lightning", "pytorch_lightning", "torchmetrics", "builtins", "abc", "typing")
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, tuple)
-_DEPTH = 3  # of plain objects within attributes
-_TABLES = frozenset(("_parameters", "_buffers", "_modules", "training", "_flat_weights", "_flat_weight_refs"))
+_DEPTH = 3  # of plain objects and containers within attributes
+_TABLES = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))
+_INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
 _WRITES = ("append", "appendleft", "extend", "add", "update", "clear", "__setitem__", "__setattr__")
 _READS = READING | {"__delitem__", "__call__", "__getattr__", "__enter__", "__exit__"}
 
@@ -93,14 +98,14 @@ class PythonState:
         }
 
     def _walk(self, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-        usual = vars(loaded("lightning.pytorch", "LightningModule")()) if _is_lightning(self._module) else {}
-        usual = {*vars(nn.Module()), *usual, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
+        usual = _usual(_is_lightning(self._module))
         for name, part in self._module.named_modules():
-            if isinstance(part, (MetricRecorder, CollectionRecorder)) or _library(type(part)):
+            if isinstance(part, (MetricRecorder, CollectionRecorder)):
                 continue
             prefix = f"{name}." if name else ""
             table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
             yield from _entries(prefix, vars(part), table, seen, 0)
+            yield from _entries(prefix, part._modules, dict(part._modules), seen, 0)
             for kind in type(part).__mro__:
                 if _library(kind):
                     continue
@@ -138,11 +143,29 @@ def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
     )
 
 
-def refuse_kept(make: Callable[[], Any], name: str) -> Any:
-    """Return what steps of a fresh module give, unless one reads what an earlier one has kept.
+def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known: frozenset[str]) -> None:
+    """Raise StateRead for attributes that steps change, but not the first ones, which `refuse_kept` looks at.
 
     Args:
-        make: returns a fresh copy as (its `PythonState`, a function that takes a step of client 0 or 1 on it).
+        name: of the module.
+        before, after: snapshots of a `PythonState` around steps.
+        known: paths of what the first steps change.
+    """
+    inside = lambda path: any(path == one or path.startswith((f"{one}.", f"{one}[")) for one in known)
+    late = changed(before, {key: entry for key, entry in after.items() if not inside(entry[0])})
+    if late:
+        raise StateRead(
+            f"Expected steps that change in Python what the first ones change, but {name} changes "
+            f"{', '.join(sorted({path for path, *_ in late.values()}))} in a later step, which all clients would "
+            "share; keep it in a buffer with buffers='local', or use ft.lightning_fit"
+        )
+
+
+def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
+    """Return the paths of what steps of a fresh module change, unless one reads what an earlier one has kept.
+
+    Args:
+        make: returns a fresh copy as (its `PythonState`, a function that takes a step of client 0, 1 or 2 on it).
         name: of the module.
 
     Raises:
@@ -151,18 +174,19 @@ def refuse_kept(make: Callable[[], Any], name: str) -> Any:
     state, step = make()
     start = state.snapshot()
     try:
-        first = step(0)
+        step(0)
         middle = state.snapshot()
         written = changed(start, middle)
         if not written:
-            return first
+            return frozenset()
         step(1)
         again = changed(middle, state.snapshot())
         rest = {key: entry for key, entry in written.items() if key not in again}
         if rest and not _fills_alike(make, state, step, rest):
             again = {**again, **rest}
+        paths = frozenset(path for path, *_ in (*written.values(), *again.values()))
         if not again:
-            return first
+            return paths
         touched: list[str] = []
         for path, slot, _ in again.values():
             _put(slot, _Kept(path, touched))
@@ -172,7 +196,7 @@ def refuse_kept(make: Callable[[], Any], name: str) -> Any:
             refuse_read(name, touched or [path for path, *_ in again.values()])
         if touched:
             refuse_read(name, touched)
-        return first
+        return paths
     finally:
         _restore(start)
 
@@ -186,19 +210,29 @@ def _restore(start: dict[Any, Any]) -> None:
             value.clear()
             value.update(content)
         place, key = slot
+        if isinstance(place, list):
+            continue  # its content is what it was
         now = place.get(key) if isinstance(place, dict) else getattr(place, key, None)
         if now is not value:
             _put(slot, value)
 
 
 def _fills_alike(make: Callable[[], Any], state: Any, step: Callable[[int], Any], rest: dict[Any, Any]) -> bool:
-    """Return whether another client fills the same caches, and has the same step with them and without."""
-    other, fresh = make()
-    alone = fresh(1)
-    by_path = {path: value for path, _, value, _ in other.snapshot().values()}
+    """Return whether other clients fill the same caches, and have the same steps with them and without."""
     values = {path: value for path, _, value, _ in state.snapshot().values()}
-    same = all(path in by_path and _equal(by_path[path], values.get(path)) for path, *_ in rest.values())
-    return same and _equal(alone, step(1))
+    for client in (1, 2):
+        other, fresh = make()
+        try:
+            alone = fresh(client)
+        except Exception:  # of a module that takes no other number of rows
+            if client == 2:
+                continue
+            raise
+        by_path = {path: value for path, _, value, _ in other.snapshot().values()}
+        same = all(path in by_path and _equal(by_path[path], values.get(path)) for path, *_ in rest.values())
+        if not same or not _equal(alone, step(client)):
+            return False
+    return True
 
 
 def _entries(
@@ -206,20 +240,33 @@ def _entries(
 ) -> Iterator[tuple[str, Any, Any, Any]]:
     for key, value in table.items():
         yield f"{prefix}{key}", place, key, value
-        function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
-        if isinstance(function, types.FunctionType):
-            yield from _closed_over(function, seen)
-        simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
-        if simple or depth >= _DEPTH or id(value) in seen or not hasattr(value, "__dict__"):
-            continue
-        if _library(type(value)):
-            continue
-        seen.add(id(value))
-        yield from _entries(f"{prefix}{key}.", vars(value), dict(vars(value)), seen, depth + 1)
+        yield from _within(f"{prefix}{key}", value, seen, depth)
+
+
+def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Return what a value refers to: the attributes of a plain object, the elements of a container, a function's."""
+    function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
+    if isinstance(function, types.FunctionType):
+        yield from _closed_over(function, seen)
+    simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
+    if simple or depth >= _DEPTH or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, (list, dict)):
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        table = {key: each for key, each in pairs if not isinstance(each, _SIMPLE)}
+        for key, each in table.items():
+            yield f"{path}[{key!r}]", value, key, each
+            yield from _within(f"{path}[{key!r}]", each, seen, depth + 1)
+    elif hasattr(value, "__dict__") and not _library(type(value)):
+        yield from _entries(f"{path}.", vars(value), dict(vars(value)), seen, depth + 1)
 
 
 def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Return what a function closes over, and the plain values of its file that it names."""
+    """Return what a function closes over, and what it names of its file: values, objects, classes and functions."""
+    if id(function) in seen or _installed(function.__module__):
+        return
+    seen.add(id(function))
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         if id(cell) not in seen and name != "__class__":
             seen.add(id(cell))
@@ -229,28 +276,55 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
                 continue
             if not _is_code(value) and not isinstance(value, nn.Module):
                 yield f"{function.__name__}.{name}", cell, "cell_contents", value
+            yield from _within(f"{function.__name__}.{name}", value, seen, 0)
+    places = [function.__globals__]
     for name in function.__code__.co_names:
-        value = function.__globals__.get(name)
-        if type(value) in (bool, int, float, list, dict, set) and (id(function.__globals__), name) not in seen:
-            seen.add((id(function.__globals__), name))  # type: ignore[arg-type]
-            yield name, function.__globals__, name, value
+        for place in [place for place in places if name in place]:
+            value = place[name]
+            if isinstance(value, types.ModuleType):
+                places += [] if _installed(value.__name__) else [vars(value)]
+            elif isinstance(value, type):
+                if id(value) not in seen and not _installed(value.__module__):
+                    seen.add(id(value))
+                    own = {k: v for k, v in vars(value).items() if not k.startswith("__") and not _is_code(v)}
+                    yield from _entries(f"{value.__name__}.", value, own, seen, 0)
+            elif _is_code(value):
+                yield from _within(name, value, seen, 0)
+            elif not isinstance(value, nn.Module) and not _library(type(value), but=("builtins",)):
+                yield from _entries("", place, {name: value}, seen, 0)
 
 
 def _put(slot: Slot, value: Any) -> None:
     place, key = slot
-    if isinstance(place, dict):
+    if isinstance(place, (dict, list)):
         place[key] = value
     else:
         setattr(place, key, value)
 
 
-def _library(kind: type) -> bool:
-    return kind.__module__.split(".")[0] in _LIBRARIES
+def _library(kind: type, but: Sequence[str] = ()) -> bool:
+    root = kind.__module__.split(".")[0]
+    return root in _LIBRARIES and root not in but
+
+
+def _installed(name: str | None) -> bool:
+    """Return whether a module of Python is a library, or this package, whose state is none of the user's."""
+    root = (name or "").split(".")[0]
+    path = getattr(sys.modules.get(name or ""), "__file__", None)
+    return root in (*_LIBRARIES, __name__.split(".")[0]) or (path or "").startswith(_INSTALLED)
 
 
 def _is_code(value: Any) -> bool:
     kinds = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, classmethod, staticmethod, property)
     return isinstance(value, kinds)
+
+
+@functools.cache
+def _usual(lightning: bool) -> frozenset[str]:
+    """Return the names of attributes that torch and Lightning keep on every module."""
+    own = vars(loaded("lightning.pytorch", "LightningModule")()) if lightning else {}
+    names = {*vars(nn.Module()), *own, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
+    return frozenset(names - {"training"})
 
 
 def _is_lightning(module: nn.Module) -> bool:
@@ -265,7 +339,29 @@ def _content(value: Any) -> Any:
         return list(value.items())
     if isinstance(value, (list, set)) or type(value).__name__ == "deque":
         return list(value)
-    return None
+    if isinstance(value, (*_SIMPLE, nn.Module, type, types.ModuleType)) or _is_code(value):
+        return None
+    kind = type(value)
+    plain = kind.__reduce_ex__ is object.__reduce_ex__ and kind.__reduce__ is object.__reduce__
+    return None if plain and hasattr(value, "__dict__") else _reduced(value, _DEPTH)
+
+
+def _reduced(value: Any, depth: int) -> Any:
+    """Return the content of an object that has no attributes to look at, as a copy of it would be made of."""
+    if isinstance(value, _SIMPLE) or callable(value):
+        return value
+    if isinstance(value, (list, tuple)):
+        return [_reduced(each, depth) for each in value]
+    if isinstance(value, dict):
+        return {key: _reduced(each, depth) for key, each in value.items()}
+    if depth == 0 or _library(type(value), but=("builtins",)):
+        return None
+    with warnings.catch_warnings(action="ignore"):  # Python will not copy iterators of itertools from 3.14 on
+        try:
+            parts = value.__reduce_ex__(2)
+        except Exception:  # it cannot be copied, and says so in its own way
+            return None
+    return [_reduced(each, depth - 1) for each in parts] if isinstance(parts, tuple) else None
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -275,7 +371,7 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) or isinstance(other, Tensor):
         if not (isinstance(one, Tensor) and isinstance(other, Tensor)) or one.shape != other.shape:
             return False
-        if one.dtype != other.dtype or torch._C._functorch.is_functorch_wrapped_tensor(one):
+        if one.dtype != other.dtype or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (one, other))):
             return False
         return bool(((one == other) | ((one != one) & (other != other))).all())
     if type(one) is not type(other):

@@ -77,6 +77,7 @@ class StackedLoss:
         host: whether it has drawn from Python's or NumPy's generator, which are seeded from the clients' keys then.
         reads: whether it has branched on values.
         observed: whether the module has been looked at.
+        kept: paths of what its first steps change in Python; see `python_state`.
         swap: puts one client's tensors and buffers into the module.
         hooks: of the trained parameters, applied to each client's gradient.
     """
@@ -94,9 +95,12 @@ class StackedLoss:
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.observed = False
+        self.kept = frozenset[str]()
         self.logged: list[str] = []  # names of what the module logged last
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
+        held = dict(objective.module.named_parameters())
+        self._attributes = {i: vars(held[name]) for i, name in enumerate(tensors) if name in held and vars(held[name])}
         self.hooks = ParameterHooks(objective.module, self.tensors)
         self.unchanged = UnchangedTensors(objective.module, [*self.tensors, *self.buffers])
         self.host = self.reads = False
@@ -259,6 +263,8 @@ class StackedLoss:
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
         """Return one client's (loss, logs, new buffers)."""
+        for i, attributes in self._attributes.items():
+            vars(values[i]).update(attributes)
         with self.swap(values):
             loss, logs = self.objective(rows, weights, index)
             new = tuple(self.swap.current(i) for i in range(len(self.tensors), len(values)))

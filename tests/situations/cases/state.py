@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable
@@ -109,11 +110,80 @@ def stored(s: Any, batch: Any) -> Tensor:
     return loss
 
 
+class Meter:
+    """A mean, as of a meter of losses."""
+
+    def __init__(self) -> None:
+        self.total, self.n = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.total, self.n = self.total + value, self.n + 1
+
+
+def nested_counting(s: Any, batch: Any) -> Tensor:
+    s.counts["steps"][0] += 1
+    return loss_of(s, batch) * s.counts["steps"][0]
+
+
+def drawing_oneself(s: Any, batch: Any) -> Tensor:
+    return loss_of(s, batch) * s.draws.random()
+
+
+def numbered(s: Any, batch: Any) -> Tensor:
+    return loss_of(s, batch) / next(s.numbers)
+
+
+def measured(s: Any, batch: Any) -> Tensor:
+    s.meters[0].update(1.0)
+    return loss_of(s, batch) / s.meters[0].n
+
+
+def steeper(s: Any, batch: Any) -> Tensor:
+    """An attribute of a layer of torch that every step raises."""
+    s.net[1].negative_slope += 0.1
+    return loss_of(s, batch)
+
+
+def ending_in_evaluation(s: Any, batch: Any) -> Tensor:
+    """Dropout of the first step only."""
+    s.net[1].p = 0.0 if s.net[1].training else 0.5
+    loss = loss_of(s, batch)
+    s.net[1].eval()
+    return loss * (1.0 if s.net[1].p == 0.0 else 0.3)
+
+
+def rebuilt(s: Any, batch: Any) -> Tensor:
+    """Another activation after the first step."""
+    loss = loss_of(s, batch)
+    s.net[1] = nn.ReLU()
+    return loss
+
+
+def filed(s: Any, batch: Any) -> Tensor:
+    """Losses in a dict of lists and in meters, which nothing reads."""
+    loss = loss_of(s, batch)
+    s.history["loss"].append(loss.detach())
+    s.meters["loss"].update(1.0)
+    return loss
+
+
 def cached(s: Any, batch: Any) -> Tensor:
     """A constant that the first step makes."""
     if s.weight is None:
         s.weight = torch.tensor([0.5], dtype=batch[0].dtype)
     return loss_of(s, batch) * s.weight.sum()
+
+
+def counting_late(s: Any, batch: Any) -> Tensor:
+    """A count that begins in the third epoch."""
+    s.n += s.current_epoch >= 2
+    return loss_of(s, batch) * (1 + s.n)
+
+
+def cached_length(s: Any, batch: Any) -> Tensor:
+    """The number of rows of the first batch."""
+    s.rows = s.rows or len(batch[0])
+    return loss_of(s, batch) * len(batch[0]) / s.rows**2
 
 
 def first_batch(s: Any, batch: Any) -> Tensor:
@@ -423,7 +493,26 @@ CASES: list[Case] = [
         stored,
         refused={},
     ),
+    kept("Python: counts in a list in a dict", lambda s: setattr(s, "counts", {"steps": [0]}), nested_counting),
+    kept("Python: a generator of its own", lambda s: setattr(s, "draws", random.Random(5)), drawing_oneself),
+    kept("Python: an iterator", lambda s: setattr(s, "numbers", iter(range(1, 99))), numbered),
+    kept("Python: meters in a list", lambda s: setattr(s, "meters", [Meter()]), measured),
+    kept("Python: the slope of a layer of torch", lambda s: s.net.__setitem__(1, nn.LeakyReLU(0.1)), steeper),
+    kept(
+        "Python: a layer that stays in evaluation",
+        lambda s: s.net.__setitem__(1, nn.Dropout(0.0)),
+        ending_in_evaluation,
+    ),
+    kept("Python: a layer that is replaced after a step", lambda s: None, rebuilt),
+    kept(
+        "Python: losses in a dict of lists, never read",
+        lambda s: s.__dict__.update(history={"loss": []}, meters={"loss": Meter()}),
+        filed,
+        refused={},
+    ),
     kept("Python: a constant made by the first step", lambda s: setattr(s, "weight", None), cached),
+    kept("Python: a counter that begins late", set_n, counting_late),
+    kept("Python: the first batch's length", lambda s: setattr(s, "rows", None), cached_length),
     kept("Python: the first batch's mean", lambda s: setattr(s, "mean", None), first_batch),
     step("Python: epoch and step that the trainer counts", curriculum, epochs=3),
     step("Python: epoch and step, minibatches", curriculum, size=2),
