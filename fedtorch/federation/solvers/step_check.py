@@ -8,6 +8,7 @@ of an optimum are seen. It runs on a copy of the module in float64 where the ste
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +55,15 @@ def tolerance(dtype: torch.dtype) -> float:
 def relative_gap(one: Tensor, other: Tensor) -> float:
     """Return the norm of the difference over the larger norm; 0 where both are zero or not a number alike.
 
+    It is infinite where one is finite and the other is not.
+
     >>> relative_gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
     0.2
     """
     same = (one == other) | ((one != one) & (other != other))
     first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
+    if not bool((first.isfinite() & second.isfinite()).all()):
+        return math.inf
     scale = max(float(torch.linalg.vector_norm(each)) for each in (first, second))
     return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
 
