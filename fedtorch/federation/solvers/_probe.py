@@ -226,7 +226,7 @@ def all_tensors(batch: Any) -> bool:
 
 def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:
     """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
-    with twin.drawing.observed(key) as drawn:
+    with HostGenerators.seeded(0), twin.drawing.observed(key) as drawn:
         result = twin.alone([value.clone() for value in own], rows, 0)
     twin.random = twin.random or drawn.calls > 0
     return result

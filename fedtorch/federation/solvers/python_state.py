@@ -9,6 +9,7 @@ by an object that raises where it is used, and another step shows whether the mo
 from __future__ import annotations
 
 import types
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -159,19 +160,19 @@ def refuse_kept(make: Callable[[], Any], name: str) -> Any:
         step(1)
         again = changed(middle, state.snapshot())
         rest = {key: entry for key, entry in written.items() if key not in again}
-        if rest and not _fills_alike(make, state, step, rest):
+        alike, same_step = _filled_alike(make, state, step, rest) if rest else (True, True)
+        if not alike:
             again = {**again, **rest}
-        if not again:
-            return first
         touched: list[str] = []
         for path, slot, _ in again.values():
             _put(slot, _Kept(path, touched))
         try:
-            step(1)
+            if again:
+                step(1)
         except Exception:  # also where it was given to what takes no such object
             refuse_read(name, touched or [path for path, *_ in again.values()])
-        if touched:
-            refuse_read(name, touched)
+        if touched or not same_step:  # `is None` cannot be seen, but the step is another one
+            refuse_read(name, touched or [path for path, *_ in rest.values()])
         return first
     finally:
         _restore(start)
@@ -182,23 +183,26 @@ def _restore(start: dict[Any, Any]) -> None:
     for _, slot, value, content in start.values():
         if isinstance(value, list):
             value[:] = content
-        elif isinstance(value, dict) or isinstance(value, set):
+        elif isinstance(value, (dict, set)):
             value.clear()
             value.update(content)
+        elif isinstance(value, deque):
+            value.clear()
+            value.extend(content)
         place, key = slot
         now = place.get(key) if isinstance(place, dict) else getattr(place, key, None)
         if now is not value:
             _put(slot, value)
 
 
-def _fills_alike(make: Callable[[], Any], state: Any, step: Callable[[int], Any], rest: dict[Any, Any]) -> bool:
-    """Return whether another client fills the same caches, and has the same step with them and without."""
+def _filled_alike(make: Callable[[], Any], state: Any, step: Callable[[int], Any], rest: dict[Any, Any]) -> Any:
+    """Return (whether another client fills the same caches, whether it has the same step with them and without)."""
     other, fresh = make()
     alone = fresh(1)
     by_path = {path: value for path, _, value, _ in other.snapshot().values()}
     values = {path: value for path, _, value, _ in state.snapshot().values()}
     same = all(path in by_path and _equal(by_path[path], values.get(path)) for path, *_ in rest.values())
-    return same and _equal(alone, step(1))
+    return same, _equal(alone, step(1))
 
 
 def _entries(
@@ -260,7 +264,7 @@ def _content(value: Any) -> Any:
         return None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value._version
     if isinstance(value, dict):
         return list(value.items())
-    if isinstance(value, (list, set)) or type(value).__name__ == "deque":
+    if isinstance(value, (list, set, deque)):
         return list(value)
     return None
 
