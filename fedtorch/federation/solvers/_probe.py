@@ -158,7 +158,8 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     """Return one client's loss on so many of the rows, some of them several times."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
-    with warnings.catch_warnings(action="ignore"), torch.enable_grad(), KeyedRandomness(random.key(0).to(at.device)):
+    quiet, draws = warnings.catch_warnings(action="ignore"), KeyedRandomness(random.key(0).to(at.device))
+    with quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
         return stacked.single(leaves, tree.map(lambda leaf: leaf[at % len(leaf)], rows), None, 0)[0].detach()
 
 
