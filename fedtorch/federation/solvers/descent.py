@@ -108,7 +108,8 @@ class Descent:
 
     def twin(self, module: nn.Module) -> StackedLoss:
         """Return the stacked loss of a copy of the module, to try steps that leave no trace."""
-        copy = Objective(training_copy(module, self._ignored), self.objective.loss)
+        loss: Any = self.objective.loss
+        copy = Objective(training_copy(module, self._ignored), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:
@@ -412,7 +413,8 @@ class _Stack:
         left = (~ended).nonzero()[:, 0]
         self.here, self.keys = self.here[left], self.keys.some(left, t)
         if self.pulls is not None:
-            self.pulls = [tuple(part.index_select(0, left.to(part.device)) for part in pull) for pull in self.pulls]
+            of_left = lambda part: part.index_select(0, left.to(part.device))
+            self.pulls = [(of_left(precision), of_left(shift)) for precision, shift in self.pulls]
         self.buffers = tree.take(self.buffers, left)
         places = torch.full_like(ended, -1, dtype=torch.int64)
         places[left] = torch.arange(len(left))

@@ -137,7 +137,7 @@ class UnchangedTensors:
             return now is not None
         copy = self._values[id(tensor)][1]
         hidden = now is None or torch._C._functorch.is_functorch_wrapped_tensor(now)  # a value of many clients
-        same = not hidden and _same(now, copy)
+        same = now is not None and not hidden and _same(now, copy)
         if tensor._version != version:
             with torch.no_grad():
                 tensor.copy_(copy)

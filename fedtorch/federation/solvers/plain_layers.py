@@ -72,7 +72,7 @@ def _head(layer: Any, rank: int) -> int | None:
     return 0 if rank == 1 and layer.feature_map is raw else None
 
 
-_LAYERS: dict[type, Rank] = {
+_LAYERS: dict[Any, Rank] = {
     nn.Linear: _at_least_one,
     LinearHead: _head,
     nn.Identity: _same,
@@ -102,12 +102,12 @@ for _dimensions, _kinds in enumerate(
     ),
     start=1,
 ):
-    for _kind in _kinds[:2]:
-        _LAYERS[_kind] = _of_rank(_dimensions + 1)
-    for _kind in _kinds[2:5]:
-        _LAYERS[_kind] = _pooled(_dimensions)
+    for _layer in _kinds[:2]:
+        _LAYERS[_layer] = _of_rank(_dimensions + 1)
+    for _pool in _kinds[2:5]:
+        _LAYERS[_pool] = _pooled(_dimensions)
     _LAYERS[_kinds[5]] = _instance(_dimensions)
-_FORWARDS = {layer: layer.forward for layer in (*_LAYERS, nn.Sequential)}
+_FORWARDS: dict[Any, Any] = {layer: layer.forward for layer in (*_LAYERS, nn.Sequential)}
 
 _REGRESSION = {
     nn.MSELoss: F.mse_loss,
@@ -117,7 +117,7 @@ _REGRESSION = {
 }
 _BINARY = {nn.BCELoss: F.binary_cross_entropy, nn.BCEWithLogitsLoss: F.binary_cross_entropy_with_logits}
 _CLASSES = {nn.CrossEntropyLoss: F.cross_entropy, nn.NLLLoss: F.nll_loss}
-_FUNCTIONS = {**_REGRESSION, **_BINARY, **_CLASSES}
+_FUNCTIONS: dict[Any, Any] = {**_REGRESSION, **_BINARY, **_CLASSES}
 for _loss in _FUNCTIONS:
     _FORWARDS[_loss] = _loss.forward
 _SETTINGS = ("beta", "delta", "ignore_index", "label_smoothing")  # of modules; functions have their defaults

@@ -196,10 +196,11 @@ class StepCheck:
             if max(gaps) > most:
                 what = "loss" if gaps[0] > most else "gradient"
                 return f"the {what} of {name} differs by {max(gaps):.2g} of its size"
-            for kind, one, other in (("log", together.logs, alone.logs), ("buffer", together.buffers, alone.buffers)):
-                for tensor in one:
-                    there = tensor in other
-                    if not there or relative_gap(_flat(one[tensor][k]), _flat(other[tensor][k])) > most:
+            named = ("log", together.logs, alone.logs), ("buffer", together.buffers, alone.buffers)
+            for kind, these, those in named:
+                for tensor in these:
+                    there = tensor in those
+                    if not there or relative_gap(_flat(these[tensor][k]), _flat(those[tensor][k])) > most:
                         return f"the {kind} {tensor!r} of {name} differs"
         return ""
 
