@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fedtorch import functional
 
@@ -143,3 +144,75 @@ def test_swap_takes_changed_buffers_out_again() -> None:
 def test_swap_refuses_unknown_names() -> None:
     with pytest.raises(KeyError, match=r"Expected a parameter or buffer of Sequential, but got '3\.weight'"):
         functional.Swap(net(), ["0.weight", "3.weight"])
+
+
+class Penalised(nn.Module):
+    """A hook on its weight is its own method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.scale = nn.Parameter(torch.ones(2)), 3.0
+        self.weight.register_hook(self.scaled)
+        self.weight.group = "head"  # type: ignore[attr-defined]
+
+    def scaled(self, gradient: Tensor) -> Tensor:
+        return self.scale * gradient
+
+
+def test_a_copy_keeps_hooks_and_attributes_of_parameters() -> None:
+    module = Penalised()
+    other = functional.copied(module)
+    other.scale = 5.0  # the hook is the copy's own method
+    for each, gradient in ((other, 5.0), (module, 3.0)):
+        each.weight.sum().backward()
+        assert each.weight.grad.tolist() == [gradient] * 2
+    assert other.weight.group == "head"
+    assert other.weight is not module.weight
+
+
+def test_a_copy_keeps_ties_and_hooks_after_accumulation() -> None:
+    module, calls = Tied(), []
+    module.encoder.weight.register_post_accumulate_grad_hook(calls.append)
+    other = functional.copied(module)
+    assert other.encoder.weight is other.decoder.weight
+    other(torch.ones(1, 3)).sum().backward()
+    assert [parameter is other.encoder.weight for parameter in calls] == [True]
+
+
+def with_weight_norm() -> nn.Module:
+    layer = nn.Linear(2, 1)
+    with pytest.warns(FutureWarning, match="weight_norm"):
+        return nn.utils.weight_norm(layer)
+
+
+def pruned() -> nn.Module:
+    layer = nn.Linear(2, 1)
+    prune.l1_unstructured(layer, "weight", 1)
+    layer(torch.ones(1, 2))
+    return layer
+
+
+@pytest.mark.parametrize("make", [with_weight_norm, pruned])
+def test_modules_with_computed_tensors_are_refused_with_what_to_do(make: object) -> None:
+    with pytest.raises(RuntimeError, match=r"Linear keep tensors that were computed from others.*parametrizations"):
+        functional.copied(make())  # type: ignore[operator]
+
+
+def test_scripted_modules_are_refused_with_what_to_do() -> None:
+    class Scripted(torch.jit.ScriptModule): ...
+
+    module = nn.Module()
+    module.inner = Scripted()
+    with pytest.raises(TypeError, match=r"inner of Module is scripted.*before torch\.jit\.script"):
+        functional.copied(module)
+
+
+def test_parameters_of_one_memory_are_refused_and_tied_ones_are_not() -> None:
+    functional.refuse_shared_memory(Tied())
+    functional.refuse_shared_memory(nn.LSTM(2, 3))
+    module, whole = nn.Module(), torch.zeros(4)
+    module.one, module.other = nn.Parameter(whole[:2]), nn.Parameter(whole[2:])
+    with pytest.raises(TypeError, match="one and other of Module share one; tie them"):
+        functional.refuse_shared_memory(module)
+    module.other = nn.Parameter(whole[2:].clone())
+    functional.refuse_shared_memory(module)

@@ -75,11 +75,6 @@ def outside() -> Any:
     return ft.gradient_descent(module, epochs=1, loss=loss, optimizer=sgd())
 
 
-def shuffled(s: Any, batch: Any) -> Tensor:
-    order = torch.randperm(len(batch[0]))
-    return F.mse_loss(s(batch[0] + batch[0][order]), batch[1])
-
-
 def all_frozen() -> nn.Module:
     return mlp().requires_grad_(False)
 
@@ -130,7 +125,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "two optimisers lightning#375": (lightning(TwoOptimisers), regression(), "lightning_fit"),
     "a schedule that waits for a metric openfl#305": (lightning(Plateau), regression(), "lightning_fit"),
     "a hook before the optimiser's step": (lightning(Hooks), regression(), "on_before_optimizer_step"),
-    "a permutation that is drawn": (lightning(lambda: Step(mlp(), shuffled)), regression(), "lightning_fit"),
     "an optimiser with a closure": (plain(mlp, optimizer=lbfgs), regression(), "lightning_fit|closure"),
     "a lazy module never called": (
         plain(lambda: nn.Sequential(nn.LazyLinear(1))),

@@ -158,7 +158,8 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     """Return one client's loss on so many of the rows, some of them several times."""
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
-    with warnings.catch_warnings(action="ignore"), torch.enable_grad(), KeyedRandomness(random.key(0).to(at.device)):
+    quiet, draws = warnings.catch_warnings(action="ignore"), KeyedRandomness(random.key(0).to(at.device))
+    with quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
         return stacked.single(leaves, tree.map(lambda leaf: leaf[at % len(leaf)], rows), None, 0)[0].detach()
 
 
@@ -227,7 +228,7 @@ def all_tensors(batch: Any) -> bool:
 
 def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:
     """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
-    with twin.drawing.observed(key) as drawn:
+    with HostGenerators.seeded(0), twin.drawing.observed(key) as drawn:
         result = twin.alone([value.clone() for value in own], rows, 0)
     twin.random = twin.random or drawn.calls > 0
     return result

@@ -146,7 +146,7 @@ class Descent:
     def _observe(self, rows: Any, device: torch.device) -> None:
         self.move(device)
         values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
-        with torch.inference_mode(False), torch.enable_grad():
+        with HostGenerators.seeded(0), torch.inference_mode(False), torch.enable_grad():
             observe(self.loss, self.twin, self.module, rows, values, device)
 
     def padded(self, data: Any, count: Tensor) -> bool:
@@ -210,12 +210,15 @@ class Descent:
             self.loss.host = True
             return train()
         except AnswersDiffer:
+            HostGenerators.restore(generators)
             if asked == self.objective.trainer.asked:
                 raise
             return self._stackable(train)  # in groups that are answered alike
         except NotCaptured:
             raise
         except StepsDiffer as error:
+            if HostGenerators.moved(generators):  # from which the difference may come
+                return self._alone_from_now(train, SharedDraws(self.module))
             if error.padded and not self.rowwise:
                 self._by_type = None
                 _LOG.warning("%s; clients of unequal size train without padding", error)
@@ -226,6 +229,7 @@ class Descent:
         except StateRead:
             raise
         except Exception as error:
+            HostGenerators.restore(generators)
             return self._alone_from_now(train, error)
 
     def _alone_from_now(self, train: Callable[[], Local], error: Exception) -> Local:

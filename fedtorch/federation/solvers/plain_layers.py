@@ -72,7 +72,7 @@ def _head(layer: Any, rank: int) -> int | None:
     return 0 if rank == 1 and layer.feature_map is raw else None
 
 
-_LAYERS: dict[type, Rank] = {
+_LAYERS: dict[Any, Rank] = {
     nn.Linear: _at_least_one,
     LinearHead: _head,
     nn.Identity: _same,

@@ -13,6 +13,7 @@ import sys
 import sysconfig
 import types
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -182,20 +183,20 @@ def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
         step(1)
         again = changed(middle, state.snapshot())
         rest = {key: entry for key, entry in written.items() if key not in again}
-        if rest and not _fills_alike(make, state, step, rest):
+        alike, same_step = _filled_alike(make, state, step, rest) if rest else (True, True)
+        if not alike:
             again = {**again, **rest}
         paths = frozenset(path for path, *_ in (*written.values(), *again.values()))
-        if not again:
-            return paths
         touched: list[str] = []
         for path, slot, _ in again.values():
             _put(slot, _Kept(path, touched))
         try:
-            step(1)
+            if again:
+                step(1)
         except Exception:  # also where it was given to what takes no such object
             refuse_read(name, touched or [path for path, *_ in again.values()])
-        if touched:
-            refuse_read(name, touched)
+        if touched or not same_step:  # `is None` cannot be seen, but the step is another one
+            refuse_read(name, touched or [path for path, *_ in rest.values()])
         return paths
     finally:
         _restore(start)
@@ -209,6 +210,9 @@ def _restore(start: dict[Any, Any]) -> None:
         elif isinstance(value, (dict, set)):
             value.clear()
             value.update(content)
+        elif isinstance(value, deque):
+            value.clear()
+            value.extend(content)
         place, key = slot
         if isinstance(place, list):
             continue  # its content is what it was
@@ -217,9 +221,12 @@ def _restore(start: dict[Any, Any]) -> None:
             _put(slot, value)
 
 
-def _fills_alike(make: Callable[[], Any], state: Any, step: Callable[[int], Any], rest: dict[Any, Any]) -> bool:
-    """Return whether other clients fill the same caches, and have the same steps with them and without."""
+def _filled_alike(
+    make: Callable[[], Any], state: Any, step: Callable[[int], Any], rest: dict[Any, Any]
+) -> tuple[bool, bool]:
+    """Return whether other clients fill the same caches, and whether their steps are the same with them and without."""
     values = {path: value for path, _, value, _ in state.snapshot().values()}
+    alike = same_step = True
     for client in (1, 2):
         other, fresh = make()
         try:
@@ -229,10 +236,9 @@ def _fills_alike(make: Callable[[], Any], state: Any, step: Callable[[int], Any]
                 continue
             raise
         by_path = {path: value for path, _, value, _ in other.snapshot().values()}
-        same = all(path in by_path and _equal(by_path[path], values.get(path)) for path, *_ in rest.values())
-        if not same or not _equal(alone, step(client)):
-            return False
-    return True
+        alike &= all(path in by_path and _equal(by_path[path], values.get(path)) for path, *_ in rest.values())
+        same_step &= _equal(alone, step(client))
+    return alike, same_step
 
 
 def _entries(
@@ -337,7 +343,7 @@ def _content(value: Any) -> Any:
         return None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value._version
     if isinstance(value, dict):
         return list(value.items())
-    if isinstance(value, (list, set)) or type(value).__name__ == "deque":
+    if isinstance(value, (list, set, deque)):
         return list(value)
     if isinstance(value, (*_SIMPLE, nn.Module, type, types.ModuleType)) or _is_code(value):
         return None

@@ -52,16 +52,17 @@ def tolerance(dtype: torch.dtype) -> float:
 def relative_gap(one: Tensor, other: Tensor) -> float:
     """Return the norm of the difference over the larger norm; 0 where both are zero or not a number alike.
 
+    It is infinite where one is finite and the other is not.
+
     >>> relative_gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
     0.2
     """
     same = (one == other) | ((one != one) & (other != other))
     first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
-    scale = max(float(torch.linalg.vector_norm(each)) for each in (first, second))
-    gap = float(torch.linalg.vector_norm(first - second))
-    if not math.isfinite(gap):  # one has numbers where the other has none
+    if not bool((first.isfinite() & second.isfinite()).all()):  # one has numbers where the other has none
         return math.inf
-    return gap / scale if scale else 0.0
+    scale = max(float(torch.linalg.vector_norm(each)) for each in (first, second))
+    return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
 
 
 class StepCheck:

@@ -188,7 +188,11 @@ SOLVERS: dict[str, Callable[..., ft.LocalSolver]] = {
 def test_rows_that_a_module_cannot_take_are_refused_before_the_first_round(name: str) -> None:
     local, other = SOLVERS[name](), SOLVERS[name](5)
     cases = [
-        (other, DATA, r"'a': Expected rows that \w+ can train on, but got 0: float32 \(3,\), 1: int64 \(\): .*mat1 and"),
+        (
+            other,
+            DATA,
+            r"'a': Expected rows that \w+ can train on, but got 0: float32 \(3,\), 1: int64 \(\): .*mat1 and",
+        ),
         (local, typed(torch.Tensor.double), r"'a': .* but got 0: float64 .*data.to\(dtype=torch.float32\)"),
         (local, typed(lambda x: x + 0j), r"'a': .* but got 0: complex64 .*data.to\(dtype=torch.float32\)"),
         (local, typed(None, lambda y: y[:, None]), "'a': .* but got 0: float32 .*, 1: int64 .*change the rows"),

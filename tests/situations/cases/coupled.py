@@ -543,6 +543,8 @@ CASES: list[Case] = [
             "layer norm over rows": normal_over_rows,
             "softmax over rows": lambda h: h.softmax(0) * len(h),
             "wrong transpose by view": lambda h: h.reshape(6, -1).t(),
+            "wrong view of series": lambda h: h.reshape(3, len(h), 2).transpose(0, 1).reshape(len(h), 6),
+            "all rows by broadcasting": lambda h: h * (h[:, 0] * h.new_ones(len(h), 1)).mean(1, keepdim=True),
             "two copies read as pairs, cat": two_views,
             "two copies read as pairs, repeat": repeated,
             "rows as time under a convolution": time_as_rows,
