@@ -225,7 +225,9 @@ def with_tensors(module: nn.Module, tensors: Mapping[str, Tensor]) -> nn.Module:
     """
     memo = {id(tensor): tensor for tensor in [*module.parameters(), *module.buffers()]}
     memo.update((id(old), new) for old, new in zip(_named(module, list(tensors)), tensors.values()))
-    return copy.deepcopy(module, memo)
+    result = copy.deepcopy(module, memo)
+    _rebind_functions(result, memo)
+    return result
 
 
 def arguments(module: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

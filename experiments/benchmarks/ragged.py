@@ -29,7 +29,11 @@ from experiments.benchmarks.parts import measure
 CLIENTS, FEWEST, MOST = 50, 3, 200
 LOOP = "plain loop"
 WIDE = True  # a line of a table for each setting, a column for each figure
-WAYS: dict[str, dict[str, Any]] = {"default": {}, "rowwise=True": {"rowwise": True}, "batched=False": {"batched": False}}
+WAYS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "rowwise=True": {"rowwise": True},
+    "batched=False": {"batched": False},
+}
 TARGETS = {  # times as fast as the loop, by default and with rowwise=True
     "mean, batches of 10": (None, 2.5),
     "mean, all rows": (None, 3.2),
@@ -47,7 +51,8 @@ def losses() -> dict[str, Any]:
     """By name."""
     weights = torch.ones(10)
     weights[3] = 4.0
-    return {"mean": F.cross_entropy, "the same, written by hand": by_hand, "class weights": nn.CrossEntropyLoss(weights)}
+    weighted = nn.CrossEntropyLoss(weights)
+    return {"mean": F.cross_entropy, "the same, written by hand": by_hand, "class weights": weighted}
 
 
 def clients(count: int) -> list[tuple[Tensor, Tensor]]:
@@ -93,9 +98,7 @@ def rows_of(name: str, size: int | None, count: int, repeat: int) -> list[common
     found = [common.Row(setting, f"{LOOP}, ms", 1e3 * measure.medians(times)[LOOP])]
     found += [common.Row(setting, way, measure.ratio(times[LOOP], times[way])) for way in times if way != LOOP]
     goals = TARGETS.get(setting, (None, None))
-    return found + [
-        common.Row(setting, f"{way}, to reach", goal) for way, goal in zip(WAYS, goals) if goal is not None
-    ]
+    return found + [common.Row(setting, f"{way}, to reach", goal) for way, goal in zip(WAYS, goals) if goal is not None]
 
 
 def parts(small: bool) -> measure.Parts:

@@ -7,7 +7,6 @@ stack, filled up with zeros.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -101,7 +100,7 @@ def predictor(
         batched: returns whether it is called on all clients together; otherwise it is client by client.
         rowwise: whether the output for a row depends on that row alone; then the predictor is `Rowwise`.
     """
-    template = copy.deepcopy(module).eval()
+    template = functional.copied(module).eval()
 
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
         some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))

@@ -144,7 +144,7 @@ class StackedLoss:
                     done.append(self.together(some, part, index, own))
                     for whole, rows in zip(values, some) if at is not None else ():
                         if rows._version:  # written in place, as an embedding does with max_norm
-                            whole.detach().index_copy_(0, at.to(whole.device), rows.detach())
+                            whole.detach().index_copy_(0, everybody.to(whole.device), rows.detach())
                     places.append(everybody)
                 else:  # of the stack's own memory, in which a module may write
                     done.extend(self.each(values, part, index, own, everybody.tolist()))
