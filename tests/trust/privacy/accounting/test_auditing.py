@@ -37,7 +37,7 @@ def solver(noise: float = NOISE, seed: int = 0, **settings) -> partial:
 
 
 def test_a_right_mechanism_tells_half_of_its_epsilon_and_no_more_than_it_claims() -> None:
-    found = privacy.audit(solver(seed=1))
+    found = privacy.audit(solver(seed=2))
     assert found.runs == 100_000
     assert 0.5 <= found.epsilon <= 1.0
 
