@@ -238,7 +238,8 @@ class Descent:
             raise error
         self.loss.batched = False
         level = logging.WARNING if isinstance(error, StepsDiffer) else logging.INFO
-        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        text = error.difference if isinstance(error, StepsDiffer) else str(error)
+        why = text.splitlines()[0] if text else type(error).__name__
         name = type(self.module).__name__
         _LOG.log(level, "batched='auto' evaluates the clients of %s one by one from now on: %s", name, why)
         return self._stackable(train)
@@ -370,6 +371,7 @@ class _Stack:
         self.here = torch.arange(len(batches.total))
         self.divided: dict[str, list[Piece]] = {}
         self.finished: Tree = None
+        self.fresh: set[Any] = set()  # shapes of steps that this stack sees for the first time
         self._bind()
 
     def _bind(self) -> None:
@@ -446,11 +448,11 @@ class _Stack:
         """Hold the stacks of a step against clients alone, if their shapes have not been seen."""
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
-        again = self.descent.rowwise and loss.objective.rows is None  # a promise, and not known by type
+        promised = self.descent.rowwise and loss.objective.rows is None  # and not known by type
         for at, part in batch.parts:
             if loss.shares(part):
                 some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
-                self.descent.check(loss, some, part, t, keys, self.round, again)
+                self.descent.check(loss, some, part, t, keys, self.round, promised, self.fresh)
 
     def _descend(self, result: StepResult) -> None:
         with torch.no_grad():

@@ -42,6 +42,7 @@ from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfCl
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
+from fedtorch.federation.solvers.python_state import PythonState, refuse_shared_counts
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
@@ -302,6 +303,8 @@ class _Fit:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
         frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
+        outside = PythonState(module)
+        kept = outside.snapshot()
         trainer = RoundTrainer(**self._trainer_arguments(self.arguments, watch, device, limit))
         try:
             self._start(trainer, module, given)
@@ -312,6 +315,8 @@ class _Fit:
         if isinstance(watch.exception, KeyboardInterrupt):
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
+        shared = PythonState(self.module).snapshot()
+        refuse_shared_counts(type(module).__name__, kept, outside.snapshot(), shared)
         self._refuse_thawed(module)
         moved = [name for name, p in module.named_parameters() if name in frozen and not torch.equal(p, frozen[name])]
         if moved:

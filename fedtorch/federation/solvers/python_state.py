@@ -162,6 +162,23 @@ def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known:
         )
 
 
+def refuse_shared_counts(name: str, before: dict[Any, Any], after: dict[Any, Any], template: dict[Any, Any]) -> None:
+    """Raise StateRead for numbers that a copy of a module has changed where all of the copies find them.
+
+    Args:
+        name: of the module.
+        before, after: snapshots of the copy's `PythonState` around its steps.
+        template: that of the module that copies are made of.
+    """
+    late = changed(before, {key: entry for key, entry in after.items() if key in template})
+    counts = sorted(path for path, slot, old in late.values() if isinstance(old, (bool, int, float)))
+    if counts:
+        raise StateRead(
+            f"Expected fits that change their own copy of {name} alone, but a fit changes {', '.join(counts)}, which "
+            "the copies of all clients share, such as a count; keep it as an attribute of the module, or in a buffer"
+        )
+
+
 def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
     """Return the paths of what steps of a fresh module change, unless one reads what an earlier one has kept.
 

@@ -1,8 +1,9 @@
 """Stacked steps held against the user's own module, client by client, on real rows.
 
-The check runs once in a run for every shape of a batch, before the stacked step. It takes the last clients of the
-stack, for some faults of `vmap` spare the first, at parameters that are moved off the start, where other gradients than
-those of an optimum are seen. It runs on a copy of the module in float64 where the step takes it.
+The check runs once in a run for every shape of a batch, before the stacked step; where the user has promised that
+padding can be weighted out, in all steps of the first round. It takes the last clients of the stack, for some faults of
+`vmap` spare the first, at parameters that are moved off the start, where other gradients than those of an optimum are
+seen. It runs on a copy of the module in float64 where the step takes it.
 """
 
 from __future__ import annotations
@@ -32,12 +33,13 @@ class StepsDiffer(RuntimeError):
     """A stacked step is not that of its clients alone.
 
     Attributes:
+        difference: what differs, without what to do.
         padded: whether rows of padding were weighted out.
     """
 
-    def __init__(self, message: str, padded: bool) -> None:
-        super().__init__(message)
-        self.padded = padded
+    def __init__(self, difference: str, padded: bool, advice: str = "") -> None:
+        super().__init__(difference + advice)
+        self.difference, self.padded = difference, padded
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -98,7 +100,8 @@ class StepCheck:
         index: int,
         keys: StepKeys,
         round: int,
-        again: bool,
+        promised: bool,
+        fresh: set[Any],
     ) -> None:
         """Raise StepsDiffer unless a stack gives what clients alone give; see the module's docstring.
 
@@ -109,26 +112,34 @@ class StepCheck:
             index: of the step.
             keys: the clients'.
             round: of the federation.
-            again: whether a client of padded steps is looked at in every round.
+            promised: whether the user has promised that padding can be weighted out. Then every step of shapes in
+                `fresh` is looked at, and a client in every later round.
+            fresh: shapes that nothing has been seen of before these steps; new ones are added.
         """
         shape = tuple((leaf.shape[1:], leaf.dtype) for leaf in batch.leaves), batch.weights is None
-        first = shape not in self._seen
-        if not first and (batch.weights is None or index > 0 or not again):
+        if shape not in self._seen:
+            fresh.add(shape)
+        of_promise = promised and batch.weights is not None
+        first = shape not in self._seen or (of_promise and shape in fresh)
+        if not first and (not of_promise or index > 0):
             return
         at = self.clients(batch, round, first)
         clone = lambda leaf: leaf.detach().index_select(0, at.to(leaf.device)).clone()
         rows, some = tree.map(clone, batch.rows), [clone(value) for value in values]
         trained = len(loss.tensors)
-        some[:trained] = [_moved(value) for value in some[:trained]]
+        moved = [*(_moved(value) for value in some[:trained]), *some[trained:]]
         part = Batch(rows, batch.size[at], batch.weights is None, padded=True)
         own = keys.some(at, index)
-        found = self._compared(loss, some, part, index, own, double=True)
-        if found is None:
-            found = self._compared(loss, some, part, index, own, double=False)
-            _LOG.info(
-                "the stacked steps of %s are checked coarsely, in its own dtype, for it does not take float64",
-                type(self._module).__name__,
-            )
+        found = ""
+        for values in (moved, some) if of_promise else (moved,):  # a promise is of the parameters that clients have
+            difference = self._compared(loss, values, part, index, own, double=True)
+            if difference is None:
+                difference = self._compared(loss, values, part, index, own, double=False)
+                _LOG.info(
+                    "the stacked steps of %s are checked coarsely, in its own dtype, for it does not take float64",
+                    type(self._module).__name__,
+                )
+            found = found or difference or ""
         self._seen.add(shape)
         if found:
             how = (
@@ -139,9 +150,9 @@ class StepCheck:
             advice = (
                 ""
                 if batch.weights is not None
-                else "; use batched='auto' or False, which call the loss client by client"
+                else "; use batched='auto' or batched=False, which call the loss client by client"
             )
-            raise StepsDiffer(f"{found} {how}{advice}", batch.weights is not None)
+            raise StepsDiffer(f"{found} {how}", batch.weights is not None, advice)
 
     def _compared(
         self, loss: Any, values: list[Tensor], batch: Batch, index: int, keys: StepKeys, double: bool

@@ -6,12 +6,14 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 import torch.nn.functional as F
 from support.oracles.stacked_losses import sgd
 from torch import Tensor, nn
 
+import fedtorch as ft
 from fedtorch import random
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.solvers.batches import Batch
@@ -48,9 +50,16 @@ class Held:
         self.keys = StepKeys(random.fold_in(random.key(4), torch.arange(clients)))
 
     def __call__(
-        self, batch: Batch, round: int = 0, index: int = 0, again: bool = False, check: StepCheck | None = None
+        self,
+        batch: Batch,
+        round: int = 0,
+        index: int = 0,
+        promised: bool = False,
+        check: StepCheck | None = None,
+        fresh: set[Any] | None = None,
     ) -> None:
-        (check or self.descent.check)(self.descent.loss, self.values, batch, index, self.keys, round, again)
+        fresh = set() if fresh is None else fresh
+        (check or self.descent.check)(self.descent.loss, self.values, batch, index, self.keys, round, promised, fresh)
 
 
 def is_stacked(tensor: Tensor) -> bool:
@@ -301,3 +310,43 @@ def not_a_number_if_stacked(output: Tensor, target: Tensor) -> Tensor:
 def test_a_stack_that_gives_no_number_is_found() -> None:
     with pytest.raises(StepsDiffer, match="the loss of Sequential differs"):
         Held(net(), not_a_number_if_stacked)(batch_of(block()))
+
+
+def test_a_promise_is_held_against_all_steps_of_the_first_round_and_one_of_a_later_round() -> None:
+    held, calls = Held(net()), []
+    check = StepCheck(held.descent.module, held.descent.twin)
+    compared = check._compared
+    check._compared = lambda *a, **n: calls.append(len(a[2].size)) or compared(*a, **n)  # type: ignore[method-assign]
+    for round in range(2):
+        fresh: set[Any] = set()
+        for index in range(3):
+            held(batch_of(block((4, 2, 3, 4)), padded=True), round, index, promised=True, check=check, fresh=fresh)
+    assert calls == [4, 4] * 3 + [1, 1]  # at moved parameters and at those that are
+
+
+@pytest.mark.parametrize("way", ["stacked", "lightning_fit"])
+def test_a_loss_that_counts_in_a_closure_is_refused(way: str) -> None:
+    calls = 0
+
+    def counted(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return F.mse_loss(output, target) / calls
+
+    class Counts(L.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.loss = nn.Linear(3, 1), counted
+
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return self.loss(self.linear(batch[0]), batch[1])
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    local = (
+        ft.lightning_fit(Counts(), max_epochs=2) if way == "lightning_fit" else ft.gradient_descent(Counts(), epochs=2)
+    )
+    rows = [(torch.randn(5, 3), torch.randn(5, 1)) for _ in range(3)]
+    with pytest.raises(TypeError, match=r"counted\.calls"):
+        ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)), rounds=1, progress=False)
