@@ -122,11 +122,14 @@ def _rnn_cell(
     return activation(added + product)
 
 
-REPLACED: dict[Any, Callable[..., Any]] = {
+CELLS: dict[Any, Callable[..., Any]] = {
     torch.gru_cell: _gru_cell,
     torch.lstm_cell: _lstm_cell,
     torch.rnn_relu_cell: partial(_rnn_cell, torch.relu),
     torch.rnn_tanh_cell: partial(_rnn_cell, torch.tanh),
+}
+REPLACED: dict[Any, Callable[..., Any]] = {
+    **CELLS,
     torch.gru: partial(_run, torch.gru, _cells.gru),
     torch.lstm: partial(_run, torch.lstm, _cells.lstm),
     torch.rnn_tanh: partial(_run, torch.rnn_tanh, _cells.rnn),

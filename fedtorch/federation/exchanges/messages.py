@@ -83,7 +83,7 @@ def like(found: Tensor, value: Tree) -> Tree:
 
 
 def as_sums(node: Mean | Sum) -> Mean | Sum:
-    """Return what of a message is added up, in the widest dtype of its kind."""
+    """Return the part of a message that is added up, in the widest dtype of its kind."""
     wide = tree.wide(node.value)
     if isinstance(node, Sum):
         return Sum(wide)

@@ -56,7 +56,7 @@ class ClientsOptimizers:
         return [_with_scheduler(each, optimizer) for each, optimizer in zip(seen, self._made)]
 
     def settings(self) -> dict[str, Any]:
-        """Return what the clients' optimisers and schedules of this run's length were made with, by name.
+        """Return the settings of the clients' optimisers, and of schedules of this run's length, by name.
 
         Empty where clients are elsewhere, or where only a client's own Trainer knows it.
         """

@@ -216,7 +216,7 @@ class Federation(L.LightningModule):
         (counter[0] if isinstance(counter, list) else counter).step()
 
     def _let_stopping_wait(self, names: Collection[str]) -> None:
-        """Let `EarlyStopping` pass over the NaN of a round that nobody answers: it is no divergence, and no trial."""
+        """Keep `EarlyStopping` from counting a round that nobody answers, whose metric is NaN."""
         for callback in self.trainer.callbacks:  # type: ignore[attr-defined]
             if isinstance(callback, EarlyStopping) and callback.monitor in {*names, "train_loss"}:
                 self._waiting.append((callback, callback.check_finite, callback.wait_count))

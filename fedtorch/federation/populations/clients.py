@@ -202,7 +202,7 @@ class LocalClients:
             if len(partials) == _MERGE_EVERY:
                 partials = [exchange.merge(partials)]
             states.append((answers.ids, answers.state))
-        if not infos:  # nobody answers; a block of no clients says what would be told
+        if not infos:  # nobody answers; the names of what is told come from a block without clients
             nobody = self.empty_block()
             infos.append((nobody[0], self.reply(nobody, outbox, turn).info))
         partial, message = exchange.merge(partials) if partials else None, answers and answers.message

@@ -213,7 +213,7 @@ class OwnSteps:
 
 
 def _is_broken(module: nn.Module, entry: Logged, value: float) -> bool:
-    """Return whether a metric that was logged is NaN because it has seen NaN or Inf."""
+    """Return whether a logged metric is NaN because its inputs were."""
     if entry.metric is None or not math.isnan(value):
         return False
     states = [

@@ -219,7 +219,7 @@ def observe(
 
 
 def all_tensors(batch: Any) -> bool:
-    """Return whether a batch is a tree of tensors."""
+    """Return whether all leaves of a batch are tensors."""
     try:
         return bool(tree.leaves(batch))
     except TypeError:

@@ -1,4 +1,4 @@
-"""What to do about errors of torch: one table from what torch says to what a user of stacked clients changes."""
+"""What a user of stacked clients changes after an error of torch, in one table by the error's text."""
 
 from __future__ import annotations
 

@@ -150,7 +150,7 @@ class Descent:
             observe(self.loss, self.twin, self.module, rows, values, device)
 
     def padded(self, data: Any, count: Tensor) -> bool:
-        """Return whether clients of unequal size share padded steps: as the user has said, or as the types say."""
+        """Return whether clients of unequal size share padded steps, by the user's word or by the types."""
         if not is_ragged(count) or not self.loss.batched:
             return False
         known = self._by_type is not None and self._by_type.holds(data.batch, data.count)
@@ -214,7 +214,7 @@ class Descent:
             if asked == self.objective.trainer.asked:
                 raise
             return self._stackable(train)  # in groups that are answered alike
-        except NotCaptured:
+        except (NotCaptured, StateRead):
             raise
         except StepsDiffer as error:
             if HostGenerators.moved(generators):  # from which the difference may come
@@ -226,8 +226,6 @@ class Descent:
             if error.padded:
                 raise ValueError(f"{error}, so rowwise=True does not hold; leave it away") from error
             return self._alone_from_now(train, error)
-        except StateRead:
-            raise
         except Exception as error:
             HostGenerators.restore(generators)
             return self._alone_from_now(train, error)

@@ -46,7 +46,7 @@ class HostGenerators:
 
     @classmethod
     def moved(cls, before: tuple[Any, Any]) -> bool:
-        """Return whether a number was drawn since `before`; the generators are put back then."""
+        """Put both back to `before`; return whether a number was drawn since then."""
         python, numpy = cls.state()
         same = python == before[0] and numpy[2:] == before[1][2:] and np.array_equal(numpy[1], before[1][1])
         if not same:
@@ -129,7 +129,7 @@ class UnchangedTensors:
                 self._refuse(sorted({*changed, *self._differing()}))
 
     def _put_back(self, table: dict[str, Any], name: str, tensor: Tensor | None, version: int | None) -> bool:
-        """Put one buffer back; return whether its value had changed."""
+        """Put one buffer back and return whether its value was another one."""
         now, table[name] = table.get(name), tensor
         if now is tensor and (tensor is None or tensor._version == version):
             return False
@@ -156,9 +156,17 @@ class UnchangedTensors:
         )
 
 
+def equal_or_nan(one: Tensor, other: Tensor) -> Tensor:
+    """Return where two tensors of one shape are equal or both NaN.
+
+    >>> equal_or_nan(torch.tensor([1.0, torch.nan, 2.0]), torch.tensor([1.0, torch.nan, 3.0])).tolist()
+    [True, True, False]
+    """
+    return (one == other) | ((one != one) & (other != other))
+
+
 def _same(one: Tensor, other: Tensor) -> bool:
-    """Return whether two buffers are equal, NaN included."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+    return one.shape == other.shape and bool(equal_or_nan(one, other).all())
 
 
 def refuse_global_store(module: nn.Module) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.expected import loaded
+from fedtorch.federation.solvers.host_state import equal_or_nan
 from fedtorch.federation.solvers.numbers import ARITHMETIC, READING
 from fedtorch.federation.solvers.training_metrics import CollectionRecorder, MetricRecorder
 
@@ -396,7 +397,7 @@ def _equal(one: Any, other: Any) -> bool:
             return False
         if one.dtype != other.dtype or any(map(torch._C._functorch.is_functorch_wrapped_tensor, (one, other))):
             return False
-        return bool(((one == other) | ((one != one) & (other != other))).all())
+        return bool(equal_or_nan(one, other).all())
     if type(one) is not type(other):
         return False
     if isinstance(one, (list, tuple)):

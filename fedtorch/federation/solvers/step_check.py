@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.federation.solvers._state import perturbed
 from fedtorch.federation.solvers.batches import Batch
+from fedtorch.federation.solvers.host_state import equal_or_nan
 from fedtorch.functional import copied
 from fedtorch.module_randomness.step_draws import StepKeys
 
@@ -59,7 +60,7 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
     >>> relative_gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
     0.2
     """
-    same = (one == other) | ((one != one) & (other != other))
+    same = equal_or_nan(one, other)
     first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
     if not bool((first.isfinite() & second.isfinite()).all()):  # one has numbers where the other has none
         return math.inf

@@ -25,6 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedtorch.stacked_layers._recurrent import CELLS
+
 # (what the inputs add to the gates (B, GH), states (B, H) each, w_hh, b_hh, a projection or None) -> states
 Cell = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor | None, Tensor | None], Sequence[Tensor]]
 
@@ -117,20 +119,6 @@ def _layers(
     return outputs.transpose(0, 1) if batch_first else outputs, *(torch.stack(ends) for ends in zip(*last))
 
 
-def _step(
-    cell: Cell,
-    input: Tensor,
-    hx: Any,
-    w_ih: Tensor,
-    w_hh: Tensor,
-    b_ih: Tensor | None = None,
-    b_hh: Tensor | None = None,
-) -> Any:
-    """Return the states after one step, as `torch.gru_cell` and its like do."""
-    states = cell(F.linear(input, w_ih, b_ih), [hx] if isinstance(hx, Tensor) else hx, w_hh, b_hh, None)
-    return states[0] if isinstance(hx, Tensor) else tuple(states)
-
-
 _CELLS: dict[str, Cell] = {
     "gru": _gru,
     "lstm": _lstm,
@@ -141,5 +129,5 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.prelu: prelu,
     Tensor.prelu: prelu,
     **{getattr(torch, name): partial(_layers, cell, getattr(torch, name)) for name, cell in _CELLS.items()},
-    **{getattr(torch, f"{name}_cell"): partial(_step, cell) for name, cell in _CELLS.items()},
+    **CELLS,
 }
