@@ -6,7 +6,7 @@ Client k's gradient is
 
 with what `Quadratic` adds and a bound c of the norm over all tensors. Steps are those of `torch.optim`: weight decay
 comes after clipping, momentum's buffer begins as the first gradient, and Adam's corrections use each client's own count
-of steps. Clients that are not active are left as they are. Everything is changed in place.
+of steps. Everything is changed in place.
 
 Source: the formulas of `torch.optim.SGD` (without maximize), `Adam` (without amsgrad) and `AdamW`. Bound: bandwidth.
 Adam in float32 reads parameter, gradient and two moments and writes three of them, 28 bytes a parameter; a shift is 4
@@ -34,7 +34,6 @@ class ClientValues(NamedTuple):
     """The values of a step that differ between clients, of one tensor or of all."""
 
     taken: Tensor | int  # (K,) int64, steps before this one
-    active: Tensor | None = None  # (K,) bool, who takes it; None: all
     precision: Tensor | None = None  # (K,) λ, and
     shift: Tensor | None = None  # (K, ...) h; None: no quadratic
     share: Tensor | None = None  # (K,) that clipping leaves of the gradients
@@ -100,9 +99,9 @@ def sgd(
     if buffer is not None:
         begun = _rows(clients.taken, parameter) > 0
         after = torch.where(begun, momentum * buffer + (1 - dampening) * step, step)
-        _put(buffer, after, clients)
+        buffer.copy_(after)
         step = step + momentum * after if nesterov else after
-    _put(parameter, parameter - lr * step, clients)
+    parameter.copy_(parameter - lr * step)
 
 
 def adam(
@@ -149,9 +148,9 @@ def adam(
     square = betas[1] * second + (1 - betas[1]) * step * step
     length = (lr / (1 - betas[0] ** count)).to(parameter.dtype)
     spread = (1 - betas[1] ** count).sqrt().to(parameter.dtype)
-    _put(first, mean, clients)
-    _put(second, square, clients)
-    _put(parameter, value - length * mean / (square.sqrt() / spread + eps), clients)
+    first.copy_(mean)
+    second.copy_(square)
+    parameter.copy_(value - length * mean / (square.sqrt() / spread + eps))
 
 
 def _program(parameter: Tensor, *others: Tensor | None) -> Any:
@@ -178,7 +177,6 @@ def _launch(
         across * -(-len(parameter) // rows),
         *(tensor.detach() for tensor in own),
         clients.taken,
-        parameter if clients.active is None else clients.active,
         *map(absent, (clients.precision, clients.shift, clients.share)),
         len(parameter),
         parameter[0].numel() if len(parameter) else 0,
@@ -186,7 +184,6 @@ def _launch(
         *((0.0, lr) if isinstance(lr, Tensor) else (lr, parameter)),
         *numbers,
         **flags,
-        SOME=clients.active is not None,
         PULL=clients.shift is not None,
         CLIP=clients.share is not None,
         RATE_HELD=isinstance(lr, Tensor),
@@ -241,7 +238,3 @@ def _rows(value: Tensor | int, like: Tensor) -> Tensor:
     """Return `(K,)`, or a number, as it multiplies `(K, ...)`."""
     value = torch.as_tensor(value, device=like.device)
     return value if value.ndim == 0 else value.reshape(-1, *(1,) * (like.ndim - 1))
-
-
-def _put(target: Tensor, value: Tensor, clients: ClientValues) -> None:
-    target.copy_(value if clients.active is None else torch.where(_rows(clients.active, target), value, target))

@@ -61,18 +61,23 @@ def by_torch(make, start: Tensor, total: Tensor, pull: tuple[Tensor, Tensor] | N
 
 
 def stacked(step, start: Tensor, total: Tensor, pull: tuple[Tensor, Tensor] | None, most: float | None) -> Tensor:
-    """All at once, in which nobody goes on who has finished."""
+    """All at once, in which those who have finished leave the stack."""
     x, total = start.clone(), total[: len(start)].to(start.device)
     kept = [torch.zeros_like(x), torch.zeros_like(x)]
     kept = kept if step.func is stacked_step.adam else kept[:1] if "momentum" in step.keywords else [None]
     for t in range(int(total.max())):
-        clients = ClientValues(total.clamp(max=t), t < total)
+        left = (t < total).nonzero()[:, 0]
+        some = [None if each is None else each[left] for each in (x, *kept)]
+        clients = ClientValues(torch.full_like(left, t))
         if pull is not None:
-            clients = clients._replace(precision=pull[0], shift=pull[1])
-        g = gradient(start.shape, t).to(x)
+            clients = clients._replace(precision=pull[0][left], shift=pull[1][left])
+        g = gradient(start.shape, t).to(x)[left]
         if most is not None:
-            clients = clients._replace(share=stacked_step.clipped([x], [g], [clients], most))
-        step(x, g, *kept, clients)
+            clients = clients._replace(share=stacked_step.clipped([some[0]], [g], [clients], most))
+        step(some[0], g, *some[1:], clients)
+        for whole, part in zip((x, *kept), some):
+            if whole is not None:
+                whole[left] = part
     return x
 
 

@@ -54,8 +54,8 @@ def step_cases() -> Iterator[Case]:
         rows, sizes = f"*{kind} *{kind} *{kind}", "i32 i32 i32"
         yield Case("stacked_step.squares", f"*{kind} *{kind} *{kind} *{kind} *{kind} {sizes}", {"PULL": True, **tile})
         for some, held in ((True, False), (False, True)):
-            flags = {"SOME": some, "PULL": some, "CLIP": some, "RATE_HELD": held, "TAKEN_HELD": held, **tile}
-            shared = f"{'*i64' if held else 'i32'} *u1 {rows} {sizes} fp64 *fp64"
+            flags = {"PULL": some, "CLIP": some, "RATE_HELD": held, "TAKEN_HELD": held, **tile}
+            shared = f"{'*i64' if held else 'i32'} {rows} {sizes} fp64 *fp64"
             sgd = {"MOMENTUM": some, "NESTEROV": some, **flags}
             yield Case("stacked_step.sgd", f"{rows} {shared} fp64 fp64 fp64", sgd)
             adam = f"*{kind} {rows} {shared} fp64 fp64 fp64 fp64 fp64 fp64"

@@ -7,14 +7,12 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_of(clients, size, across, active, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SOME: tl.constexpr):
-    """Return rows, their mask, places of a tile and its mask, of the active rows of the stack `(clients, size)`."""
+def tile_of(clients, size, across, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Return rows, their mask, places of a tile and its mask, of the stack `(clients, size)`."""
     program = tl.program_id(0)
     row = (program // across).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = (program % across).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     there = row < clients
-    if SOME:
-        there = there & (tl.load(active + row, mask=there, other=0) != 0)
     return row, there, row[:, None] * size + column[None, :], there[:, None] & (column < size)[None, :]
 
 
@@ -48,7 +46,7 @@ def squares(
     COLUMNS: tl.constexpr,
 ):
     """Return sums of squares of the gradients of a tile's rows, `(clients, across)`."""
-    row, there, place, mask = tile_of(clients, size, across, out, ROWS, COLUMNS, False)
+    row, there, place, mask = tile_of(clients, size, across, ROWS, COLUMNS)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     found = tl.load(gradient + place, mask=mask, other=0.0)
     found = pulled(found, value, precision, shift, row, there, place, mask, PULL)
@@ -62,7 +60,6 @@ def sgd(
     gradient,
     buffer,
     taken,
-    active,
     precision,
     shift,
     share,
@@ -76,7 +73,6 @@ def sgd(
     decay: tl.float64,
     MOMENTUM: tl.constexpr,
     NESTEROV: tl.constexpr,
-    SOME: tl.constexpr,
     PULL: tl.constexpr,
     CLIP: tl.constexpr,
     RATE_HELD: tl.constexpr,
@@ -85,7 +81,7 @@ def sgd(
     COLUMNS: tl.constexpr,
 ):
     """Take a step of `torch.optim.SGD`."""
-    row, there, place, mask = tile_of(clients, size, across, active, ROWS, COLUMNS, SOME)
+    row, there, place, mask = tile_of(clients, size, across, ROWS, COLUMNS)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     kind = value.dtype
     step = pulled(
@@ -114,7 +110,6 @@ def adam(
     first,
     second,
     taken,
-    active,
     precision,
     shift,
     share,
@@ -130,7 +125,6 @@ def adam(
     eps: tl.float64,
     decay: tl.float64,
     DECOUPLED: tl.constexpr,
-    SOME: tl.constexpr,
     PULL: tl.constexpr,
     CLIP: tl.constexpr,
     RATE_HELD: tl.constexpr,
@@ -139,7 +133,7 @@ def adam(
     COLUMNS: tl.constexpr,
 ):
     """Take a step of `torch.optim.Adam`, or of `AdamW` where the decay is decoupled."""
-    row, there, place, mask = tile_of(clients, size, across, active, ROWS, COLUMNS, SOME)
+    row, there, place, mask = tile_of(clients, size, across, ROWS, COLUMNS)
     value = tl.load(parameter + place, mask=mask, other=0.0)
     kind = value.dtype
     step = pulled(
