@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedtorch.stacked_layers import _attention, _branches, _embeddings, _linear, _losses, _parts, _pooling, _recurrent
+from fedtorch.stacked_layers import _attention, _branches, _embeddings, _linear, _losses, _parts, _pooling, recurrent
 
 _OPERATIONS: dict[Any, Callable[..., Any]] = {
     **_attention.REPLACED,
@@ -18,7 +18,7 @@ _OPERATIONS: dict[Any, Callable[..., Any]] = {
     **_losses.REPLACED,
     **_parts.REPLACED,
     **_pooling.REPLACED,
-    **_recurrent.REPLACED,
+    **recurrent.REPLACED,
 }
 # Functions written in Python, within which replaced operations are called.
 _OPENED = {

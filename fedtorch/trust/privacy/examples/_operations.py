@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from fedtorch.stacked_layers._recurrent import CELLS
+from fedtorch.stacked_layers.recurrent import CELLS
 
 # (what the inputs add to the gates (B, GH), states (B, H) each, w_hh, b_hh, a projection or None) -> states
 Cell = Callable[[Tensor, Sequence[Tensor], Tensor, Tensor | None, Tensor | None], Sequence[Tensor]]
