@@ -263,7 +263,7 @@ class Objective(nn.Module):
         metrics: the calls of the module's metrics, which it may log.
         reductions: of logged numbers over a client's steps, by name.
         recorded: the tensors among the arguments of the last step's calls.
-        rows: the losses of single rows, of a module and a loss that are known by type; None of others.
+        rows: the losses of single rows, of a module that is known by type; None of others.
     """
 
     supervised = False

@@ -81,6 +81,10 @@ class StepCheck:
         self._seen: set[Any] = set()
         self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
 
+    def forget(self) -> None:
+        """Let every shape be looked at anew, as in another run, or one that goes on."""
+        self._seen.clear()
+
     def clients(self, batch: Batch, round: int, first: bool) -> Tensor:
         """Return the places of the clients of a stack that are looked at, in this round for the first time or again.
 
