@@ -250,8 +250,9 @@ class _DistributedClients:
         for row, value in zip(rows, (1.0, *(info.get(name, torch.nan) for name in names))):
             row[mine] = value
         news = int(not info.keys() <= set(names))
-        ways = (int(way in turn.refused) for way in ("padded", "stacked"))
-        counts = _Counts(here.up, here.down, len(ids), len(here.refused), len(here.failed), *ways, news)
+        padded, stacked = (int(way in turn.refused) for way in ("padded", "stacked"))
+        left_out = len(here.refused), len(here.failed)
+        counts = _Counts(here.up, here.down, len(ids), *left_out, padded, stacked, news)
         return Table(torch.tensor([*counts, *(name in info for name in names)], dtype=torch.float64), rows)
 
     def _joined(

@@ -136,7 +136,13 @@ class StepCheck:
         part = Batch(rows, batch.size[at], batch.weights is None, padded=True)
         own = keys.some(at, index)
         found = ""
-        for values in (moved, some) if of_promise else (moved,):  # a promise is of the parameters that clients have
+        if not of_promise:
+            looked_at = [moved]
+        elif first:  # a promise is of the parameters that clients have, too
+            looked_at = [moved, some]
+        else:
+            looked_at = [some]
+        for values in looked_at:
             difference = self._compared(loss, values, part, index, own, double=True)
             if difference is None:
                 difference = self._compared(loss, values, part, index, own, double=False)
