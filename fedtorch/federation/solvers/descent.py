@@ -34,8 +34,9 @@ from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
 from fedtorch.federation.solvers.python_state import PythonState, StateRead, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
-from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer
+from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
+from fedtorch.module_randomness.interception import SEEDED
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
 from fedtorch.tree import Tree
@@ -134,11 +135,11 @@ class Descent:
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
         if len(data.count):
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
-            check_rows(self.loss, data, values, self._original)
-        self._learn(data)
-        if len(data.count):
-            check = partial(failure_on_one_row, self.loss, data, values)
-            check_last_batches(data.count, self.batch_size, self.drop_last, self.steps, check)
+            with torch.random.fork_rng([]):  # a module may set a seed
+                check_rows(self.loss, data, values, self._original)
+                self._learn(data)
+                check = partial(failure_on_one_row, self.loss, data, values)
+                check_last_batches(data.count, self.batch_size, self.drop_last, self.steps, check)
         return data
 
     def _learn(self, data: Any) -> None:
@@ -210,11 +211,19 @@ class Descent:
 
         What is found not to hold is added to `turn.refused`.
         """
-        asked, generators = set(self.objective.trainer.asked), HostGenerators.state()
+        asked, generators, torch_state = (
+            set(self.objective.trainer.asked),
+            HostGenerators.state(),
+            torch.get_rng_state(),
+        )
+        seed = torch.initial_seed()
         state = PythonState(self.objective.module, self.objective.loss)
         before = state.snapshot()
         try:
             solution = train()
+            if self.loss.random and torch.initial_seed() != seed:
+                torch.set_rng_state(torch_state)
+                raise NotImplementedError(SEEDED)
             refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
                 return solution
@@ -227,6 +236,13 @@ class Descent:
             if asked == self.objective.trainer.asked:
                 raise
             return self._stackable(train, turn)  # in groups that are answered alike
+        except StateKept:
+            if self.loss.host or not HostGenerators.moved(generators):
+                raise
+            if self.loss.batched:
+                return self._alone_from_now(train, turn, SharedDraws(self.module))
+            self.loss.host = True
+            return self._stackable(train, turn)
         except (NotCaptured, StateRead):
             raise
         except StepsDiffer as error:
@@ -422,8 +438,7 @@ class _Stack:
                 answers["global_step"] = position if same_steps else differs
                 answers["current_epoch"] = position // per_epoch if same_epochs else differs
                 answers["batch_idx"] = t % per_epoch if same_batches or t < least else differs
-                if loss.batched:
-                    self._check(batch, t)
+                self._check(batch, t)
                 result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
                 self.buffers = result.buffers
                 self._descend(result)
@@ -461,7 +476,8 @@ class _Stack:
         """Hold the stacks of a step against clients alone, if their shapes have not been seen."""
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
-        for at, part in batch.parts:
+        self.descent.check.repeats(loss, values, batch, t, self.keys)
+        for at, part in batch.parts if loss.batched else ():
             if loss.shares(part):
                 some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
                 self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)

@@ -159,7 +159,7 @@ def gradient_descent(
         solve=descent.solve,
         parameters=descent.parameters,
         init=descent.init,
-        predict=predictor(descent.module, lambda: descent.loss.batched, rowwise or predicts_by_rows(descent.module)),
+        predict=predictor(descent.module, lambda: descent.loss.batched, predicts_by_rows(descent.module)),
         tensors=descent.tensors,
         prepare=partial(_without_loaders, descent) if all_rows else descent.prepare,
         module=descent.module,

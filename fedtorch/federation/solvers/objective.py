@@ -274,6 +274,7 @@ class Objective(nn.Module):
         self.module = module
         vars(self)["loss"] = loss  # no part of the module, also where it is one
         self.trainer = TrainerStandIn()
+        self._lengths: set[int] = set()  # of the tensors of the batch at hand
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)
         self.reductions: dict[str, Reduction] = {}
@@ -323,6 +324,7 @@ class Objective(nn.Module):
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
         self._logs.clear()
+        self._lengths = {len(leaf) for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -349,6 +351,12 @@ class Objective(nn.Module):
         forked = on_step is not False and bool(on_epoch)  # a training step's logs are of the step by default
         if self.metrics.log(name, value, forked):
             return
+        size = options.get("batch_size")
+        if on_epoch and size is not None and self._lengths and size not in self._lengths:
+            raise TypeError(
+                f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(self._lengths)}, "
+                f"but got batch_size={size}; leave it away, or use ft.lightning_fit"
+            )
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
         if not isinstance(value, Tensor) or value.numel() != 1:
