@@ -274,7 +274,7 @@ class Objective(nn.Module):
         self.module = module
         vars(self)["loss"] = loss  # no part of the module, also where it is one
         self.trainer = TrainerStandIn()
-        self._lengths: set[int] = set()  # of the tensors of the batch at hand
+        self._batch: Any = None  # at hand
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)
         self.reductions: dict[str, Reduction] = {}
@@ -324,7 +324,7 @@ class Objective(nn.Module):
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
         self._logs.clear()
-        self._lengths = {len(leaf) for leaf in tree.leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim}
+        self._batch = batch
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -333,7 +333,7 @@ class Objective(nn.Module):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
-        logs = dict(self._logs)
+        logs, self._batch = dict(self._logs), None
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 
@@ -352,11 +352,13 @@ class Objective(nn.Module):
         if self.metrics.log(name, value, forked):
             return
         size = options.get("batch_size")
-        if on_epoch and size is not None and self._lengths and size not in self._lengths:
-            raise TypeError(
-                f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(self._lengths)}, "
-                f"but got batch_size={size}; leave it away, or use ft.lightning_fit"
-            )
+        if on_epoch and size is not None:
+            lengths = {len(leaf) for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.ndim}
+            if lengths and size not in lengths:
+                raise TypeError(
+                    f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(lengths)}, but "
+                    f"got batch_size={size}; leave it away, or use ft.lightning_fit"
+                )
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
         if not isinstance(value, Tensor) or value.numel() != 1:

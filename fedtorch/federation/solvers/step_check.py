@@ -8,6 +8,7 @@ seen. It runs on a copy of the module in float64 where the step takes it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -80,6 +81,16 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
     return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
 
 
+class _Copied:
+    """A batch of which every client's rows are a copy."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def alone(self, client: int) -> Any:
+        return copy.deepcopy(self._batch.alone(client))
+
+
 class StepCheck:
     """Compares stacked steps with those of clients alone.
 
@@ -110,8 +121,9 @@ class StepCheck:
         twin, own = self._twin(False), [value[:1] for value in values]
         twin.objective.to(values[0].device)
         self._like(twin, loss)
+        rows = _Copied(batch)  # which the module may change in place
         alone = lambda: twin.each(
-            [value.detach().clone() for value in own], batch, index, keys.some(torch.tensor([0]), index)
+            [value.detach().clone() for value in own], rows, index, keys.some(torch.tensor([0]), index)
         )[0]
         first, second = alone(), alone()
         most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
