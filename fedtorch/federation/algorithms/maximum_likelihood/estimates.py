@@ -23,7 +23,7 @@ from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumSe
 from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.estimates import Estimates
+from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Model
 
@@ -119,18 +119,19 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     design, spread = (back_shown @ hierarchy.mean).to(found.mean), back @ found.spread @ back.mT
     sds = spread.diagonal().sqrt()
     m = design.shape[1]
-    values = dict(zip(shown, (design @ found.mean[:m]).tolist()))
+    means, own, values, n = (design @ found.mean[:m]).tolist(), [], [], []
     for i in hierarchy.random:
-        values[f"sd({names[i]})"] = float(sds[i])
-        pairs = {j: float(spread[i, j] / (sds[i] * sds[j])) for j in hierarchy.random if j < i}
-        values |= {f"cor({names[j]}, {names[i]})": pair for j, pair in pairs.items()}
+        pairs = [j for j in hierarchy.random if j < i]
+        own += [f"sd({names[i]})", *(f"cor({names[j]}, {names[i]})" for j in pairs)]
+        values += [float(sds[i]), *(float(spread[i, j] / (sds[i] * sds[j])) for j in pairs)]
+        n += [clients] * (1 + len(pairs))
     if found.noise is not None:
-        values["sigma"] = found.noise
+        own, values, n = [*own, "sigma"], [*values, found.noise], [*n, rows]
     check_separation(run, found.mean[:m], found.covariance[:m, :m])
     check_order(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
-    n = tuple(clients if name.startswith(("sd(", "cor(")) else rows for name in values)
-    return Estimates(tuple(values), torch.tensor([list(values.values())]).to(found.mean), None, len(shown), normal, n)
+    labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *n)
+    return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
 
 
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
