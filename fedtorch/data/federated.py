@@ -99,8 +99,9 @@ class FederatedData:
         if not self.allow_empty and bool((self.counts == 0).any()):
             raise ValueError(
                 "Expected at least one row per client, but got none for client "
-                f"{self.names[int(self.counts.argmin())]!r}; leave the client out, or pass allow_empty=True where a "
-                "client without rows means something, such as an unlabelled node of a network"
+                f"{self.names[int(self.counts.argmin())]!r}; leave the client out, or make the data by "
+                "ft.data.FederatedData(rows, counts, allow_empty=True) where a client without rows means something, such "
+                "as an unlabelled node of a network"
             )
         self._check_rows()
 
@@ -131,7 +132,7 @@ class FederatedData:
                 f"{len(self.features)} names of features; pass one per column"
             )
         if twice := [name for name in dict.fromkeys(self.features) if self.features.count(name) > 1]:
-            raise ValueError(f"Expected a name of its own for each feature, but got {twice} twice; rename one of them")
+            raise ValueError(f"Expected a name for each feature, but got {twice} twice; rename one of them")
 
         coded = self.design is not None and not isinstance(self.rows, Incomplete)  # those have columns before coding
         if self.design is not None and coded and first.shape[1:] != (len(self.design.columns),):

@@ -5,7 +5,8 @@ is read here. What a name means is found in this order: what the page imports; `
 and `exchange` as values of their classes; modules of the package by their last name, where a package hands them out or
 the page has their whole name; what the package defines. A chain that starts so must lead somewhere, and a call of what
 it leads to may have no other keywords. Of other values that a page mentions the members must be defined somewhere.
-Docstrings of what is public are pages whose chains are read alone, and whose module is what they import. A word by itself must stand in some program of the repository or in
+Docstrings of what is public are read like pages, for their chains of names alone.
+A word by itself must stand in some program of the repository or in
 a block of the page. `NAME` and `<name>` stand for anything, `my_…` for what is the reader's, `…` for what is left out,
 single letters for mathematics; a command of another program is not looked at.
 """
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import public
+
 from fedtorch.cli._main import COMMANDS
 from support.repository import classes, file_names, files, members, modules, options_of_programs, words
 
@@ -253,7 +255,7 @@ class Docstrings(Page):
 def docstrings() -> dict[str, list[str]]:
     """The texts of what is public by the module that defines it."""
     found: dict[str, list[str]] = {}
-    for home, value in public.classes_and_functions().items():
+    for value in public.classes_and_functions().values():
         texts = found.setdefault(value.__module__, [importlib.import_module(value.__module__).__doc__ or ""])
         texts.append(inspect.getdoc(value) or "")
         if inspect.isclass(value):
