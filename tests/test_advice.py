@@ -182,16 +182,6 @@ def test_pooled_runs_are_taken_one_by_one(run: ft.Run) -> None:
     assert float(ft.inference.pooled([pair, pair]).mean) == pytest.approx(float(table["estimate"].iloc[0]))
 
 
-def test_standard_errors_of_loo_are_those_of_r(run: ft.Run) -> None:
-    found = ft.inference.loo(run, out="site")
-    one = ft.inference.site_estimates(run) if False else None
-    assert one is None
-    from fedtorch.inference.comparison import _evidences, _with_evidence
-
-    each = _evidences(_with_evidence(run, 0.01))
-    assert found.se == pytest.approx(float(len(each) ** 0.5 * each.std(correction=1)))
-
-
 def test_nested_and_powered_formulas_are_written_out() -> None:
     read = lambda text: ft.data.from_frame(frame(), client="site", formula=text).design.columns
     refusal(lambda: read("y ~ arm/sex"), ValueError, "a + a:b for a/b", "backquotes")
@@ -205,7 +195,7 @@ def test_coupled_regressors_start_from_nothing() -> None:
 
     x = ft.random.normal(ft.random.key(0), (3, 5, 2))
     data = ft.data.from_tensors([(rows, rows.sum(1)) for rows in x])
-    algorithm = ft.gtv_regressors(LinearRegression(), ft.Network.ring(3), alpha=0.1, inputs=x[0])
+    algorithm = ft.gtv_regressors(LinearRegression, ft.Network.ring(3), alpha=0.1, inputs=x[0])
     assert ft.run(algorithm, ft.InProcess(data), rounds=1, progress=False).number == 1
 
 
@@ -220,9 +210,9 @@ def test_a_vertical_fit_predicts_the_data_that_it_evaluates() -> None:
     assert torch.equal(fit.predict(data), fit.predict(data.features))
     fit.evaluate(data, {"auroc": torchmetrics.classification.BinaryAUROC(thresholds=200)})
     message = refusal(
-        lambda: fit.evaluate(data, {"auroc": torchmetrics.classification.BinaryAUROC()}), TypeError, "thresholds=200"
+        lambda: fit.evaluate(data, {"auroc": torchmetrics.classification.BinaryAUROC()}), TypeError, "give thresholds=…"
     )
-    assert "auroc" in message
+    assert "BinaryAUROC" in message
 
 
 def test_gradients_of_steps_and_rows_get_an_output() -> None:
@@ -247,7 +237,7 @@ def test_personal_heads_are_loaded_by_client(tmp_path: Any) -> None:
     )
     x = ft.random.normal(ft.random.key(0), (2, 4, 2))
     population = ft.InProcess(ft.data.from_tensors([(rows, rows[:, :1]) for rows in x]))
-    algorithm = ft.personal(local, ["1.*"])
+    algorithm = ft.personal_layers(local, ["1.*"])
     run = ft.run(algorithm, population, rounds=1, progress=False)
     run.save(tmp_path / "run")
     refusal(run.global_module, ValueError, "ft.Run(algorithm, population).load(path).client_module(client)")

@@ -5,10 +5,9 @@ is read here. What a name means is found in this order: what the page imports; `
 and `exchange` as values of their classes; modules of the package by their last name, where a package hands them out or
 the page has their whole name; what the package defines. A chain that starts so must lead somewhere, and a call of what
 it leads to may have no other keywords. Of other values that a page mentions the members must be defined somewhere.
-Docstrings of what is public are read like pages, for their chains of names alone.
-A word by itself must stand in some program of the repository or in
-a block of the page. `NAME` and `<name>` stand for anything, `my_…` for what is the reader's, `…` for what is left out,
-single letters for mathematics; a command of another program is not looked at.
+A word by itself must stand in some program of the repository or in a block of the page. `NAME` and `<name>` stand for
+anything, `my_…` for what is the reader's, `…` for what is left out, single letters for mathematics; a command of
+another program is not looked at. Docstrings of what is public are read like pages, for their chains of names alone.
 """
 
 from __future__ import annotations
