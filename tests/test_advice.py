@@ -275,10 +275,8 @@ def test_networks_of_several_edges_become_simple() -> None:
     assert ft.Network.from_networkx(networkx.Graph(graph)).nodes == 3
 
 
-def test_clients_without_rows_are_made_by_the_class() -> None:
+def test_clients_without_rows_are_taken_where_they_mean_something() -> None:
     x = torch.ones(2, 1)
-    refusal(
-        lambda: ft.data.from_tensors([(x, x[:, 0]), (x[:0], x[:0, 0])]), ValueError,
-        "ft.data.FederatedData(rows, counts, allow_empty=True)",
-    )  # fmt: skip
-    assert len(ft.data.FederatedData((x, x[:, 0]), torch.tensor([2, 0]), allow_empty=True)) == 2
+    read = lambda **options: ft.data.from_tensors([(x, x[:, 0]), (x[:0], x[:0, 0])], **options)
+    refusal(read, ValueError, "allow_empty=True")
+    assert len(read(allow_empty=True)) == 2

@@ -99,9 +99,8 @@ class FederatedData:
         if not self.allow_empty and bool((self.counts == 0).any()):
             raise ValueError(
                 "Expected at least one row per client, but got none for client "
-                f"{self.names[int(self.counts.argmin())]!r}; leave the client out, or make the data by "
-                "ft.data.FederatedData(rows, counts, allow_empty=True) where a client without rows means something, "
-                "such as an unlabelled node of a network"
+                f"{self.names[int(self.counts.argmin())]!r}; leave the client out, or pass allow_empty=True where a "
+                "client without rows means something, such as an unlabelled node of a network"
             )
         self._check_rows()
 
