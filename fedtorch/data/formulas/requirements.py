@@ -129,14 +129,14 @@ def warn_of_numbers(formula: Formula, column: str, names: Sequence[str]) -> None
 
     Args:
         formula: as it was read.
-        column: text, categories, or objects such as `Decimal`.
+        column: of objects that are no text, such as `Decimal`.
         names: of its levels.
     """
     chosen = any(v.function == "C" and v.quantity.column == column for v in formula.variables)
     if len(names) >= _MANY and not chosen and all(re.fullmatch(r"[+-]?\d+", name) for name in names):
         warnings.warn(
             f"Expected numbers or names in the column {column!r}, but got {len(names)} levels that are whole numbers, "
-            f"as text or objects: it counts as a factor. Write C({column}) if one is meant, or convert it, "
+            f"held as objects: it counts as a factor. Write C({column}) if one is meant, or convert it, "
             f"pandas.to_numeric(frame[{column!r}])",
             stacklevel=2,
         )
