@@ -30,6 +30,7 @@ from fedtorch.federation.runs.sampler import SITES
 from fedtorch.inference.holders import Form, Holder, Kind, ask
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.estimates import own_names
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family, Ordered
@@ -288,7 +289,7 @@ def _drawn_newcomers(run: Run) -> Coefficients:
     intercept = size > draws[SHARED].shape[-1]
     names, columns = feature_names(run.population), size - intercept
     names = names if len(names) == columns else tuple(map(str, range(columns)))
-    names = ("Intercept", *names) if intercept else names
+    names = (*own_names(["Intercept"], names), *names) if intercept else names
     return Coefficients(("new",), names, posterior, torch.eye(size).double(), local.family, intercept=intercept)
 
 
@@ -318,7 +319,7 @@ def drawn_names(run: Run, size: int) -> tuple[str, ...]:
     columns = feature_names(run.population)
     intercept = f"{SITES}intercept" in sampler_of(run).moments
     columns = columns if len(columns) == size - intercept else tuple(map(str, range(size - intercept)))
-    return ("Intercept", *columns) if intercept else columns
+    return (*own_names(["Intercept"], columns), *columns) if intercept else columns
 
 
 def _moved(posterior: DevicePosterior, back: Tensor) -> DevicePosterior:

@@ -26,6 +26,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.inference._rows import SiteDraws, by_client, even_source, sent_source, site_draws
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
 from fedtorch.inference.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
+from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.hierarchical.families import CUMULATIVE
 from fedtorch.tables.result_frame import ResultFrame
@@ -86,6 +87,7 @@ def marginal_effects(
         | :-- | --: | --: | --: | --: |
         | dose | 0.185 | 0.022 | 0.140 to 0.224 | 300 |
     """
+    refuse_pooled(run, "marginal_effects")
     names, design, _ = columns_of(run)
     elsewhere = hasattr(run.clients, "ask")
     if elsewhere and frame is not None:

@@ -10,6 +10,7 @@ from fedtorch.federation.algorithms.ep.estimates import coefficient_names
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import diagnostics
 from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names, site_coefficients, site_deviations
+from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.tables.result_frame import ResultFrame
@@ -55,6 +56,7 @@ def ranef(
         | B | level | 1.998 | 0.071 | 1.860 to 2.136 |
         | C | level | 2.992 | 0.071 | 2.853 to 3.130 |
     """
+    refuse_pooled(run, "ranef")
     if isinstance(run, Run) and run.algorithm.settings.get("algorithm") == "gibbs":
         return _of_draws(run, level, total)
     if total:

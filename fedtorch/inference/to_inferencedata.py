@@ -68,7 +68,7 @@ def _of_propagation(run: Run, model: Model, draws: int, chains: int, given: Corr
     names, values = shown.names, torch.stack(shown.values, 1).unflatten(0, (chains, draws))
     coords: dict[str, Sequence[str]] = {"coefficient": names[:size]}
     dims, made = {"beta": ["coefficient"]}, {"beta": values[..., :size]}
-    last = len(names) - (names[-1] == "sigma")
+    last = len(names) - (len(model.names) > len(model.hierarchy.names))
     for name, axis, start, stop in (
         ("sd", "random", size, size + len(random)),
         ("cor", "pair", size + len(random), last),

@@ -109,7 +109,7 @@ def invite(
     """Return a token for a site of this name, which expires after so many seconds.
 
     Args:
-        authority: its folder, see `identity.make_authority`.
+        authority: its folder, which `fedtorch authority` makes.
         name: of the site.
         address: host and port at which the server enrols sites.
         seconds: until it expires.
@@ -168,7 +168,7 @@ class EnrolmentServer:
     """Enrols sites until it is closed.
 
     Args:
-        authority: its folder, see `identity.make_authority`; needed while sites enrol, and not by a run.
+        authority: its folder, which `fedtorch authority` makes; needed while sites enrol, and not by a run.
         address: host and port to listen at; with port 0, `port` says which was free.
         roster: to which sites are added.
         limits: of attempts and of connections.

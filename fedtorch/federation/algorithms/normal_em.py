@@ -95,7 +95,7 @@ def _estimates(run: Any) -> Estimates:
     mean, covariance = run.server
     size, rows = len(mean), int(row_counts(run.population).sum())
     columns = feature_names(run.population)
-    columns = (*columns, "response") if len(columns) == size - 1 else tuple(map(str, range(size)))
+    columns = columns if len(columns) == size else tuple(map(str, range(size)))  # the response's is the last
     sd = covariance.diagonal().sqrt()
     below = torch.tril_indices(size, size, -1)
     pairs = list(zip(*below.tolist()))

@@ -83,6 +83,8 @@ def normal(
     labels = tuple(str(j) for j in range(features)) if names is None else tuple(names)
     if len(labels) != features or features < 1:
         raise ValueError(f"Expected a name for each of {features} coefficients (at least 1), but got {len(labels)}")
+    if twice := [name for name in dict.fromkeys(labels) if labels.count(name) > 1]:
+        raise ValueError(f"Expected a name of its own for each coefficient, but got {twice} twice; rename one of them")
     chosen = list(range(features)) if random is None else [_number(which, labels) for which in random]
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"Expected distinct random coefficients, but got {list(random or ())}")
