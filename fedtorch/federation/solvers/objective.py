@@ -356,8 +356,8 @@ class Objective(nn.Module):
             lengths = {len(leaf) for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.ndim}
             if lengths and size not in lengths:
                 raise TypeError(
-                    f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(lengths)}, but "
-                    f"got batch_size={size}; leave it away, or use ft.lightning_fit"
+                    f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(lengths)}, "
+                    f"but got batch_size={size}; leave it away, or use ft.lightning_fit"
                 )
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
