@@ -166,9 +166,7 @@ def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
     return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
-def _conjugate(
-    data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None
-) -> Conditional:
+def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None) -> Conditional:
     """Return the linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows.
 
     Args:
