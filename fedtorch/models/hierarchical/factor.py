@@ -77,8 +77,8 @@ class DeviceLikelihood(NamedTuple):
 
     prepare: Callable[[Any], Any]  # block -> what `local` needs
     # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Conditional.
-    # Given φ, what does not differ between devices is known: covariances are those of `Hierarchy.varying`, (K, R, e, e),
-    # and no derivatives are asked for.
+    # Given φ, what does not differ between devices is known: covariances are those of `Hierarchy.varying`,
+    # (K, R, e, e), and no derivatives are asked for.
     local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Conditional]
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
     rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)

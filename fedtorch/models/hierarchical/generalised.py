@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.models import gaussian, quadrature
+from fedtorch.models import quadrature
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, ExponentialFamily, Rows, prepared
 from fedtorch.models.hierarchical.integrals.modes import Problem, White
