@@ -287,24 +287,31 @@ def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
     _, conditional = _factor(parts, given, data, cavity.mean[:, None, m:])
     mean, covariance = (part[:, 0] for part in conditional.moments())
     residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
-    second = gaussian.pack(covariance + mean[:, :, None] * mean[:, None])
-    return {"mean": mean, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
+    away = mean - _centre(parts).to(mean)
+    second = gaussian.pack(covariance + away[:, :, None] * away[:, None])
+    return {"mean": away, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
 
 
 def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
     """Return the estimate of that step, as all sites' sum."""
     m = parts.hierarchy.mean.shape[1]
-    average = total["mean"] / count
+    away = total["mean"] / count
     spread = gaussian.unpack(total["second"] / count)
     if m:
-        spread = spread - average[:, None] * average
-    variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
+        spread = spread - away[:, None] * away
+    variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(away.dtype).tiny)
     zeta = parts.hierarchy.scales(spread, variance.log())
     if parts.noise:
         zeta = torch.cat([zeta, variance.log()[None]])
     precision = torch.cat([1 / spread.diagonal()[:m], torch.ones_like(zeta)])
-    mean = torch.cat([average[:m], zeta])
+    mean = torch.cat([(_centre(parts).to(away) + away)[:m], zeta])
     return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
+
+
+def _centre(parts: _Parts) -> Tensor:
+    """Return what devices' coefficients are summed about, `(d,)`: their means in the model's prior, known to all."""
+    means = parts.hierarchy.mean
+    return means @ gaussian.moments(parts.hierarchy.prior.completed()).mean[: means.shape[1]]
 
 
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:

@@ -40,9 +40,9 @@ from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.hierarchical.hierarchy import Components, Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.integrals.given import Coefficients
-from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
+from fedtorch.models.linear import LINEAR_EXTRAS, SufficientStatistics, residual_sum, sufficient_statistics
 from fedtorch.models.quadrature import QuadratureRule
-from fedtorch.models.rows import log_weights, refuse
+from fedtorch.models.rows import log_weights, observations, refuse
 
 
 def linear(
@@ -50,7 +50,7 @@ def linear(
     *,
     noise: Hyperprior | float | Callable[[SufficientStatistics], Tensor] | None = None,
     rule: QuadratureRule | None = None,
-    statistics: Callable[[Any, int], SufficientStatistics] = block_statistics,
+    statistics: Callable[[Any, int], SufficientStatistics] | None = None,
 ) -> Model:
     """Return linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), as far as rows have an offset or a weight.
 
@@ -61,7 +61,8 @@ def linear(
             that devices know otherwise, such as eight schools' standard errors, are weights 1/σ_k² of their rows, with
             noise=1.0.
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
-        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are.
+        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are,
+            those of responses about the client's least squares fit.
 
     Raises:
         TypeError: variances of devices by their number, which a device's rows do not tell.
@@ -97,14 +98,19 @@ def linear(
         return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
 
     def prepare(data: Any) -> _Data:
-        sums = statistics(data, hierarchy.mean.shape[0])
+        features, rows = len(hierarchy.mean), None
+        if statistics is None:
+            rows = observations(data, features, LINEAR_EXTRAS).whitened()
+            sums = sufficient_statistics(*rows)._replace(count=data.count.to(torch.float64))
+        else:
+            sums = statistics(data, features)
         if isinstance(noise, Hyperprior):
             known = torch.ones_like(sums.power)
         else:
             known = noise(sums) if callable(noise) else torch.full_like(sums.power, noise)
         bad = ~((known > 0) & known.isfinite())
         refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
-        return _Data(reduced(sums), known.log(), log_weights(data))
+        return _Data(reduced(sums, rows), known.log(), log_weights(data))
 
     likelihood = DeviceLikelihood(
         prepare,
