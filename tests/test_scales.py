@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,10 +18,10 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch import inference
+from fedtorch import inference, tree
 from fedtorch.federation.algorithms.ep import corrected, devices, settled
 from fedtorch.federation.algorithms.maximum_likelihood import devices as predicted, estimates, maximised
-from fedtorch.models import hierarchical
+from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gibbs import global_priors, imputation, sparse
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
 from fedtorch.models.linear import LinearHead
@@ -121,10 +120,10 @@ def by_ep(family: str, formula: str, at: Scale, asked: bool = True, **settings: 
     data = framed(family, formula, at, **settings)
     run = run_of(ft.ep(regression(data, family, at)), data, settled(1e-4))
     found, unit = summary(run, at), at.y if family == "gaussian" else 1.0
-    if not asked:
-        return found
     beyond = corrected(run, points=512)
     found |= {f"corrected {name}": value for name, value in summary(run, at, given=beyond).items()}
+    if not asked:
+        return found
     found["effective nodes"] = torch.tensor(beyond.effective)
     for name, one in (("loo", inference.loo), ("waic", inference.waic)):
         found[name] = torch.tensor(one(run, draws=100).elpd + of_rows(family, at), dtype=torch.float64)
@@ -195,6 +194,39 @@ def tensors_by_likelihood(family: str, restricted: bool, at: Scale, **options: A
     }
 
 
+def counted(times: float, family: str) -> Found:
+    """Counts a multiple of the plain ones, which weigh as much less: the same likelihood, but for a constant."""
+    frame = table("poisson", Scale())
+    frame["w"], frame["exposure"] = 1 / times, times
+    frame["n"] = times * (frame.y + 3)
+    frame["y"] = times * frame.y
+    more = {"trials": "n"} if family == "binomial" else {}
+    formula = "y ~ x + z + offset(log(exposure)) + (1 | site)" if family == "poisson" else FEW
+    data = ft.data.from_frame(frame, client="site", formula=formula, weights="w", **more)
+    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, family))
+    return summary(run_of(algorithm, data, maximised(1e-12)), Scale())
+
+
+def projected(family: str, at: Scale) -> Found:
+    """What each site's rows make of the prior, and of single values of what is shared."""
+    model, data = model_of(family, at, random=(0,)), tensors(family, at)
+    rows, count = model.prepare(data.stack(range(len(SIZES)))), len(SIZES)
+    cavity = tree.expand(gaussian.moments(model.prior.completed()), count)
+    tilted = model.project(cavity, rows, torch.zeros(count, dtype=torch.int64)).tilted
+    unit = at.coefficients
+    phi = torch.cat([unit * torch.tensor([0.3, 0.8, -0.7], dtype=torch.float64), cavity.mean[0, 3:]])
+    phi = phi.expand(count, 1, -1)
+    given = model.given(phi, torch.ones(count, 1).double(), rows)
+    return {
+        "means": tilted.mean[:, :3] / unit,
+        "covariance": tilted.covariance[:, :3, :3] / torch.outer(unit, unit),
+        "log factor": model.log_factor(phi, rows),
+        "given": given.means / unit,
+        "spread given": given.covariances / torch.outer(unit, unit),
+        "draws": given.distribution().sample().isfinite().double(),
+    }
+
+
 def matrix_normal(at: Scale) -> Found:
     """HM1 treats columns alike: all have one factor."""
     _, x, z, y = (torch.from_numpy(part).double() for part in rows("gaussian", at))
@@ -224,12 +256,12 @@ def least_squares(family: str, at: Scale) -> Found:
     return {"own": each / at.coefficients, "mean": mean / at.coefficients}
 
 
-def cells(at: Scale) -> tuple[Any, Tensor]:
+def cells(at: Scale, mean: float = 0.0) -> tuple[Any, Tensor]:
     """Rows of three columns with missing cells, and the columns' factors."""
     _, x, z, y = (torch.from_numpy(part).double() for part in rows("gaussian", at))
     x, z = x.clone(), z.clone()
     x[::7], z[3::11] = torch.nan, torch.nan
-    both = torch.stack([x, z], 1)
+    both, y = torch.stack([x, z], 1) + mean, y + mean
     unit = torch.tensor([at.x, at.z, at.y], dtype=torch.float64)
     return imputation.incomplete(list(zip(both.split(SIZES), y.split(SIZES)))), unit
 
@@ -239,6 +271,12 @@ def normal_em(at: Scale) -> Found:
     start = imputation.Normal(torch.zeros(3).double(), torch.diag(unit.square()))
     found = run_of(ft.normal_em(), data, rounds=40, start=start).server
     return {"mean": found.mean / unit, "covariance": found.covariance / torch.outer(unit, unit)}
+
+
+def normal_em_of(mean: float) -> Tensor:
+    data, _ = cells(Scale(), mean)
+    start = imputation.Normal(torch.full((3,), mean).double(), torch.eye(3).double())
+    return run_of(ft.normal_em(), data, rounds=40, start=start).server.covariance
 
 
 def normal_draws(at: Scale) -> Found:
@@ -313,10 +351,100 @@ CASES: dict[str, Callable[[Scale], Found]] = {
 TOGETHER = ("HM1", "Gibbs", "Gibbs, normal deviations", "penalised")  # columns are treated alike
 
 
+QUICK = (
+    "ML of a formula",
+    "REML of a formula",
+    "ML, fixed effects",
+    "REML",
+    "HM1",
+    "least squares",
+    "least squares, logistic",
+    "least squares, Poisson",
+    "normal EM",
+    "normal draws",
+    "Gibbs",
+)
+SCALED = [Scale(y=1e-8, x=1e4), Scale(y=1e8, z=1e-8), Scale(x=1e8), Scale(x=1e-8, z=1e-4)]
+FAR = [Scale(y_mean=1e9), Scale(y_mean=-1e6), Scale(x_mean=1e9)]
+
+
 def misfit(found: Found, plain: Found) -> dict[str, float]:
     """How far numbers are from the plain ones, relative to the largest of their kind."""
-    found_of: dict[str, float] = {}
+    far: dict[str, float] = {}
     for name, value in found.items():
         wanted = plain[name] if not value.ndim else plain[name][-len(value) :]  # of moved rows without an intercept
-        found_of[name] = float((value - wanted).abs().max() / wanted.abs().max())
-    return found_of
+        far[name] = float((value - wanted).abs().max() / wanted.abs().max())
+    return far
+
+
+def suits(name: str, at: Scale) -> Scale:
+    """The scale of a case: a response that has no units stays, and columns that are treated alike have one factor."""
+    if any(family in name for family in ("logistic", "Poisson", "cumulative")):
+        at = at._replace(y=1.0)
+    return at._replace(z=at.x) if name in TOGETHER else at
+
+
+@functools.cache
+def plain(name: str) -> Found:
+    return CASES[name](Scale())
+
+
+def check(name: str, at: Scale, within: float) -> None:
+    far = misfit(CASES[name](at), plain(name))
+    assert {part: size for part, size in far.items() if not size < within} == {}, at
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("name", QUICK)
+def test_fits_move_as_the_model_says(name: str) -> None:
+    for at in dict.fromkeys(suits(name, at) for at in SCALED):
+        check(name, at, 1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("restricted", [False, True])
+def test_rows_far_from_zero_are_as_good(restricted: bool) -> None:
+    fit = functools.partial(by_likelihood, "gaussian", FEW, restricted)
+    here = fit(Scale())
+    for at in FAR:
+        assert max(misfit(fit(at), here).values()) < 1e-6, at
+
+
+@pytest.mark.filterwarnings("ignore:Expected at least 100 effective nodes")
+def test_expectation_propagation_moves_as_the_model_says() -> None:
+    fit = functools.partial(by_ep, "gaussian", FEW, asked=False)
+    here = fit(Scale())
+    for at in (Scale(y=1e-8, x=1e8), Scale(y_mean=1e9)):
+        assert max(misfit(fit(at), here).values()) < 1e-6, at
+
+
+@pytest.mark.parametrize("family", ["gaussian", "logistic", "poisson"])
+@pytest.mark.parametrize("unit", [1e-8, 1e8])
+def test_one_projection_of_columns_of_any_size(family: str, unit: float) -> None:
+    """Fixed effects of large columns have tiny variances, and are no more known for that."""
+    here, there = (projected(family, at) for at in (Scale(), Scale(x=unit, z=unit)))
+    assert max(misfit(there, here).values()) < 1e-6
+
+
+def test_means_of_incomplete_rows_far_from_zero_are_as_good() -> None:
+    """EM of columns that are 1e9 sds from zero finds the same covariances."""
+    found, far = (normal_em_of(mean) for mean in (0.0, 1e9))
+    torch.testing.assert_close(far, found, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["poisson", "binomial"])
+def test_counts_of_many_are_those_of_few_that_weigh_more(family: str) -> None:
+    few, many = counted(1.0, family), counted(1e8, family)
+    assert max(misfit(many, few).values()) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("power", [-12, -8, -4, 4, 8, 12])
+@pytest.mark.parametrize("name", CASES)
+def test_the_whole_grid(name: str, power: int) -> None:
+    one = 10.0**power
+    every = [Scale(y=one), Scale(x=one), Scale(z=one), Scale(y=one, x=one), Scale(y=one, x=1 / one)]
+    for at in dict.fromkeys(suits(name, at) for at in every):
+        if max(abs(math.log10(unit)) for unit in at.coefficients.tolist()) < 13 or power == 4:
+            check(name, at, 1e-6 if abs(power) <= 8 else 1e-4)
