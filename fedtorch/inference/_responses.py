@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
-from fedtorch.inference._rows import square_root
+from fedtorch import linalg
 from fedtorch.inference._sites import Coefficients
 from fedtorch.inference._table_rows import Rows
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
@@ -93,7 +93,7 @@ def _even_draws(one: DevicePosterior) -> Tensor:
     below = one.weights.cumsum(0)
     component = torch.searchsorted(below / below[-1], uniform[:, 0].contiguous()).clamp(max=len(below) - 1)
     white = torch.special.ndtri(uniform[:, 1:])[..., None]
-    return one.means[component] + (square_root(one.covariances)[component] @ white)[..., 0]
+    return one.means[component] + (linalg.square_root(one.covariances)[component] @ white)[..., 0]
 
 
 def _parts(one: DevicePosterior, rows: int) -> Iterator[slice]:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import Corrected
@@ -124,7 +124,7 @@ class Source(NamedTuple):
         phi = tree.expand(self.phi.to(rows.x), len(block.count))
         posterior = self.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
         white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
-        theta = posterior.means + (square_root(posterior.covariances) @ white[..., None])[..., 0]
+        theta = posterior.means + (linalg.square_root(posterior.covariances) @ white[..., None])[..., 0]
         known = self.family.scale
         scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
         if not bool(posterior.log_noise.isnan().any()):
@@ -301,16 +301,6 @@ def even_source(run: Run, draws: int, given: Corrected | None, tolerance: float,
     q = ep.posterior(run, tolerance=torch.inf)
     nodes, _ = spread_nodes(Moments(q.mean, q.covariance_matrix), draws)
     return Source(drawn.model, drawn.family, nodes, random.key(seed))
-
-
-def square_root(covariance: Tensor) -> Tensor:
-    """Return a square root, also of covariances that rounding leaves without a Cholesky factor, as of fixed effects."""
-    factor, failed = torch.linalg.cholesky_ex(covariance)
-    bad = failed > 0
-    if bool(bad.any()):
-        values, vectors = torch.linalg.eigh(covariance[bad])
-        factor[bad] = vectors * values.clamp(min=0).sqrt()[..., None, :]
-    return factor
 
 
 def masked_sum(values: Any, mask: Tensor) -> Tensor:

@@ -199,8 +199,10 @@ def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
         phi, each = tree.expand((nodes, weights), count)
         if "precision" in sent:
             site = tree.subtract(Natural(sent["shift"], sent["precision"]), cavity)
-            quadratic = ((phi @ gaussian.unpack(site.precision)) * phi).sum(-1)
-            instead = (phi @ site.shift[..., None])[..., 0] - quadratic / 2
+            precision, centre = gaussian.unpack(site.precision), phi.mean(1, keepdim=True)
+            away = phi - centre  # from a point among them: far from zero, squares would have no digits left
+            slope = site.shift - (centre @ precision)[:, 0]
+            instead = (away @ slope[..., None])[..., 0] - ((away @ precision) * away).sum(-1) / 2
             ratio = model.log_factor(phi, rows) - instead
             each = torch.softmax(each.log() + torch.where(ratio.isfinite(), ratio, -torch.inf), 1)
         posterior: DevicePosterior = model.given(phi, each, rows)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.models import gaussian
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 
@@ -47,6 +48,12 @@ class Hierarchy(NamedTuple):
     coefficients: tuple[str, ...] = ()  # names of θ_k
     random: tuple[int, ...] = ()  # numbers of those that differ between devices
     components: Components | None = None  # `covariance` by its entries; None where it is known as a whole only
+
+    @property
+    def varying(self) -> Tensor:
+        """Return the numbers of the coefficients that φ leaves unknown, `(e,)`: the variance of others is zero."""
+        zeta = gaussian.moments(self.prior.completed()).mean[self.mean.shape[1] :]
+        return (self.covariance(zeta).diagonal() != 0).nonzero()[:, 0]
 
 
 def normal(

@@ -49,7 +49,7 @@ class Maximum(NamedTuple):
     names: tuple[str, ...]  # of the coordinates of φ
     mean: Tensor  # (p,) φ where the (restricted) likelihood is largest
     covariance: Tensor  # (p, p) inverse of minus its second derivatives; of means and others apart if restricted
-    log_likelihood: float
+    log_likelihood: float  # the restricted one of a formula is that of the frame's columns, however they were scaled
     spread: Tensor  # (d, d) covariance of the coefficients over clients
     noise: float | None  # residual sd, where it is learnt
 
