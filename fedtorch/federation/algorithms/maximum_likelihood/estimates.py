@@ -88,8 +88,12 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     scales = len(model.hierarchy.names) - means
     learnt = len(model.names) > len(model.hierarchy.names)
     zeta, rows = best.at[means:], best.curvature[:means, :means]
-    dependent = model.hierarchy.coefficients and check_dependence(
-        run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+    certain = torch.linalg.inv_ex(rows).inverse
+    dependent = model.hierarchy.coefficients and (
+        check_separation(run, best.at[:means], certain)
+        or check_dependence(
+            run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+        )
     )
     return Maximum(
         model.names,
@@ -126,7 +130,6 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         values |= {f"cor({names[j]}, {names[i]})": pair for j, pair in pairs.items()}
     if found.noise is not None:
         values["sigma"] = found.noise
-    check_separation(run, found.mean[:m], found.covariance[:m, :m])
     check_order(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
     n = tuple(clients if name.startswith(("sd(", "cor(")) else rows for name in values)
