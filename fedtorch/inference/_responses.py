@@ -74,7 +74,12 @@ def level_probabilities(sites: Coefficients, place: int, rows: Rows, level: floa
     x = rows.x.to(theta)
     offset = torch.zeros_like(x[:, 0]) if rows.offset is None else rows.offset.to(x)
     possible = Ordered.ascend(theta[:, x.shape[1] :])
-    theta = theta[possible] if bool(possible.any()) else theta
+    if not bool(possible.any()):
+        raise ValueError(
+            "Expected thresholds that ascend, but got a posterior under which they do not, as of levels without rows "
+            "between others; leave such levels out of levels=, or merge them with a neighbour"
+        )
+    theta = theta[possible]
     cuts, tail, parts = theta[:, x.shape[1] :], (1 - level) / 2, []
     for part in torch.arange(len(x)).split(max(1, _NUMBERS // theta.numel())):
         eta = x[part] @ theta[:, : x.shape[1]].mT + offset[part, None]

@@ -106,6 +106,7 @@ def cumulative(
         size=lambda data: data.weight.shape[1],
         family=CUMULATIVE,
         dear=True,
+        concave=True,
     )
     model = of(hierarchy, likelihood, rule=default_rule(scales) if rule is None else rule)
     return model._replace(ordered=ordered)

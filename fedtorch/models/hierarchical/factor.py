@@ -52,6 +52,7 @@ from fedtorch.models.hierarchical.integrals.given import Coefficients, Given
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
+_WIDER = 1.01**2 - 1  # of a variance, by which rows may seem to make it greater
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 
 
@@ -86,6 +87,7 @@ class DeviceLikelihood(NamedTuple):
     family: Family | None = None  # the distribution of one response, where it depends on x'θ_k
     dear: bool = False  # whether nodes cost so much that a rule of few of them finds the place of the others first
     margins: Margins | None = None
+    concave: bool = False  # whether log p(rows | θ_k) is concave, so that rows never make variances given ζ greater
 
 
 class Model(NamedTuple):
@@ -213,7 +215,7 @@ def _log_normaliser(parts: _Parts, cavity: Moments, data: Any) -> Tensor:
 
 
 def _tilted_moments(parts: _Parts, given: tuple[Moments, Any]) -> Moments:
-    return _moments(*_tilted(parts, *given))
+    return _moments(*_tilted(parts, *given), parts.likelihood.concave)
 
 
 def _tilted_mixture(parts: _Parts, given: tuple[Moments, Any]) -> DevicePosterior:
@@ -335,8 +337,12 @@ def among(mean: Tensor, place: Tensor, some: Moments) -> Moments:
     return Moments(mean.index_copy(-1, place, some.mean), covariance)
 
 
-def _moments(nodes: Nodes, given: Given) -> Moments:
-    """Return the tilted moments of (μ, ζ)."""
+def _moments(nodes: Nodes, given: Given, concave: bool = False) -> Moments:
+    """Return the tilted moments of (μ, ζ); none of a client whose rows would make μ less certain where they cannot.
+
+    Under a log-concave likelihood Cov[μ | ζ, y] ≤ Cov[μ | ζ] (Brascamp and Lieb, 1976), whatever the rows are: where
+    moments say otherwise, nodes have missed what they are to see.
+    """
     size, m = nodes.nodes.shape[2], given.centre.shape[1]
     across = given.covariance @ given.design.mT
     gradient, information = nodes.values.derivatives(nodes.weights)
@@ -347,7 +353,12 @@ def _moments(nodes: Nodes, given: Given) -> Moments:
     mu = given.centre + (first @ torch.cat([zeta - given.scales.mean, average[:, size:]], 1)[..., None])[..., 0]
     turn = torch.cat([first, torch.eye(size, both.shape[1]).to(both).expand(len(both), -1, -1)], 1)
     total = turn @ ((away * nodes.weights[:, None]) @ away.mT) @ turn.mT
-    total[:, :m, :m] += given.covariance - across @ information @ across.mT
+    lost = across @ information @ across.mT
+    total[:, :m, :m] += given.covariance - lost
+    if concave and m:
+        inverse = linalg.inverse_factor(torch.linalg.cholesky_ex(given.covariance).L)
+        least = torch.linalg.eigvalsh(linalg.symmetric((inverse @ lost @ inverse.mT).nan_to_num())).amin(-1)
+        total = total.masked_fill((least < -_WIDER)[:, None, None], torch.nan)
     return Moments(torch.cat([mu, zeta], 1), linalg.symmetric(total))
 
 

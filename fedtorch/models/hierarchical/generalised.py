@@ -104,6 +104,7 @@ def generalised(
         size=lambda data: 1,
         family=family.outcome,
         dear=True,
+        concave=True,
     )
     return of(hierarchy, likelihood, rule=over)
 
@@ -134,6 +135,11 @@ class _Parts(NamedTuple):
     whole: QuadratureRule | None  # over the last of them; None for Laplace's method
     part: QuadratureRule | None  # the same where fixed effects are known
     exact: bool  # whether rows are evaluated at every node
+
+    def fewer(self, dimensions: int) -> QuadratureRule:
+        """Return the rule over so many coefficients beside directions that are integrated by themselves."""
+        own = [rule for rule in (self.whole, self.part) if rule is not None and rule.nodes.shape[1] == dimensions]
+        return own[0] if own and self.exact else default_inner(dimensions)
 
     @staticmethod
     def of(hierarchy: Hierarchy, family: ExponentialFamily, inner: QuadratureRule | str | None) -> _Parts:
@@ -183,7 +189,11 @@ class _Parts(NamedTuple):
         root = torch.linalg.cholesky_ex(ordered).L
         prior = White(mean[..., order], root)
         found = integral(
-            Problem.of(self.family, data, features - known), prior, self.part if known else self.whole, self.exact
+            Problem.of(self.family, data, features - known),
+            prior,
+            self.part if known else self.whole,
+            self.exact,
+            self.fewer,
         )
         back = order.argsort()
 

@@ -243,7 +243,7 @@ def test_separation_is_said_with_the_column_and_a_remedy(algorithm: Callable[...
             warnings.simplefilter("always")
             run.summary()
         words = " ".join(str(each.message) for each in seen)
-        assert ("'ward[T.v]' may do so (separation)" in words) == separated
+        assert ("'ward[T.v]' may do so (separated" in words) == separated
         assert "'x'" not in words
 
 

@@ -13,12 +13,16 @@ from fedtorch.federation.algorithms.ep._server import EPServer
 from fedtorch.federation.algorithms.ep.fitting import converged
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
+from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.families import GAUSSIAN
 
 _SHOWN = 5  # names of clients in a warning
 _SURPRISE = 4.0  # sds of what a prior says of a posterior mean
+_WIDER = 1.01  # of prior sds
 _WHYS = {
     "improper": "the cavity is no density, as the prior and the others know too little of what is shared",
-    "failed": "the projection found no moments; use more nodes, a narrower prior, or less damping=",
+    "failed": "the projection found no moments, or such as rows cannot have; use more nodes, a narrower prior, or less "
+    "damping=",
 }
 
 
@@ -77,6 +81,17 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                 "prior's: the prior is in conflict with the data, and the posterior may have several modes of which "
                 "this is one; use a wider prior"
             )
+        model = run.algorithm.settings["model"]
+        if isinstance(model, Model) and model.family not in (None, GAUSSIAN):  # whose integrals have no closed form
+            ratios = (q.covariance.diagonal()[own] / spread.diagonal()).sqrt().tolist()
+            names = [name for name, has in zip(model.names, own.tolist()) if has]
+            wide = [f"{name!r} {ratio:.3g}" for name, ratio in zip(names, ratios) if ratio > _WIDER]
+            if wide:
+                shown = ", ".join(wide[:_SHOWN]) + (", …" if len(wide) > _SHOWN else "")
+                yield (
+                    f"Expected posterior sds below the prior's, but got so many times those: {shown}. Rows can widen a "
+                    "posterior where variances are unknown; see whether given=corrected(run) says the same"
+                )
     last = run.last  # unknown after a resumption, until there is another round; under masks nobody tells figures
     for figure, why in _WHYS.items():
         told = None if last is None else last.info.get(figure)

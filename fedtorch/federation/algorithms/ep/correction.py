@@ -120,6 +120,12 @@ def corrected(
         size = effective(weights, away)
         if size >= enough:
             break
+    covariance = (weights[:, None] * away).mT @ away
+    if bool(torch.linalg.cholesky_ex(covariance).info):
+        raise RuntimeError(
+            f"Expected nodes that see the posterior, but got {size:.1f} effective ones of {len(nodes)}, which have no "
+            "spread: use more points=, or the normal approximation"
+        )
     if not size >= _FEWEST:
         warnings.warn(
             f"Expected at least {_FEWEST} effective nodes, but got {size:.1f} of {len(nodes)}; the correction is "
@@ -127,7 +133,7 @@ def corrected(
             RuntimeWarning,
             stacklevel=2,
         )
-    return Corrected(MultivariateNormal(centre, (weights[:, None] * away).mT @ away), nodes, weights, size)
+    return Corrected(MultivariateNormal(centre, covariance), nodes, weights, size)
 
 
 def _summed(

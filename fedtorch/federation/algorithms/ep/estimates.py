@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.data.formulas.design import Design
+from fedtorch.data.formulas.grammar import INTERCEPT
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.populations.population import feature_names, row_counts
@@ -23,11 +24,18 @@ from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
 from fedtorch.models.hierarchical.dependence import warn_of_dependence
-from fedtorch.models.hierarchical.families import CUMULATIVE, LOGISTIC
+from fedtorch.models.hierarchical.families import CUMULATIVE, LOGISTIC, POISSON
 from fedtorch.models.hierarchical.separation import warn_of_separation
 from fedtorch.models.quadrature import quasi_random
 
 _NODES = 2**14
+_SEPARABLE = LOGISTIC, POISSON, CUMULATIVE
+_ONE_SIDED = (
+    "such a posterior is one-sided: ask run.summary and ft.inference with given=corrected(run), of "
+    "fedtorch.federation.algorithms.ep; "
+)
+_PRIOR = "merge levels, leave the column out, or choose the prior's sd= with care"
+_HELPS = "merge levels, leave the column out, or take ft.ep, whose prior bounds it"
 _APART = 1.0  # sds between thresholds
 _END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
 _PART = 2**20  # numbers of covariances at a time
@@ -61,28 +69,41 @@ def estimates(
     shown, (names, back) = quantities(run, nodes), shown_coefficients(run)
     size, design = len(names), (back @ model.hierarchy.mean).to(nodes)
     m = design.shape[1]
-    check_separation(run, q.mean[:m], q.covariance[:m, :m], prior_of_means(run))
-    check_dependence(run, q.covariance[:m, :m])
+    helps = (_ONE_SIDED if given is None else "") + _PRIOR
+    if not check_separation(run, q.mean[:m], q.covariance[:m, :m], prior_of_means(run), helps):
+        check_dependence(run, q.covariance[:m, :m])
     check_order(run, q.mean[:m], q.covariance[:m, :m])
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
 
-def check_separation(run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None) -> None:
-    """Warn where a logistic regression on standardised columns looks separated; see `warn_of_separation`.
+def check_separation(
+    run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None, helps: str = _HELPS
+) -> bool:
+    """Warn where a regression on standardised columns looks separated; see `warn_of_separation`. Return whether it has.
 
     Args:
         run: of a hierarchical model.
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
         before: their covariance under the prior; None where there is none.
+        helps: what to do.
     """
     model, design = run.algorithm.settings["model"], design_of(run)
-    if model.family in (LOGISTIC, CUMULATIVE) and design is not None and design.encoding.standard:
+    if model.family in _SEPARABLE and design is not None and design.encoding.standard:
         back = model.hierarchy.mean.to(mean)
         sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
         slopes = [j for j in range(len(names)) if model.ordered is None or names[j] in model.ordered.names]
         known = None if before is None else (back @ before.to(mean) @ back.mT).diagonal().sqrt()[slopes]
-        warn_of_separation([names[j] for j in slopes], (back @ mean)[slopes], sds[slopes], before=known, stacklevel=5)
+        return warn_of_separation(
+            [names[j] for j in slopes],
+            (back @ mean)[slopes],
+            sds[slopes],
+            before=known,
+            fixed=[j not in model.hierarchy.random and names[j] != INTERCEPT for j in slopes],
+            helps=helps,
+            stacklevel=5,
+        )
+    return False
 
 
 def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> bool:
@@ -111,9 +132,14 @@ def prior_of_means(run: Run) -> Tensor:
 def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
     """Warn of levels of an ordered response without rows: of thresholds that rows do not tell apart, or leave unknown.
 
+    Levels between others are refused: without rows of them nothing keeps their thresholds in order.
+
     Args:
         run: of a hierarchical model.
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
+
+    Raises:
+        ValueError: thresholds that are out of order, or that rows leave unknown on both sides of a level.
     """
     ordered = run.algorithm.settings["model"].ordered
     if ordered is not None and len(ordered.levels) > 2:
@@ -121,6 +147,13 @@ def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
         apart = apart @ run.algorithm.settings["model"].hierarchy.mean.to(mean)
         unsure = (apart @ covariance @ apart.mT).diagonal().sqrt()
         near = ~(apart @ mean > _APART * unsure)
+        empty = (near & ~(unsure <= _END)) | ~(apart @ mean > 0)
+        if bool(empty.any()):
+            raise ValueError(
+                "Expected rows of every level that is between others, but got none of "
+                f"{', '.join(repr(level) for level, bad in zip(ordered.levels[1:], empty.tolist()) if bad)}, so that "
+                "thresholds are not in order; leave such levels out of levels=, or merge them with a neighbour"
+            )
         ends = ((unsure > _END) & (apart @ mean > _FAR))[[0, -1]]  # the first or the last has gone as far as it may
         missing = torch.cat([ends[:1], near, ends[1:]]).tolist()
         if any(missing):

@@ -90,8 +90,12 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     scales = len(model.hierarchy.names) - means
     learnt = len(model.names) > len(model.hierarchy.names)
     zeta, rows = best.at[means:], best.curvature[:means, :means]
-    dependent = model.hierarchy.coefficients and check_dependence(
-        run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+    certain = torch.linalg.inv_ex(rows).inverse
+    dependent = model.hierarchy.coefficients and (
+        check_separation(run, best.at[:means], certain)
+        or check_dependence(
+            run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+        )
     )
     return Maximum(
         model.names,
@@ -121,18 +125,18 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     design, spread = (back_shown @ hierarchy.mean).to(found.mean), back @ found.spread @ back.mT
     sds = spread.diagonal().sqrt()
     m = design.shape[1]
-    means, own, values, n = (design @ found.mean[:m]).tolist(), [], [], []
+    means, own, values = (design @ found.mean[:m]).tolist(), list[str](), list[float]()
+    sizes: list[int] = []
     for i in hierarchy.random:
         pairs = [j for j in hierarchy.random if j < i]
         own += [f"sd({names[i]})", *(f"cor({names[j]}, {names[i]})" for j in pairs)]
         values += [float(sds[i]), *(float(spread[i, j] / (sds[i] * sds[j])) for j in pairs)]
-        n += [clients] * (1 + len(pairs))
+        sizes += [clients] * (1 + len(pairs))
     if found.noise is not None:
-        own, values, n = [*own, "sigma"], [*values, found.noise], [*n, rows]
-    check_separation(run, found.mean[:m], found.covariance[:m, :m])
+        own, values, sizes = [*own, "sigma"], [*values, found.noise], [*sizes, rows]
     check_order(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
-    labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *n)
+    labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *sizes)
     return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
 
 

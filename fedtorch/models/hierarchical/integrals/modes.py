@@ -23,17 +23,20 @@ _EXACT = 1e-9  # the same where nothing else does, in Laplace's method
 _STILL = 0.3  # the same at the first mode, from which the others start
 _MOST = 5  # coefficients of whose columns all products of four are made
 _NUMBERS = 2**25  # of them, in all, about
-_LEAST = 2.0**-20  # share of a step
+_LEAST = 2.0**-60  # share of a step: rows bend within a few units of a predictor, whatever its sd before them
 
 
 class White(NamedTuple):
-    """The normal prior of θ, a + L u with standard normal u, of whose coordinates the last e are uncertain."""
+    """The normal prior of θ, a + L u with standard normal u, of whose coordinates the last e are uncertain.
+
+    Where t = w'u is known, u = t w + B z with standard normal z `(e − 1,)`, so that L is (e, e − 1).
+    """
 
     mean: Tensor  # (K, R, d) a
-    root: Tensor  # (K, R, e, e) L
+    root: Tensor  # (K, R, e, q) L
 
     def at(self, u: Tensor) -> Tensor:
-        """Return θ `(K, R, d)` at u `(K, R, e)`."""
+        """Return θ `(K, R, d)` at u `(K, R, q)`."""
         moved = (self.root @ u[..., None])[..., 0]
         known = self.mean.shape[-1] - moved.shape[-1]
         if not known:
@@ -50,9 +53,9 @@ class White(NamedTuple):
 class Expansion(NamedTuple):
     """The log density of u about a point, to second order."""
 
-    u: Tensor  # (K, R, e)
-    gradient: Tensor  # (K, R, e)
-    information: Tensor  # (K, R, e, e) minus the second derivatives
+    u: Tensor  # (K, R, q)
+    gradient: Tensor  # (K, R, q)
+    information: Tensor  # (K, R, q, q) minus the second derivatives
 
 
 class Problem(NamedTuple):
@@ -96,17 +99,18 @@ class Problem(NamedTuple):
 
     def mode(self, prior: White, exact: bool = False) -> Expansion:
         """Expand the log density of u about a point near its mode, or at it to rounding, at every node."""
-        if not self.x.shape[-1]:  # nothing is uncertain
+        size = prior.root.shape[-1]
+        if not size:  # nothing is uncertain
             nothing = prior.mean[..., :0]
-            return Expansion(nothing, nothing, prior.root)
+            return Expansion(nothing, nothing, prior.root[..., :0, :])
         middle = White(*(part.nanmedian(1, keepdim=True).values for part in prior))
-        nowhere = torch.zeros_like(middle.mean[..., : self.x.shape[-1]])
+        nowhere = torch.zeros_like(middle.mean[..., :size])
         start = self._newton(middle, self.expanded(middle, nowhere), _STILL)
         at = middle.at(start.u)
         gradient, information = self.about(at)
         away = (at - prior.mean)[..., -self.x.shape[-1] :]
         slope = gradient + (information @ away[..., None])[..., 0]
-        first = _whitened(prior, torch.zeros_like(away), slope, information)
+        first = _whitened(prior, torch.zeros_like(away[..., :size]), slope, information)
         u = torch.linalg.solve_ex(first.information, first.gradient[..., None]).result[..., 0]
         return self._newton(prior, self.expanded(prior, u), _EXACT if exact else _NEAR)
 

@@ -17,6 +17,7 @@ Smith (1982), "Applications of a method for the efficient computation of posteri
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.hierarchical._forms import Powers, cubic, forms, twice, variances
 from fedtorch.models.hierarchical.integrals.exponential import log_likelihood
 from fedtorch.models.hierarchical.integrals.modes import Expansion, Problem, White, taken
+from fedtorch.models.hierarchical.integrals.slices import complement, mixture
 from fedtorch.models.quadrature import QuadratureRule
 
 _BLOCKS = 2  # as many linear predictors at a time as caches hold
@@ -33,6 +35,12 @@ _FEW = (1, 2, 3)  # coordinates of a rule of which the nodes are evaluated by fo
 _MANY = 64  # responses of a client, trials each counted, from which on they may be
 _REST = 2e-3  # of a log likelihood, by the sixth derivatives, up to which it is
 _LOWEST = -0.7  # the least change of a row's information, as a share of it
+_MODE = 1.0  # Newton decrement, from which on no mode was found
+_SHIFT = 0.6  # of the mean from the mode, in sds of the normal approximation, up to which it is corrected for
+_CHANGE = 0.6  # of a variance or covariance, likewise
+_WIDE = 400.0  # variance of a row's predictor, from which on it is asked whether the row bends elsewhere
+_AWAY = 2.0  # sds of it, where that is asked
+_BENT = 0.3  # of a row's slope in its predictor's sd, what the expansion about the mode does not foretell
 
 
 class Integral(NamedTuple):
@@ -43,7 +51,14 @@ class Integral(NamedTuple):
     covariance: Tensor  # (K, R, e, e)
 
 
-def integral(problem: Problem, prior: White, rule: QuadratureRule | None, exact: bool) -> Integral:
+def integral(
+    problem: Problem,
+    prior: White,
+    rule: QuadratureRule | None,
+    exact: bool,
+    fewer: Callable[[int], QuadratureRule] | None = None,
+    directions: int = 2,
+) -> Integral:
     """Integrate over u, whose last coordinates the rule is for; without one, by Laplace's method.
 
     Args:
@@ -51,14 +66,49 @@ def integral(problem: Problem, prior: White, rule: QuadratureRule | None, exact:
         prior: of θ.
         rule: for some or all coordinates of u.
         exact: whether the rows are evaluated at every node, however many they are.
+        fewer: the rule for so many coordinates, with which nodes of φ are integrated anew where the corrected moments
+            are far from those of the normal approximation: along a direction by `slices`, and the rest given it so.
+        directions: how many, one given the other.
     """
     expansion = problem.mode(prior, exact=rule is None)
     parts = []
     size, nodes = _BLOCKS * problem.data.at_once(), prior.mean.shape[1]
     for part in (slice(i, i + size) for i in range(0, nodes, size)):
         local = _Local.of(problem, prior.nodes(part), Expansion(*(each[:, part] for each in expansion)))
-        parts.append(local.laplace() if rule is None else local.corrected(rule, exact))
+        if rule is None:
+            parts.append(local.laplace())
+            continue
+        found, rough = local.corrected(rule, exact)
+        if fewer is not None and directions and bool(rough.any()):
+            found = _anew(local, found, rough, rule, exact, fewer, directions)
+        parts.append(found)
     return Integral(*(torch.cat(each, 1) for each in zip(*parts)))
+
+
+def _anew(
+    local: _Local,
+    found: Integral,
+    rough: Tensor,
+    rule: QuadratureRule,
+    exact: bool,
+    fewer: Callable[[int], QuadratureRule],
+    directions: int,
+) -> Integral:
+    """Return the integral with rough nodes integrated along a direction."""
+    clients = rough.any(1).nonzero()[:, 0]
+    which = rough[clients].to(torch.int8).argsort(dim=1, descending=True, stable=True)
+    which = which[:, : int(rough[clients].sum(1).amax())]
+    some = local.nodes(clients, which)
+    rest = some.half.shape[-1] - 1
+    smaller = fewer(min(rule.nodes.shape[1], rest))
+    better = some.sliced(lambda problem, prior: integral(problem, prior, smaller, exact, fewer, directions - 1))
+    asked = rough[clients].gather(1, which)
+    parts = []
+    for old, new in zip(found, better, strict=True):
+        mine, place = old[clients], which.view(*which.shape, *[1] * (old.ndim - 2)).expand_as(new)
+        kept = asked.view(*asked.shape, *[1] * (old.ndim - 2)) & new.isfinite()
+        parts.append(old.index_copy(0, clients, mine.scatter(1, place, new.where(kept, mine.gather(1, place)))))
+    return Integral(*parts)
 
 
 class _Local(NamedTuple):
@@ -82,8 +132,14 @@ class _Local(NamedTuple):
     def laplace(self) -> Integral:
         pull = (self.half.mT @ self.at.gradient[..., None])[..., 0]
         evidence = self.log_joint(torch.zeros_like(self.at.u)[..., None, :0])[..., 0] + 0.5 * pull.square().sum(-1)
+        evidence = evidence.masked_fill(~self.found(), torch.nan)
         mean = self.at.u + (self.half @ pull[..., None])[..., 0]
         return Integral(evidence + self.lost, mean, self.half @ self.half.mT)
+
+    def found(self) -> Tensor:
+        """Return where the expansion is about a mode, or nearly, `(K, R)`."""
+        pull = (self.half.mT @ self.at.gradient[..., None])[..., 0]
+        return pull.square().sum(-1) < _MODE
 
     def log_joint(self, nodes: Tensor) -> Tensor:
         """Return the log density of rows and u where the last coordinates of v are `nodes`, `(K, R, J)`.
@@ -94,7 +150,7 @@ class _Local(NamedTuple):
         last = slice(self.half.shape[-1] - nodes.shape[-1], None)
         u = self.at.u[..., None, :] + nodes @ self.half[..., last].mT
         theta = self.prior.at(self.at.u)[..., None, :].expand(*u.shape[:-1], -1)
-        known = theta.shape[-1] - u.shape[-1]
+        known = theta.shape[-1] - self.whole.shape[-2]
         moved = theta[..., known:] + nodes @ self.whole[..., last].mT
         theta = torch.cat([theta[..., :known], moved], -1) if known else moved
         return log_likelihood(self.problem.family, self.problem.data, theta) - 0.5 * u.square().sum(-1)
@@ -129,7 +185,55 @@ class _Local(NamedTuple):
         prior, at = White(*map(part, self.prior)), Expansion(*map(part, self.at))
         return _Local(self.problem.clients(clients), prior, at, part(self.half), part(self.whole), part(self.lost))
 
-    def corrected(self, rule: QuadratureRule, exact: bool) -> Integral:
+    def sliced(self, rest: Callable[[Problem, White], Integral]) -> Integral:
+        """Integrate at nodes along the predictor of the row that bends most, and over the rest given it.
+
+        Args:
+            rest: (rows, prior of θ given that predictor) -> the integral over the other coordinates.
+        """
+        problem, root = self.problem, self.prior.root
+        row = self.bent(variances(problem.products, self.whole)).argmax(-1)  # (K, R)
+        x = problem.x.gather(1, row[..., None].expand(*row.shape, problem.x.shape[-1]))
+        direction = torch.nn.functional.normalize((root.mT @ x[..., None])[..., 0], dim=-1)
+        beside = complement(direction)
+        inner, along = root @ beside, (root @ direction[..., None])[..., 0]
+        known = self.prior.mean.shape[-1] - along.shape[-1]
+        along = torch.nn.functional.pad(along, (known, 0))
+
+        def at(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            mean = (self.prior.mean[..., None, :] + t[..., None] * along[..., None, :]).flatten(1, 2)
+            many = inner[:, :, None].expand(*t.shape, *inner.shape[-2:]).flatten(1, 2)
+            middle = t[..., None] * direction[..., None, :]
+            if not inner.shape[-1]:
+                value = log_likelihood(problem.family, problem.data, mean)
+                return value.reshape(t.shape), middle, middle.new_zeros(*t.shape, 1, 1)
+            found = rest(problem, White(mean, many))
+            moved, spread = (part.unflatten(1, t.shape[1:]) for part in found[1:])
+            turn = beside[:, :, None]
+            mean = middle + (turn @ moved[..., None])[..., 0]
+            return found.log_evidence.reshape(t.shape), mean, turn @ spread @ turn.mT
+
+        sd = (self.half.mT @ direction[..., None])[..., 0].norm(dim=-1)
+        return Integral(*mixture(at, (self.at.u * direction).sum(-1), sd))
+
+    def may_be_wide(self) -> bool:
+        """Return whether a row's predictor may have a large variance."""
+        longest = self.problem.x.square().sum(-1).amax(1, keepdim=True)
+        return bool((longest * self.whole.square().sum((-2, -1)) > _WIDE).any())
+
+    def bent(self, spread: Tensor) -> Tensor:
+        """Return by how much rows' slopes differ from their expansion two sds away, given predictors' variances."""
+        problem = self.problem
+        eta, step = problem.data.predictors(self.prior.at(self.at.u)), spread.clamp(min=0).sqrt()
+        first, second = (part.clone() for part in problem.family.slopes(eta.clone()))
+        beyond = torch.zeros_like(eta)
+        for side in (-_AWAY, _AWAY):
+            there = problem.family.slopes(eta + side * step)[0]
+            beyond = torch.maximum(beyond, (there - first - side * step * second).abs())
+        return problem.data.counted(beyond * step)
+
+    def corrected(self, rule: QuadratureRule, exact: bool) -> tuple[Integral, Tensor]:
+        """Return the integral, and at which nodes `(K, R)` it is far from the normal approximation."""
         nodes, weights = rule.nodes.to(self.at.u), rule.weights.to(self.at.u)
         fixed = self.half.shape[-1] - nodes.shape[1]
         few, bends = nodes.shape[1] in _FEW, None
@@ -137,12 +241,15 @@ class _Local(NamedTuple):
         if powers is not None or fixed:
             eta = self.problem.data.predictors(self.prior.at(self.at.u))
             bends = self.problem.family.bends(eta)
+        spread = variances(self.problem.products, self.whole) if fixed or self.may_be_wide() else None
         if powers is None or bends is None:
             log = self.log_joint(nodes)
         else:
             log = self.expanded(nodes, bends, powers)
         log = log + (weights.log() + 0.5 * nodes.square().sum(-1))
-        beside = _Beside.of(self, fixed, bends) if fixed and bends is not None else None
+        beside = None
+        if fixed and bends is not None and spread is not None:
+            beside = _Beside.of(self, fixed, bends, spread)
         if beside is not None:
             log = log + beside.log_average(nodes)
         responsibility = torch.softmax(log, -1)
@@ -152,8 +259,22 @@ class _Local(NamedTuple):
         if beside is not None:
             evidence = evidence + 0.5 * beside.mean.square().sum(-1)
             mean, covariance = beside.joined(self, mean, covariance)
+        rough = self.rough(mean, covariance, spread)
+        found = self.found()
+        evidence, rough = evidence.masked_fill(~found, torch.nan), rough & found
         mean = self.at.u + (self.half @ mean[..., None])[..., 0]
-        return Integral(evidence, mean, self.half @ covariance @ self.half.mT)
+        return Integral(evidence, mean, self.half @ covariance @ self.half.mT), rough
+
+    def rough(self, mean: Tensor, covariance: Tensor, spread: Tensor | None) -> Tensor:
+        """Return where these moments of v are not nearly those of a standard normal density, `(K, R)`.
+
+        Where predictors have a large variance, a row is looked at far from the mode, too: its edge may lie there.
+        """
+        eye = torch.eye(mean.shape[-1], dtype=mean.dtype, device=mean.device)
+        near = (mean.abs() < _SHIFT).all(-1) & ((covariance - eye).abs() < _CHANGE).all((-2, -1))
+        if spread is not None and bool((spread > _WIDE).any()):
+            near &= (self.bent(spread) < _BENT).all(-1)
+        return ~near
 
 
 class _Beside(NamedTuple):
@@ -167,11 +288,10 @@ class _Beside(NamedTuple):
     widened: Tensor  # (K, R, N) ½ E b'''' s², all of it
 
     @staticmethod
-    def of(local: _Local, fixed: int, bends: tuple[Tensor, Tensor, Tensor]) -> _Beside:
+    def of(local: _Local, fixed: int, bends: tuple[Tensor, Tensor, Tensor], spread: Tensor) -> _Beside:
         problem, whole, (second, third, fourth) = local.problem, local.whole, bends
-        part, every = (
-            problem.family.spread(variances(problem.products, columns)) for columns in (whole[..., :fixed], whole)
-        )
+        part = problem.family.spread(variances(problem.products, whole[..., :fixed]))
+        every = problem.family.spread(spread)
         pull = -0.5 * (problem.data.counted(third * every) @ problem.x)
         push = -0.5 * (problem.data.counted(third * part) @ problem.x)
         mean = (local.half.mT @ local.at.gradient[..., None] + whole.mT @ pull[..., None])[..., :fixed, 0]
