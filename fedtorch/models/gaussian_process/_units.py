@@ -75,6 +75,11 @@ class UnitModel(gpytorch.Module):
             parts.append(flat * scale if name in IN_SCALES else flat)
         return torch.cat(parts, -1)
 
+    def no_moments(self) -> Tensor:
+        """Return the sum of `unit_prior.moments` over no units, `(D + 1, D + 1)`."""
+        dims = self.unit_vector(self.unit_trained).shape[-1]
+        return self.kernel.scale.new_zeros(dims + 1, dims + 1)
+
     def unit_tensors(self, vector: Tensor) -> dict[str, Tensor]:
         """Return the tensors `(*k, ...)` of units whose `unit_vector` this is, `(*k, D)`; of a model of one unit."""
         values, scale, place = dict(self.named_parameters()), self.kernel.scale.expand(vector.shape[:-1]), 0

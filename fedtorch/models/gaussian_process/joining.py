@@ -137,7 +137,11 @@ def join(
     >>> bool((new(x).mean + wave).abs().mean() < 0.2)  # it knows the rest, too
     True
     """
-    check_gaussian(model.likelihood, "a new unit", "train it with the others")
+    check_gaussian(model.likelihood, "a new unit in closed form", "train it with the others")
+    if model.batch_shape:
+        raise ValueError(
+            f"Expected a model of one unit, but got batch_shape={tuple(model.batch_shape)}; take a unit's of a federation"
+        )
     check_rows(model, x, y, y.shape[:-1])
     batch, key = y.shape[:-1], random.key(0) if key is None else key
     count, exact = batch.numel(), model.keeps_whole(exact_units)
@@ -153,17 +157,8 @@ def join(
         some = max(1, _MOST_NUMBERS // (_DRAWS * size * (size + model.points)))
         parts = [_draws(new, Observed(*(part[i : i + some] for part in rows)), exact, prior, key)
                  for i in range(0, count, some)]
-        tensors = {**dict(new.named_parameters()), **dict(new.named_buffers())}
-        for name, value in new.unit_tensors(prior.vectors(torch.cat(parts).flatten(0, 1))).items():
-            tensors[name].data = value
-        new.batch_shape = torch.Size([count * _KEPT])
-        every = _repeated(rows, _KEPT)
-        site = _site(new, every, exact)
-        mean, root, _ = posterior(torch.eye(new.points).to(site.precision), *site)
-        new.posterior_mean = new.posterior_mean + (new.posterior_root @ mean[..., None])[..., 0]
-        new.posterior_root = new.posterior_root @ root
-        new.observe(*every, exact_units)
-    return UnitMixture(new, batch)
+        vectors = prior.vectors(torch.cat(parts).flatten(0, 1))
+        return UnitMixture(_conditioned(new, vectors, _repeated(rows, _KEPT), exact), batch)
 
 
 def _draws(model: ConvolvedGP, rows: Observed, exact: bool, prior: UnitPrior, key: Tensor) -> Tensor:
@@ -179,6 +174,22 @@ def _draws(model: ConvolvedGP, rows: Observed, exact: bool, prior: UnitPrior, ke
 
     found = _tempering.draws(prior.log_density, gain, prior.draw(start_key, _DRAWS), len(rows.y), key)
     return found[:, :: _DRAWS // _KEPT]
+
+
+def _conditioned(model: ConvolvedGP, vectors: Tensor, rows: Observed, exact: bool) -> ConvolvedGP:
+    """Return a copy for units of these parameters, `(S, D)`, whose q knows their rows `(S, N, ·)`."""
+    new = copy.deepcopy(model)
+    tensors = {**dict(new.named_parameters()), **dict(new.named_buffers())}
+    with torch.no_grad():
+        for name, value in new.unit_tensors(vectors).items():
+            tensors[name].data = value
+        new.batch_shape = vectors.shape[:-1]
+        site = _site(new, rows, exact)
+        mean, root, _ = posterior(torch.eye(new.points).to(site.precision), *site)
+        new.posterior_mean = new.posterior_mean + (new.posterior_root @ mean[..., None])[..., 0]
+        new.posterior_root = new.posterior_root @ root
+        new.observe(*rows, exact)
+    return new
 
 
 def _evidence(model: ConvolvedGP, rows: Observed, exact: bool) -> Tensor:

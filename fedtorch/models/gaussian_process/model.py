@@ -120,8 +120,7 @@ class ConvolvedGP(Geometry):
         self.register_buffer("basis", torch.eye(size).repeat(self.kernel.latents, 1, 1))
         self.register_buffer("posterior_mean", torch.zeros(self.points))
         self.register_buffer("posterior_root", torch.eye(self.points))
-        dims = self.unit_vector(self.unit_trained).shape[-1]
-        self.register_buffer("unit_moments", torch.zeros(dims + 1, dims + 1))
+        self.register_buffer("unit_moments", self.no_moments())
         self.to(inducing)
         self.kernel.spread(extent_of(self.embed(inducing.detach())).detach())
         check_kernels(self)
@@ -289,7 +288,7 @@ class ConvolvedGP(Geometry):
                 self.change(), *self.site(x, y, mask, exact_units=exact_units).total()
             )
             each = moments(self.unit_vector(self.unit_trained))
-            self.unit_moments = each.sum_to_size(self.unit_moments.shape)
+            self.unit_moments = each.sum_to_size(each.shape[-2:])
         self.observe(x, y, mask, exact_units)
 
     def observe(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:

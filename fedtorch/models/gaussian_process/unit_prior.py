@@ -59,10 +59,19 @@ def learnt(model: UnitModel, total: Tensor) -> UnitPrior:
 
     Args:
         model: of one unit, whose parameters the vectors are made of; it counts as the one unit where the sum has none.
-        total: of at least one unit.
+        total: the sum.
+
+    Raises:
+        ValueError: moments of other parameters than those that the model trains.
     """
+    alone = moments(model.unit_vector(model.unit_trained))
+    if total.shape != alone.shape:
+        raise ValueError(
+            f"Expected moments of {len(alone) - 1} numbers of a unit, but got those of {len(total) - 1}; freeze a unit's "
+            "parameters before training"
+        )
     if not bool(total[0, 0] > 0):
-        total = moments(model.unit_vector(model.unit_trained))
+        total = alone
     count, mean = total[0, 0], total[0, 1:] / total[0, 0]
     scatter = total[1:, 1:] - count * mean[:, None] * mean
     size = mean[0].exp() if model.scale is None else torch.full_like(count, model.scale)

@@ -53,7 +53,7 @@ class StackedGP:
         self.module = copy.deepcopy(module)
         self.module.rebase()
         self.module.observed = None
-        self.module.unit_moments = torch.zeros_like(self.module.unit_moments)
+        self.module.unit_moments = self.module.no_moments()
         self.at_first_go = at_first_go
         self.exact_units = module.keeps_whole(exact_units)
         self.gaussian = isinstance(module.likelihood, gpytorch.likelihoods.GaussianLikelihood)

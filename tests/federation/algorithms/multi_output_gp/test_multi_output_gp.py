@@ -18,7 +18,7 @@ from fedtorch.models.gaussian_process import ConvolvedGP, fit
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.training import join
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.trust import robust
 
 DTYPE = torch.float64
