@@ -115,13 +115,13 @@ def measured(kernel: str, latents: int, new: int, rounds: int, seed: int) -> dic
     study = simulate(kernel, latents, new, seed)
     units, told = members(study, kernel, rounds), study.members
     with torch.no_grad():
-        points = [torch.stack(part) for part in zip(*(unit.marginals(study.grid[AT]) for unit in units))]
+        mean, variance = (torch.stack(part) for part in zip(*(unit.marginals(study.grid[AT]) for unit in units)))
     alone = [
         of_mixture(join(unit, x, y, known=True), study, Units(x[None], y[None], curves[None]), seed + 100 + k)
         for k, (unit, x, y, curves) in enumerate(zip(units, *told))
     ]
     found = {
-        f"units of the run, {ROWS} rows: its module": scores(*points, told.curves),
+        f"units of the run, {ROWS} rows: its module": scores(mean, variance, told.curves),
         f"units of the run, {ROWS} rows: join(known=True)": {
             metric: torch.cat([each[metric] for each in alone]) for metric in alone[0]
         },
@@ -163,9 +163,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[common.Row] = []
     for kernel in kernels:
         for latents in counts:
-            runs: list[dict[str, Any]] = [
-                measured(kernel, latents, new, rounds, seed) for seed in range(options.seeds)
-            ]
+            runs: list[dict[str, Any]] = [measured(kernel, latents, new, rounds, seed) for seed in range(options.seeds)]
             for method in runs[0]:
                 values = {m: torch.cat([run[method][m] for run in runs]).tolist() for m in runs[0][method]}
                 name = f"{kernel}, {latents} latent{'s' * (latents > 1)}: {method}"

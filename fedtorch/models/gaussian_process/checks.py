@@ -135,7 +135,11 @@ def check_rows(model: Geometry, x: Tensor, y: Tensor, units: torch.Size | None =
 
     b is the batch shape of the model's units, or `units`.
     """
-    batch, dims, dtype = tuple(model.batch_shape if units is None else units), model.inducing.shape[-1], model.inducing.dtype
+    batch, dims, dtype = (
+        tuple(model.batch_shape if units is None else units),
+        model.inducing.shape[-1],
+        model.inducing.dtype,
+    )
     if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
         raise ValueError(
             f"Expected inputs ({', '.join(map(str, (*batch, 'N', dims)))}) and outputs "

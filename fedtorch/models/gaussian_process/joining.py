@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -18,7 +20,7 @@ from fedtorch.models.gaussian_process.model import ConvolvedGP, MultivariateNorm
 from fedtorch.models.gaussian_process.quiet_gpytorch import linear_operator
 from fedtorch.models.gaussian_process.unit_prior import UnitPrior, learnt
 
-_DRAWS, _KEPT = 256, 128  # of a unit's parameters: to find their posterior, and to predict from
+_DRAWS = 128  # of a unit's parameters
 _MOST_NUMBERS = 2**22  # of matrices that are held at once
 
 
@@ -43,7 +45,7 @@ class UnitMixture(nn.Module):
         whole = variance.mean(1) + mean.var(1, correction=0)
         return self._shaped(mean.mean(1)), self._shaped(whole)
 
-    def forward(self, x: Tensor) -> MultivariateNormal:
+    def forward(self, x: Tensor) -> Any:
         """Return mean and covariance of f at x `(*k, N, d)`."""
         found = self.components(self._rows(x))
         mean, covariance = self._apart(found.mean), self._apart(found.covariance_matrix)
@@ -53,7 +55,7 @@ class UnitMixture(nn.Module):
             self._shaped(mean.mean(1)), linear_operator.to_linear_operator(self._shaped(symmetric(whole)))
         )
 
-    def predict(self, x: Tensor) -> MultivariateNormal:
+    def predict(self, x: Tensor) -> Any:
         """Return mean and covariance of outputs at x `(*k, N, d)`."""
         found = self(x)
         noise = self._shaped(self._noise().mean(1)).expand(found.mean.shape)
@@ -140,7 +142,8 @@ def join(
     check_gaussian(model.likelihood, "a new unit in closed form", "train it with the others")
     if model.batch_shape:
         raise ValueError(
-            f"Expected a model of one unit, but got batch_shape={tuple(model.batch_shape)}; take a unit's of a federation"
+            f"Expected a model of one unit, but got batch_shape={tuple(model.batch_shape)}; take that of a "
+            "federation's unit"
         )
     check_rows(model, x, y, y.shape[:-1])
     batch, key = y.shape[:-1], random.key(0) if key is None else key
@@ -155,10 +158,12 @@ def join(
         new.observed, prior = None, learnt(model, model.unit_moments)
         size = y.shape[-1] if exact else min(y.shape[-1], model.points)
         some = max(1, _MOST_NUMBERS // (_DRAWS * size * (size + model.points)))
-        parts = [_draws(new, Observed(*(part[i : i + some] for part in rows)), exact, prior, key)
-                 for i in range(0, count, some)]
+        parts = [
+            _draws(new, Observed(*(part[i : i + some] for part in rows)), exact, prior, key)
+            for i in range(0, count, some)
+        ]
         vectors = prior.vectors(torch.cat(parts).flatten(0, 1))
-        return UnitMixture(_conditioned(new, vectors, _repeated(rows, _KEPT), exact), batch)
+        return UnitMixture(_conditioned(new, vectors, _repeated(rows, _DRAWS), exact), batch)
 
 
 def _draws(model: ConvolvedGP, rows: Observed, exact: bool, prior: UnitPrior, key: Tensor) -> Tensor:
@@ -172,8 +177,7 @@ def _draws(model: ConvolvedGP, rows: Observed, exact: bool, prior: UnitPrior, ke
             value = _evidence(model, every, exact) + model.log_prior(True)
         return value.unflatten(0, w.shape[:2])
 
-    found = _tempering.draws(prior.log_density, gain, prior.draw(start_key, _DRAWS), len(rows.y), key)
-    return found[:, :: _DRAWS // _KEPT]
+    return _tempering.draws(prior.log_density, gain, prior.draw(start_key, _DRAWS), len(rows.y), key)
 
 
 def _conditioned(model: ConvolvedGP, vectors: Tensor, rows: Observed, exact: bool) -> ConvolvedGP:

@@ -67,8 +67,8 @@ def learnt(model: UnitModel, total: Tensor) -> UnitPrior:
     alone = moments(model.unit_vector(model.unit_trained))
     if total.shape != alone.shape:
         raise ValueError(
-            f"Expected moments of {len(alone) - 1} numbers of a unit, but got those of {len(total) - 1}; freeze a unit's "
-            "parameters before training"
+            f"Expected moments of {len(alone) - 1} numbers of a unit, but got those of {len(total) - 1}; freeze "
+            "parameters of units before training"
         )
     if not bool(total[0, 0] > 0):
         total = alone

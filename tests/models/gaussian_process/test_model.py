@@ -13,9 +13,9 @@ from torch.distributions import MultivariateNormal
 from fedtorch.models.gaussian_process import ConvolvedGP, fit
 from fedtorch.models.gaussian_process._rows import row_fit
 from fedtorch.models.gaussian_process.algebra import stable_cholesky
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.joining import join
 
 DTYPE = torch.float64
 UNITS, ROWS = 4, 12

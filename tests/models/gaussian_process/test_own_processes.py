@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch.models.gaussian_process import ConvolvedGP, fit
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.joining import join
 
 DTYPE = torch.float64
 UNITS, ROWS, NEW = 3, 9, 6

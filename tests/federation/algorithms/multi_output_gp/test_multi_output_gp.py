@@ -15,10 +15,10 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian_process import ConvolvedGP, fit
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.joining import join
 from fedtorch.trust import robust
 
 DTYPE = torch.float64
