@@ -150,6 +150,7 @@ def join(
     count, exact = batch.numel(), model.keeps_whole(exact_units)
     if known and batch:
         raise ValueError(f"Expected known rows of one unit, the model's own, but got those of {count}")
+    x = x.expand(*batch, *x.shape[-2:])
     rows = Observed(x.reshape(count, *x.shape[-2:]), *(part.reshape(count, -1) for part in (y, full(y, mask))))
     new = copy.deepcopy(model)
     with torch.no_grad():
