@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from itertools import product
 
 import pytest
 import torch
@@ -182,19 +181,3 @@ def test_tempered_draws_have_two_modes() -> None:
     assert abs(float(right.double().mean()) - 0.75) < 0.1
     assert abs(float(found[right, 0].std()) / 0.05 - 1) < 0.15
     assert abs(float(found[:, 1].std()) - 1) < 0.1  # where there is no gain, the base
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("kernel", "latents"), [*product(["RBF", "Matérn"], [1, 2, 3])])
-def test_coverage_after_a_run(kernel: str, latents: int) -> None:
-    """0.90 to 0.98 of 200 new units of each size and 0.92 to 0.97 of the run's own, up to their standard errors."""
-    from experiments.fedmgp import joining as experiment
-
-    found = experiment.measured(kernel, latents, 200, 100, seed=0)
-    for method, scores in found.items():
-        if "join" not in method:
-            continue
-        of_f = scores["95 % intervals of f cover"]
-        low, high = (0.92, 0.97) if "of the run" in method else (0.90, 0.98)
-        error = 2 * float(of_f.std()) / math.sqrt(len(of_f))
-        assert low - error < float(of_f.mean()) < high + error, method
