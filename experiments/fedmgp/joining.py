@@ -22,7 +22,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.fedmgp import models as fm
-from fedtorch.models.gaussian_process import ConvolvedGP, UnitMixture, join
+from fedtorch.models.gaussian_process import ConvolvedGP, join
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 UNITS, ROWS, POINTS, NOISE, GRID = 30, 24, 20, 0.1, 201
@@ -89,7 +89,7 @@ def scores(mean: Tensor, variance: Tensor, curves: Tensor) -> dict[str, Tensor]:
     return {"95 % intervals of f cover": inside.mean(1), "mean squared error of f": error.square().mean(1)}
 
 
-def of_mixture(unit: UnitMixture, study: Study, units: Units, seed: int) -> dict[str, Tensor]:
+def of_mixture(unit: Any, study: Study, units: Units, seed: int) -> dict[str, Tensor]:
     """`scores` of units that joined, and coverage of new outputs."""
     at, curves = study.grid[AT], units.curves
     mean, variance = (part.reshape(len(curves), -1) for part in unit.marginals(at))

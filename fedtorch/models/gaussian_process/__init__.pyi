@@ -1,6 +1,6 @@
 from . import quiet_gpytorch as quiet_gpytorch
 from .deep import DeepGP as DeepGP
-from .joining import UnitMixture as UnitMixture, join as join
+from .joining import join as join
 from .kernels import ConvolutionProcess as ConvolutionProcess, EmbedCategories as EmbedCategories
 from .mixed_likelihood import MixedLikelihood as MixedLikelihood
 from .model import ConvolvedGP as ConvolvedGP

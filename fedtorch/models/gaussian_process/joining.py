@@ -33,6 +33,13 @@ class UnitMixture(nn.Module):
     Args:
         components: whose units' tensors are `(K · S, ...)`, the S draws of each of K units one after another.
         batch_shape: *k, of K elements.
+
+    >>> x = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
+    >>> model = ConvolvedGP(x[::2])
+    >>> model.condition(x, (6 * x[:, 0]).sin())
+    >>> units = join(model, x[:3], torch.ones(2, 3, dtype=torch.float64))  # two units, alike
+    >>> isinstance(units, UnitMixture), units.marginals(x)[0].shape
+    (True, torch.Size([2, 12]))
     """
 
     def __init__(self, components: ConvolvedGP, batch_shape: torch.Size) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch.models.gaussian_process import ConvolvedGP, UnitMixture, _tempering, joining, unit_prior
+from fedtorch.models.gaussian_process import ConvolvedGP, _tempering, joining, unit_prior
 from fedtorch.models.gaussian_process._units import Observed
-from fedtorch.models.gaussian_process.joining import join
+from fedtorch.models.gaussian_process.joining import UnitMixture, join
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 DTYPE = torch.float64
