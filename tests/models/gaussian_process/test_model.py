@@ -347,7 +347,7 @@ def test_rows_that_do_not_fit_the_model() -> None:
         fit(model(), x, y / 0)
     with pytest.raises(ValueError, match=r"Expected a model of one unit, but got batch_shape=\(4,\)"):
         join(model(), x[0], y[0])
-    with pytest.raises(ValueError, match=r"Expected inputs \(N, 1\) and outputs \(N\)"):
+    with pytest.raises(ValueError, match=r"Expected inputs \(N, 1\) and outputs \(N,\)"):
         join(model(units=0), x[0], y[0, 1:])
     gp = ConvolvedGP(torch.zeros(3, 1, dtype=DTYPE), features=EmbedCategories(1, {0: 3}))
     with pytest.raises(ValueError, match="Expected codes 0…2 in column 0, but got 7"):
