@@ -66,6 +66,7 @@ from experiments.fedmgp import (
     extrapolation as fedmgp_extrapolation,
     faults as fedmgp_faults,
     features as fedmgp_features,
+    joining as fedmgp_joining,
     models as fedmgp_models,
     scale as fedmgp_scale,
 )
@@ -644,6 +645,15 @@ def test_fedmgp_features(tmp_path):
     assert found[f"{answers}: with units that measure", "rmse"] < found[f"{answers}: among themselves", "rmse"]
     assert found[f"{categories}: a learnt point for each", "rmse"] < found[f"{categories}: category left out", "rmse"]
     assert (tmp_path / "fedmgp_features.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_fedmgp_joining(tmp_path):
+    fedmgp_joining.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = rows(tmp_path / "rows.json")
+    of_f, of_unit = "95 % intervals of f cover", "RBF, 1 latent: units of the run, 24 rows"
+    assert found[f"{of_unit}: join(known=True)", of_f] > found[f"{of_unit}: its module", of_f]
+    assert (tmp_path / "fedmgp_joining.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow

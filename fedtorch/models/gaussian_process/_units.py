@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
+IN_SCALES = ("kernel.weight", "offset")  # parameters in units of their unit's scale
 _START_NOISE = 0.3  # standard deviation of the noise before training, in standard deviations of the outputs
 
 
@@ -51,6 +53,46 @@ class UnitModel(gpytorch.Module):
         named = [*dict(self.named_parameters()), *buffers]
         constraints = {name for name in named if "constraint" in name or "_prior." in name or "quadrature" in name}
         return tuple(n for n in named if (n in mine or n.startswith(self._unit_parts)) and n not in constraints)
+
+    @property
+    def unit_trained(self) -> tuple[str, ...]:
+        """Return the names of the parameters of a unit that are trained."""
+        named = dict(self.named_parameters())
+        return tuple(name for name in self.unit_names if name in named and named[name].requires_grad)
+
+    def unit_vector(self, names: Sequence[str]) -> Tensor:
+        """Return units' parameters of these names and the logarithm of their scale as vectors, `(*b, D)`.
+
+        Weights and means are in the units of the outputs, so that units of other scales can be compared. A scale that
+        is given for all units is left out.
+        """
+        values, start = {**dict(self.named_parameters()), **dict(self.named_buffers())}, self.kernel.scale.ndim
+        scale = self.kernel.scale[..., None]
+        parts = [scale.log()] if self.scale is None else []
+        for name in names:
+            value = values[name].detach()
+            flat = value[..., None] if value.ndim == start else value.flatten(start)
+            parts.append(flat * scale if name in IN_SCALES else flat)
+        return torch.cat(parts, -1)
+
+    def no_moments(self) -> Tensor:
+        """Return the sum of `unit_prior.moments` over no units, `(D + 1, D + 1)`."""
+        dims = self.unit_vector(self.unit_trained).shape[-1]
+        return self.kernel.scale.new_zeros(dims + 1, dims + 1)
+
+    def unit_tensors(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return the tensors `(*k, ...)` of units whose `unit_vector` this is, `(*k, D)`; of a model of one unit."""
+        values, scale, place = dict(self.named_parameters()), self.kernel.scale.expand(vector.shape[:-1]), 0
+        if self.scale is None:
+            scale, place = vector[..., 0].exp(), 1
+        tensors = {"kernel.scale": scale}
+        for name in self.unit_trained:
+            shape = values[name].shape
+            flat = vector[..., place : place + shape.numel()]
+            place += shape.numel()
+            flat = flat / scale[..., None] if name in IN_SCALES else flat
+            tensors[name] = flat.reshape(*vector.shape[:-1], *shape)
+        return tensors
 
     @property
     def _unit_parts(self) -> tuple[str, ...]:

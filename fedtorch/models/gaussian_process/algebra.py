@@ -45,13 +45,13 @@ class GaussianSite(NamedTuple):
 
 
 def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return (mean `(P,)`, lower root of the covariance `(P, P)`, log-evidence) of t from the sum of the sites.
+    """Return (mean `(*b, P)`, lower root of the covariance `(*b, P, P)`, log-evidence `(*b,)`) of t from a site.
 
     Args:
         change: the prior's Z `(P, P)`, lower triangular; t has the prior precision Z'Z.
-        precision: Σ B, `(P, P)`.
-        shift: Σ a, `(P,)`.
-        constant: Σ c, `()`.
+        precision: B, or Σ B of units that share t, `(*b, P, P)`.
+        shift: Σ a, `(*b, P)`.
+        constant: Σ c, `(*b,)`.
     """
     # In coordinates that are white under the prior: the numbers of B span many orders of magnitude in others.
     half = torch.linalg.solve_triangular(change.mT, symmetric(precision), upper=True)
@@ -62,7 +62,7 @@ def posterior(change: Tensor, precision: Tensor, shift: Tensor, constant: Tensor
     factor = stable_cholesky(eye + symmetric(white).flip(-1, -2), 0.0).flip(-1, -2)
     root = torch.linalg.solve_triangular(factor, eye, upper=True).mT
     solved = torch.linalg.solve_triangular(factor, moved, upper=True)
-    minus_log = constant + 0.5 * (solved.square().sum() - log_determinant(factor))
+    minus_log = constant + 0.5 * (solved.square().sum((-1, -2)) - log_determinant(factor))
     mean, root = (torch.linalg.solve_triangular(change, part, upper=False) for part in (root @ solved, root))
     return mean[..., 0], root, minus_log
 

@@ -130,9 +130,16 @@ def _check_kernels(model: Geometry, inducing: Tensor, latents: int) -> None:
             )
 
 
-def check_rows(model: Geometry, x: Tensor, y: Tensor) -> None:
-    """Raise ValueError unless x is `(*b, N, d)` and y `(*b, N)` for the model's units, finite and in its dtype."""
-    batch, dims, dtype = tuple(model.batch_shape), model.inducing.shape[-1], model.inducing.dtype
+def check_rows(model: Geometry, x: Tensor, y: Tensor, units: torch.Size | None = None) -> None:
+    """Raise ValueError unless x is `(*b, N, d)` and y `(*b, N)`, finite and in the model's dtype.
+
+    b is the batch shape of the model's units, or `units`.
+    """
+    batch, dims, dtype = (
+        tuple(model.batch_shape if units is None else units),
+        model.inducing.shape[-1],
+        model.inducing.dtype,
+    )
     if y.ndim != len(batch) + 1 or y.shape[:-1] != batch or x.shape[-2:] != (y.shape[-1], dims):
         raise ValueError(
             f"Expected inputs ({', '.join(map(str, (*batch, 'N', dims)))}) and outputs "

@@ -26,6 +26,7 @@ from fedtorch.models.gaussian_process.algebra import (
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_kernels, check_parts
 from fedtorch.models.gaussian_process.kernels import OutputKernel, output_kernel
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch, linear_operator
+from fedtorch.models.gaussian_process.unit_prior import moments
 
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
@@ -119,6 +120,7 @@ class ConvolvedGP(Geometry):
         self.register_buffer("basis", torch.eye(size).repeat(self.kernel.latents, 1, 1))
         self.register_buffer("posterior_mean", torch.zeros(self.points))
         self.register_buffer("posterior_root", torch.eye(self.points))
+        self.register_buffer("unit_moments", self.no_moments())
         self.to(inducing)
         self.kernel.spread(extent_of(self.embed(inducing.detach())).detach())
         check_kernels(self)
@@ -224,12 +226,29 @@ class ConvolvedGP(Geometry):
         constant = (mask * (math.log(2 * math.pi) + noise.log()) + weight * y.square()).sum(-1) + sums.residual
         return GaussianSite(sums.gram, sums.cross, -0.5 * constant), sums.change
 
+    def gaussian_evidence(
+        self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
+    ) -> Tensor:
+        """Return log ∫ N(u; 0, I) exp(`gaussian_site` of u) du, `(*b,)`, by matrices `(*b, N, N)`, for few rows."""
+        noise = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
+        whole = torch.diag_embed(noise) + basis @ basis.mT
+        if self.keeps_whole(exact_units):
+            whole = whole + self._residual(x, seen, mask)
+        factor = stable_cholesky(whole, 0.0)
+        square = solve(factor, self._centred(y, mask)[..., None]).square().sum((-1, -2)) + log_determinant(factor)
+        if not self.keeps_whole(exact_units):
+            square = square + (seen.residual / noise).sum(-1)
+        return -0.5 * (mask.sum(-1) * math.log(2 * math.pi) + square)
+
+    def _residual(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
+        """Return Ω_m + scale_m² k_m, zeros where masked out, `(*b, N, N)`."""
+        return self.covariance(x, x) * mask[..., None] * mask[..., None, :] - seen.basis @ seen.basis.mT
+
     def _unit_factor(self, x: Tensor, seen: Features, mask: Tensor) -> Tensor:
         """Return the Cholesky factor of Ω_m + scale_m² k_m + σ_m² I, identity rows where masked out, `(*b, N, N)`."""
         check_gaussian(self.likelihood, "exact units", "leave exact_units away")
-        whole = self.covariance(x, x) * mask[..., None] * mask[..., None, :] - seen.basis @ seen.basis.mT
         diagonal = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
-        return stable_cholesky(whole + torch.diag_embed(diagonal), 0.0)
+        return stable_cholesky(self._residual(x, seen, mask) + torch.diag_embed(diagonal), 0.0)
 
     def _centred(self, y: Tensor, mask: Tensor) -> Tensor:
         return (y - self.level(y)) * mask
@@ -268,6 +287,8 @@ class ConvolvedGP(Geometry):
             self.posterior_mean, self.posterior_root, _ = posterior(
                 self.change(), *self.site(x, y, mask, exact_units=exact_units).total()
             )
+            each = moments(self.unit_vector(self.unit_trained))
+            self.unit_moments = each.sum_to_size(each.shape[-2:])
         self.observe(x, y, mask, exact_units)
 
     def observe(self, x: Tensor, y: Tensor, mask: Tensor | None = None, exact_units: bool = False) -> None:

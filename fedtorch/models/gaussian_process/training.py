@@ -1,8 +1,7 @@
-"""Central training, training from what units trained alone have sent once, and a new unit that joins."""
+"""Central training, and training from what units trained alone have sent once."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 
 import torch
@@ -115,56 +114,6 @@ def fit_modules(
         model.rebase()
         model.posterior_mean, model.posterior_root, bound = posterior(model.change(), *told())
     return bound
-
-
-def join(model: ConvolvedGP, x: Tensor, y: Tensor, iterations: int = 100, *, exact_units: bool = False) -> ConvolvedGP:
-    """Add a new unit with a few points: fit its own parameters with q(g) as the prior, then condition q on them.
-
-    Args:
-        model: of one unit, no batch dimensions, with a posterior: for example any unit's of a federation.
-        x: the new unit's inputs `(N, d)`.
-        y: its outputs `(N,)`.
-        iterations: of L-BFGS at most.
-        exact_units: see `ConvolvedGP.bound`.
-
-    Returns:
-        a copy of the model for the new unit, whose posterior knows its points too.
-
-    Raises:
-        ValueError: rows that do not fit the model.
-        TypeError: a likelihood that is not Gaussian.
-
-    >>> x = torch.linspace(0, 1, 12, dtype=torch.float64)[:, None]
-    >>> wave, model = (6 * x[:, 0]).sin(), ConvolvedGP(x[::2])
-    >>> model.start(wave)
-    >>> model.kernel.spread(torch.tensor([4.0]))  # lengthscale 0.4
-    >>> model.condition(x, wave)  # a unit that has seen the whole wave
-    >>> new = join(model, x[:3], -wave[:3], iterations=6)  # one that mirrors it, with three points
-    >>> bool((new(x).mean + wave).abs().mean() < 0.2)  # it knows the rest, too
-    True
-    """
-    check_rows(model, x, y)
-    new = copy.deepcopy(model)
-    new.start(y)
-    named = dict(new.named_parameters())
-    parameters = [named[name] for name in new.unit_names if name in named and named[name].requires_grad]
-    mask = torch.ones_like(y)
-
-    def told() -> GaussianSite:
-        """Return the unit's site about z, t = posterior mean + posterior root · z."""
-        seen = new.see(x, mask)
-        mean, root = new.whitened_posterior(seen.change)
-        known = y - (seen.basis @ mean[..., None])[..., 0]
-        return new.gaussian_site(x, known, mask, seen, seen.basis @ root, exact_units)
-
-    _maximise(lambda: evidence(told()) + new.log_prior(True).sum(), parameters, iterations)
-    with torch.no_grad():
-        site = told()
-        mean, root, _ = posterior(torch.eye(new.points).to(site.precision), *site)
-        new.posterior_mean = new.posterior_mean + new.posterior_root @ mean
-        new.posterior_root = new.posterior_root @ root
-    new.observe(x, y, mask, exact_units)
-    return new
 
 
 def _maximise(value: Callable[[], Tensor], parameters: list[Parameter], iterations: int, history: int = 100) -> None:

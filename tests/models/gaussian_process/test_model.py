@@ -13,9 +13,9 @@ from torch.distributions import MultivariateNormal
 from fedtorch.models.gaussian_process import ConvolvedGP, fit
 from fedtorch.models.gaussian_process._rows import row_fit
 from fedtorch.models.gaussian_process.algebra import stable_cholesky
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess, Coregionalisation, EmbedCategories
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.training import join
 
 DTYPE = torch.float64
 UNITS, ROWS = 4, 12
@@ -345,8 +345,10 @@ def test_rows_that_do_not_fit_the_model() -> None:
         fit(model(), x.float(), y.float())
     with pytest.raises(ValueError, match="Expected finite inputs and outputs, but got NaN or Inf"):
         fit(model(), x, y / 0)
-    with pytest.raises(ValueError, match=r"Expected inputs \(4, N, 1\)"):
+    with pytest.raises(ValueError, match=r"Expected a model of one unit, but got batch_shape=\(4,\)"):
         join(model(), x[0], y[0])
+    with pytest.raises(ValueError, match=r"Expected inputs \(N, 1\) and outputs \(N,\)"):
+        join(model(units=0), x[0], y[0, 1:])
     gp = ConvolvedGP(torch.zeros(3, 1, dtype=DTYPE), features=EmbedCategories(1, {0: 3}))
     with pytest.raises(ValueError, match="Expected codes 0…2 in column 0, but got 7"):
         fit(gp, torch.full((2, 1), 7.0, dtype=DTYPE), torch.ones(2, dtype=DTYPE))

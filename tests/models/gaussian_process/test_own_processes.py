@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch.models.gaussian_process import ConvolvedGP, fit
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.training import join
 
 DTYPE = torch.float64
 UNITS, ROWS, NEW = 3, 9, 6
@@ -108,11 +108,12 @@ def test_a_new_unit_that_joins_is_predicted_as_if_it_had_been_there(kind: str) -
     for name, value in [*others.named_parameters(), *others.named_buffers()]:
         values[name].data = (value[0] if name in others.unit_names else value).detach().clone()
     few, told = draw(4, 1, seed=7), draw(4, seed=8)
-    joined = join(one, few, told, iterations=5, exact_units=exact)
+    joined = join(one, few, told, exact_units=exact).components  # one for each draw of what is the unit's own
     with torch.no_grad():
         whole = model(kind, units=UNITS + 1)
         all_values = {**dict(whole.named_parameters()), **dict(whole.named_buffers())}
-        last = {**dict(joined.named_parameters()), **dict(joined.named_buffers())}
+        draws = {**dict(joined.named_parameters()), **dict(joined.named_buffers())}
+        last = {name: draws[name][3] for name in others.unit_names}
         for name, value in [*others.named_parameters(), *others.named_buffers()]:
             mine = name in others.unit_names
             all_values[name].data = torch.cat([value, last[name][None]]) if mine else value.detach().clone()
@@ -120,9 +121,9 @@ def test_a_new_unit_that_joins_is_predicted_as_if_it_had_been_there(kind: str) -
         outputs = torch.cat([y, torch.cat([told, torch.zeros(ROWS - 4, dtype=DTYPE)])[None]])
         mask = torch.cat([MASK, (torch.arange(ROWS) < 4).to(DTYPE)[None]])
         _, mean, covariance = conditional(whole, rows, outputs, mask, new[:1].expand(UNITS + 1, -1, -1))
-        found = joined(new[0])
-    assert torch.allclose(found.mean, mean[-1], rtol=0, atol=CLOSE)
-    assert torch.allclose(found.covariance_matrix, covariance[-NEW:, -NEW:], rtol=0, atol=CLOSE)
+        found = joined(new[:1].expand(*joined.batch_shape, -1, -1))
+    assert torch.allclose(found.mean[3], mean[-1], rtol=0, atol=CLOSE)
+    assert torch.allclose(found.covariance_matrix[3], covariance[-NEW:, -NEW:], rtol=0, atol=CLOSE)
 
 
 def test_what_is_whose_and_priors() -> None:

@@ -26,11 +26,14 @@ Units with a process of their own (`ConvolvedGP(own_kernel=...)`) tell B_m = V_m
 a_m = V_m'(Ω_m + Σ_m)⁻¹y_m, with that process in Ω_m. What they know of it stays with them: the client's module knows
 it after `observe(x, y)` with its own rows.
 
+Besides, a unit tells (1, φ_m)(1, φ_m)' of its amplitudes and the logarithms of its noise and smoothing, φ_m. From the
+sum `join` learns the prior of a further unit's.
+
 What leaves a unit: B_m and a_m of a unit with no more rows than there are inducing values determine its outputs, for
-whoever knows its inputs and hyperparameters; sums over several units do not. `fedmgp` warns of such units. Messages are
-trees of one fixed shape whatever the number of rows, and the server uses nothing but sums of them and of gradients, so
-that a secure summation can stand between units and server; there is none in this module, and until one is put there the
-server sees each message.
+whoever knows its inputs and hyperparameters; sums over several units do not. φ_m is told beside them, and summed
+in the same way. `fedmgp` warns of units with so few rows. Messages are trees of one fixed shape whatever the number of
+rows, and the server uses nothing but sums of them and of gradients, so that a secure summation can stand between units
+and server; there is none in this module, and until one is put there the server sees each message.
 
 `fedmgp_average` is the source's Algorithm 2, which averages local optima of (μ, Cholesky factor of M). It is biased: a
 unit's local optimum weighs the prior as if the unit were alone.

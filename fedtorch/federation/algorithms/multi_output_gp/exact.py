@@ -19,7 +19,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
     no_moments,
     some_rows,
 )
-from fedtorch.federation.algorithms.multi_output_gp.stacked import Contribution, StackedGP
+from fedtorch.federation.algorithms.multi_output_gp.stacked import MOMENTS, Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.solvers.prediction import Rowwise
 from fedtorch.federation.told import Averages, Told
@@ -55,6 +55,7 @@ class FedMGPServer(NamedTuple):
     mean: Tensor  # (P,) of q(t), g = basis · t
     root: Tensor  # (P (P + 1) / 2,) lower root of its covariance
     moments: AdamMoments
+    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) sum over units of the moments of what is their own
     bound: Tensor  # () of the marginal likelihood, exact for Gaussian noise when all have answered
     total: Tree = None  # `Contribution`, the sum over all units, float64
 
@@ -66,6 +67,7 @@ class _Outbox(NamedTuple):
     told_at: dict[str, Tensor]
     mean: Tensor
     root: Tensor
+    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) sum over units of the moments of what is their own
     units: Tensor  # () that have told, 0 before the first round
 
 
@@ -145,7 +147,8 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServe
     unit = {name: parameters.get(name, gp.values[name]).clone() for name in gp.own}
     like, zero = gp.values["posterior_mean"], torch.zeros((), dtype=torch.float64)
     precision = pack(like.new_zeros(len(like), len(like)))
-    contribution = Contribution(precision, torch.zeros_like(like), zero.to(like), zero.to(like))
+    own_moments = pack(torch.zeros_like(gp.values[MOMENTS]))
+    contribution = Contribution(precision, torch.zeros_like(like), zero.to(like), own_moments, zero.to(like))
     server = FedMGPServer(
         shared=shared,
         told_at=shared,
@@ -153,6 +156,7 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServe
         mean=torch.zeros_like(like, dtype=torch.float64),
         root=pack(torch.eye(len(like), dtype=torch.float64)),
         moments=no_moments(shared),
+        own_moments=own_moments.double(),
         bound=zero,
     )
     return server, UnitState(
@@ -163,7 +167,8 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServe
 def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
     """Return the hyperparameters, and q(t) in the units' precision."""
     like = gp.values["posterior_mean"].dtype
-    return _Outbox(server.shared, server.told_at, server.mean.to(like), server.root.to(like), server.units.to(like))
+    sums = (server.mean, server.root, server.own_moments, server.units)
+    return _Outbox(server.shared, server.told_at, *(value.to(like) for value in sums))
 
 
 def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
@@ -187,13 +192,15 @@ def _server_step(state: FedMGPServer, aggregate: UnitMessage, *, gp: StackedGP, 
         shared, moments = adam(shared, gradient, moments, lr, any_unit)
         mean, root = tree.where(any_unit, gp.carry(mean, root, state.shared, shared), (mean, root))
     new = state._replace(mean=mean, root=pack(root), bound=bound, units=state.total.units)
+    new = new._replace(own_moments=state.total.own_moments)
     return new._replace(shared=shared, told_at=state.shared, moments=moments)
 
 
 def _model(inbox: _Outbox, state: UnitState, *, gp: StackedGP) -> dict[str, Tensor]:
     """Return the tensors of each unit's `ConvolvedGP`."""
-    posterior = _posterior(_once(inbox), gp)
-    everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in posterior.items()}
+    once = _once(inbox)
+    same = {**_posterior(once, gp), MOMENTS: unpack(once.own_moments)}
+    everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in same.items()}
     return {**inbox.told_at, **state.own, **everybody}
 
 

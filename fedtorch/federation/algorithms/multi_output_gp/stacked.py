@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedtorch.models.gaussian_process.algebra import GaussianSite
 
 POSTERIOR = ("posterior_mean", "posterior_root")
+MOMENTS = "unit_moments"
 
 
 class Contribution(NamedTuple):
@@ -28,6 +29,7 @@ class Contribution(NamedTuple):
     precision: Tensor  # (P (P + 1) / 2,) lower triangle of B
     shift: Tensor  # (P,) a
     constant: Tensor  # () c
+    own_moments: Tensor  # ((D + 1) (D + 2) / 2,) lower triangle of (1, φ)(1, φ)', φ its own parameters
     units: Tensor  # () how many
 
 
@@ -51,12 +53,13 @@ class StackedGP:
         self.module = copy.deepcopy(module)
         self.module.rebase()
         self.module.observed = None
+        self.module.unit_moments = self.module.no_moments()
         self.at_first_go = at_first_go
         self.exact_units = module.keeps_whole(exact_units)
         self.gaussian = isinstance(module.likelihood, gpytorch.likelihoods.GaussianLikelihood)
         named = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         self.shared, self.own = list(self.module.shared_names), list(self.module.unit_names)
-        self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR]}
+        self.values = {n: named[n].detach().clone() for n in [*self.shared, *self.own, "basis", *POSTERIOR, MOMENTS]}
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
         self.scales = [n for n in self.own if n not in self.trained]
         self._swaps: dict[tuple[str, ...], functional.Swap] = {}  # by names, as looking for places walks the module
@@ -119,8 +122,17 @@ class StackedGP:
         """Return what units tell, `(K, ...)`."""
         x, y, extra = rows
         site: GaussianSite = self.on(values, lambda: self.module.site(x, y, mask, *extra, exact_units=self.exact_units))
-        contribution = Contribution(pack(site.precision), site.shift, site.constant, torch.ones_like(site.constant))
-        return tree.scale(contribution, factor)._replace(units=contribution.units)
+        own = self.own_moments({name: values[name] for name in self.own})
+        contribution = Contribution(
+            pack(site.precision), site.shift, site.constant, own, torch.ones_like(site.constant)
+        )
+        return tree.scale(contribution, factor)._replace(own_moments=own, units=contribution.units)
+
+    def own_moments(self, own: dict[str, Tensor]) -> Tensor:
+        """Return the moments of units' own parameters as units tell them, `(K, ...)`."""
+        from fedtorch.models.gaussian_process.unit_prior import moments
+
+        return pack(moments(self.on(own, lambda: self.module.unit_vector(self.trained))))
 
     def posterior(self, shared: dict[str, Tensor], mean: Tensor, root: Tensor) -> dict[str, Tensor]:
         """Return q(t) and its basis, by the names of the module's buffers: t is white under the prior at `shared`."""

@@ -15,10 +15,10 @@ from fedtorch import random, tree
 from fedtorch.federation.algorithms.multi_output_gp.stacked import StackedGP
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian_process import ConvolvedGP, fit
+from fedtorch.models.gaussian_process.joining import join
 from fedtorch.models.gaussian_process.kernels import ConvolutionProcess
 from fedtorch.models.gaussian_process.mixed_likelihood import MixedLikelihood
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
-from fedtorch.models.gaussian_process.training import join
 from fedtorch.trust import robust
 
 DTYPE = torch.float64
@@ -310,6 +310,13 @@ def test_a_new_unit_joins() -> None:
     at = torch.linspace(-0.9, 0.9, 19, dtype=DTYPE)[:, None]
     with torch.no_grad():
         assert float((new.marginals(at)[0] + 1.5 * (4 * at[:, 0]).sin()).abs().max()) < 0.4
+    # What the prior is learnt from are sums over units: of ones, the units' own numbers, and their products.
+    own = final.clients.table.read(slice(0, K)).own
+    parts = [own["kernel.scale"].log()[:, None]]
+    for name in some.unit_trained:
+        parts.append(own[name].reshape(K, -1) * (own["kernel.scale"][:, None] if name == "kernel.weight" else 1))
+    each = torch.cat([torch.ones(K, 1, dtype=DTYPE), *parts], 1)
+    assert torch.allclose(some.unit_moments, each.T @ each, rtol=1e-9, atol=1e-9)
 
 
 def attack(told: Any, unit: ConvolvedGP, x: Tensor) -> Tensor:
