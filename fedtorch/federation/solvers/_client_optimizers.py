@@ -213,22 +213,22 @@ def _loaded(name: str, value: Tensor, like: Any) -> Any:
 def _outside(optimizer: Optimizer, own: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return what an optimiser holds that is no state of its client's parameters, by its path."""
     found: dict[str, Any] = {}
-    seen = {id(optimizer), id(optimizer.state), *map(id, own.values())}
+    seen: dict[int, Any] = {id(value): value for value in (optimizer, optimizer.state, *own.values())}
     for number, group in enumerate(optimizer.param_groups):
-        seen.add(id(group))
+        seen[id(group)] = group
         _walk(f"param_groups[{number}]", options(group), seen, found)
     _walk("state", [part for key, part in optimizer.state.items() if id(key) not in seen], seen, found)
     _walk("", {name: value for name, value in vars(optimizer).items() if name not in _NOT_STATE}, seen, found)
     return found
 
 
-def _walk(path: str, value: Any, seen: set[int], found: dict[str, Any]) -> None:
-    """Add what a value holds to what is found."""
+def _walk(path: str, value: Any, seen: dict[int, Any], found: dict[str, Any]) -> None:
+    """Add what a value holds to what is found; `seen` holds what has been looked at, so that no other has its id."""
     if isinstance(value, _SIMPLE):
         found[path] = value
     if isinstance(value, (*_SIMPLE, type, types.ModuleType)) or id(value) in seen:
         return
-    seen.add(id(value))
+    seen[id(value)] = value
     within: Iterable[tuple[Any, Any]] = ()
     if isinstance(value, Tensor):
         found[path] = value.detach().clone()
