@@ -79,7 +79,9 @@ class Counting(SGD):
 def test_state_outside_of_the_parameters_is_not_kept():
     options = {"epochs": 1, "loss": nn.MSELoss(), "optimizer": lambda p: Counting(p, lr=0.1)}
     gradient_descent(nn.Linear(2, 1), **options)
-    with pytest.raises(TypeError, match=r"Counting keeps its state outside of the parameters, in .*count.*; use reset='round'"):
+    with pytest.raises(
+        TypeError, match=r"Counting keeps its state outside of the parameters, in .*count.*; use reset='round'"
+    ):
         gradient_descent(nn.Linear(2, 1), reset="never", **options)
 
 
