@@ -24,7 +24,7 @@ Make = Callable[[Mapping[str, Tensor]], tuple[Optimizer, dict[str, nn.Parameter]
 Parts = dict[str, Any]  # of the state of a parameter
 
 _BEGUN = "begun"  # a part of its own: whether the client's optimiser has kept anything of the parameter
-_NOT_STATE = {"state", "param_groups", "step", "_opt_called", "_warned_capturable_if_run_uncaptured"}
+_NOT_KEPT = {"state", "param_groups", "_opt_called", "_warned_capturable_if_run_uncaptured"}  # of an optimiser
 _SIMPLE = (bool, int, float, complex, str, bytes, type(None))
 
 
@@ -218,7 +218,7 @@ def _outside(optimizer: Optimizer, own: Mapping[str, Tensor]) -> dict[str, Any]:
         seen[id(group)] = group
         _walk(f"param_groups[{number}]", options(group), seen, found)
     _walk("state", [part for key, part in optimizer.state.items() if id(key) not in seen], seen, found)
-    _walk("", {name: value for name, value in vars(optimizer).items() if name not in _NOT_STATE}, seen, found)
+    _walk("", {name: value for name, value in vars(optimizer).items() if name not in _NOT_KEPT}, seen, found)
     return found
 
 
@@ -245,10 +245,11 @@ def _walk(path: str, value: Any, seen: dict[int, Any], found: dict[str, Any]) ->
     elif isinstance(value, types.FunctionType):
         cells = zip(value.__code__.co_freevars, value.__closure__ or ())
         within = [(name, cell.cell_contents) for name, cell in cells]
+    elif isinstance(value, Optimizer):
+        kept = [(repr(name), each) for name, each in vars(value).items() if name not in _NOT_KEPT]
+        within = [*kept, ("state", value.state), ("param_groups", value.param_groups)]
     elif hasattr(value, "__dict__"):
-        within = [(repr(name), each) for name, each in vars(value).items() if name not in _NOT_STATE]
-        if isinstance(value, Optimizer):
-            within = [*within, ("state", value.state), ("param_groups", value.param_groups)]
+        within = [(repr(name), each) for name, each in vars(value).items()]
     for key, each in within:
         _walk(f"{path}[{key}]" if path else str(key).strip("'"), each, seen, found)
 

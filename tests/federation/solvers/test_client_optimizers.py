@@ -199,7 +199,7 @@ def test_states_are_kept_by_client(name: str) -> None:
     check(ours(KEPT[name], "never"), loop(KEPT[name], "never"))
 
 
-def test_clients_in_chunks_and_clipped_train_as_in_their_own_loops() -> None:
+def test_clipped_clients_train_as_in_their_own_loops() -> None:
     check(ours(KEPT["Adafactor"], clip=0.2), loop(KEPT["Adafactor"], clip=0.2))
 
 
@@ -237,11 +237,27 @@ class Warming(SGD):
         super().step()
 
 
+def counting(parameters: Any) -> Optimizer:
+    """Return an optimiser whose step closes over a count."""
+    optimizer, taken = SGD(parameters, lr=0.1), 0
+    step = optimizer.step
+
+    def counted() -> None:
+        nonlocal taken
+        taken += 1
+        step()
+
+    optimizer.step = counted  # type: ignore[assignment, method-assign]
+    return optimizer
+
+
 def test_states_that_are_no_numbers_are_refused_by_name() -> None:
     with pytest.raises(TypeError, match=r"Growing to be numbers and tensors, but got seen \(list\)"):
         ours(partial(Growing, lr=0.1), "never")
     with pytest.raises(TypeError, match=r"Warming keeps its state outside of the parameters, in .*warm"):
         ours(partial(Warming, lr=0.1), "never")
+    with pytest.raises(TypeError, match=r"SGD keeps its state outside of the parameters, in .*taken"):
+        ours(counting, "never")
 
 
 class Noisy(SGD):
