@@ -100,8 +100,12 @@ class Swinging(Optimizer):
 
 def hooked(parameters: Any) -> Optimizer:
     optimizer = SGD(parameters, lr=0.1)
-    cut = lambda o, *_: [nn.utils.clip_grad_norm_([p], 0.3) for p in o.param_groups[0]["params"]]
-    optimizer.register_step_pre_hook(lambda *arguments: cut(*arguments) and None)
+
+    def cut(stepped: Any, *_: Any) -> None:
+        for p in stepped.param_groups[0]["params"]:
+            nn.utils.clip_grad_norm_([p], 0.3)
+
+    optimizer.register_step_pre_hook(cut)
     return optimizer
 
 
@@ -120,7 +124,7 @@ def patched(parameters: Any) -> Optimizer:
 KEPT: dict[str, Make] = {
     "cut": partial(Cut, lr=0.1, momentum=0.9),
     "Adafactor": partial(Adafactor, lr=0.05, weight_decay=0.1),
-    "Muon": partial(Muon, lr=0.05),
+    "Muon": partial(Muon, lr=0.05, ns_steps=1),
     "AdaGrad-Norm": partial(AdaGradNorm, kind=Tensor),
     "AdaGrad-Norm of floats": partial(AdaGradNorm, kind=float),
     "a state of zeros": Swinging,
@@ -142,7 +146,7 @@ class Heads(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(4, 2, bias=False) for _ in range(3))
         for i, p in enumerate(self.parameters()):
             p.data = 0.5 * random.normal(random.key(i), p.shape, torch.float64)
-        self.heads[0].weight.data.zero_()
+        next(self.heads[0].parameters()).data.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         return self.heads[int(len(x) > 4)](self.body(x).tanh())
@@ -273,7 +277,8 @@ def test_noise_is_each_clients_own_and_does_not_depend_on_company() -> None:
     module = nn.Linear(1, 1, bias=False, dtype=torch.float64)
     rows = (torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, 1, dtype=torch.float64))
     before, found = torch.get_rng_state(), []
-    for chunk, batched in ((None, "auto"), (1, "auto"), (None, False)):
+    ways: list[tuple[int | None, Any]] = [(None, "auto"), (1, "auto"), (None, False)]
+    for chunk, batched in ways:
         local = ft.gradient_descent(
             module, steps=3, loss=F.mse_loss, optimizer=lambda p: Noisy(p, lr=0.1), batched=batched
         )
@@ -315,7 +320,8 @@ class Scheduled(L.LightningModule):
         self.heads, self.kind = Heads(), kind
 
     def training_step(self, batch: Any) -> Tensor:
-        return F.mse_loss(self.heads(batch[0]), batch[1])
+        output: Tensor = self.heads(batch[0])
+        return F.mse_loss(output, batch[1])
 
     def configure_optimizers(self) -> Any:
         optimizer = self.kind(self.parameters(), lr=0.1)
