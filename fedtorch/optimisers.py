@@ -20,12 +20,31 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adam, AdamW, Optimizer
+from torch.optim import (
+    ASGD,
+    SGD,
+    Adadelta,
+    Adagrad,
+    Adam,
+    Adamax,
+    AdamW,
+    NAdam,
+    Optimizer,
+    RAdam,
+    RMSprop,
+    Rprop,
+    optimizer as torch_optimizer,
+)
 
 from fedtorch import expected, tree
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 State = dict[str, dict[str, Tensor]]  # by parameter, then by the optimiser's own names
+
+# The classes of torch that treat every number of a parameter by itself, and the steps that they had at import.
+_ELEMENTWISE = {
+    kind: kind.step for kind in (SGD, Adam, AdamW, Adagrad, Adadelta, RMSprop, Rprop, NAdam, RAdam, Adamax, ASGD)
+}
 
 
 class TreeOptimizer:
@@ -206,7 +225,7 @@ class DirectSteps:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
-        self._known = type(optimizer) in (SGD, Adam, AdamW) and not hooked(optimizer)
+        self._known = type(optimizer) in (SGD, Adam, AdamW) and elementwise(optimizer)
         self._known = self._known and all(map(_plain, optimizer.param_groups))
         self._states: list[list[list[Tensor]]] | None = None  # of each group: by name, then by parameter
 
@@ -257,9 +276,29 @@ def _plain(group: Mapping[str, Any]) -> bool:
     return bool(group["fused"]) if "betas" in group else not chosen
 
 
-def hooked(optimizer: Optimizer) -> bool:
-    """Return whether hooks are registered on its steps."""
-    return any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
+def elementwise(optimizer: Optimizer) -> bool:
+    """Return whether an optimiser of a stack of parameters is as many independent optimisers, by its type.
+
+    It is one of torch's own classes, whose step is torch's and has no hooks.
+
+    >>> elementwise(SGD([torch.zeros(1, requires_grad=True)], lr=0.1))
+    True
+    >>> elementwise(torch.optim.Adafactor([torch.zeros(1, requires_grad=True)]))
+    False
+    """
+    kind, own = type(optimizer), vars(optimizer).get("step")
+    if kind not in _ELEMENTWISE or _hooked(optimizer):
+        return False
+    of_class = kind.step  # which torch wraps when the first optimiser of a class is made
+    torchs = _ELEMENTWISE[kind] in (of_class, getattr(of_class, "__wrapped__", None))
+    scheduled = hasattr(own, "_wrapped_by_lr_sched") and getattr(own, "__wrapped__", None) is of_class
+    return torchs and (own is None or scheduled)
+
+
+def _hooked(optimizer: Optimizer) -> bool:
+    """Return whether hooks are registered on its steps, or on those of all optimisers."""
+    of_all = any(getattr(torch_optimizer, f"_global_optimizer_{when}_hooks", None) for when in ("pre", "post"))
+    return of_all or any(getattr(optimizer, f"_optimizer_step_{when}_hooks", None) for when in ("pre", "post"))
 
 
 def check_maker(make: MakeOptimizer) -> None:

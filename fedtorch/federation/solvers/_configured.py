@@ -1,27 +1,35 @@
 """A module's own optimiser and schedule, run on stacked parameters.
 
-An elementwise optimiser on a stack of parameters is as many independent optimisers. The schedule is a table from the
+One of torch's elementwise optimisers on a stack of parameters is as many independent optimisers; any other is made anew
+for each client. The schedule is a table from the
 position (step or epoch) to the optimiser's hyperparameters, so clients at one position share it.
 """
 
 from __future__ import annotations
 
 import copy
-import math
+import inspect
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from itertools import cycle
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.objective import TrainerStandIn
-from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, options, rebind
+from fedtorch.optimisers import MakeOptimizer, TreeOptimizer, check_maker, options
 
 _SPEED = {"params", "foreach", "fused", "capturable", "differentiable"}  # options that change no result
 _WITHIN = {"_schedulers", "_milestones"}  # private attributes in which schedulers keep others
+
+
+class HasGroups(Protocol):
+    """What has groups of parameters with hyperparameters: an optimiser, or those of several clients."""
+
+    param_groups: list[dict[str, Any]]
 
 
 class Schedule:
@@ -32,6 +40,9 @@ class Schedule:
         schedulers: all of one interval.
         interval: "step" or "epoch".
         frequency: the schedulers step after every so many epochs, or batches of an epoch, as Lightning counts them.
+
+    Attributes:
+        changing: the hyperparameters that the schedulers have changed so far.
     """
 
     name: str | None = None  # under which Lightning logs its learning rates
@@ -40,7 +51,7 @@ class Schedule:
         self._optimizer, self._schedulers = optimizer, schedulers
         self._interval, self._frequency = interval, frequency
         self._table = [self._snapshot()]
-        self._changing: set[str] = set()  # the hyperparameters that the schedulers have changed so far
+        self.changing: set[str] = set()
 
     @property
     def by_epoch(self) -> bool:
@@ -52,22 +63,26 @@ class Schedule:
         """Return whether it depends on the steps taken in earlier rounds."""
         return self._interval == "step"
 
-    def apply(self, optimizer: Optimizer, position: int, per_epoch: int) -> None:
-        """Give `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps."""
+    def apply(self, optimizer: HasGroups, position: int, per_epoch: int) -> None:
+        """Give `optimizer` the hyperparameters of step `position`, of epochs of `per_epoch` steps.
+
+        Those of several clients have the groups of one client after those of another.
+        """
         epoch, within = divmod(position, per_epoch)
         index = epoch // self._frequency
         if self._interval == "step":
             index = epoch * (per_epoch // self._frequency) + within // self._frequency
         while len(self._table) <= index:
             self._advance()
-        for group, row in zip(optimizer.param_groups, self._table[index]):
-            group.update({name: row[name] for name in self._changing})
+        for group, row in zip(optimizer.param_groups, cycle(self._table[index])):
+            group.update({name: row[name] for name in self.changing})
 
     def _advance(self) -> None:
-        self._optimizer.step()  # without gradients: nothing moves, but schedulers ask for it
         for scheduler in self._schedulers:
             try:
-                scheduler.step()
+                with warnings.catch_warnings():  # the optimiser takes no steps here
+                    warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")
+                    scheduler.step()
             except ValueError as error:  # of a schedule with an end, such as OneCycleLR
                 raise ValueError(
                     f"Expected a schedule as long as the run, but {type(scheduler).__name__} ends after "
@@ -76,7 +91,7 @@ class Schedule:
                 ) from error
         self._table.append(self._snapshot())
         for first, last in zip(self._table[0], self._table[-1]):
-            self._changing.update(name for name in first if first[name] != last[name])
+            self.changing.update(name for name in first if first[name] != last[name])
 
     def _snapshot(self) -> list[dict[str, Any]]:
         return [options(group) for group in self._optimizer.param_groups]
@@ -205,44 +220,42 @@ def _scheduler(setting: Any) -> dict[str, Any]:
     return {"interval": "epoch", "frequency": 1, **setting}
 
 
-def check_independent(optimizer: TreeOptimizer) -> None:
-    """Check that two stacked rows are trained as two separate runs.
+def own_optimizer(
+    module: nn.Module, make: MakeOptimizer | None, trainer: TrainerStandIn, values: Mapping[str, Tensor]
+) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+    """Return (an optimiser of one client alone, its parameters by name), made as a loop over clients makes it.
 
-    Raises:
-        TypeError: they are not (Adafactor, Muon, LBFGS), because the optimiser looks across rows, or it does not train
-            the tensors in its `param_groups` (optimisers that wrap another one).
+    Args:
+        module: a template, whose optimiser `configure` accepts.
+        make: from parameters to the optimiser; None asks the module.
+        trainer: that the module may ask.
+        values: of the parameters that are trained, by name; they are copied.
     """
-    original, groups = optimizer.original, optimizer.names
-    name = type(original).__name__
-    advice = f"{name} does not treat the rows of a stack independently; use ft.lightning_fit or another optimiser"
-    for shape in ((4, 3), (3,), (2, 2, 1, 3)):  # an optimiser may treat matrices, vectors and filters differently
-        start = torch.linspace(-1, 1, 2 * math.prod(shape), dtype=torch.float64).reshape(2, *shape)
-        try:
-            together = _four_steps(original, [start for _ in groups], slice(None))
-            alone = [_four_steps(original, [start[k] for _ in groups], k) for k in range(2)]
-        except Exception as error:  # whatever an optimiser objects to
-            raise TypeError(
-                f"{name} takes no step of a stack of clients ({error}); use ft.lightning_fit or another optimiser"
-            ) from error
-        for group, stacked in enumerate(together):
-            separate = torch.stack([alone[k][group] for k in range(2)])
-            if not torch.allclose(stacked, separate, rtol=1e-9, atol=1e-12):
-                raise TypeError(advice)
-            if torch.equal(stacked, start):
-                raise TypeError(f"{name} does not train the tensors in its param_groups; use ft.lightning_fit")
+    places = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    own = {name: nn.Parameter(values[name].detach().clone()) for name in places}
+    if make is not None:
+        answer: Any = make(p for p in own.values())
+    else:  # by a copy of the module that has them, and shares all of its other tensors
+        shared = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+        replaced = {id(place): own[name] for name, place in places.items()}
+        copied = copy.deepcopy(module, {**shared, **replaced})
+        copied.trainer = trainer  # type: ignore[assignment]
+        answer = copied.configure_optimizers()  # type: ignore[operator]
+    (optimizer,), _ = _parse(answer)
+    TreeOptimizer(optimizer, own)  # which refuses the tensors of others
+    return optimizer, own
 
 
-def _four_steps(original: Optimizer, starts: list[Tensor], rows: int | slice) -> list[Tensor]:
-    tensors = [start.clone() for start in starts]
-    optimizer = rebind(original, [[tensor] for tensor in tensors])
-    shape = starts[0].shape if isinstance(rows, slice) else (2, *starts[0].shape)
-    gradients = torch.sin(torch.arange(4 * math.prod(shape), dtype=torch.float64)).reshape(4, *shape)
-    gradients[:, 1] *= 30
-    for group in optimizer.param_groups:
-        if "lr" in group and group["lr"] == 0:  # a schedule's warm-up begins here
-            group["lr"] = group["lr"] + 0.01
-    for gradient in gradients:
-        for tensor in tensors:
-            tensor.grad = gradient[rows].clone()
-        optimizer.step()
-    return tensors
+def check_steps(optimizer: Optimizer) -> None:
+    """Raise TypeError for an optimiser whose steps need more than the dense gradients of its parameters."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, SparseAdam):
+        raise TypeError(f"Expected an optimiser of dense gradients, but got {name}; use Adam or ft.lightning_fit")
+    arguments = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in arguments if each.default is each.empty and each.kind not in optional]
+    if needed:
+        raise TypeError(
+            f"Expected an optimiser that needs no closure, but the step of {name} asks for {', '.join(needed)}; use "
+            "ft.lightning_fit"
+        )

@@ -11,7 +11,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from fedtorch.kernels import stacked_step
 from fedtorch.kernels.stacked_step import ClientValues
-from fedtorch.optimisers import hooked
+from fedtorch.optimisers import elementwise
 
 _REFUSED = ("amsgrad", "maximize", "differentiable", "capturable")
 Pull = tuple[Tensor, Tensor]  # λ and h
@@ -31,7 +31,7 @@ class FusedSteps:
     @staticmethod
     def knows(optimizer: Optimizer) -> bool:
         """Return whether a program knows all that the optimiser does, and runs on its tensors."""
-        if type(optimizer) not in (SGD, Adam, AdamW) or hooked(optimizer):
+        if type(optimizer) not in (SGD, Adam, AdamW) or not elementwise(optimizer):
             return False
         for group in optimizer.param_groups:
             plain = not any(group.get(name) for name in _REFUSED)

@@ -22,7 +22,8 @@ from fedtorch.tree import Tree
 _LOG = logging.getLogger(__name__)
 _MANY = 10_000  # rows of a step that are seldom meant
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
-PERMUTATIONS, MODULE = 0, 1  # purposes of a client's key: the order of its rows, the draws of its module
+# Purposes of a client's key: the order of its rows, the draws of its module and of its optimiser.
+PERMUTATIONS, MODULE, OPTIMIZER = 0, 1, 2
 
 
 class Batch:

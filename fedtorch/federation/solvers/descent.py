@@ -6,10 +6,12 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fedtorch import functional, random, tree
 from fedtorch._untrained import Remembered
@@ -18,13 +20,14 @@ from fedtorch.data.client_loaders import ClientLoaders
 from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.local_schedule import batches_of, limited
-from fedtorch.federation.solvers._configured import Configured, check_independent, configure
+from fedtorch.federation.solvers._client_optimizers import ClientOptimizers, Parts, StepRefused, untrained
+from fedtorch.federation.solvers._configured import Configured, check_steps, configure, own_optimizer
 from fedtorch.federation.solvers._divided import Piece, divide, split
 from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
 from fedtorch.federation.solvers._probed_rows import first_rows
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined
-from fedtorch.federation.solvers.batches import MODULE, Batches, check_last_batches, is_ragged
+from fedtorch.federation.solvers.batches import MODULE, OPTIMIZER, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers.loaders.alone import evaluated
@@ -38,7 +41,7 @@ from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDi
 from fedtorch.federation.turn import Turn
 from fedtorch.module_randomness.interception import SEEDED
 from fedtorch.module_randomness.step_draws import StepKeys
-from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
+from fedtorch.optimisers import DirectSteps, MakeOptimizer, State, elementwise
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)
@@ -100,11 +103,36 @@ class Descent:
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
-        check_independent(configured.optimizer)
+        self._check_optimizer(configured.optimizer.original)
         self.optimizer_settings = {**configured.settings, **({} if make is None else {"optimizer": make})}
         self.untrained: State = {}
+        self.template: dict[str, Parts] = {}  # of the state of an optimiser that each client has by itself
         if self.keep:
-            self.untrained = tree.map(lambda s: s[0], configured.optimizer.init(tree.expand(self.parameters, 1)))
+            self.untrained = self._untrained(configured)
+
+    def _check_optimizer(self, optimizer: Optimizer) -> None:
+        check_steps(optimizer)
+        if not elementwise(optimizer):
+            _LOG.info(
+                "%s is none of torch's elementwise optimisers, so that every client has one of its own: a step of K "
+                "clients is K steps in Python",
+                type(optimizer).__name__,
+            )
+
+    def _untrained(self, configured: Configured) -> State:
+        """Return the optimiser's state of one client before its first step."""
+        tensors = tree.expand({name: self.parameters[name] for name in self.trained}, 1)
+        if elementwise(configured.optimizer.original):
+            return tree.map(lambda part: part[0], configured.optimizer.init(tensors))
+        tensors = tree.map(torch.clone, tensors)
+        one = ClientOptimizers(self.own_optimizer, tensors, True, {}, {})
+        one.step(tensors, tree.zeros_like(tensors), {}, StepKeys(random.key(0)[None])[0])
+        self.template = one.template()
+        return untrained(self.template)
+
+    def own_optimizer(self, values: Mapping[str, Tensor]) -> tuple[Optimizer, dict[str, nn.Parameter]]:
+        """Return one client's optimiser, with its parameters by name."""
+        return own_optimizer(self.module, self.make, self.objective.trainer, values)
 
     def init(self, parameters: Tree) -> LocalState:
         """Return one client's state before its first round."""
@@ -243,7 +271,7 @@ class Descent:
                 return self._alone_from_now(train, turn, SharedDraws(self.module))
             self.loss.host = True
             return self._stackable(train, turn)
-        except (NotCaptured, StateRead):
+        except (NotCaptured, StateRead, StepRefused):
             raise
         except StepsDiffer as error:
             if HostGenerators.moved(generators):  # from which the difference may come
@@ -395,7 +423,14 @@ class _Stack:
         self.position = turn.round * self.batches.round  # where those stand who have been away, too
         self.round, self.rates = turn.round, turn.rates or ()
         begun = state.steps is not None and bool(state.steps[0])
-        self.optimizer = configured.optimizer.bind(self.tensors, state.optimizer if begun else None)
+        earlier = state.optimizer if begun else {}
+        if elementwise(configured.optimizer.original):
+            self.optimizer: Any = configured.optimizer.bind(self.tensors, earlier)
+        else:
+            self.draws = StepKeys(lambda: random.fold_in(turn.key, OPTIMIZER))
+            own = descent.own_optimizer
+            self.optimizer = ClientOptimizers(own, self.tensors, descent.keep, earlier, descent.template)
+        self.by_client = isinstance(self.optimizer, ClientOptimizers)
         self.fuses = possible(device) and batches.known and FusedSteps.knows(self.optimizer)
         self.here = torch.arange(len(batches.total))
         self.divided: dict[str, list[Piece]] = {}
@@ -432,16 +467,16 @@ class _Stack:
                 position = self.position + t
                 if self.schedule is not None:
                     self.schedule.apply(self.optimizer, position, per_epoch)
-                for group, rate in zip(self.optimizer.param_groups, self.rates):
+                for group, rate in zip(self.optimizer.param_groups, cycle(self.rates)):
                     group["lr"] = rate
-                rates.append(float(self.optimizer.param_groups[0]["lr"]))
+                rates.append(float(self.optimizer.param_groups[0].get("lr", torch.nan)))
                 answers["global_step"] = position if same_steps else differs
                 answers["current_epoch"] = position // per_epoch if same_epochs else differs
                 answers["batch_idx"] = t % per_epoch if same_batches or t < least else differs
                 self._check(batch, t)
                 result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
                 self.buffers = result.buffers
-                self._descend(result)
+                self._descend(result, t)
                 seen.add(t, result, batch, self.here)
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
@@ -456,6 +491,10 @@ class _Stack:
         if self.pulls is not None:
             self.pulls = [tree.take(pull, left) for pull in self.pulls]
         self.buffers = tree.take(self.buffers, left)
+        if self.by_client:
+            self.tensors, self.draws = tree.take(self.tensors, left), self.draws.some(left, t)
+            self.optimizer.keep(left)
+            return
         places = torch.full_like(ended, -1, dtype=torch.int64)
         places[left] = torch.arange(len(left))
         for name, tensor in self.tensors.items():
@@ -482,7 +521,7 @@ class _Stack:
                 some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
                 self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)
 
-    def _descend(self, result: StepResult) -> None:
+    def _descend(self, result: StepResult, t: int) -> None:
         with torch.no_grad():
             missing = {} if self.pulls is not None else result.missing
             if missing:
@@ -491,15 +530,17 @@ class _Stack:
                 pulls = {} if self.pulls is None else by_parameter(self.tensors, self.pulls)
                 self.fused.step(by_parameter(self.tensors, result.gradients), pulls)
             else:
-                self._step_by_step(result.gradients, missing)
+                self._step_by_step(result.gradients, missing, t)
             if self.descent.project is not None:
                 for name, value in self.descent.project(dict(self.tensors)).items():
                     self.tensors[name].copy_(value)
+                if self.by_client:
+                    self.optimizer.load(self.tensors)
                 for name, pieces in self.divided.items():
                     for piece in pieces:
                         piece.tensor.copy_(self.tensors[name][piece.rows])
 
-    def _step_by_step(self, gradients: Sequence[Tensor | None], missing: Mapping[str, Tensor]) -> None:
+    def _step_by_step(self, gradients: Sequence[Tensor | None], missing: Mapping[str, Tensor], t: int) -> None:
         """Add the quadratic, clip and step, one after the other; what has no gradient stays as it is."""
         whole: dict[str, Tensor | None] = {}
         for i, ((name, tensor), gradient) in enumerate(zip(self.tensors.items(), gradients)):
@@ -510,6 +551,9 @@ class _Stack:
             whole[name] = gradient
         if self.descent.clip is not None:
             _clip(whole, self.names, self.descent.clip)
+        if self.by_client:
+            self.optimizer.step(self.tensors, whole, missing, self.draws[t])
+            return
         for name, gradient in whole.items():
             if name in missing or name in self.divided:
                 self._divide(name, gradient, missing.get(name))
@@ -562,6 +606,10 @@ class _Stack:
 
     def _kept(self) -> State:
         """Return the optimiser's state; of divided tensors put together from those of their pieces."""
+        if self.by_client:
+            return self.optimizer.state(
+                {*(self.schedule.changing if self.schedule else ()), *(["lr"] * len(self.rates))}
+            )
         whole = {name: tensor for name, tensor in self.tensors.items() if name not in self.divided}
         old = tree.take(self.state.optimizer, self.here)
         state = self.state_of(self.optimizer, whole, old)

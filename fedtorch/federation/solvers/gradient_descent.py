@@ -78,8 +78,12 @@ def gradient_descent(
             example where BatchNorm would see one row. Clients with fewer rows than `batch_size` are refused.
         loss: `(output, target) -> mean loss` of a batch `(input, target)`, for a plain `nn.Module`. An input that is a
             dict reaches its `forward` by name.
-        optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`.
-        reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state.
+        optimizer: `parameters -> torch.optim.Optimizer`; default: the module's `configure_optimizers`. Torch's
+            elementwise classes without hooks (SGD, Adam, AdamW, Adagrad, Adadelta, RMSprop, Rprop, NAdam, RAdam, Adamax
+            and ASGD) step all clients at once. Of any other each client has its own, as in its own loop, at the cost of
+            K steps in Python.
+        reset: "round" starts the optimiser's moments afresh each round; "never" keeps them in the client's state, which
+            an optimiser refuses that keeps more than numbers and tensors of each parameter.
             Schedules, `current_epoch` and `global_step` go on either way, on the federation's clock: in round r, the
             first being 0, a client begins at r times its own epochs and steps, also if it has been away.
         buffers: what happens to buffers that training changes, such as BatchNorm's statistics. "refuse" raises an

@@ -29,7 +29,7 @@ from fedtorch.kernels.glm_loop import glm_loop
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
 from fedtorch.kernels.optimiser_rules import Momentum, Rule
 from fedtorch.models.linear import LinearHead, raw
-from fedtorch.optimisers import hooked
+from fedtorch.optimisers import elementwise
 from fedtorch.tree import Tree
 
 # The loss of a family, the module that calls it, and the settings of that module's constructor.
@@ -130,7 +130,7 @@ def linear_steps(
     if loss is None or not (type(loss) in _LOSSES or any(loss is known for known in _FUNCTIONS)):
         return None
     optimizer = configured.optimizer.original
-    if type(optimizer) not in (SGD, Adam, AdamW) or configured.schedule is not None or hooked(optimizer):
+    if type(optimizer) not in (SGD, Adam, AdamW) or configured.schedule is not None or not elementwise(optimizer):
         return None
     if len(optimizer.param_groups) != 1:
         return None

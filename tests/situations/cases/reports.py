@@ -972,7 +972,7 @@ def by_first_dimension(g: Tensor, p: Tensor) -> Tensor:
 
 def optimised(name: str, change: Callable[[Tensor, Tensor], Tensor]) -> Case:
     make = lambda parameters: Optimiser(parameters, change)
-    return net(f"optimiser: {name}", mlp, optimizer=make, rowwise=True, refused=TRAINER)
+    return net(f"optimiser: {name}", mlp, optimizer=make, rowwise=True)
 
 
 # Networks.
@@ -1345,9 +1345,7 @@ CASES: list[Case] = [
     Case("a weight by the share of training done lightning#5449", Ramp, size=2, says={"rounds": 1}),
     Case("decay by numbers of dimensions nanoGPT#213", ByDimension),
     Case("rates and schedules by layer", ByLayer, size=2),
-    net(
-        "optimiser that groups by dimensions WatChMaL#112", mlp, optimizer=WithoutVectors, rowwise=True, refused=TRAINER
-    ),
+    net("optimiser that groups by dimensions WatChMaL#112", mlp, optimizer=WithoutVectors, rowwise=True),
     Case("a cycle over the whole training lightning#11599", OneCycle, size=2, says={"rounds": 1}),
     net(
         "function: a rule of its own for vmap pytorch#91451", lambda: Called(lambda h: Sorted.apply(h)[0]), rowwise=True

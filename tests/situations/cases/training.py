@@ -18,10 +18,10 @@ def loss_of(s: Any, batch: Any) -> Tensor:
     return F.mse_loss(s(batch[0]), batch[1])
 
 
-def optimiser(name: str, kind: Callable[..., Any], refused: dict[str, str] | None = None, **options: Any) -> Case:
+def optimiser(name: str, kind: Callable[..., Any], **options: Any) -> Case:
     """Return a case of three epochs with an optimiser of torch."""
     make = lambda p: kind(p, **{"lr": 0.05, **options})
-    return net(f"optimiser: {name}", mlp, optimizer=make, epochs=3, rowwise=True, refused=refused or {})
+    return net(f"optimiser: {name}", mlp, optimizer=make, epochs=3, rowwise=True)
 
 
 def schedule(
@@ -108,11 +108,43 @@ class Normed(optim.Optimizer):
                     p.add_(p.grad / (p.grad.norm() + 1e-6), alpha=-group["lr"])
 
 
+class Cut(optim.SGD):
+    """Cuts the norm of each gradient, in place, from a step on."""
+
+    def __init__(self, parameters: Any, lr: float, most: float, after: int) -> None:
+        super().__init__(parameters, lr=lr)
+        self.most, self.after = most, after
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        loss = None if closure is None else closure()
+        self.after -= 1
+        for p in self.param_groups[0]["params"] if self.after < 0 else ():
+            p.grad.mul_((self.most / p.grad.norm()).clamp(max=1))
+        super().step()
+        return loss  # type: ignore[no-any-return]
+
+
+class Lookahead(optim.Optimizer):
+    """Steps another optimiser, and goes half of the way back after every second step."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.fast, self.steps = optim.Adam(self.param_groups[0]["params"], lr), 0
+        self.slow = [p.detach().clone() for p in self.param_groups[0]["params"]]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        loss = self.fast.step(closure)
+        self.steps += 1
+        for p, slow in zip(self.param_groups[0]["params"], self.slow) if self.steps % 2 == 0 else ():
+            slow.lerp_(p.detach(), 0.5)
+            p.data.copy_(slow)
+        return loss  # type: ignore[return-value]
+
+
 def counting_steps(s: Any, batch: Any) -> Tensor:
     return loss_of(s, batch) * math.cos(s.global_step)
 
 
-REFUSED = ("default", "batched=False", "batched=True", "chunk=1", "compile=True", "rowwise=True")
 SPECIAL: dict[str, Callable[[Any], Any]] = {
     "warm-up by LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / 4)),
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2, 0.3),
@@ -156,7 +188,11 @@ CASES: list[Case] = [
     optimiser("Rprop", optim.Rprop),
     optimiser("ASGD", optim.ASGD, t0=1),
     optimiser("own, with signs and a state", Own),
-    optimiser("own, by each parameter's norm", Normed, refused=dict.fromkeys(REFUSED, "lightning_fit")),
+    optimiser("own, by each parameter's norm", Normed),
+    optimiser("Adafactor", optim.Adafactor),
+    optimiser("own, cut at a norm that one client seldom has AGC", Cut, most=1.0, after=0),
+    optimiser("own, cut from the third step on LARS", Cut, most=0.1, after=2),
+    optimiser("around another one, look-ahead", Lookahead),
     net(
         "optimiser: Adam, moments kept over two rounds",
         mlp,
