@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
-from fedtorch.inference._rows import square_root
-from fedtorch.inference._sites import Coefficients
+from fedtorch.federation.posterior import Coefficients
+from fedtorch.federation.runs.posterior_draws import square_root
 from fedtorch.inference._table_rows import Rows
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.estimates import weighted_quantile

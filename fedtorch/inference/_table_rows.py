@@ -13,11 +13,8 @@ from torch import Tensor
 from fedtorch.data import FederatedData
 from fedtorch.data.formulas.cells import as_frame, level_name
 from fedtorch.data.formulas.design import Design
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of
-from fedtorch.federation.algorithms.matrix_normal import posterior as matrix_normal
+from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names
-from fedtorch.models.hierarchical import Model
 
 NEW = "new"  # the site of rows that nobody names one of
 
@@ -94,18 +91,7 @@ def columns_of(run: Run | Coefficients) -> Columns:
         names = run.names[1:] if run.intercept else run.names
         names = names if run.ordered is None or run.design is None else run.design.columns
         return Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
-    if isinstance(run.algorithm.settings.get("model"), Model):
-        names, ordered = coefficient_names(run), run.algorithm.settings["model"].ordered
-        return Columns(names[: len(names) - ordered.differences] if ordered else names, design_of(run), NEW)
-    if run.algorithm.settings.get("algorithm") == "matrix_normal":
-        return Columns(*matrix_normal.inputs(run), NEW)
-    if run.algorithm.settings.get("algorithm") != "gibbs":
-        raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model, of ft.gibbs or of ft.matrix_normal, but got "
-            f"{run.algorithm.settings.get('algorithm', 'another')}; run.predict(data) has what its models predict"
-        )
-    size = drawn_coefficients(run)[0].shape[-1]
-    return Columns(tuple(name for name in drawn_names(run, size) if name != "Intercept"), None, NEW)
+    return Columns(*posterior_of(run.algorithm).columns(run), NEW)
 
 
 def _given(rows: Any, columns: Columns) -> Rows:

@@ -15,7 +15,6 @@ from fedtorch import random
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, loo
-from fedtorch.inference._rows import kept
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import deviations, global_priors, sparse
@@ -81,7 +80,7 @@ def test_checks_take_its_draws(runs: dict[bool, ft.Run]) -> None:
 
 def test_fewer_draws_are_spread_over_the_chains(runs: dict[bool, ft.Run]) -> None:
     every = runs[False].recorders[0].draws()["sites.theta"]  # (2, 16, 3, 2)
-    found = kept(runs[False], 16, random.key(0))
+    found = runs[False].algorithm.posterior.draws(runs[False], 16, None, 0.01, 0)
     torch.testing.assert_close(found.theta, every[:, ::2].flatten(0, 1).transpose(0, 1))
     assert 0 < found.efficiency <= 1
 

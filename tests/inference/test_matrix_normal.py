@@ -67,7 +67,7 @@ def test_predictions_given_the_covariance_are_those_of_one_inverse(
     mean, covariance, noise = dense(here)
     rows = torch.cat([ROWS, torch.ones(2, 1).double()], 1)
     known = devices(here, known=True)
-    monkeypatch.setattr("fedtorch.inference._sites.matrix_normal.devices", lambda run: known)
+    monkeypatch.setattr("fedtorch.federation.algorithms.matrix_normal.posterior.devices", lambda run: known)
     for k in (0, 3):
         found = ft.inference.predict(here, ROWS, LEVEL, site="ABCDEF"[k])
         part = slice(k * D, (k + 1) * D)

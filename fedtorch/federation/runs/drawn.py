@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedtorch import random
+from fedtorch.data import ClientData
 from fedtorch.federation.populations.population import feature_names, row_counts
-from fedtorch.federation.runs.sampler import SITES, Sampler, diagnostics
+from fedtorch.federation.posterior import Coefficients, Pooling, Posterior, wide
+from fedtorch.federation.runs.holders import local_holder, rows_at_hand
+from fedtorch.federation.runs.posterior_draws import Drawn, by_client
+from fedtorch.federation.runs.sampler import SITES, Sampler, arviz_of, diagnostics, load_arviz
+from fedtorch.models import hierarchical
+from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Diagnostics, Estimates
+from fedtorch.models.gibbs.kernels import LocalKernel
+from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.families import Family
+from fedtorch.models.rows import observations
 
 SHARED = "theta"  # the global parameter of the package's models
+_DRAWS = 1000  # that predictions are mixed of
+_MEASURED = 100  # coefficients whose effective sizes are taken
 
 
 def sampler_of(run: Any) -> Sampler:
@@ -69,3 +85,228 @@ def component_names(name: str, leaf: Tensor, columns: tuple[str, ...]) -> list[s
     if name == SHARED and known == columns and len(shape) == 1:
         return list(columns)
     return [f"{name}[{', '.join([*map(str, place[:-1]), known[place[-1]]])}]" for place in places]
+
+
+def drawn_coefficients(run: Any) -> tuple[Tensor, Tensor]:
+    """Return draws of the sites' coefficients, intercepts of their own first, `(C, T, K, d)`, and of what they share.
+
+    Raises:
+        TypeError: the sampler has not recorded the sites.
+    """
+    draws = sampler_of(run).draws()
+    if f"{SITES}{SHARED}" not in draws:
+        raise TypeError(
+            "Expected a sampler that has recorded the coefficients of the sites, but got one without; pass "
+            "record=ft.Sampler(burn_in=…, sites=True) to ft.run, on a population whose clients are at hand"
+        )
+    total = draws[f"{SITES}{SHARED}"]
+    shared = draws[SHARED] if SHARED in draws else torch.full_like(total[:, :, 0], torch.nan)
+    shared = shared[:, :, None].expand_as(total)
+    if f"{SITES}intercept" in draws:
+        own = draws[f"{SITES}intercept"][..., None]
+        total, shared = torch.cat([own, total], -1), torch.cat([torch.zeros_like(own), shared], -1)
+    return total, shared
+
+
+def drawn_names(run: Any, size: int) -> tuple[str, ...]:
+    """Return the names of the coefficients of a sampler's sites."""
+    columns = feature_names(run.population)
+    intercept = f"{SITES}intercept" in sampler_of(run).moments
+    columns = columns if len(columns) == size - intercept else tuple(map(str, range(size - intercept)))
+    return ("Intercept", *columns) if intercept else columns
+
+
+class Kept(NamedTuple):
+    """Hold the draws of every client's coefficients that a Gibbs sampler has kept."""
+
+    family: Family
+    theta: Tensor  # (clients, S, d), or (clients, S, 1 + d) with an intercept first
+    scale: Tensor  # (clients, S)
+    key: Tensor
+    efficiency: float
+
+    @property
+    def sent(self) -> dict[str, Tensor]:
+        """Return nothing, for these draws are where the rows are."""
+        return {}
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return the draws of a block of the clients of these numbers."""
+        rows = observations(block, extras=())
+        if self.theta.shape[-1] == rows.x.shape[-1] + 1:
+            rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
+        keys = random.fold_in(self.key, clients)
+        return Drawn(self.family, rows, block.mask, self.theta[clients], self.scale[clients], keys, self.efficiency)
+
+
+class _Alone(NamedTuple):
+    """Hold a prior of each client under which its rows alone are taken."""
+
+    model: Model
+    phi: Tensor  # (clients, p)
+    intercept: bool
+
+    @property
+    def family(self) -> Any:
+        """Return the distribution of one response."""
+        return self.model.family
+
+    @property
+    def sent(self) -> dict[str, Tensor]:
+        """Return nothing, as it is used where the rows are."""
+        return {}
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Any:
+        """Return the posterior of the coefficients of a block's clients."""
+        x, y = (part.to(torch.float64) for part in block.batch)
+        x = torch.cat([torch.ones_like(x[..., :1]), x], -1) if self.intercept else x
+        phi = self.phi[clients][:, None].to(x)
+        return self.model.given(phi, torch.ones_like(phi[..., 0]), self.model.prepare(ClientData((x, y), block.count)))
+
+
+@dataclass(frozen=True)
+class Sampled(Posterior):
+    """What the draws say that a run's `ft.Sampler` has recorded.
+
+    Attributes:
+        local: the clients' half of the sampler, which knows the family of a response and clients without rows.
+    """
+
+    local: LocalKernel
+
+    def estimates(self, run: Any, **options: Any) -> Estimates:
+        """Return the posterior of the global parameter; of a model without one, that of all that was watched."""
+        return estimates(run, **options)
+
+    def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of the run's clients, thinned evenly where there are many draws."""
+        return self._mixture(run, drawn_coefficients(run)[0])
+
+    def deviations(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return what they deviate from the global parameter."""
+        total, shared = drawn_coefficients(run)
+        return self._mixture(run, total - shared)
+
+    def newcomers(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return what the draws of what clients share say of a client without rows."""
+        local, draws = self.local, sampler_of(run).draws()
+        if local.newcomer is None or SHARED not in draws:
+            raise TypeError(
+                "Expected a kernel that knows what clients without rows are like, and a sampler with its global "
+                "variables, but got none; a site's intercept that is integrated out has no distribution, and a "
+                "deviation of your own needs its prior=; rows can be predicted of the run's own sites"
+            )
+        shared = {name: leaf for name, leaf in draws.items() if not name.startswith(SITES)}
+        every = max(1, -(-draws[SHARED].shape[0] * draws[SHARED].shape[1] // _DRAWS))
+        some = {name: leaf[:, ::every].flatten(0, 1) for name, leaf in shared.items()}
+        known = local.newcomer(some, random.key(0))
+        count, size = known.mean.shape
+        posterior = DevicePosterior(
+            known.mean.new_full((1, count), 1 / count), known.mean[None], torch.diag_embed(known.variance)[None],
+            known.noise.log()[None],
+        )  # fmt: skip
+        intercept = size > draws[SHARED].shape[-1]
+        names, columns = feature_names(run.population), size - intercept
+        names = names if len(names) == columns else tuple(map(str, range(columns)))
+        names = ("Intercept", *names) if intercept else names
+        return Coefficients(("new",), names, posterior, torch.eye(size).double(), local.family, intercept=intercept)
+
+    def pooling(self, run: Any, level: float, tolerance: float = 0.01) -> Pooling:
+        """Return what draws of all clients say; a client's own estimate has the noise that it was found to have."""
+        sites, (total, shared) = self.coefficients(run), drawn_coefficients(run)
+        family = self._family()
+        total, shared = total.flatten(0, 1), shared[..., 0, :].flatten(0, 1)  # (S, K, d), (S, d)
+        known = ~shared.isnan() & bool((shared != 0).any())
+        known[:, : int(sites.intercept)] = False  # nothing is shared of intercepts but their mean
+        middle = shared.where(known, total.mean(1))
+        spread = (total - middle[:, None]).square().mean(1).sqrt().log().mean(0).exp()
+        low, high = (middle.quantile((1 + sign * level) / 2, 0) for sign in (-1, 1))
+        size, centre = len(spread), middle.mean(0)
+        hierarchy = hierarchical.normal(size)
+        model = (hierarchical.linear if family.precise else hierarchical.generalised.logistic)(hierarchy)
+        phi = wide(model, torch.cat([centre, torch.zeros(len(model.names) - size).to(centre)]), spread)
+        every = phi.expand(len(sites.sites), -1).clone()
+        if family.precise:
+            every[:, -1] = sites.posterior.log_noise.mean(1)
+        alone = by_client(
+            local_holder(run), [rows_at_hand(run)], [_Alone(model, every, sites.intercept)], lambda drawn: drawn[0]
+        )
+        place = list(range(size))
+        return Pooling(sites.names, place, sites.totals(), alone, centre, low, high, spread, sites.family)
+
+    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Kept:
+        """Return at most so many draws, spread over the chains."""
+        family, (total, _) = self._family(), drawn_coefficients(run)  # (C, T, K, d)
+        step = -(-total.shape[0] * total.shape[1] // draws)
+        joined = lambda leaf: leaf[:, ::step].flatten(0, 1).transpose(0, 1)
+        theta, scale = joined(total), torch.ones_like(joined(total)[..., 0])
+        if family.precise:
+            scale = 1 / joined(sampler_of(run).draws()[f"{SITES}noise"])
+        key = random.fold_in(random.key(seed), 0)
+        return Kept(family, theta, scale, key, _efficiency(total, theta.shape[1]))
+
+    def columns(self, run: Any) -> tuple[tuple[str, ...], None]:
+        """Return names of the columns of x."""
+        size = drawn_coefficients(run)[0].shape[-1]
+        return tuple(name for name in drawn_names(run, size) if name != "Intercept"), None
+
+    def inferencedata(self, run: Any, *, draws: int, chains: int, given: Any, tolerance: float) -> Any:
+        """Return the sampler's draws."""
+        made: dict[str, Tensor] = sampler_of(run).draws()
+        columns = feature_names(run.population) or tuple(
+            map(str, range(made[SHARED].shape[-1] if SHARED in made else 0))
+        )
+        coords: dict[str, Sequence[str]] = {"coefficient": columns, "site": run.population.names}
+        dims: dict[str, list[str]] = {}
+        for name, leaf in made.items():
+            site = ["site"] if name.startswith(SITES) else []
+            if leaf.ndim > 2 + len(site) and leaf.shape[-1] == len(columns) and leaf.ndim == 3 + len(site):
+                dims[name] = [*site, "coefficient"]
+            elif site:
+                dims[name] = site
+        used = {axis for axes in dims.values() for axis in axes}
+        return arviz_of(made, {axis: names for axis, names in coords.items() if axis in used}, dims)
+
+    def _mixture(self, run: Any, total: Tensor) -> Coefficients:
+        """Return the coefficients of draws `(C, T, K, d)`."""
+        draws = sampler_of(run).draws()
+        every = max(1, -(-total.shape[1] * total.shape[0] // _DRAWS))
+        means = total[:, ::every].flatten(0, 1).transpose(0, 1)  # (K, R, d)
+        clients, count, size = means.shape
+        log_noise = means.new_full((clients, count), torch.nan)
+        if f"{SITES}noise" in draws and getattr(self.local.family, "precise", False):
+            log_noise = -draws[f"{SITES}noise"][:, ::every].flatten(0, 1).mT.log()
+        posterior = DevicePosterior(
+            means.new_full((clients, count), 1 / count),
+            means,
+            means.new_zeros(1, 1, 1, 1).expand(clients, count, size, size),
+            log_noise,
+        )
+        return Coefficients(
+            sites=tuple(run.population.names),
+            names=drawn_names(run, size),
+            posterior=posterior,
+            back=torch.eye(size, dtype=torch.float64),
+            family=self.local.family,
+            intercept=f"{SITES}intercept" in draws,
+            draws=total,
+        )
+
+    def _family(self) -> Family:
+        """Return the family of a response; raise TypeError where the kernel does not say it."""
+        if self.local.family is None:
+            raise TypeError(
+                "Expected a sampler of regressions with all their coefficients, such as sparse.regression() or "
+                "logistic_regression(), but got another; add a column of ones to x in place of intercept=True"
+            )
+        return self.local.family
+
+
+def _efficiency(total: Tensor, draws: int) -> float:
+    """Return how many effective draws one of so many is, of the mean of a coefficient."""
+    stack = total.flatten(2)[..., :_MEASURED].numpy()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what never moves has no size
+        sizes = torch.tensor([float(load_arviz().ess(stack[..., i], method="mean")) for i in range(stack.shape[-1])])
+    known = sizes[sizes.isfinite()]
+    return min(1.0, float(known.mean()) / draws) if len(known) else 1.0

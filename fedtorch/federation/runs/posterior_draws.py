@@ -1,0 +1,171 @@
+"""Draws of a run's posterior where the rows are, and sums over rows of what they say.
+
+Every client receives the same draws of φ ~ q(φ), or of the corrected posterior's nodes, and draws θ_k ~ p(θ_k | φ, y_k)
+for each, so that draw s of all clients is one draw of the joint posterior. What is computed of a row stays at its
+client: a function returns sums over the rows of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedtorch import random, tree
+from fedtorch.data import ClientData, FederatedData
+from fedtorch.federation.posterior import Origin, posterior_of
+from fedtorch.federation.runs.holders import Holder, local_holder, rows_at_hand
+from fedtorch.federation.runs.run import Run
+from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.families import Family
+from fedtorch.models.rows import Observations, observations
+from fedtorch.tree import Tree
+
+_TOGETHER = 2**20  # numbers of one array over rows and draws
+
+
+class Drawn(NamedTuple):
+    """Hold draws of the coefficients of `K` clients, and their rows."""
+
+    family: Family
+    rows: Observations  # (K, N, ...)
+    mask: Tensor  # (K, N)
+    theta: Tensor  # (K, S, d), of which the first are those of x
+    scale: Tensor  # (K, S), or (K, 1) where it is known; (K, S, thresholds) of ordered responses
+    keys: Tensor  # (K,) of random numbers for the rows
+    efficiency: float = 1.0  # effective draws of each
+
+    def parts(self) -> Iterator[slice]:
+        """Yield some rows at a time, so that arrays over rows and draws stay small."""
+        clients, rows = self.mask.shape
+        size = max(1, _TOGETHER // max(1, clients * self.theta.shape[1]))
+        yield from (slice(i, min(i + size, rows)) for i in range(0, rows, size))
+
+    def predictor(self, part: slice) -> Tensor:
+        """Return x'θ of some rows, and their offset, `(K, n, S)`."""
+        eta, offset = self.rows.x[:, part] @ self.theta[..., : self.rows.x.shape[-1]].mT, self.rows.offset
+        return eta if offset is None else eta + offset[:, part, None]
+
+    def scales(self, part: slice) -> Tensor:
+        """Return the noise variances of some rows, or their trials, `(K, n or 1, S or 1)`."""
+        scale, weight, trials = self.scale[:, None], self.rows.weight, self.rows.trials
+        if trials is not None:
+            return self.of(trials, part)
+        return scale / self.of(weight, part) if self.family.precise and weight is not None else scale
+
+    def of(self, column: Tensor, part: slice) -> Tensor:
+        """Return a column of some rows, `(K, n, 1)`, one where there is no row."""
+        return torch.where(self.mask[:, part], column[:, part], 1.0)[..., None]
+
+    def log_density(self, part: slice) -> Tensor:
+        """Return log p(y | draw) of some rows, `(K, n, S)`, as often as they count."""
+        y, weight = self.rows.y[:, part, None], self.rows.weight
+        value = self.family.log_density(y, self.predictor(part), self.scales(part))
+        return value if weight is None or self.family.precise else value * self.of(weight, part)
+
+    def replicated(self, part: slice) -> Tensor:
+        """Return responses drawn anew at each draw, `(K, n, S)`, the same whatever rows are beside a row."""
+        numbers = torch.arange(part.start, part.stop, device=self.keys.device)
+        keys = random.fold_in(self.keys[:, None], numbers)
+        uniform = random.uniform(keys, (self.theta.shape[1],), torch.float64).clamp(min=1e-16)
+        return self.family.draw(uniform, self.predictor(part), self.scales(part))
+
+
+class Source(NamedTuple):
+    """Hold draws of what all clients share, as clients receive them, who draw θ_k given each."""
+
+    model: Model
+    family: Family
+    phi: Tensor  # (S, p)
+    key: Tensor
+
+    @property
+    def sent(self) -> dict[str, Tensor]:
+        """Return what others make the same of."""
+        return {"phi": self.phi, "key": self.key}
+
+    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
+        """Return draws at a block of the clients of these numbers."""
+        prepared, rows = self.model.prepare(block), observations(block)
+        for_theta, for_rows = random.split(random.fold_in(self.key, clients), 2)
+        phi = tree.expand(self.phi.to(rows.x), len(block.count))
+        posterior = self.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
+        white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
+        theta = posterior.means + (square_root(posterior.covariances) @ white[..., None])[..., 0]
+        known = self.family.scale
+        scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
+        if not bool(posterior.log_noise.isnan().any()):
+            scale = posterior.log_noise.exp()
+        if self.model.ordered is not None:
+            scale = theta[..., rows.x.shape[-1] :]
+        return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
+
+
+def summed(
+    holder: Holder, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
+) -> Tree:
+    """Return a function's sums over each client's rows, added up over the clients.
+
+    Args:
+        holder: whose clients compute.
+        every: the rows that each source is of; the same clients with as many rows each.
+        sources: of draws.
+        function: the sources' draws at some clients -> a tree of `(K, ...)`.
+    """
+    return tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, sources, function))
+
+
+def by_client(
+    holder: Holder, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
+) -> Tree:
+    """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
+    first = every[0]
+    numbers = torch.tensor(holder.numbers).repeat_interleave(first.counts).to(first.device)
+    joined = FederatedData(
+        {"client": numbers, "rows": tuple(data.rows for data in every)},
+        first.counts,
+        first.names,
+        allow_empty=True,
+        on_disk=first.on_disk,
+    )
+
+    def own(model: Tree, block: ClientData) -> Tree:
+        clients = block.batch["client"][:, 0] if block.mask.shape[1] else block.count
+        parts = [ClientData(rows, block.count) for rows in block.batch["rows"]]
+        return function([one.drawn(part, clients) for one, part in zip(sources, parts)])
+
+    return holder.evaluate(joined, own)
+
+
+def sent_source(holder: Holder, sent: Mapping[str, Tensor]) -> Origin:
+    """Return the draws that were sent to a holder, see `Origin.sent`, or those that it has."""
+    if holder.drawn is not None:
+        source: Origin = holder.drawn
+        return source
+    return posterior_of(holder.algorithm).received(sent)
+
+
+def site_draws(run: Run, source: Origin) -> Tensor:
+    """Return draws of the coefficients of a run's sites, whose rows are at hand, `(K, S, d)`; in units of rows.
+
+    Draw s of all sites is of one draw of what they share.
+    """
+    theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [source], lambda every: every[0].theta)
+    return theta
+
+
+def square_root(covariance: Tensor) -> Tensor:
+    """Return a square root, also of covariances that rounding leaves without a Cholesky factor, as of fixed effects."""
+    factor, failed = torch.linalg.cholesky_ex(covariance)
+    bad = failed > 0
+    if bool(bad.any()):
+        values, vectors = torch.linalg.eigh(covariance[bad])
+        factor[bad] = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    return factor
+
+
+def masked_sum(values: Any, mask: Tensor) -> Tensor:
+    """Return the sum over rows `(K, n, ...)`, without padding, `(K, ...)`."""
+    return torch.where(tree.along(mask, values), values, torch.zeros((), dtype=values.dtype)).sum(1)
