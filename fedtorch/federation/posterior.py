@@ -15,8 +15,8 @@ An algorithm of one's own whose summary has the server's parameters:
 >>> print(run.summary()[["estimate"]].to_markdown())
 | coefficient | estimate |
 | :-- | --: |
-| slope | 2.000 |
-| level | 3.000 |
+| slope | 2.00 |
+| level | 3.00 |
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from fedtorch.models.hierarchical.families import Family, Ordered
 
 WIDE = 25.0  # sds of the sites' coefficients, of a prior that says nothing
+_ANSWERS = {
+    "estimates": "named quantities in run.summary()",
+    "coefficients": "coefficients and predictions of its own sites in ft.inference.ranef(run, total=True) and predict",
+}
 _EP = "ft.ep with a hierarchical model"
 _OTHERS = "know by which coefficients of another site are known"
 
@@ -152,31 +156,33 @@ class Posterior:
     def estimates(self, run: Any, **options: Any) -> Estimates:
         """Return the posterior of named quantities, of which `Run.summary` makes a table."""
         who = "ft.ep, ft.maximum_likelihood, ft.gibbs, ft.matrix_normal or ft.normal_em"
-        raise _unanswered(run, who, "have named quantities")
+        raise self._unanswered(run, who, "have named quantities")
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the run's clients."""
-        raise _unanswered(run, f"{_EP}, ft.gibbs or ft.matrix_normal", "have coefficients of each site")
+        raise self._unanswered(run, f"{_EP}, ft.gibbs or ft.matrix_normal", "have coefficients of each site")
 
     def deviations(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return what clients' coefficients deviate from those that all share, in the units of the frame."""
-        raise _unanswered(run, f"{_EP} or ft.gibbs", "have deviations of each site from what all share")
+        raise self._unanswered(run, f"{_EP} or ft.gibbs", "have deviations of each site from what all share")
 
     def newcomers(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
-        raise _unanswered(run, f"{_EP} or ft.gibbs", _OTHERS)
+        raise self._unanswered(run, f"{_EP} or ft.gibbs", _OTHERS)
 
     def adapted(self, run: Any, data: Any, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of clients that took no part, from their rows and what the others share."""
-        raise _unanswered(run, _EP, _OTHERS)
+        raise self._unanswered(run, _EP, _OTHERS)
 
     def pooling(self, run: Any, level: float, tolerance: float = 0.01) -> Pooling:
         """Return what each client's rows say alone and together with the others', with intervals of `level`."""
-        raise _unanswered(run, f"{_EP} or ft.gibbs", "have each site's own estimates beside the pooled ones")
+        raise self._unanswered(run, f"{_EP} or ft.gibbs", "have each site's own estimates beside the pooled ones")
 
     def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Origin:
         """Return draws of the joint posterior for rows, at least so many; `even` ones are spread evenly, for means."""
-        raise _unanswered(run, f"{_EP} of known family (linear, logistic, poisson) or ft.gibbs", "have draws for rows")
+        raise self._unanswered(
+            run, f"{_EP} of known family (linear, logistic, poisson) or ft.gibbs", "have draws for rows"
+        )
 
     def received(self, sent: Mapping[str, Tensor]) -> Origin:
         """Return the draws of which a holder of rows was sent this; asked where `questions` have some by draws."""
@@ -184,15 +190,16 @@ class Posterior:
 
     def evidence(self, run: Any, *, each: bool = False, tolerance: float = 0.01) -> Tree:
         """Return log p(a client's rows | the others'): sums over clients of it and of its square, or `each`, (K,)."""
-        raise _unanswered(run, _EP, "have the density of a site's rows given the other sites'")
+        raise self._unanswered(run, _EP, "have the density of a site's rows given the other sites'")
 
     def columns(self, run: Any) -> tuple[tuple[str, ...], Design | None]:
         """Return names of the columns of x of rows to predict for, and the formula that they are of."""
-        raise _unanswered(run, f"{_EP}, ft.gibbs or ft.matrix_normal", "have predictions with intervals")
+        who = f"{_EP}, ft.gibbs or, for rows of its own sites, ft.matrix_normal"
+        raise self._unanswered(run, who, "have predictions with intervals")
 
     def inferencedata(self, run: Any, *, draws: int, chains: int, given: Any, tolerance: float) -> Any:
         """Return draws by name, as ArviZ's `InferenceData`."""
-        raise _unanswered(run, f"{_EP} or ft.gibbs", "have draws")
+        raise self._unanswered(run, f"{_EP} or ft.gibbs", "have draws")
 
     def head(self, algorithm: Any, inbox: Tree, before: Tree, reply: Any, rows: Any) -> Tensor:
         """Return the coefficients of clients after their part of a round, `(K, p)`: by default those that they keep.
@@ -207,6 +214,21 @@ class Posterior:
 
     def finish(self, module: Any, rows: Tree) -> None:
         """Show a module with a client's tensors the client's rows, in place, where they are; by default nothing."""
+
+    def _unanswered(self, run: Any, who: str, what: str) -> TypeError:
+        """Return the error of a question that a fit cannot answer: whose fits can, and what this one has."""
+        algorithm, has = run.algorithm, ["its server's state in run.server"]
+        if getattr(algorithm, "predict", None) is not None:
+            has = ["predictions in run.predict(data)", "scores in run.evaluate(data, metrics)", *has]
+        if getattr(algorithm, "module", None) is not None:
+            has = ["models in run.client_module(client) and run.global_module()", *has]
+        answered = [
+            said for name, said in _ANSWERS.items() if getattr(type(self), name) is not getattr(Posterior, name)
+        ]
+        name = algorithm.settings.get("algorithm", "another")
+        return TypeError(
+            f"Expected a run of {who}, which {what}, but got one of {name}; it has {', '.join([*answered, *has])}"
+        )
 
 
 @dataclass(frozen=True)
@@ -227,14 +249,3 @@ class Named(Posterior):
 def posterior_of(algorithm: Any) -> Posterior:
     """Return what fits of an algorithm can answer; of one without a posterior, and of a vertical fit, nothing."""
     return getattr(algorithm, "posterior", None) or Posterior()
-
-
-def _unanswered(run: Any, who: str, what: str) -> TypeError:
-    """Return the error of a question that a fit cannot answer: whose fits can, and what this one has."""
-    has = ["its server's state in run.server"]
-    if getattr(run.algorithm, "predict", None) is not None:
-        has = ["predictions in run.predict(data)", "scores in run.evaluate(data, metrics)", *has]
-    if getattr(run.algorithm, "module", None) is not None:
-        has = ["models in run.client_module(client) and run.global_module()", *has]
-    name = run.algorithm.settings.get("algorithm", "another")
-    return TypeError(f"Expected a run of {who}, which {what}, but got one of {name}, which has {', '.join(has)}")

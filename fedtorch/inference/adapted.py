@@ -12,7 +12,7 @@ from fedtorch.data import FederatedData, from_frame
 from fedtorch.data.formulas.cells import as_frame
 from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._table_rows import NEW, check_design, columns_of
+from fedtorch.inference._table_rows import NEW, check_design
 
 
 def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 0.01) -> Coefficients:
@@ -44,16 +44,15 @@ def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 
         | :-- | :-- | --: | --: | --: |
         | ward 7 | level | 3.83 | 0.31 | 3.22 to 4.45 |
     """
-    known = posterior_of(run.algorithm)
     data = rows if isinstance(rows, FederatedData) else _as_data(run, rows, site)
-    check_design(data, columns_of(run).design)
-    return known.adapted(run, data, tolerance)
+    check_design(data, run.design)
+    return posterior_of(run.algorithm).adapted(run, data, tolerance)
 
 
 def _as_data(run: Run, rows: Any, site: str | None) -> FederatedData:
     """Return rows as data: `(x, y)` of one site as they are, a frame by the run's formula."""
     if not isinstance(rows, tuple):
-        design = columns_of(run).design
+        design = run.design
         if design is None:
             raise TypeError(
                 f"Expected rows (x, y) of a run that was made without a formula, but got {type(rows).__name__}; pass "

@@ -87,6 +87,7 @@ def marginal_effects(
         | :-- | --: | --: | --: | --: |
         | dose | 0.185 | 0.022 | 0.140 to 0.224 | 300 |
     """
+    source = posterior_of(run.algorithm).draws(run, _DRAWS, given, tolerance, _SEED, even=True)
     names, design, _ = columns_of(run)
     elsewhere = hasattr(run.clients, "ask")
     if elsewhere and frame is not None:
@@ -104,7 +105,6 @@ def marginal_effects(
     if missing or not kinds:
         raise ValueError(f"Expected variables that rows vary in, such as {list(names)}, but got {missing or 'none'}")
     numbers = {str(every.index(name)): kind for name, kind in kinds.items()}
-    source = posterior_of(run.algorithm).draws(run, _DRAWS, given, tolerance, _SEED, even=True)
     if table is None:
         sums = ask(run, EFFECTS, source.sent, kinds=numbers)
     else:

@@ -9,8 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fedtorch.federation.runs.posterior_draws import Drawn, by_client
-from fedtorch.federation.runs.holders import local_holder
 from support.forked import over_ranks
 from torch import Tensor
 
@@ -18,6 +16,8 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.runs.holders import local_holder
+from fedtorch.federation.runs.posterior_draws import Drawn, by_client
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
@@ -72,7 +72,12 @@ def pointwise(run: ft.Run, draws: int) -> Tensor:
         return one.rows.y
 
     data = run.population.data
-    by_client(local_holder(run), [data], [run.algorithm.posterior.draws(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
+    by_client(
+        local_holder(run),
+        [data],
+        [run.algorithm.posterior.draws(run, draws, None, 0.01, 0)],
+        lambda drawn: keep(drawn)[:, :0],
+    )
     return torch.stack(kept)
 
 
