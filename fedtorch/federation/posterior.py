@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +41,11 @@ WIDE = 25.0  # sds of the sites' coefficients, of a prior that says nothing
 _ANSWERS = {
     "estimates": "named quantities in run.summary()",
     "coefficients": "coefficients and predictions of its own sites in ft.inference.ranef(run, total=True) and predict",
+}
+_HAS = {
+    "module": "models in run.client_module(client) and run.global_module()",
+    "predict": "predictions in run.predict(data), scores in run.evaluate(data, metrics)",
+    "settings": "its server's state in run.server",
 }
 _EP = "ft.ep with a hierarchical model"
 _OTHERS = "know by which coefficients of another site are known"
@@ -105,22 +110,12 @@ def wide(model: Any, mean: Tensor, sd: Tensor) -> Tensor:
     return phi
 
 
-class Origin(Protocol):
-    """Where draws of a joint posterior come from, where the rows are."""
+class Draws(NamedTuple):
+    """Hold draws of a joint posterior, as they are made where rows are."""
 
-    @property
-    def family(self) -> Family:
-        """Return the distribution of one response."""
-        ...
-
-    @property
-    def sent(self) -> dict[str, Tensor]:
-        """Return what holders of rows are sent, who make the same of it by `Posterior.received`."""
-        ...
-
-    def drawn(self, block: ClientData, clients: Tensor) -> Any:
-        """Return draws at a block of the clients of these numbers, a `runs.posterior_draws.Drawn`."""
-        ...
+    family: Family  # of one response
+    at: Callable[[ClientData, Tensor], Any]  # (a block of clients, their numbers) -> `runs.posterior_draws.Drawn`
+    sent: Mapping[str, Tensor] = {}  # to other holders of rows, who make the same of it by `Posterior.received`
 
 
 class Posterior:
@@ -153,10 +148,10 @@ class Posterior:
         hierarchy = getattr(self.model, "hierarchy", None)
         return 0 if hierarchy is None else len(hierarchy.mean)
 
-    def estimates(self, run: Any, **options: Any) -> Estimates:
+    def estimates(self, *run: Any, **options: Any) -> Estimates:
         """Return the posterior of named quantities, of which `Run.summary` makes a table."""
         who = "ft.ep, ft.maximum_likelihood, ft.gibbs, ft.matrix_normal or ft.normal_em"
-        raise self._unanswered(run, who, "have named quantities")
+        raise self._unanswered(run[0], who, "have named quantities")
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the run's clients."""
@@ -178,13 +173,13 @@ class Posterior:
         """Return what each client's rows say alone and together with the others', with intervals of `level`."""
         raise self._unanswered(run, f"{_EP} or ft.gibbs", "have each site's own estimates beside the pooled ones")
 
-    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Origin:
+    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
         """Return draws of the joint posterior for rows, at least so many; `even` ones are spread evenly, for means."""
         raise self._unanswered(
             run, f"{_EP} of known family (linear, logistic, poisson) or ft.gibbs", "have draws for rows"
         )
 
-    def received(self, sent: Mapping[str, Tensor]) -> Origin:
+    def received(self, sent: Mapping[str, Tensor]) -> Draws:
         """Return the draws of which a holder of rows was sent this; asked where `questions` have some by draws."""
         raise NotImplementedError
 
@@ -217,23 +212,15 @@ class Posterior:
 
     def _unanswered(self, run: Any, who: str, what: str) -> TypeError:
         """Return the error of a question that a fit cannot answer: whose fits can, and what this one has."""
-        algorithm, has = run.algorithm, ["its server's state in run.server"]
-        if getattr(algorithm, "predict", None) is not None:
-            has = ["predictions in run.predict(data)", "scores in run.evaluate(data, metrics)", *has]
-        if getattr(algorithm, "module", None) is not None:
-            has = ["models in run.client_module(client) and run.global_module()", *has]
-        answered = [
-            said for name, said in _ANSWERS.items() if getattr(type(self), name) is not getattr(Posterior, name)
-        ]
-        name = algorithm.settings.get("algorithm", "another")
-        return TypeError(
-            f"Expected a run of {who}, which {what}, but got one of {name}; it has {', '.join([*answered, *has])}"
-        )
+        has = [said for name, said in _ANSWERS.items() if getattr(type(self), name) is not getattr(Posterior, name)]
+        has += [said for name, said in _HAS.items() if getattr(run.algorithm, name, None) is not None]
+        name = run.algorithm.settings.get("algorithm", "another")
+        return TypeError(f"Expected a run of {who}, which {what}, but got one of {name}; it has {', '.join(has)}")
 
 
 @dataclass(frozen=True)
 class Named(Posterior):
-    """Named quantities alone.
+    """Named quantities, by a function; alone, or with what a subclass answers besides.
 
     Attributes:
         of: (run, options) -> the posterior of named quantities.

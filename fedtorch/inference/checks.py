@@ -37,7 +37,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
-from fedtorch.federation.runs.posterior_draws import Drawn, by_client, masked_sum, sent_source, summed
+from fedtorch.federation.runs.posterior_draws import Drawn, by_client, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
 from fedtorch.models.hierarchical.families import LOGISTIC
@@ -226,7 +226,7 @@ def joined(rows: Tensor, minimum: int) -> Tensor:
 
 def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the sums of a holder's cells; those of a group are in the cell of its mean prediction."""
-    sums = summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _cells(drawn[0]))
+    sums = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _cells(drawn[0]))
     group = joined(sums.pop("members")[:, None], holder.minimum)
     if holder.minimum <= 1:
         return sums
@@ -242,18 +242,18 @@ def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, A
     Groups have enough observed rows, and enough replicated ones in the mean.
     """
     edges = sent["edges"]
-    rows = summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _counted(drawn[0], edges))
+    rows = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _counted(drawn[0], edges))
     group = joined(torch.stack([rows[:, 0], rows[:, 1:].mean(1)], 1), holder.minimum)
     totals, sizes = torch.zeros_like(rows).index_add(0, group, rows), torch.bincount(group)
     return totals[group] / sizes[group, None]
 
 
 def _responses(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
-    return summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _powers(drawn[0]))
+    return summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _powers(drawn[0]))
 
 
 def _means(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    return by_client(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _totals(drawn[0]))
+    return by_client(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _totals(drawn[0]))
 
 
 def _room(*sizes: int) -> Tensor:

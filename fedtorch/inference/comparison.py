@@ -26,7 +26,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
-from fedtorch.federation.runs.posterior_draws import Drawn, masked_sum, sent_source, summed
+from fedtorch.federation.runs.posterior_draws import Drawn, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
 
@@ -274,7 +274,7 @@ def _same_clients(runs: Mapping[str, Run]) -> None:
 def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return sums over a holder's rows of what draws of each run say of them; of responses only whether any differ."""
     pairs, method = [*holder.beside, (holder, sent)], str(about["method"])
-    sources = [sent_source(one, of_one) for one, of_one in pairs]
+    sources = [sent_draws(one, of_one).at for one, of_one in pairs]
     sums = summed(holder, [one.data for one, _ in pairs], sources, lambda every: _pointwise(every, method))
     return {**sums, "different": (sums["different"] > 0).to(sums["different"])}
 

@@ -24,7 +24,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
-from fedtorch.federation.runs.posterior_draws import by_client, sent_source, site_draws
+from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
 from fedtorch.models.estimates import Estimates
@@ -262,11 +262,11 @@ def _seen(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) 
 
 
 def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    drawn, kinds = sent_source(holder, sent), about["kinds"]
+    drawn, kinds = sent_draws(holder, sent), about["kinds"]
     table = _table_of(holder)
     if not all(str(number).isdecimal() and kind in _KINDS for number, kind in kinds.items()):
         raise ValueError(f"Expected kinds of variables by number, but got {str(kinds)[:100]}")
-    theta = by_client(holder, [holder.data], [drawn], lambda every: every[0].theta)
+    theta = by_client(holder, [holder.data], [drawn.at], lambda every: every[0].theta)
     return table.effects(drawn.family, theta, holder.data.names, kinds)
 
 

@@ -75,7 +75,7 @@ def pointwise(run: ft.Run, draws: int) -> Tensor:
     by_client(
         local_holder(run),
         [data],
-        [run.algorithm.posterior.draws(run, draws, None, 0.01, 0)],
+        [run.algorithm.posterior.draws(run, draws, None, 0.01, 0).at],
         lambda drawn: keep(drawn)[:, :0],
     )
     return torch.stack(kept)
@@ -126,9 +126,9 @@ def test_a_row_left_out_is_predicted_as_by_a_fit_without_it(runs: dict[str, ft.R
         parts[k] = (x[keep], y[keep])
         less = ft.data.from_tensors(parts)
         run = fitted("linear", less)
-        one = run.algorithm.posterior.draws(run, 4000, None, 0.01, 1)
+        phi, model = run.algorithm.posterior.draws(run, 4000, None, 0.01, 1).sent["phi"], run.algorithm.posterior.model
         weights = torch.full((1, 4000), 1 / 4000).double()
-        site = one.model.given(one.phi[None], weights, one.model.prepare(less.stack([k])))
+        site = model.given(phi[None], weights, model.prepare(less.stack([k])))
         variance = torch.einsum("d,rde,e->r", x[i], site.covariances[0], x[i]) + site.log_noise[0].exp()
         exact = torch.distributions.Normal(site.means[0] @ x[i], variance.sqrt()).log_prob(y[i]).exp().mean().log()
         assert float(every[int(data.starts[k]) + i]) == pytest.approx(float(exact), abs=0.05)

@@ -80,7 +80,9 @@ def test_checks_take_its_draws(runs: dict[bool, ft.Run]) -> None:
 
 def test_fewer_draws_are_spread_over_the_chains(runs: dict[bool, ft.Run]) -> None:
     every = runs[False].recorders[0].draws()["sites.theta"]  # (2, 16, 3, 2)
-    found = runs[False].algorithm.posterior.draws(runs[False], 16, None, 0.01, 0)
+    run = runs[False]
+    draws = run.algorithm.posterior.draws(run, 16, None, 0.01, 0)
+    found = draws.at(run.population.data.stack([0, 1, 2]), torch.arange(3))
     torch.testing.assert_close(found.theta, every[:, ::2].flatten(0, 1).transpose(0, 1))
     assert 0 < found.efficiency <= 1
 

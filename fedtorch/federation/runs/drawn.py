@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.data import ClientData
 from fedtorch.federation.populations.population import feature_names, row_counts
-from fedtorch.federation.posterior import Coefficients, Pooling, Posterior, wide
+from fedtorch.federation.posterior import Coefficients, Draws, Pooling, Posterior, wide
 from fedtorch.federation.runs.holders import local_holder, rows_at_hand
 from fedtorch.federation.runs.posterior_draws import Drawn, by_client
 from fedtorch.federation.runs.sampler import SITES, Sampler, arviz_of, diagnostics, load_arviz
@@ -21,7 +21,6 @@ from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.models.gibbs.kernels import LocalKernel
-from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import observations
 
@@ -43,32 +42,6 @@ def sampler_of(run: Any) -> Sampler:
             "pass record=ft.Sampler(burn_in=100) to ft.run"
         )
     return samplers[0]
-
-
-def estimates(run: Any) -> Estimates:
-    """Return the posterior of the global parameter by its draws; of a model without one, that of all that was watched.
-
-    Coefficients have the names of the rows' columns, where there are as many.
-    """
-    draws = {name: leaf for name, leaf in sampler_of(run).draws().items() if not name.startswith(SITES)}
-    draws = {SHARED: draws[SHARED]} if SHARED in draws else draws
-    columns, rows = feature_names(run.population), int(row_counts(run.population).sum())
-    names, parts = [], []
-    for name, leaf in draws.items():
-        flat = leaf.flatten(2)
-        names += component_names(name, leaf, columns)
-        parts.append(flat if leaf.ndim > 2 else leaf[..., None])
-    stack = torch.cat(parts, 2)  # (C, T, q)
-    r_hat, ess = (torch.tensor(each, dtype=torch.float64) for each in diagnostics(stack.numpy()))
-    return Estimates(
-        names=tuple(names),
-        nodes=stack.flatten(0, 1),
-        coefficients=len(names),
-        n=(rows,) * len(names),
-        diagnostics=Diagnostics(r_hat, ess),
-        chains=len(stack),
-        about=f"{stack.shape[1]:,} draws of each of {len(stack)} chains",
-    )
 
 
 def component_names(name: str, leaf: Tensor, columns: tuple[str, ...]) -> list[str]:
@@ -108,60 +81,11 @@ def drawn_coefficients(run: Any) -> tuple[Tensor, Tensor]:
     return total, shared
 
 
-def drawn_names(run: Any, size: int) -> tuple[str, ...]:
-    """Return the names of the coefficients of a sampler's sites."""
+def drawn_names(run: Any, size: int, intercept: bool) -> tuple[str, ...]:
+    """Return the names of so many coefficients of sites, with an intercept of their own first or without."""
     columns = feature_names(run.population)
-    intercept = f"{SITES}intercept" in sampler_of(run).moments
     columns = columns if len(columns) == size - intercept else tuple(map(str, range(size - intercept)))
     return ("Intercept", *columns) if intercept else columns
-
-
-class Kept(NamedTuple):
-    """Hold the draws of every client's coefficients that a Gibbs sampler has kept."""
-
-    family: Family
-    theta: Tensor  # (clients, S, d), or (clients, S, 1 + d) with an intercept first
-    scale: Tensor  # (clients, S)
-    key: Tensor
-    efficiency: float
-
-    @property
-    def sent(self) -> dict[str, Tensor]:
-        """Return nothing, for these draws are where the rows are."""
-        return {}
-
-    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
-        """Return the draws of a block of the clients of these numbers."""
-        rows = observations(block, extras=())
-        if self.theta.shape[-1] == rows.x.shape[-1] + 1:
-            rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
-        keys = random.fold_in(self.key, clients)
-        return Drawn(self.family, rows, block.mask, self.theta[clients], self.scale[clients], keys, self.efficiency)
-
-
-class _Alone(NamedTuple):
-    """Hold a prior of each client under which its rows alone are taken."""
-
-    model: Model
-    phi: Tensor  # (clients, p)
-    intercept: bool
-
-    @property
-    def family(self) -> Any:
-        """Return the distribution of one response."""
-        return self.model.family
-
-    @property
-    def sent(self) -> dict[str, Tensor]:
-        """Return nothing, as it is used where the rows are."""
-        return {}
-
-    def drawn(self, block: ClientData, clients: Tensor) -> Any:
-        """Return the posterior of the coefficients of a block's clients."""
-        x, y = (part.to(torch.float64) for part in block.batch)
-        x = torch.cat([torch.ones_like(x[..., :1]), x], -1) if self.intercept else x
-        phi = self.phi[clients][:, None].to(x)
-        return self.model.given(phi, torch.ones_like(phi[..., 0]), self.model.prepare(ClientData((x, y), block.count)))
 
 
 @dataclass(frozen=True)
@@ -174,9 +98,30 @@ class Sampled(Posterior):
 
     local: LocalKernel
 
-    def estimates(self, run: Any, **options: Any) -> Estimates:
-        """Return the posterior of the global parameter; of a model without one, that of all that was watched."""
-        return estimates(run, **options)
+    def estimates(self, run: Any) -> Estimates:
+        """Return the posterior of the global parameter; of a model without one, that of all that was watched.
+
+        Coefficients have the names of the rows' columns, where there are as many.
+        """
+        draws = {name: leaf for name, leaf in sampler_of(run).draws().items() if not name.startswith(SITES)}
+        draws = {SHARED: draws[SHARED]} if SHARED in draws else draws
+        columns, rows = feature_names(run.population), int(row_counts(run.population).sum())
+        names, parts = [], []
+        for name, leaf in draws.items():
+            flat = leaf.flatten(2)
+            names += component_names(name, leaf, columns)
+            parts.append(flat if leaf.ndim > 2 else leaf[..., None])
+        stack = torch.cat(parts, 2)  # (C, T, q)
+        r_hat, ess = (torch.tensor(each, dtype=torch.float64) for each in diagnostics(stack.numpy()))
+        return Estimates(
+            names=tuple(names),
+            nodes=stack.flatten(0, 1),
+            coefficients=len(names),
+            n=(rows,) * len(names),
+            diagnostics=Diagnostics(r_hat, ess),
+            chains=len(stack),
+            about=f"{stack.shape[1]:,} draws of each of {len(stack)} chains",
+        )
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the run's clients, thinned evenly where there are many draws."""
@@ -206,9 +151,7 @@ class Sampled(Posterior):
             known.noise.log()[None],
         )  # fmt: skip
         intercept = size > draws[SHARED].shape[-1]
-        names, columns = feature_names(run.population), size - intercept
-        names = names if len(names) == columns else tuple(map(str, range(columns)))
-        names = ("Intercept", *names) if intercept else names
+        names = drawn_names(run, size, intercept)
         return Coefficients(("new",), names, posterior, torch.eye(size).double(), local.family, intercept=intercept)
 
     def pooling(self, run: Any, level: float, tolerance: float = 0.01) -> Pooling:
@@ -228,27 +171,40 @@ class Sampled(Posterior):
         every = phi.expand(len(sites.sites), -1).clone()
         if family.precise:
             every[:, -1] = sites.posterior.log_noise.mean(1)
-        alone = by_client(
-            local_holder(run), [rows_at_hand(run)], [_Alone(model, every, sites.intercept)], lambda drawn: drawn[0]
-        )
+
+        def own(block: ClientData, clients: Tensor) -> DevicePosterior:
+            x, y = (part.to(torch.float64) for part in block.batch)
+            x = torch.cat([torch.ones_like(x[..., :1]), x], -1) if sites.intercept else x
+            phi, prepared = every[clients][:, None].to(x), model.prepare(ClientData((x, y), block.count))
+            return model.given(phi, torch.ones_like(phi[..., 0]), prepared)
+
+        alone = by_client(local_holder(run), [rows_at_hand(run)], [own], lambda found: found[0])
         place = list(range(size))
         return Pooling(sites.names, place, sites.totals(), alone, centre, low, high, spread, sites.family)
 
-    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Kept:
-        """Return at most so many draws, spread over the chains."""
+    def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
+        """Return at most so many draws, spread over the chains; clients have them where their rows are."""
         family, (total, _) = self._family(), drawn_coefficients(run)  # (C, T, K, d)
         step = -(-total.shape[0] * total.shape[1] // draws)
         joined = lambda leaf: leaf[:, ::step].flatten(0, 1).transpose(0, 1)
         theta, scale = joined(total), torch.ones_like(joined(total)[..., 0])
         if family.precise:
             scale = 1 / joined(sampler_of(run).draws()[f"{SITES}noise"])
-        key = random.fold_in(random.key(seed), 0)
-        return Kept(family, theta, scale, key, _efficiency(total, theta.shape[1]))
+        key, efficiency = random.fold_in(random.key(seed), 0), _efficiency(total, theta.shape[1])
+
+        def at(block: ClientData, clients: Tensor) -> Drawn:
+            rows = observations(block, extras=())
+            if theta.shape[-1] == rows.x.shape[-1] + 1:
+                rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
+            keys = random.fold_in(key, clients)
+            return Drawn(family, rows, block.mask, theta[clients], scale[clients], keys, efficiency)
+
+        return Draws(family, at)
 
     def columns(self, run: Any) -> tuple[tuple[str, ...], None]:
         """Return names of the columns of x."""
-        size = drawn_coefficients(run)[0].shape[-1]
-        return tuple(name for name in drawn_names(run, size) if name != "Intercept"), None
+        size = drawn_coefficients(run)[0].shape[-1] - (f"{SITES}intercept" in sampler_of(run).moments)
+        return drawn_names(run, size, intercept=False), None
 
     def inferencedata(self, run: Any, *, draws: int, chains: int, given: Any, tolerance: float) -> Any:
         """Return the sampler's draws."""
@@ -284,7 +240,7 @@ class Sampled(Posterior):
         )
         return Coefficients(
             sites=tuple(run.population.names),
-            names=drawn_names(run, size),
+            names=drawn_names(run, size, f"{SITES}intercept" in draws),
             posterior=posterior,
             back=torch.eye(size, dtype=torch.float64),
             family=self.local.family,

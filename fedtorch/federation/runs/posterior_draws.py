@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import ClientData, FederatedData
-from fedtorch.federation.posterior import Origin, posterior_of
+from fedtorch.federation.posterior import Draws, posterior_of
 from fedtorch.federation.runs.holders import Holder, local_holder, rows_at_hand
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.hierarchical import Model
@@ -23,6 +23,7 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
+DrawnAt = Callable[[ClientData, Tensor], Any]
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
@@ -73,52 +74,43 @@ class Drawn(NamedTuple):
         return self.family.draw(uniform, self.predictor(part), self.scales(part))
 
 
-class Source(NamedTuple):
-    """Hold draws of what all clients share, as clients receive them, who draw θ_k given each."""
+def given_shared(model: Model, phi: Tensor, key: Tensor) -> Draws:
+    """Return draws of a hierarchical model at draws of what all clients share, φ `(S, p)`, who draw θ_k given each."""
 
-    model: Model
-    family: Family
-    phi: Tensor  # (S, p)
-    key: Tensor
-
-    @property
-    def sent(self) -> dict[str, Tensor]:
-        """Return what others make the same of."""
-        return {"phi": self.phi, "key": self.key}
-
-    def drawn(self, block: ClientData, clients: Tensor) -> Drawn:
-        """Return draws at a block of the clients of these numbers."""
-        prepared, rows = self.model.prepare(block), observations(block)
-        for_theta, for_rows = random.split(random.fold_in(self.key, clients), 2)
-        phi = tree.expand(self.phi.to(rows.x), len(block.count))
-        posterior = self.model.given(phi, torch.full_like(phi[..., 0], 1 / phi.shape[1]), prepared)
+    def at(block: ClientData, clients: Tensor) -> Drawn:
+        prepared, rows = model.prepare(block), observations(block)
+        for_theta, for_rows = random.split(random.fold_in(key, clients), 2)
+        each = tree.expand(phi.to(rows.x), len(block.count))
+        posterior = model.given(each, torch.full_like(each[..., 0], 1 / each.shape[1]), prepared)
         white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
         theta = posterior.means + (square_root(posterior.covariances) @ white[..., None])[..., 0]
-        known = self.family.scale
-        scale = torch.ones_like(phi[:, :1, 0]) if known is None else known(prepared)[:, None]
+        scale = torch.ones_like(each[:, :1, 0]) if family.scale is None else family.scale(prepared)[:, None]
         if not bool(posterior.log_noise.isnan().any()):
             scale = posterior.log_noise.exp()
-        if self.model.ordered is not None:
+        if model.ordered is not None:
             scale = theta[..., rows.x.shape[-1] :]
-        return Drawn(self.family, rows, block.mask, theta, scale, for_rows)
+        return Drawn(family, rows, block.mask, theta, scale, for_rows)
+
+    family: Any = model.family
+    return Draws(family, at, {"phi": phi, "key": key})
 
 
 def summed(
-    holder: Holder, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
+    holder: Holder, every: Sequence[FederatedData], drawn: Sequence[DrawnAt], function: Callable[[list[Any]], Tree]
 ) -> Tree:
     """Return a function's sums over each client's rows, added up over the clients.
 
     Args:
         holder: whose clients compute.
         every: the rows that each source is of; the same clients with as many rows each.
-        sources: of draws.
-        function: the sources' draws at some clients -> a tree of `(K, ...)`.
+        drawn: (a block of clients, their numbers) -> draws at these, such as `Draws.at`.
+        function: all draws at some clients -> a tree of `(K, ...)`.
     """
-    return tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, sources, function))
+    return tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, drawn, function))
 
 
 def by_client(
-    holder: Holder, every: Sequence[FederatedData], sources: Sequence[Origin], function: Callable[[list[Drawn]], Tree]
+    holder: Holder, every: Sequence[FederatedData], drawn: Sequence[DrawnAt], function: Callable[[list[Any]], Tree]
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
     first = every[0]
@@ -134,25 +126,23 @@ def by_client(
     def own(model: Tree, block: ClientData) -> Tree:
         clients = block.batch["client"][:, 0] if block.mask.shape[1] else block.count
         parts = [ClientData(rows, block.count) for rows in block.batch["rows"]]
-        return function([one.drawn(part, clients) for one, part in zip(sources, parts)])
+        return function([draw(part, clients) for draw, part in zip(drawn, parts)])
 
     return holder.evaluate(joined, own)
 
 
-def sent_source(holder: Holder, sent: Mapping[str, Tensor]) -> Origin:
-    """Return the draws that were sent to a holder, see `Origin.sent`, or those that it has."""
-    if holder.drawn is not None:
-        source: Origin = holder.drawn
-        return source
-    return posterior_of(holder.algorithm).received(sent)
+def sent_draws(holder: Holder, sent: Mapping[str, Tensor]) -> Draws:
+    """Return the draws that were sent to a holder, see `Draws.sent`, or those that it has."""
+    drawn: Draws = posterior_of(holder.algorithm).received(sent) if holder.drawn is None else holder.drawn
+    return drawn
 
 
-def site_draws(run: Run, source: Origin) -> Tensor:
+def site_draws(run: Run, drawn: Draws) -> Tensor:
     """Return draws of the coefficients of a run's sites, whose rows are at hand, `(K, S, d)`; in units of rows.
 
     Draw s of all sites is of one draw of what they share.
     """
-    theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [source], lambda every: every[0].theta)
+    theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [drawn.at], lambda every: every[0].theta)
     return theta
 
 

@@ -13,6 +13,7 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.ep import _damping as pacing
 from fedtorch.federation.algorithms.ep._server import EPServer as EPServer
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
+from fedtorch.federation.algorithms.ep.estimates import estimates
 from fedtorch.federation.algorithms.ep.hierarchical import Hierarchical, Shared
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Told
@@ -101,7 +102,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         told=Told(lambda state: state.told),
         report=lambda server: server.moved._asdict(),
         settings={"algorithm": "ep", "model": model, "damping": damping},
-        posterior=(Hierarchical if named else Shared)(model),
+        posterior=(Hierarchical if named else Shared)(estimates, model),
         start=whole.prior.normal._asdict(),
     )
 

@@ -22,21 +22,19 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.algorithms.ep.estimates import (
     coefficient_names,
     design_of,
-    estimates,
     quantities,
     shown_coefficients,
     spread_nodes,
     units,
 )
 from fedtorch.federation.algorithms.ep.posterior import posterior as shared_posterior
-from fedtorch.federation.posterior import Coefficients, Pooling, Posterior, moved, posterior_of, wide
+from fedtorch.federation.posterior import Coefficients, Draws, Named, Pooling, moved, posterior_of, wide
 from fedtorch.federation.runs.holders import Form, Holder, Kind, ask, local_holder
-from fedtorch.federation.runs.posterior_draws import Source, site_draws
+from fedtorch.federation.runs.posterior_draws import given_shared, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import arviz_of
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.estimates import Estimates
 from fedtorch.models.gaussian import Moments, Natural
 from fedtorch.models.hierarchical import Model, linear_devices
 from fedtorch.models.hierarchical.families import Family
@@ -50,8 +48,8 @@ _CHECKS = ("calibration", "powers", "histogram", "means")
 
 
 @dataclass(frozen=True)
-class Shared(Posterior):
-    """What q(φ) says of what clients share.
+class Shared(Named):
+    """What q(φ) says of what clients share, by `ep.estimates`.
 
     Attributes:
         model: a `hierarchical.Model`, or `Factors`.
@@ -60,10 +58,6 @@ class Shared(Posterior):
     model: Any = None
     title = "What all clients share, by expectation propagation"
 
-    def estimates(self, run: Run, **options: Any) -> Estimates:
-        """Return the posterior of coefficients, SDs, correlations and noise; see `ep.estimates.estimates`."""
-        return estimates(run, **options)
-
     def head(self, algorithm: Any, inbox: Tree, before: Tree, reply: Any, rows: Any) -> Tensor:
         """Return the posterior mean of θ_k given the client's rows and its cavity."""
         cavity = gaussian.moments(Natural(**algorithm.model(inbox, before)))
@@ -71,11 +65,9 @@ class Shared(Posterior):
         return (posterior.weights[..., None] * posterior.means).sum(1)
 
 
-@dataclass(frozen=True)
 class Hierarchical(Shared):
-    """What q(φ) of a hierarchical model says, of what clients share and of the coefficients of each."""
+    """What q(φ) of a `hierarchical.Model` with named coefficients says, of what clients share and of each one's."""
 
-    model: Any = None  # a `hierarchical.Model` with names of coefficients
     questions = frozenset({"coefficients", "deviations", "densities", "evidence", "variables", "effects", *_CHECKS})
 
     def coefficients(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
@@ -97,13 +89,9 @@ class Hierarchical(Shared):
         whole = moved(posterior._replace(means=posterior.means - shared), units(run))
         place = torch.tensor(hierarchy.random, dtype=torch.int64)
         means, covariances = whole.means[..., place], whole.covariances[..., place[:, None], place]
-        return Coefficients(
-            tuple(run.population.names),
-            tuple(names[j] for j in hierarchy.random),
-            whole._replace(means=means, covariances=covariances),
-            torch.eye(len(place), dtype=torch.float64),
-            self.model.family,
-        )
+        sites = self._sites(run, tuple(run.population.names), whole._replace(means=means, covariances=covariances))
+        back = torch.eye(len(place), dtype=torch.float64)
+        return sites._replace(names=tuple(names[j] for j in hierarchy.random), back=back)
 
     def newcomers(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
@@ -122,11 +110,7 @@ class Hierarchical(Shared):
         """Return the coefficients of clients that took no part, from their rows and what the others share."""
         block, q = data.stack(torch.arange(len(data))), shared_posterior(run, tolerance=tolerance)
         posterior = linear_devices.adapted(self.model, q, block)
-        known = getattr(self.model.family, "scale", None)
-        if known is not None and bool(posterior.log_noise.isnan().all()):
-            noise = known(self.model.prepare(block)).log()[:, None].expand_as(posterior.log_noise)
-            posterior = posterior._replace(log_noise=noise)
-        return self._sites(run, tuple(data.names), posterior)
+        return self._sites(run, tuple(data.names), _with_known_noise(self.model, posterior, self.model.prepare(block)))
 
     def pooling(self, run: Run, level: float, tolerance: float = 0.01) -> Pooling:
         """Return what each client's rows say alone, under a prior that says nothing, and with the others'."""
@@ -157,23 +141,24 @@ class Hierarchical(Shared):
 
     def draws(
         self, run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int, *, even: bool = False
-    ) -> Source:
+    ) -> Draws:
         """Return draws of φ, of q(φ) or of the corrected posterior; `even` ones of q(φ) are spread evenly over it."""
-        model, family, key = self.model, self._family(), random.fold_in(random.key(seed), 0)
+        model, key = self.model, random.fold_in(random.key(seed), 0)
+        self._family()
         if given is not None:
             places = (torch.arange(draws).to(given.weights) + 0.5) / draws
-            return Source(model, family, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
+            return given_shared(model, given.nodes[torch.searchsorted(given.weights.cumsum(0), places)], key)
         q = shared_posterior(run, tolerance=tolerance)
         if even:
             nodes, _ = spread_nodes(Moments(q.mean, q.covariance_matrix), draws)
-            return Source(model, family, nodes, random.key(seed))
+            return given_shared(model, nodes, random.key(seed))
         count = draws if model.ordered is None else _SPARE * draws
         white = random.normal(random.fold_in(random.key(seed), 1), (count, len(q.mean)), torch.float64).to(q.mean)
-        return Source(model, family, _possible(model, q.mean + white @ q.scale_tril.mT, draws), key)
+        return given_shared(model, _possible(model, q.mean + white @ q.scale_tril.mT, draws), key)
 
-    def received(self, sent: Mapping[str, Tensor]) -> Source:
+    def received(self, sent: Mapping[str, Tensor]) -> Draws:
         """Return the draws of φ that a holder of rows was sent."""
-        return Source(self.model, self.model.family, sent["phi"], sent["key"])
+        return given_shared(self.model, sent["phi"], sent["key"])
 
     def evidence(self, run: Run, *, each: bool = False, tolerance: float = 0.01) -> Tree:
         """Return log p(a client's rows | the others'), of its cavity; sums of it and of its squares, or `each`."""
@@ -191,8 +176,9 @@ class Hierarchical(Shared):
     def inferencedata(self, run: Run, *, draws: int, chains: int, given: Corrected | None, tolerance: float) -> Any:
         """Return `beta`, `sd`, `cor`, `sigma` and, where rows are at hand, `theta` of independent draws."""
         at_hand, count = not hasattr(run.population, "counts"), draws * chains
-        source = self.draws(run, count, given, tolerance, _SEED)
-        shown, size, random = quantities(run, source.phi), len(shown_coefficients(run)[0]), self.model.hierarchy.random
+        drawn = self.draws(run, count, given, tolerance, _SEED)
+        shown, size = quantities(run, drawn.sent["phi"]), len(shown_coefficients(run)[0])
+        random = self.model.hierarchy.random
         names, values = shown.names, torch.stack(shown.values, 1).unflatten(0, (chains, draws))
         coords: dict[str, Sequence[str]] = {"coefficient": names[:size]}
         dims, made = {"beta": ["coefficient"]}, {"beta": values[..., :size]}
@@ -207,16 +193,14 @@ class Hierarchical(Shared):
         if last < len(names):
             made["sigma"] = values[..., -1]
         if at_hand:
-            theta = (site_draws(run, source) @ shown_coefficients(run)[1].mT).transpose(0, 1)
+            theta = (site_draws(run, drawn) @ shown_coefficients(run)[1].mT).transpose(0, 1)
             coords["site"], dims["theta"] = run.population.names, ["site", "coefficient"]
             made["theta"] = theta.unflatten(0, (chains, draws))
         return arviz_of(made, coords, dims)
 
     def _sites(self, run: Run, sites: tuple[str, ...], posterior: DevicePosterior) -> Coefficients:
-        names, back = shown_coefficients(run)
-        return Coefficients(
-            sites, names, posterior, back, self.model.family, design_of(run), ordered=self.model.ordered
-        )
+        (names, back), model = shown_coefficients(run), self.model
+        return Coefficients(sites, names, posterior, back, model.family, design_of(run), ordered=model.ordered)
 
     def _family(self) -> Family:
         """Return the distribution of one response; raise TypeError where the model does not tell it."""
@@ -227,6 +211,14 @@ class Hierarchical(Shared):
                 "got one of a likelihood of your own, which tells it as DeviceLikelihood(..., family=)"
             )
         return family
+
+
+def _with_known_noise(model: Model, posterior: DevicePosterior, rows: Any) -> DevicePosterior:
+    """Return posteriors with the noise of prepared rows, where that is known and not learnt."""
+    known = getattr(model.family, "scale", None)
+    if known is None or not bool(posterior.log_noise.isnan().all()):
+        return posterior
+    return posterior._replace(log_noise=known(rows).log()[:, None].expand_as(posterior.weights))
 
 
 def _possible(model: Model, phi: Tensor, draws: int) -> Tensor:
@@ -265,7 +257,6 @@ def _model_of(asked: Holder | Form) -> Any:
 def _coefficients(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> DevicePosterior:
     """Return the posterior of each client's coefficients, from its cavity, or from nodes of what is shared."""
     model = _model_of(holder)
-    known = getattr(model.family, "scale", None)
 
     def own(cavity: dict[str, Tensor], block: ClientData) -> DevicePosterior:
         rows = model.prepare(block)
@@ -273,9 +264,7 @@ def _coefficients(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str
             posterior = model.given(*tree.expand((sent["phi"], sent["weights"]), len(block.count)), rows)
         else:
             posterior = model.devices(gaussian.moments(Natural(**cavity)), rows)
-        if known is None or not bool(posterior.log_noise.isnan().all()):
-            return posterior
-        return posterior._replace(log_noise=known(rows).log()[:, None].expand_as(posterior.weights))
+        return _with_known_noise(model, posterior, rows)
 
     return holder.evaluate(holder.data, own)
 

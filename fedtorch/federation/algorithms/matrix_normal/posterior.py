@@ -15,7 +15,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
-from fedtorch.federation.posterior import Coefficients, Posterior
+from fedtorch.federation.posterior import Coefficients, Named
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, over_clients
 from fedtorch.models.gaussian import Moments
@@ -78,8 +78,8 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
 
 
 @dataclass(frozen=True)
-class Correlated(Posterior):
-    """What Ω and the devices' rows say of every device's coefficients.
+class Correlated(Named):
+    """What Ω and the devices' rows say of every device's coefficients, and `estimates` of all.
 
     Attributes:
         noise: variances that were given, see `noise_variance`.
@@ -89,10 +89,6 @@ class Correlated(Posterior):
     noise: Any = None
     family: str = "gaussian"
     questions = frozenset(("factors", "devices", "average"))
-
-    def estimates(self, run: Any, **options: Any) -> Estimates:
-        """Return means and SDs of the coefficients over devices and the noise's SD, see `estimates`."""
-        return estimates(run, **options)
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the devices."""

@@ -23,7 +23,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
-from fedtorch.federation.posterior import Posterior
+from fedtorch.federation.posterior import Named
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates
@@ -73,8 +73,8 @@ class Maximum(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Maximised(Posterior):
-    """What the maximum of the (restricted) likelihood says.
+class Maximised(Named):
+    """What the maximum of the (restricted) likelihood says, by `named`.
 
     Attributes:
         model: a `hierarchical.Model`.
@@ -83,10 +83,6 @@ class Maximised(Posterior):
 
     model: Any = None
     restricted: bool = False
-
-    def estimates(self, run: Run, **options: Any) -> Estimates:
-        """Return the estimates by name, see `named`."""
-        return named(run, **options)
 
 
 def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:

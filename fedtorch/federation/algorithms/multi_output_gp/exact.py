@@ -137,7 +137,7 @@ def fedmgp(
         start=gp.start(),
         predict=Rowwise(gp.predict),
         module=gp.module,
-        posterior=_Observed(gp),
+        posterior=_Observed(gp.exact_units),
     )
 
 
@@ -145,11 +145,12 @@ def fedmgp(
 class _Observed(Posterior):
     """What a unit's process says, which has its rows as well as q(t)."""
 
-    gp: StackedGP
+    exact_units: bool
 
     def finish(self, module: Any, rows: Tree) -> None:
-        """Show a unit's module its own rows."""
-        self.gp.finish(module, rows)
+        """Show a unit's module its own rows (x, y, …)."""
+        x, y = tree.to(rows[:2], module.inducing.device)
+        module.observe(x, y, exact_units=self.exact_units)
 
 
 def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServer, UnitState]:
