@@ -46,6 +46,8 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 _COMPACT = (",", ":")
 _METADATA = '{"__metadata__":'
+_DIGEST = f'{_METADATA}{{"sha256":"'  # with which the header of a file begins; the digits follow
+DIGEST_AT = LENGTH + len(_DIGEST)  # the place of the digits in the file
 _QUOTED = json.JSONEncoder(ensure_ascii=False).encode  # a text as JSON
 _CACHED = 2**16  # letters of the names of a layout that is kept: names may be those of a sender
 _REPR = reprlib.Repr()
@@ -128,10 +130,26 @@ def ordered(leaves: Sequence[tuple[str, torch.dtype, torch.Size]]) -> list[Field
 
 def make_header(fields: Fields, text: str | None = None) -> bytes:
     """Return the count and the header, padded with spaces to a multiple of eight bytes."""
-    if text is None:
-        encoded = f"{{{fields.text}}}".encode()
-    else:
-        encoded = f'{_METADATA}{{"fedtorch":{_QUOTED(text)}}}{fields.rest}'.encode()
+    return _padded(f"{{{fields.text}}}" if text is None else f'{_METADATA}{{"fedtorch":{_QUOTED(text)}}}{fields.rest}')
+
+
+def make_file_header(fields: Fields, text: str | None, digits: str) -> bytes:
+    """Return the header of a file, with the digits of a SHA-256 at `DIGEST_AT`, padded as that of a payload."""
+    about = "" if text is None else f',"fedtorch":{_QUOTED(text)}'
+    return _padded(f'{_DIGEST}{digits}"{about}}}{fields.rest}')
+
+
+def has_digest(start: bytes) -> bool:
+    """Return whether a file that begins with these bytes, `DIGEST_AT` or more, has a digest.
+
+    >>> has_digest(make_file_header(fields_of(()), None, 64 * "0")), has_digest(make_header(fields_of(()), "{}"))
+    (True, False)
+    """
+    return start[LENGTH:DIGEST_AT] == _DIGEST.encode()
+
+
+def _padded(text: str) -> bytes:
+    encoded = text.encode()
     encoded += b" " * (-len(encoded) % 8)
     return len(encoded).to_bytes(LENGTH, "little") + encoded
 

@@ -22,13 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
 from fedtorch import _files as files
 
 LONGEST = 2**16  # bytes of a line
 REPAIRED = "repaired"  # the event of an entry that says what was removed
-_CONTEXT = b"fedtorch log entry 1\n"  # a signature of an entry is none of anything else
+CONTEXT = b"fedtorch log entry 1\n"  # goes before what is signed: a signature of an entry is none of anything else
 _RESERVED = {"entry", "time", "previous", "signature"}
 _LOG = logging.getLogger(__name__)
 
@@ -38,7 +36,7 @@ class Entry(NamedTuple):
 
     line: int  # its number in the file
     content: dict[str, Any]  # without the signature; empty where the line is no entry
-    signed: bytes  # what the signature is of
+    signed: bytes  # what the signature is of, behind `CONTEXT`
     signature: str
     digest: str  # of the whole line
 
@@ -89,8 +87,8 @@ class ChainedLog:
     ) -> None:
         self.path, self._sign, self._take, self._durable = Path(path).resolve(), sign, take, durable
         self.entries, self.head, self._size = 0, "", 0
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = FileLock(f"{self.path}.lock")
+        files.private_folder(self.path.parent, log=False)  # a ledger may be of a simulation
+        self._lock = files.private_lock(f"{self.path}.lock")
         with self._lock:
             if not self.path.exists():
                 self.path.touch(0o600)
@@ -138,7 +136,7 @@ class ChainedLog:
         time = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         content = {**body, "entry": self.entries + 1, "time": time, "previous": self.head}
         if self._sign is not None:
-            content["signature"] = self._sign(_CONTEXT + canonical(content))
+            content["signature"] = self._sign(CONTEXT + canonical(content))
         line = canonical(content) + b"\n"
         if len(line) > LONGEST:
             raise ValueError(f"Expected an entry of at most {LONGEST} bytes, but got one of {len(line)}")
@@ -173,6 +171,11 @@ class ChainedLog:
             raise ValueError(f"Expected a log of lines of at most {LONGEST} bytes in {self.path}, but got others")
         self._size = start + whole
         if rest := news[whole:]:
+            if _entry(0, rest[:-1] + b"\n").content:
+                raise ValueError(
+                    f"Expected {self.path} to end with a line, but its last byte is {rest[-1:]!r}: the file is "
+                    "damaged; bring back a copy"
+                )
             self._set_aside(rest)
 
     def _follow(self, entry: Entry) -> None:
@@ -244,7 +247,7 @@ def faults(entries: Iterator[Entry], verifies: Callable[[bytes, str], bool] | No
     wrong, numbers, before = list[str](), set[int](), Entry(0, {"entry": 0}, b"", "", "")
     moved = list[str]()
     for entry in entries:
-        number, fits = entry.number, verifies is None or verifies(_CONTEXT + entry.signed, entry.signature)
+        number, fits = entry.number, verifies is None or verifies(CONTEXT + entry.signed, entry.signature)
         if not entry.content:
             if not is_partial(entry):
                 wrong.append(f"line {entry.line} is no entry of a log: it was changed")

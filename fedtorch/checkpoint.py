@@ -1,5 +1,10 @@
 """Checkpoints of runs: flat tensors in a safetensors file that appears whole, and a fingerprint of what they belong to.
 
+All safetensors files of the package are written by `write`: checkpoints, states of sites, draws, parts of a fit, rows.
+The SHA-256 of a file, but for its own digits, stands in the header's metadata, and is compared before anything of the
+file is used: one bit that has flipped, in the numbers or the header, is a `ValueError` with the path. That is against
+damage. Whoever can write the file can write another digest, too: against people there are modes of files, and records.
+
 A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
 the device or the number of ranks, which change no result beyond rounding. What is noted of the clients' rows stands
 beside it, see `fedtorch.data.digests`. Functions count by their name and the values that they close over.
@@ -26,17 +31,17 @@ import dis
 import functools
 import hashlib
 import json
-import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedtorch import _files as files, wire
+from fedtorch._safetensors_header import DIGEST_AT, fields_of, has_digest, make_file_header
 
 ANYWAY = (
     "anyway=True to go on from it all the same: run.load(path, anyway=True), ft.Federation(…, anyway=True), or "
@@ -48,28 +53,103 @@ _PAIRS = "complex128"  # the name in the metadata of tensors that are pairs of r
 _STRUCTURE = "structure"  # the name of the bytes of JSON among packed tensors
 
 
-def write(path: Path | str, flat: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file; a kill at any moment leaves the old file or the new one, whole.
+class TensorFile(NamedTuple):
+    """A safetensors file of `write` whose digest fits, or one of another program, which has none."""
 
-    Tensors of complex128, which the format does not have, are written as pairs of real numbers and named beside them.
+    file: Any  # safetensors' own, whose tensors are mapped
+    about: dict[str, Any]  # what was written beside the tensors
+    checked: bool  # whether it has a digest
+
+    @property
+    def names(self) -> list[str]:
+        """Return the names of its tensors."""
+        return list(self.file.keys())
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor that stays in the file until its numbers are looked at."""
+        leaf: Tensor = self.file.get_tensor(name)
+        return torch.view_as_complex(leaf) if name in self.about.get(_PAIRS, ()) else leaf
+
+
+def write(
+    path: Path | str, flat: Mapping[str, Tensor], about: Mapping[str, Any] | None = None, *, private: bool = False
+) -> None:
+    """Write a safetensors file with its digest; a kill at any moment leaves the old file or the new one, whole.
+
+    Tensors go to the disk one by one, so that what is mapped from another file need not fit into memory. Those of
+    complex128, which the format does not have, are written as pairs of real numbers and named beside them.
+
+    Args:
+        path: of the file.
+        flat: tensors by name.
+        about: JSON beside them.
+        private: whether the file is for its owner alone, as those of sites and servers are.
     """
     pairs = sorted(name for name, leaf in flat.items() if leaf.dtype == torch.complex128)
-    files.replace(path, wire.encode(flat, {_PAIRS: pairs} if pairs else None) or safetensors.torch.save({}))
+    known = {**(about or {}), **({_PAIRS: pairs} if pairs else {})}
+    fields = fields_of(tuple((name, leaf.dtype, leaf.shape) for name, leaf in flat.items()))
+    header = make_file_header(fields, json.dumps(known, allow_nan=False) if known else None, "0" * files.DIGITS)
+    hashed = hashlib.sha256(header[:DIGEST_AT] + header[DIGEST_AT + files.DIGITS :])
+    with files.replacing(path, private=private) as file:
+        file.write(header)
+        for field in fields.order:
+            numbers = wire.as_bytes(flat[field.name])
+            hashed.update(numbers)
+            file.write(numbers)
+        file.seek(DIGEST_AT)
+        file.write(hashed.hexdigest().encode())
 
 
-def read(path: Path | str) -> dict[str, Tensor]:
-    """Read the tensors that `write` wrote.
+def read(path: Path | str, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, Tensor]:
+    """Read the tensors that `write` wrote, those of the names that are `wanted`, into memory of their own.
 
     Raises:
-        ValueError: the file is empty, torn, or something else.
+        FileNotFoundError: there is no file.
+        ValueError: the file is damaged, by a bit or altogether, or not one of `write`.
     """
-    payload = Path(path).read_bytes()
+    with opened(path) as content:
+        return {name: content.tensor(name).clone() for name in content.names if wanted(name)}
+
+
+@contextmanager
+def opened(path: Path | str, *, foreign: bool = False) -> Iterator[TensorFile]:
+    """Open a file that `write` wrote, after all of it was compared with its digest, block by block.
+
+    Args:
+        path: of the file.
+        foreign: whether files of other programs are taken, in which nothing says whether they are as they were written.
+
+    Raises:
+        FileNotFoundError: there is no file.
+        ValueError: the file is damaged, by a bit or altogether, or one of another program.
+    """
+    if Path(path).is_dir():
+        raise ValueError(f"Expected a safetensors file in {path}, but got a folder; pass the path of a file in it")
+    with Path(path).open("rb") as binary:
+        checked = has_digest(binary.read(DIGEST_AT))
+        if checked and not files.digest_fits(binary, DIGEST_AT):
+            raise ValueError(
+                f"Expected a safetensors file in {path} as it was written, but its content does not fit the SHA-256 in "
+                "its header: it is damaged; take another copy or an earlier file, or begin anew"
+            )
+    if not checked and not foreign:
+        raise _without_digest(path)
     try:
-        flat = safetensors.torch.load(payload)
-        pairs = wire.metadata(payload, limit=len(payload)).get(_PAIRS, [])
-        return {**flat, **{name: torch.view_as_complex(flat[name].clone()) for name in pairs}}
-    except (SafetensorError, wire.PayloadError, RuntimeError, KeyError, TypeError) as error:
+        with safe_open(str(path), "pt") as file:
+            known = file.metadata() or {}
+            if not checked and known.keys() & {"fedtorch", "sha256"}:
+                raise _without_digest(path)
+            yield TensorFile(file, json.loads(known.get("fedtorch", "{}")), checked)
+    except SafetensorError as error:
         raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+
+
+def _without_digest(path: Path | str) -> ValueError:
+    return ValueError(
+        f"Expected a safetensors file in {path} with the SHA-256 that fedtorch writes in its header, but it has none "
+        "there: it is damaged, or an earlier version or another program has written it; take another copy, or let this "
+        "version write it anew"
+    )
 
 
 def read_run(path: Path | str) -> dict[str, Tensor]:
@@ -83,7 +163,9 @@ def read_run(path: Path | str) -> dict[str, Tensor]:
             f"Expected the path of a checkpoint, but got {str(path)!r}; a ModelCheckpoint has one in best_model_path "
             "when something has been saved"
         )
-    if not zipfile.is_zipfile(path):
+    with Path(path).open("rb") as file:
+        zipped = file.read(4) == b"PK\3\4"
+    if not zipped:
         return read(path)
     from fedtorch.checkpoint_io import PlainCheckpointIO  # which imports Lightning
 

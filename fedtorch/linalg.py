@@ -105,6 +105,27 @@ def unit_scale(diagonal: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(diagonal), -exponent.div(2, rounding_mode="floor"))
 
 
+def square_root(covariance: Tensor) -> Tensor:
+    """Return C `(..., p, p)` with CC' = A of positive semi-definite A, also where rounding leaves A no Cholesky factor.
+
+    Where A has a row of zeros C has one, too, so that what is known stays so, whatever the units of the rest.
+
+    >>> square_root(torch.tensor([[0.0, 0.0], [0.0, 4.0]]))
+    tensor([[0., 0.],
+            [0., 2.]])
+    """
+    diagonal = covariance.diagonal(dim1=-2, dim2=-1)
+    known = diagonal <= 0
+    scale = unit_scale(torch.where(known, 1.0, diagonal))
+    scaled = scale[..., :, None] * covariance * scale[..., None, :] + torch.diag_embed(known.to(covariance))
+    factor, failed = torch.linalg.cholesky_ex(scaled)
+    bad = failed > 0
+    if bool(bad.any()):
+        values, vectors = torch.linalg.eigh(scaled[bad])
+        factor[bad] = vectors * values.clamp(min=0).sqrt()[..., None, :]
+    return (factor / scale[..., None]).masked_fill(known[..., None], 0.0)
+
+
 def pseudo_inverse(matrix: Tensor) -> Tensor:
     """Return A⁺ of a positive semi-definite A, `(..., p, p)`: A⁺b is the solution of least norm, in the units of A."""
     parts = equilibrated(matrix)

@@ -276,13 +276,18 @@ def _dumps(metadata: Mapping[str, JSON] | None) -> str | None:
 
 def to_bytes(leaf: Tensor) -> bytes:
     """Return the numbers of a leaf as a payload has them; raises TypeError for a sparse one."""
+    if leaf.dtype in _NUMPY and leaf.layout == torch.strided:
+        return leaf.numpy(force=True).tobytes()
+    return as_bytes(leaf).tobytes()
+
+
+def as_bytes(leaf: Tensor) -> memoryview:
+    """Return the numbers of a leaf as bytes, in its own memory where they lie there as a payload has them."""
     if leaf.layout != torch.strided:
         raise TypeError(f"Expected dense tensors, but got layout {leaf.layout}; call .to_dense() first")
-    if leaf.dtype in _NUMPY:
-        return leaf.numpy(force=True).tobytes()
     dense = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous()
     flat = dense.as_strided((dense.numel(),), (1,))  # a single number is contiguous whatever its strides
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).numpy().data
 
 
 def _from_bytes(data: memoryview, field: Field, finite: bool, refuse: Refuse) -> Tensor:

@@ -23,6 +23,38 @@ def test_every_name_stands_for_something(path: Path) -> None:
     assert page_names.Page(path).unresolved() == []
 
 
+@pytest.mark.parametrize("module", sorted(page_names.docstrings()))
+def test_every_name_of_a_docstring_stands_for_something(module: str) -> None:
+    assert page_names.Docstrings(module, page_names.docstrings()[module]).unresolved() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "text"),
+    [
+        ("fedtorch.sites.rounds.population", "such as `transport.serve(...)`"),
+        ("fedtorch.sites.rounds.population", "see `fedtorch.sites.make_authority`"),
+        ("fedtorch.sites.rounds.population", "see `past_sums.begin`"),
+        ("fedtorch.sites.enrolment", "see `identity.make_nobody`"),
+        ("fedtorch.federation.runs.run", "see `ft.Run.stop_now`"),
+        ("fedtorch.federation.runs.run", "see `Run.stop_now(…)`"),
+    ],
+)
+def test_names_of_nothing_are_found_in_docstrings(module: str, text: str) -> None:
+    assert len(page_names.Docstrings(module, [text]).unresolved()) == 1
+
+
+def test_modules_that_nobody_hands_out_need_their_whole_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = ["`past_sums.begin(folder)` of `fedtorch.sites`", "`fedtorch.sites.rounds.past_sums.begin(folder)`"]
+    found = []
+    for text in pages:
+        monkeypatch.setattr(page_names, "ROOT", tmp_path)
+        (tmp_path / "page.md").write_text(text)
+        page = page_names.Page(tmp_path / "page.md")
+        monkeypatch.undo()
+        found.append(page.unresolved())
+    assert found == [["past_sums.begin(folder): no past_sums.begin"], []]
+
+
 @pytest.mark.parametrize(
     "text",
     [

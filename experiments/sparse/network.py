@@ -94,7 +94,8 @@ def without_server(data: ft.data.FederatedData, names: Sequence[str], sizes: Siz
     central, alone = (ft.run(each, ft.InProcess(data), start, rounds=sizes.rounds) for each in (served, ring))
     difference = (alone.server.variables.theta - central.server.variables.theta).abs().max()
     megabytes = [
-        (run.history["round_bytes_up"][-1] + run.history["round_bytes_down"][-1]) / 1e6 for run in (central, alone)
+        (run.history["round_bytes_up"].iloc[-1] + run.history["round_bytes_down"].iloc[-1]) / 1e6
+        for run in (central, alone)
     ]
     figures = {
         "largest difference of a coefficient from the server's": float(difference),

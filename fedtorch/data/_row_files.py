@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import os
-import secrets
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import checkpoint, tree
 
 _COUNTS = "counts"
 
@@ -29,18 +24,13 @@ def write_rows(file: Path | str, rows: tree.Tree, counts: Tensor, about: dict[st
             f"Expected rows as a tuple or dict of tensors, none of them called {_COUNTS!r}, but got the fields "
             f"{sorted(fields)}; put them into one, such as (x, y)"
         )
-    path = Path(file)
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    try:
-        tensors = {name: leaf.detach().cpu().contiguous() for name, leaf in fields.items()}
-        save_file({**tensors, _COUNTS: counts}, partial, {"fedtorch": json.dumps({"fields": list(fields), **about})})
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    checkpoint.write(file, {**fields, _COUNTS: counts}, {"fields": list(fields), **about})
 
 
 def read_rows(file: Path | str) -> dict[str, Any]:
     """Return the arguments of `FederatedData`: rows that are mapped, and what is known of them.
+
+    A file of `write_rows` is read once from end to end to compare its digest, in blocks; one of another program is not.
 
     Raises:
         ValueError: the file is damaged, or has no counts.
@@ -54,12 +44,8 @@ def read_rows(file: Path | str) -> dict[str, Any]:
     >>> run.server["weight"].round(decimals=3)
     tensor([[2., 3.]])
     """
-    try:
-        with safe_open(file, framework="pt") as opened:
-            fields = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-            about = json.loads((opened.metadata() or {}).get("fedtorch", "{}"))
-    except (SafetensorError, ValueError) as error:
-        raise ValueError(f"Expected a safetensors file in {file}, but got a damaged or another one: {error}") from None
+    with checkpoint.opened(file, foreign=True) as content:
+        fields, about = {name: content.tensor(name) for name in content.names}, content.about
     if _COUNTS not in fields:
         raise ValueError(
             f"Expected a tensor {_COUNTS!r} of how many rows each client has, but got {sorted(fields)}; write the file "

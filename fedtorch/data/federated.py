@@ -130,6 +130,8 @@ class FederatedData:
                 f"Expected one name per column of {field_name(leaves[0][0])}, which is {tuple(first.shape)}, but got "
                 f"{len(self.features)} names of features; pass one per column"
             )
+        if twice := [name for name in dict.fromkeys(self.features) if self.features.count(name) > 1]:
+            raise ValueError(f"Expected a name for each feature, but got {twice} twice; rename one of them")
 
         coded = self.design is not None and not isinstance(self.rows, Incomplete)  # those have columns before coding
         if self.design is not None and coded and first.shape[1:] != (len(self.design.columns),):

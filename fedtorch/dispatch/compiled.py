@@ -26,6 +26,7 @@ from typing import TypeVar
 
 import torch
 
+from fedtorch import _files as files
 from fedtorch.dispatch import choice
 
 T = TypeVar("T")
@@ -137,9 +138,9 @@ def _folder() -> Path:
     Raises:
         PermissionError: it belongs to somebody else, or others can write to it.
     """
-    base = os.environ.get("XDG_CACHE_HOME")
-    folder = (Path(base) if base else Path.home() / ".cache") / "fedtorch" / "compiled"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is no place for a cache, as XDG says
+    folder = (base if base.is_absolute() else Path.home() / ".cache") / "fedtorch" / "compiled"
+    files.private_folder(folder, log=False)
     status = folder.stat()
     owned = not hasattr(os, "getuid") or status.st_uid == os.getuid()
     if not owned or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

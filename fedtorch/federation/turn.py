@@ -20,6 +20,9 @@ class Turn:
         limit: minibatches of an epoch, at most so many if it is an int, or this share of them.
         share: how much of the round's work each client does, `(K,)` in (0, 1], rounded up to whole epochs, or steps; or
             a function of the clients' ids that gives it; None for all of it. See `ft.partial_work`.
+        refused: ways of sharing steps that no client of the round takes, "padded" or "stacked": a solver has found that
+            they are not what clients alone do, here or on another rank. Solvers add to it; it is one set for all
+            blocks of the round.
 
     Example:
         >>> import fedtorch as ft
@@ -34,8 +37,10 @@ class Turn:
         rates: tuple[float, ...] | None = None,
         limit: float | None = None,
         share: Tensor | Callable[[Tensor], Tensor] | None = None,
+        refused: set[str] | None = None,
     ) -> None:
         self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
+        self.refused: set[str] = set() if refused is None else refused
 
     @property
     def key(self) -> Tensor:
@@ -58,12 +63,13 @@ class Turn:
 
     def with_key(self, key: Tensor | Callable[[], Tensor]) -> Turn:
         """Return the turn with another key."""
-        return Turn(key, self.round, self.rates, self.limit, self._share)
+        return Turn(key, self.round, self.rates, self.limit, self._share, self.refused)
 
     def of_clients(self, ids: Callable[[], Tensor], device: torch.device) -> Turn:
         """Return the part of the clients with these ids, whose keys are folded from the round's, on their device."""
         share = self._share(ids()) if callable(self._share) else self._share
-        return Turn(lambda: random.fold_in(self.key, ids()).to(device), self.round, self.rates, self.limit, share)
+        key = lambda: random.fold_in(self.key, ids()).to(device)
+        return Turn(key, self.round, self.rates, self.limit, share, self.refused)
 
     def __repr__(self) -> str:
         return f"Turn(round={self.round})"

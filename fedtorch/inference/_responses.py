@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
+from fedtorch import linalg
 from fedtorch.federation.posterior import Coefficients
-from fedtorch.federation.runs.posterior_draws import square_root
 from fedtorch.inference._table_rows import Rows
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.estimates import weighted_quantile
@@ -93,7 +93,7 @@ def _even_draws(one: DevicePosterior) -> Tensor:
     below = one.weights.cumsum(0)
     component = torch.searchsorted(below / below[-1], uniform[:, 0].contiguous()).clamp(max=len(below) - 1)
     white = torch.special.ndtri(uniform[:, 1:])[..., None]
-    return one.means[component] + (square_root(one.covariances)[component] @ white)[..., 0]
+    return one.means[component] + (linalg.square_root(one.covariances)[component] @ white)[..., 0]
 
 
 def _parts(one: DevicePosterior, rows: int) -> Iterator[slice]:

@@ -15,6 +15,7 @@ from fedtorch.data.formulas.cells import as_frame, level_name
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
+from fedtorch.models.estimates import own_names
 
 NEW = "new"  # the site of rows that nobody names one of
 
@@ -91,7 +92,8 @@ def columns_of(run: Run | Coefficients) -> Columns:
         names = run.names[1:] if run.intercept else run.names
         names = names if run.ordered is None or run.design is None else run.design.columns
         return Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
-    return Columns(*posterior_of(run.algorithm).columns(run), NEW)
+    (alone,) = own_names([NEW], run.population.names)
+    return Columns(*posterior_of(run.algorithm).columns(run), alone)
 
 
 def _given(rows: Any, columns: Columns) -> Rows:

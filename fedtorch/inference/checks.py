@@ -116,7 +116,9 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float =
         raise TypeError('Expected responses that are not yes or no; ask for predictive_check(run, of="sites")')
     power = ask(run, POWERS, one.sent, drawn=one)
     mean = power[1] / power[0]
-    sd = (power[2] / power[0] - mean.square()).clamp(min=1e-24).sqrt()
+    square = power[2] / power[0]
+    least = (torch.finfo(square.dtype).eps * square).clamp(min=torch.finfo(square.dtype).tiny)  # below is rounding
+    sd = (square - mean.square()).maximum(least).sqrt()
     counts = one.family.name == "poisson"
     if counts:
         last = min(float((mean + _FAR * sd).ceil()), _MOST_COUNTS)

@@ -29,6 +29,7 @@ from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
 from fedtorch.federation.runs.posterior_draws import Drawn, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
+from fedtorch.inference.pooling import refuse_pooled
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,7 +44,7 @@ class Accuracy(NamedTuple):
     """Hold the expected log predictive density of what was left out."""
 
     elpd: float
-    se: float  # its standard error, over what was left out
+    se: float  # its standard error, over what was left out: √(n · variance), by n - 1 as in R's loo; NaN of one
     parameters: float  # the effective number of parameters; NaN of sites
     left_out: int  # how many rows, or sites
     unit: str  # "row" or "site"
@@ -98,6 +99,7 @@ def loo(
         >>> print(loo(run, out="site"))
         elpd of 5 sites left out (cavity): -6... (se ...)
     """
+    refuse_pooled(run, "loo")
     _check(out=out)
     if out == "site":
         evidence = posterior_of(run.algorithm).evidence(run, tolerance=tolerance)
@@ -124,6 +126,7 @@ def waic(
         >>> abs(waic(run).elpd - ft.inference.loo(run).elpd) < 0.5
         True
     """
+    refuse_pooled(run, "waic")
     return _of_rows(_sums({"": run}, "waic", draws, {"": given}, tolerance, seed), 0, "waic")
 
 
@@ -254,8 +257,8 @@ def _of_sites(sums: Mapping[str, Tensor], sites: int) -> Accuracy:
 
 
 def _error(total: float, squares: float, count: int) -> float:
-    """Return the standard error of a sum of independent terms, from the sum of their squares."""
-    return max(squares - total * total / count, 0.0) ** 0.5
+    """Return the standard error of a sum of independent terms, from the sum of their squares: R's loo, by n - 1."""
+    return (count * max(squares - total * total / count, 0.0) / (count - 1)) ** 0.5 if count > 1 else math.nan
 
 
 def _same_clients(runs: Mapping[str, Run]) -> None:

@@ -54,6 +54,8 @@ def contrasts(
         missing = [name for name in by_name if name not in found.names]
         if missing:
             raise ValueError(f"Expected names of {list(found.names)}, but got {missing}")
+        if twice := [name for name in by_name if found.names.count(name) > 1]:
+            raise ValueError(f"Expected names of one quantity each, but the summary has {twice} twice; rename columns")
         labels.append(label)
         weights.append([float(by_name.get(name, 0.0)) for name in found.names])
     if not weights:

@@ -27,6 +27,7 @@ from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, a
 from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
+from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.hierarchical.families import CUMULATIVE, Family
 from fedtorch.tables.result_frame import ResultFrame
@@ -87,6 +88,7 @@ def marginal_effects(
         | :-- | --: | --: | --: | --: |
         | dose | 0.185 | 0.022 | 0.140 to 0.224 | 300 |
     """
+    refuse_pooled(run, "marginal_effects")
     source = posterior_of(run.algorithm).draws(run, _DRAWS, given, tolerance, _SEED, even=True)
     names, design, _ = columns_of(run)
     elsewhere = hasattr(run.clients, "ask")

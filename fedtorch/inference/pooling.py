@@ -81,6 +81,15 @@ class Pooled(NamedTuple):
         return ResultFrame.of(data, self.names, "coefficient", level=level, about=about)
 
 
+def refuse_pooled(run: Any, function: str) -> None:
+    """Refuse pooled runs where one run is meant."""
+    if isinstance(run, Pooled):
+        raise TypeError(
+            f"Expected a run, but got {run.fits} that were pooled; take {function}(run, …) of each run, and the mean "
+            "of the estimates, or pooled([(estimate, covariance), …]) of them for intervals"
+        )
+
+
 def pooled(fits: Iterable[Any], *, names: Sequence[str] | None = None, freedom: float = math.inf) -> Pooled:
     """Pool fits of completed data sets by Rubin's rules.
 

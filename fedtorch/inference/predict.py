@@ -13,6 +13,7 @@ from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._responses import LevelsPredicted, Predicted, level_probabilities, predicted
 from fedtorch.inference._table_rows import TableRows, columns_of, table_rows
+from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.tables.result_frame import ResultFrame
 
 
@@ -68,6 +69,7 @@ def predict(
     """
     if not (isinstance(interval, (int, float)) and 0 < interval < 1):
         raise ValueError(f"Expected an interval of a probability between 0 and 1, such as 0.9, but got {interval!r}")
+    refuse_pooled(run, "predict")
     names = run.sites if isinstance(run, Coefficients) else tuple(run.population.names)
     read = table_rows(run, rows, site)
     _check_trials(run, read)

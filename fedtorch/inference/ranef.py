@@ -10,6 +10,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import diagnostics
+from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.models.device_posterior import credible_interval
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.tables.result_frame import ResultFrame
@@ -55,6 +56,7 @@ def ranef(
         | B | level | 1.998 | 0.071 | 1.860 to 2.136 |
         | C | level | 2.992 | 0.071 | 2.853 to 3.130 |
     """
+    refuse_pooled(run, "ranef")
     if isinstance(run, Coefficients):
         if not total:
             raise ValueError("Expected a run, but got other sites, whose totals alone are known; pass total=True")

@@ -20,19 +20,34 @@ class Reduced(NamedTuple):
     count: Tensor  # type: ignore[assignment]  # (...) n
 
 
-def reduced(statistics: SufficientStatistics) -> Reduced:
+def reduced(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None = None) -> Reduced:
     """Return a triangular B, columns in the order of their size; directions that the rows leave open are zero.
 
     Its columns then differ in size as those of X do, which a symmetric root would mix up.
+
+    Args:
+        statistics: of the rows.
+        rows: x `(..., N, d)` and y `(..., N)` themselves, zero where there is none. Sums of y are then taken about
+            their least squares fit: of responses far from zero, y'y has no digits left for what the fit leaves.
     """
-    gram, cross, power, rows = statistics
+    gram, cross, power, count = statistics
     scale, values, vectors = linalg.equilibrated(gram)
     known = values > 0
-    response = (vectors.mT @ (scale * cross)[..., None])[..., 0]
-    response = torch.where(known, response / torch.where(known, values, 1.0).sqrt(), 0.0)
+    root_values = torch.where(known, values, 1.0).sqrt()
+
+    def turned(cross: Tensor) -> Tensor:
+        return torch.where(known, (vectors.mT @ (scale * cross)[..., None])[..., 0] / root_values, 0.0)
+
+    response, fit = turned(cross), torch.zeros_like(cross)
+    if rows is not None:
+        x, y = rows
+        fit = scale * (vectors @ (response / root_values)[..., None])[..., 0]
+        away = y - (x @ fit[..., None])[..., 0]
+        response, power = turned((x.mT @ away[..., None])[..., 0]), away.square().sum(-1)
     order = scale.argsort(dim=-1, stable=True)
     half = (vectors * values.sqrt()[..., None, :]).take_along_dim(order[..., None], -2)
     turn, upper = torch.linalg.qr(half.mT)
     root = upper.mT.take_along_dim(order.argsort(-1)[..., None], -2) / scale[..., None]
     rest = (power - response.square().sum(-1)).clamp(min=0)
-    return Reduced(root, (turn.mT @ response[..., None])[..., 0], rest, rows)
+    fitted = (root.mT @ fit[..., None])[..., 0]
+    return Reduced(root, (turn.mT @ response[..., None])[..., 0] + fitted, rest, count)

@@ -43,9 +43,11 @@ class DevicePosterior(NamedTuple):
 
     def distribution(self) -> MixtureSameFamily:
         """Return θ_k, batch `(K,)`, event `(d,)`."""
-        return MixtureSameFamily(
-            Categorical(self.weights), MultivariateNormal(self.means, self.covariances), validate_args=False
-        )
+        known = self.covariances.diagonal(dim1=-2, dim2=-1) == 0  # as fixed effects are, given what is shared
+        root = torch.linalg.cholesky(self.covariances + torch.diag_embed(known.to(self.covariances)))
+        root = root.masked_fill(known[..., None], 0.0)
+        each = MultivariateNormal(self.means, scale_tril=root, validate_args=False)
+        return MixtureSameFamily(Categorical(self.weights), each, validate_args=False)
 
     def marginals(self) -> MixtureSameFamily:
         """Return the marginal of each coefficient, batch `(K, d)`, which has a distribution function."""

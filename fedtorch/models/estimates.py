@@ -13,7 +13,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -86,6 +86,25 @@ class Estimates(NamedTuple):
         )
 
 
+def own_names(names: Iterable[str], taken: Iterable[str]) -> tuple[str, ...]:
+    """Return names of quantities that the package itself names, marked where a column is called so.
+
+    Args:
+        names: such as `sigma` and `sd(age)`.
+        taken: names of coefficients, which are those of columns.
+
+    >>> own_names(["sd(sigma)", "sigma"], ["age", "sigma"])
+    ('sd(sigma)', 'sigma (model)')
+    """
+    found, used = [], set(taken)
+    for name in names:
+        while name in used:
+            name = f"{name} (model)"
+        used.add(name)
+        found.append(name)
+    return tuple(found)
+
+
 def over_clients(rows: Tensor, noise: Tensor, columns: Sequence[str], count: int) -> Estimates:
     """Return means and sds over clients of their coefficients, and the sd of their noise: point estimates.
 
@@ -107,7 +126,7 @@ def over_clients(rows: Tensor, noise: Tensor, columns: Sequence[str], count: int
     clients, size = rows.shape
     names = tuple(columns) if len(columns) == size else tuple(map(str, range(size)))
     return Estimates(
-        names=(*names, *(f"sd({name})" for name in names), "sigma"),
+        names=(*names, *own_names([*(f"sd({name})" for name in names), "sigma"], names)),
         nodes=torch.cat([rows.mean(0), rows.std(0, correction=min(1, clients - 1)), noise.mean().sqrt()[None]])[None],
         coefficients=size,
         n=(*(count,) * size, *(clients,) * size, count),

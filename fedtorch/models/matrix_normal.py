@@ -143,7 +143,7 @@ def zhang_yeung(*, trace: float = 1.0, floor: float = 1e-6) -> CovarianceUpdate:
         new = low_rank.LowRank.from_factor(least * share, factor, len(covariance.values))
         worse = penalty(new, theta, variance, units) > penalty(covariance, theta, variance, units)
         had = len(theta) * covariance.multiple + covariance.values.sum()  # of another trace it is no candidate
-        return tree.where(worse & torch.isclose(had, torch.full_like(had, trace)), covariance, new)
+        return tree.where(worse & torch.isclose(had / trace, torch.ones_like(had)), covariance, new)
 
     def penalty(covariance: LowRank, theta: Tensor, variance: Tensor, units: int) -> Tensor:
         psi = floor * variance.clamp(min=_LEAST_VARIANCE)

@@ -43,7 +43,8 @@ class KeyedRandomness(TorchDispatchMode):
 
     Enter it around `torch.func.vmap(function, randomness="different")`; `backward` may run inside or outside.
     With one client's key and no `vmap` the whole of every tensor is that client's row. A further `vmap` over
-    examples inside draws what the batch as a whole would draw. Attention takes its plain kernel, since the
+    examples inside draws what the batch as a whole would draw. What has no rule here, such as a gamma variate,
+    one client alone draws by torch, seeded by the call's key. Attention takes its plain kernel, since the
     fused ones draw their dropout inside. Dropout and `bernoulli` draw the same in every dtype, the others do
     not.
 
@@ -65,7 +66,7 @@ class KeyedRandomness(TorchDispatchMode):
         self.keys, self._note = keys, note
         self.calls = 0
         self._made = () if first is None else first.unbind(-1)  # keys of calls, the first of them number `_from`
-        self._from = 0
+        self._from, self._seed = 0, torch.initial_seed()
 
     def draw(self, function: Draw, row: tuple[int, ...], *arguments: Any) -> Tensor:
         """Return `function(keys of the next call, row, *arguments)`, of numbers that depend on (key, position) only."""
@@ -91,7 +92,11 @@ class KeyedRandomness(TorchDispatchMode):
         arguments = _bind(fn, args, kwargs)
         if any(arguments.get(name) == value for name, value in _DETERMINISTIC):
             return fn(*args, **kwargs)
+        if torch.initial_seed() != self._seed:
+            raise NotImplementedError(SEEDED)
         draw = _DRAWS.get(fn.overloadpacket)
+        if draw is None and not self.keys.ndim and arguments.get("generator") is None:
+            return self._by_torch(fn, args, kwargs)
         if draw is None or "out" in arguments or arguments.get("generator") is not None:
             supported = ", ".join(sorted({packet.__name__ for packet in _DRAWS}))
             how = " with an explicit generator or out=" if draw is not None else ""
@@ -102,6 +107,17 @@ class KeyedRandomness(TorchDispatchMode):
         if self._note is not None:
             self._note()
         return draw(self, fn, arguments)
+
+    def _by_torch(self, fn: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what torch draws for one client, its generators seeded by the key of this call."""
+        if self._note is not None:
+            self._note()
+        device, seed = self.keys.device, int(self.key()) % 2**63
+        gpus = [device.index or 0] if device.type == "cuda" else []
+        with torch.random.fork_rng(gpus):
+            for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
+                generator.manual_seed(seed)
+            return fn(*args, **kwargs)
 
     def anew(self) -> KeyedRandomness:
         """Return an interception that draws the same again."""
@@ -123,6 +139,10 @@ class KeyedRandomness(TorchDispatchMode):
         return tuple(shape[len(clients) :])
 
 
+SEEDED = (
+    "Expected draws without a seed, but the step calls torch.manual_seed, where clients draw from keys of their own; "
+    "leave the seed away, or use ft.lightning_fit"
+)
 AHEAD = 8  # calls whose keys are made at a time: eight cost little more than one
 _DETERMINISTIC = (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False))
 

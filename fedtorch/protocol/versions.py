@@ -34,7 +34,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from filelock import FileLock, Timeout
+from filelock import Timeout
 from torch import Tensor
 
 from fedtorch import _files as files, checkpoint
@@ -62,7 +62,7 @@ class Versions:
         self._held: dict[int, Flat] = {}
         self.over = folder is not None and (folder / _OVER).exists()
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
+            files.private_folder(folder)
 
     @property
     def numbers(self) -> set[int]:
@@ -72,7 +72,7 @@ class Versions:
     def put(self, version: int, states: Flat) -> None:
         """Keep a version; the run is not over. Raises OSError where it cannot be written."""
         if self.folder is not None and version != FIRST:
-            checkpoint.write(self._path(version), states)
+            checkpoint.write(self._path(version), states, private=True)
             if self.over:
                 (self.folder / _OVER).unlink(missing_ok=True)
         self.over = self.over and version == FIRST
@@ -82,10 +82,10 @@ class Versions:
         """Note that the run is over, and that its states are not pending any more."""
         self.over = True
         if self.folder is not None:
-            files.replace(self.folder / _OVER, b"")
+            files.replace(self.folder / _OVER, b"", private=True)
 
     def get(self, version: int) -> Flat | None:
-        """Return a version, None if it is not here."""
+        """Return a version, None if it is not here; raise ValueError where its file is damaged."""
         if version not in self._held and self.folder is not None and self._path(version).exists():
             self._held[version] = checkpoint.read(self._path(version))
         return self._held.get(version)
@@ -161,7 +161,7 @@ def clean(folder: Path | str, days: float, abandoned: Collection[str] = ()) -> l
 
 @contextmanager
 def alone_in(folder: Path | str | None) -> Iterator[None]:
-    """Make a folder of states, and keep other processes from taking part with it; None is no folder.
+    """Make a folder of states, for this user alone, and keep other processes from it; None is no folder.
 
     Raises:
         FileExistsError: another process does.
@@ -169,8 +169,8 @@ def alone_in(folder: Path | str | None) -> Iterator[None]:
     if folder is None:
         yield
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    lock = FileLock(Path(folder) / "lock", timeout=0)
+    files.private_folder(folder)
+    lock = files.private_lock(Path(folder) / "lock", timeout=0)
     try:
         lock.acquire()
     except Timeout as error:

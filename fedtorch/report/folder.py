@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import safetensors
 from torch import Tensor
 
 from fedtorch import _files as files, checkpoint
@@ -171,12 +170,11 @@ def _history(folder: Path) -> dict[str, Tensor]:
 
 def _of_run(path: Path) -> dict[str, Tensor]:
     """Read the history, the fingerprint and why it ended of a checkpoint, and not the models."""
-    try:
-        with safetensors.safe_open(str(path), "pt") as file:
-            names = [name for name in file.keys() if name.startswith("history.") or name in _TEXTS]  # noqa: SIM118
-            return {name: file.get_tensor(name) for name in names}
-    except safetensors.SafetensorError as error:
-        raise ValueError(f"Expected a safetensors file in {path}, but got a damaged or another one: {error}") from None
+    with checkpoint.opened(path, foreign=True) as content:
+        wanted = [name for name in content.names if name.startswith("history.") or name in _TEXTS]
+        if content.checked:
+            return {name: content.tensor(name).clone() for name in wanted}
+    return checkpoint.read(path) if wanted else {}  # which says that a run's file has lost its digest
 
 
 def _of_trainer(path: Path) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import logging
 import secrets
 import ssl
 import time
@@ -44,7 +45,7 @@ from typing import Any, NamedTuple
 from fedtorch import _files as files, wire
 from fedtorch.protocol.rates import Gate, Rate
 from fedtorch.sites.identity import identity
-from fedtorch.sites.identity.certificates import check_name, write_secret
+from fedtorch.sites.identity.certificates import check_name
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.identity.roster import Roster
 from fedtorch.sites.streams.grpc_settings import dial, library, listen, listening
@@ -58,6 +59,7 @@ _METHOD, _SERVICE = "Enrol", "fedtorch.Enrolment"
 LIMITS = Limits(frame=2**16, seconds=20.0, each=Rate(20, 1 / 30), all=Rate(200, 1.0))
 _AT_ONCE = 4
 _MARK = "fedtorch1."  # what a token begins with, and its version
+_LOG = logging.getLogger(__name__)
 
 
 class Token(NamedTuple):
@@ -107,7 +109,7 @@ def invite(
     """Return a token for a site of this name, which expires after so many seconds.
 
     Args:
-        authority: its folder, see `identity.make_authority`.
+        authority: its folder, which `fedtorch authority` makes.
         name: of the site.
         address: host and port at which the server enrols sites.
         seconds: until it expires.
@@ -119,9 +121,9 @@ def invite(
     """
     check_name(name)
     folder, token = Path(authority), secrets.token_urlsafe(32)
-    (folder / "tokens").mkdir(exist_ok=True, mode=0o700)
+    files.private_folder(folder / "tokens")
     promise = {"name": name, "expires": now() + seconds, "rows": rows}
-    write_secret(_promise(folder, token), json.dumps(promise).encode())
+    files.write_json(_promise(folder, token), promise)
     return Token(address, name, identity.fingerprint((folder / "authority.pem").read_bytes()), token)
 
 
@@ -166,7 +168,7 @@ class EnrolmentServer:
     """Enrols sites until it is closed.
 
     Args:
-        authority: its folder, see `identity.make_authority`; needed while sites enrol, and not by a run.
+        authority: its folder, which `fedtorch authority` makes; needed while sites enrol, and not by a run.
         address: host and port to listen at; with port 0, `port` says which was free.
         roster: to which sites are added.
         limits: of attempts and of connections.
@@ -222,9 +224,12 @@ def admit(
     """
     promise, expected = _promise(authority, secret), "Expected a token that is new"
     try:
-        agreed = json.loads(promise.read_bytes())
+        agreed = files.read_json(promise)
     except FileNotFoundError:
         raise PermissionError(f"{expected}, but it has been used, or never existed; ask for another") from None
+    except ValueError as error:
+        _LOG.error("%s", error)  # which is not for the site
+        raise PermissionError(f"{expected}, but what is known of it is damaged; ask for another") from None
     if now() > agreed["expires"]:
         promise.unlink(missing_ok=True)
         raise PermissionError(f"{expected}, but it has expired; ask for another")
@@ -236,7 +241,7 @@ def admit(
     name, key = agreed["name"], identity.fingerprint(certificate)
     before, rows = roster.sites.get(name), agreed["rows"]
     roster.add(name, key, before.rows if rows is None and before is not None and before.key == key else rows)
-    files.replace(promise.with_suffix(".used"), json.dumps({"name": agreed["name"], "used": now()}).encode())
+    files.write_json(promise.with_suffix(".used"), {"name": agreed["name"], "used": now()})
     return certificate
 
 

@@ -135,7 +135,7 @@ class RunRecord:
         """Return the record of a run whose checkpoint is `saved`."""
         seconds = float(run.log.frame()["seconds"].sum()) if len(run.log) else 0.0
         data = getattr(run.population, "data", None)
-        settings = checkpoint_fingerprint(checkpoint.read(saved))
+        settings = checkpoint_fingerprint(checkpoint.read(saved, "fingerprint".__eq__))
         return {
             "format": _FORMAT,
             "written": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -187,7 +187,7 @@ def verify(path: Path | str, data: FederatedData | None = None) -> list[Check]:
             f"fedtorch that wrote it, {content.get('versions', {}).get('fedtorch')}"
         )
     same = saved.is_file() and _of_file(saved) == wanted
-    settings = checkpoint_fingerprint(checkpoint.read(saved)) if same else None
+    settings = checkpoint_fingerprint(checkpoint.read(saved, "fingerprint".__eq__)) if same else None
     checks = [
         Check("record", content.pop("digest", None) == digest(canonical(content)), "the record is as it was written"),
         Check("rounds", not faults(entries_of(rounds)), "every round's line follows from the lines before"),

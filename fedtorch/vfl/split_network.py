@@ -281,12 +281,17 @@ class SplitNetwork(L.LightningModule):
         return predicted(self.server, self.parties, features, draws, key, noise, data)[0]
 
     def predict(
-        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+        self,
+        features: Sequence[Tensor] | VerticalData,
+        *,
+        draws: int = 100,
+        key: Tensor | None = None,
+        noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows by all parties together, averaged over draws.
 
         Args:
-            features: `(n, ...)` or `(B, n, ...)`, one per party.
+            features: `(n, ...)` or `(B, n, ...)`, one per party, or the data that have them.
             draws: of weights and noise.
             key: of the draws.
             noise: whether with the model's noise on z.
@@ -297,6 +302,7 @@ class SplitNetwork(L.LightningModule):
         Raises:
             ValueError: another number of parties, or parties with other numbers of rows.
         """
+        features = features.features if isinstance(features, VerticalData) else features
         total = self.totals(features, draws if self.bayesian else 1, key, noise)
         return self.model.likelihood.mean(total, self._shared).mean(1)
 

@@ -96,3 +96,17 @@ def test_another_header_is_another_program(source: Path) -> None:
     (source.parent / "inner.h").write_text("enum { FACTOR = 6 };\n")
     compiled._loaded.cache_clear()
     assert compiled.library(source).times(7) == 42  # type: ignore[union-attr]
+
+
+@needs
+def test_a_cache_of_a_relative_path_is_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Else a folder that somebody else has prepared would be one of programs wherever Python is started."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert compiled.library(source, FACTOR="2").times(7) == 14  # type: ignore[union-attr]
+    assert not (tmp_path / "here").exists()
+    made = [tmp_path / "home" / each for each in (".cache", ".cache/fedtorch", ".cache/fedtorch/compiled")]
+    assert [each.stat().st_mode & 0o777 for each in made] == [0o700] * 3

@@ -163,3 +163,16 @@ def test_a_script_keeps_its_runs_and_writes_its_page(tmp_path: Path, monkeypatch
     assert text.count("\n## Run ") == 2
     assert text.endswith("\n\n## Notes\n\nWhy it is so.\n")
     assert text.startswith(f"# {demo_statistics.__doc__.splitlines()[0].rstrip('.')}\n")
+
+
+def test_the_privacy_page_says_of_labels_what_was_measured() -> None:
+    kept = json.loads((ROOT / "experiments/results/privacy_attacks.json").read_text())["runs"][-1]["rows"]
+    first = {row["setting"]: row["ours"] for row in kept if row["metric"] == "labels found, first step"}
+    noisy = [share for setting, share in first.items() if "plain" in setting or "ρ" in setting]
+    assert len(noisy) >= 3
+    assert min(noisy) == 1.0 > max(share for setting, share in first.items() if "private labels" in setting)
+    page = (ROOT / "docs/explanation/what_is_private.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("| gradients of a split network")]
+    _, _, _, reveals, helps, _ = line.split(" | " if line.endswith(" | ") else "|")
+    assert "100 %" in reveals
+    assert helps.strip() == "`privacy.noised_gradients`"

@@ -133,8 +133,10 @@ def test_draws_that_begin_later_are_those_of_interception_of_everything(keys):
 def test_later_draws_that_are_not_supported_leave_the_generator():
     module = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
     drawing = observed(module)
-    with pytest.raises(NotImplementedError, match="poisson"):
-        intercepted(drawing, lambda: module(X[0]) * torch.poisson(torch.ones(4, 1)), KeyedRandomness(KEYS[0]))
+    own = torch.Generator()
+    drawn = lambda: module(X[0]) * torch.rand(4, 1) * torch.rand(4, 1, generator=own)
+    with pytest.raises(NotImplementedError, match="explicit generator"):
+        intercepted(drawing, drawn, KeyedRandomness(KEYS[0]))
 
 
 def test_draws_of_backward_passes_have_a_key_of_their_own():

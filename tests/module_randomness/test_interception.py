@@ -253,29 +253,57 @@ def test_attention_kernels_are_restored(keys):
     drawn = KeyedRandomness(keys[0])
     with drawn:
         assert not torch.backends.cuda.flash_sdp_enabled()
-    with pytest.raises(RuntimeError, match="poisson"), drawn:
-        torch.poisson(torch.ones(3))
+    with pytest.raises(RuntimeError, match="explicit generator"), drawn:
+        torch.rand(3, generator=torch.Generator())
     assert before == (
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
     )
 
 
+WITHOUT_A_RULE = [
+    ("poisson", torch.poisson),
+    ("random_", lambda x: x.random_(3)),
+    ("_standard_gamma", torch._standard_gamma),
+    ("_sample_dirichlet", lambda x: torch._sample_dirichlet(x)),
+    ("geometric_", lambda x: x.geometric_(0.5)),
+]
+
+
+@pytest.mark.parametrize("function", [function for _, function in WITHOUT_A_RULE])
+def test_what_has_no_rule_is_drawn_by_torch_for_one_client(function, keys):
+    def draw(key):
+        with KeyedRandomness(key):
+            return function(torch.full((40,), 3.0)), function(torch.full((40,), 3.0))
+
+    before = torch.get_rng_state()
+    first, second = draw(keys[0])
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.stack(draw(keys[0])), torch.stack([first, second]))
+    assert not torch.equal(draw(keys[1])[0], first)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_seed_in_between_is_refused(keys):
+    before = torch.get_rng_state()
+    with KeyedRandomness(keys[0]):
+        torch.manual_seed(1)
+        with pytest.raises(NotImplementedError, match=r"calls torch\.manual_seed"):
+            torch.rand(2)
+    torch.set_rng_state(before)
+
+
 @pytest.mark.parametrize(
     ("name", "function"),
     [
-        ("poisson", torch.poisson),
-        ("random_", lambda x: x.random_(3)),
-        ("_standard_gamma", torch._standard_gamma),
-        ("_sample_dirichlet", lambda x: torch._sample_dirichlet(x)),
-        ("geometric_", lambda x: x.geometric_(0.5)),
+        *WITHOUT_A_RULE,
         ("rand.out", lambda x: torch.rand(4, out=x)),
         ("generator", lambda x: x.normal_(generator=torch.Generator())),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, function, keys):
     refusal = rf"{name}.* is not supported on stacked clients.*bernoulli.*lightning_fit"
-    with pytest.raises(RuntimeError, match=refusal), KeyedRandomness(keys[0]):
+    with pytest.raises(RuntimeError, match=refusal), KeyedRandomness(keys):
         function(torch.ones(4))
 
 

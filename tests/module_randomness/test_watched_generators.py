@@ -33,8 +33,11 @@ def test_a_function_that_draws_and_fails():
 
     with pytest.raises(ValueError, match="failed"):
         unless_drawn(fails, lambda: (None, True), torch.device("cpu"))
-    with pytest.raises(NotImplementedError):
-        each_drawn_if_random(lambda _: torch.poisson(torch.ones(3)), len(KEYS), lambda: KEYS, KEYS.device)
+    own = torch.Generator()
+    with pytest.raises(NotImplementedError, match="explicit generator"):
+        each_drawn_if_random(
+            lambda _: torch.rand(3) * torch.rand(3, generator=own), len(KEYS), lambda: KEYS, KEYS.device
+        )
 
 
 def test_who_has_drawn_elsewhere_is_not_put_back():

@@ -80,7 +80,7 @@ HEAD = """# Modules in awkward situations
 code; after `#` stands the report. Each is trained for a few epochs on clients of {clients} rows and evaluated on their
 rows, and held against a plain loop of each client in plain PyTorch, averaged by rows. *equal*: to 1e-9 of what training
 moves, in float64; *refused*: an error says why, and what to do instead; –: nobody would promise it. What is refused by
-default trains in `ft.lightning_fit`.
+default mostly trains in `ft.lightning_fit`, whose column says where it does not.
 """
 
 

@@ -2,11 +2,12 @@
 
 A page's code cells run when the pages are built; what is printed in `inline code` or in a console block does not, and
 is read here. What a name means is found in this order: what the page imports; `ft`, `nn`, `F` and `L`; `run`, `data`
-and `exchange` as values of their classes; modules of the package by their last name; what the package defines. A chain
-that starts so must lead somewhere, and a call of what it leads to may have no other keywords. Of other values that a
-page mentions the members must be defined somewhere. A word by itself must stand in some program of the repository or in
-a block of the page. `NAME` and `<name>` stand for anything, `my_…` for what is the reader's, `…` for what is left out,
-single letters for mathematics; a command of another program is not looked at.
+and `exchange` as values of their classes; modules of the package by their last name, where a package hands them out or
+the page has their whole name; what the package defines. A chain that starts so must lead somewhere, and a call of what
+it leads to may have no other keywords. Of other values that a page mentions the members must be defined somewhere.
+A word by itself must stand in some program of the repository or in a block of the page. `NAME` and `<name>` stand for
+anything, `my_…` for what is the reader's, `…` for what is left out, single letters for mathematics; a command of
+another program is not looked at. Docstrings of what is public are read like pages, for their chains of names alone.
 """
 
 from __future__ import annotations
@@ -17,11 +18,15 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+import public
 
 from fedtorch.cli._main import COMMANDS
 from support.repository import classes, file_names, files, members, modules, options_of_programs, words
@@ -38,7 +43,7 @@ VALUES = {  # what pages call values of these classes
 }
 ALIASES = {"ft": "fedtorch", "fedtorch": "fedtorch", "nn": "torch.nn", "F": "torch.nn.functional", "L": "lightning"}
 PLACEHOLDER = re.compile(r"<\w+>|\b[A-Z]{2,}\b|…|\.\.\.")
-FILE = re.compile(r"[\w.<>*/-]+(/|\.(py|pyi|md|toml|yaml|html|jsonl?|txt))|[\w.<>*-]*/[\w.<>*/-]+\.\w+")
+FILE = re.compile(r"[\w.<>*/-]+(/|\.(py|pyi|md|toml|yaml|html|jsonl?|txt|safetensors))|[\w.<>*-]*/[\w.<>*/-]+\.\w+")
 OWN = re.compile(r"my_")  # the reader's
 MISSING = object()
 
@@ -77,13 +82,16 @@ class Page:
     """A page, and what its blocks import and mention."""
 
     def __init__(self, path: Path) -> None:
-        self.name, text = path.relative_to(ROOT).as_posix(), path.read_text()
+        self._read(path.read_text())
+        self.imports = dict(self._imports())
+
+    def _read(self, text: str) -> None:
+        self.text = text
         self.blocks = [(kind.strip(), body) for _, kind, body in FENCED.findall(text)]
         prose = FENCED.sub(lambda block: "\n" * block[0].count("\n"), text)
         self.spans = [" ".join(span.split()).replace("\\|", "|") for span in SPAN.findall(prose)]
         self.words = set(re.findall(r"[\w.]+", "\n".join(body for _, body in self.blocks)))
         self.words |= {word.partition(".")[0] for word in self.words} | {word.rpartition(".")[2] for word in self.words}
-        self.imports = dict(self._imports())
 
     def _imports(self) -> Iterator[tuple[str, Any]]:
         for kind, body in self.blocks:
@@ -172,6 +180,7 @@ class Page:
             if root is not MISSING:
                 return root
         is_value = chain[0] not in {**self.imports, **ALIASES} and (chain[0] in self.words or not roots)
+        is_value = is_value and (chain[0] in self.words or not _is_module(chain[0]))
         known = members() | words() if len(chain) == 1 else members()
         return None if is_value and chain[-1] in known else MISSING
 
@@ -186,7 +195,8 @@ class Page:
             yield member(importlib.import_module(home), kind)
         else:
             for module in modules().get(name, ()):
-                yield importlib.import_module(module)
+                if module in self.text or _is_handed_out(module):
+                    yield importlib.import_module(module)
             for module in classes().get(name, ()):
                 yield member(importlib.import_module(module), name)
             if name not in modules() and is_installed(name):
@@ -204,6 +214,52 @@ class Page:
             return True
         wanted = [re.sub(r"<\w+>", "*", text), PLACEHOLDER.sub("*", text)]
         return any(fnmatch(f"/{path}", f"*/{each}") for path in files() for each in wanted)
+
+
+def _is_module(name: str) -> bool:
+    """Whether modules of the package are called so, and nothing that it defines."""
+    return name not in classes() and any(module.startswith("fedtorch") for module in modules().get(name, ()))
+
+
+def _is_handed_out(module: str) -> bool:
+    """Whether a stub hands out a module of the package; experiments are commands, which are."""
+    return not module.startswith("fedtorch") or module in public.handed_out()
+
+
+class Docstrings(Page):
+    """The docstrings of a module: those of what is public there."""
+
+    CHAIN = re.compile(r"(?<![\w.`])`([A-Za-z_]\w*(?:\.\w+)+)(?:\([^`]*\))?`(?!`)")
+
+    def __init__(self, module: str, texts: list[str]) -> None:
+        home = importlib.import_module(module)
+        self._read("\n".join(texts))
+        tokens = tokenize.generate_tokens(io.StringIO(inspect.getsource(home)).readline)
+        ours = {name for name, value in vars(home).items() if getattr(value, "__name__", "").startswith("fedtorch.")}
+        self.words |= {token.string for token in tokens if token.type == tokenize.NAME} - ours
+        self.imports = {name: value for name, value in vars(home).items() if name not in ours and name[:2] != "__"}
+
+    def unresolved(self) -> list[str]:
+        """Chains that stand for nothing."""
+        chains = dict.fromkeys(self.CHAIN.findall(self.text))
+        own = lambda chain: chain[0] in self.imports or chain[0] in modules() or chain[0] in ALIASES
+        return [
+            chain
+            for chain in chains
+            if own(chain.split(".")) and not FILE.fullmatch(chain) and self.value(chain.split(".")) is MISSING
+        ]
+
+
+@functools.cache
+def docstrings() -> dict[str, list[str]]:
+    """The texts of what is public by the module that defines it."""
+    found: dict[str, list[str]] = {}
+    for value in public.classes_and_functions().values():
+        texts = found.setdefault(value.__module__, [importlib.import_module(value.__module__).__doc__ or ""])
+        texts.append(inspect.getdoc(value) or "")
+        if inspect.isclass(value):
+            texts += [inspect.getdoc(part) or "" for name, part in vars(value).items() if not name.startswith("_")]
+    return found
 
 
 @functools.cache

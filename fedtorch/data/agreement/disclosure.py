@@ -21,8 +21,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from filelock import FileLock
-
 from fedtorch import _files as files
 
 _LOG = logging.getLogger(__name__)
@@ -104,17 +102,17 @@ class AnswerLog:
     def _lock(self) -> AbstractContextManager[Any]:
         if self._path is None:
             return nullcontext()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        return FileLock(f"{self._path}.lock", timeout=_SECONDS)
+        files.private_folder(self._path.parent)
+        return files.private_lock(f"{self._path}.lock", _SECONDS)
 
     def _read(self) -> dict[str, Any]:
         if self._path is not None and self._path.exists():
-            self._held = json.loads(self._path.read_bytes())
+            self._held = files.read_json(self._path)
         return self._held
 
     def _write(self) -> None:
         if self._path is not None:
-            files.replace(self._path, json.dumps(self._held).encode())
+            files.write_json(self._path, self._held)
 
 
 def _digest(design: str) -> str:

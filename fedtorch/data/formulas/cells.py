@@ -158,8 +158,8 @@ class Cells:
             row = int(empty.argmax())
             raise BadCells(
                 f"Expected no missing cells, but got {int(empty.sum())} in column {name!r}, at first{self.where(row)}, "
-                f'row {self.frame.index[row]}; keep them for imputation by missing="impute", or leave such rows out by '
-                'missing="drop"',
+                f"row {self.frame.index[row]}; fill them, or leave such rows out, frame.dropna(subset=[{name!r}]); "
+                'from_frame does so by missing="drop", and keeps them for imputation by missing="impute"',
                 f"the site's column {name!r} has missing cells; impute them, or leave such rows out",
             )
         return column

@@ -63,6 +63,14 @@ def columns(terms: Sequence[Term], encoding: Encoding) -> list[Column]:
             for picked in itertools.product(*parts[::-1]):
                 name = ":".join(part.name for part in picked[::-1]) or INTERCEPT
                 made.append(Column(name, picked[::-1], number))
+    names = [column.name for column in made]
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    twice += [column.name for column in made if column.name == INTERCEPT and column.parts and not twice]
+    if twice:
+        raise ValueError(
+            f"Expected a name of its own for each coefficient, but got {twice} of a column that is called as another "
+            "coefficient of formulas is; rename the column in the frame"
+        )
     return made
 
 

@@ -89,8 +89,8 @@ def level_codes(column: str, levels: Levels, cells: Cells) -> numpy.ndarray:
         row = int(numpy.isin(codes, unseen).argmax())
         raise ValueError(
             f"Expected levels {shown(levels.names)} in column {column!r}{cells.where(row)}, but got "
-            f"{shown(sorted(present[unseen]))}; declare all levels, levels={{{column!r}: [...]}}, or one as which the "
-            "others count"
+            f"{shown(sorted(present[unseen]))}; give such rows one of these, or leave them out; levels are chosen "
+            f"where the formula is, from_frame(…, levels={{{column!r}: [...]}})"
         )
     other = number.get(levels.other or "", 0)
     return numpy.array([number.get(name, other) for name in present], dtype=numpy.int64)[codes]

@@ -28,6 +28,7 @@ from fedtorch.data.formulas.requirements import (
     scale_of_sums,
     spline_of_quantiles,
     unordered_response,
+    warn_of_numbers,
 )
 
 
@@ -86,6 +87,10 @@ def encoding(formula: Formula, cells: Cells, levels: Mapping[str, Any] | None = 
     quantities = {quantity: cells.numbers(*quantity) for quantity in needs.quantities}
     means = {quantity: scale_of(values, quantity.name) for quantity, values in quantities.items()}
     known = {column: declared.get(column) or levels_of(column, cells) for column in needs.levels}
+    for column in set(known) - set(declared):
+        values = cells.column(column)
+        if not hasattr(values.dtype, "categories") and not all(isinstance(value, str) for value in values.unique()):
+            warn_of_numbers(formula, column, known[column].names)
     target = formula.response.column
     if target not in declared and not getattr(cells.column(target).dtype, "ordered", False):
         unordered_response(formula, known.get(target))

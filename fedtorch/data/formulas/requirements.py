@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -23,6 +25,8 @@ from fedtorch.data.formulas.cells import level_name
 from fedtorch.data.formulas.encoding import Levels, Polynomial, Scale, Spline
 from fedtorch.data.formulas.evaluation import DEGREE
 from fedtorch.data.formulas.grammar import Formula, Quantity, Variable
+
+_MANY = 20  # levels that are whole numbers, from which on a column of objects is warned of
 
 
 class Requirements(NamedTuple):
@@ -118,6 +122,24 @@ def spline_of_quantiles(variable: Variable, inner: Sequence[float], lower: float
             "value; take a smaller df, or the column as it is"
         )
     return Spline(tuple(inner), lower, upper)
+
+
+def warn_of_numbers(formula: Formula, column: str, names: Sequence[str]) -> None:
+    """Warn of a column that was read as a factor of many levels, all of them whole numbers, where no C() says so.
+
+    Args:
+        formula: as it was read.
+        column: of objects that are no text, such as `Decimal`.
+        names: of its levels.
+    """
+    chosen = any(v.function == "C" and v.quantity.column == column for v in formula.variables)
+    if len(names) >= _MANY and not chosen and all(re.fullmatch(r"[+-]?\d+", name) for name in names):
+        warnings.warn(
+            f"Expected numbers or names in the column {column!r}, but got {len(names)} levels that are whole numbers, "
+            f"held as objects: it counts as a factor. Write C({column}) if one is meant, or convert it, "
+            f"pandas.to_numeric(frame[{column!r}])",
+            stacklevel=2,
+        )
 
 
 def scale_of_sums(name: str, count: float, mean: float, squares: float) -> Scale:

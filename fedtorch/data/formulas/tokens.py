@@ -15,6 +15,7 @@ LONGEST = 10_000  # characters
 _WORDS = re.compile(
     r"(?P<space>[ \t\r\n]+)|(?P<name>[^\W\d]\w*)|`(?P<quoted>[^`]*)`|(?P<number>[0-9]+)|(?P<sign>\|\||[-~+:*()|,=])"
 )
+_WRITTEN = {"/": "a + a:b for a/b", "^": "a*b for (a + b)^2", "%": "a + a:b for a + b %in% a"}
 _LISTED = "column names, + : * - 0 1, ( | ) and the functions C, bs, poly, log, center, scale, offset"
 
 
@@ -64,6 +65,8 @@ def refuse(text: str, at: int, got: str, remedy: str = "") -> NoReturn:
 
 def unquoted(character: str) -> str:
     """Return the remedy for a character that is no part of a name."""
+    if character in _WRITTEN:
+        return f"write {_WRITTEN[character]}, or a column name that has it in backquotes"
     return "write a column name that has it in backquotes" if character.isprintable() and character != "`" else ""
 
 

@@ -72,7 +72,9 @@ def from_frame(
         standardise: with a formula, whether columns of x are centred and scaled within the fit, as far as the model
             stays the same; `design.original` goes back.
         offset: with a formula, a column that is added to the linear predictor.
-        weights: with a formula, a column by which rows count.
+        weights: with a formula, a column by which rows count: of yes-or-no responses, counts and levels a row of weight
+            3 is three such rows. Of a Gaussian response weights are precisions as in lme4: the noise variance of a row
+            is sigma² / weight, so that a row of weight 3 is the mean of three rows, and not three rows.
         trials: with a formula, a column with the numbers of trials, of which the response says how many succeeded.
         missing: "refuse" says where cells are missing, "drop" leaves out rows with any, and "impute" keeps them for
             `ft.inference.imputed`, which completes them: rows are the columns before the formula is applied, see
@@ -80,7 +82,8 @@ def from_frame(
         minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
             where nothing is told of fewer rows: a level counts if one client has so many rows of it, levels are in the
             order of their names, and knots are quantiles of histograms. Default: those of all rows together.
-        other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name.
+        other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name. It comes
+            last, so that the first of the other levels is the reference.
         bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.
         dtype: of x, and of y when the target is a float; default: float32, with a formula float64.
@@ -116,6 +119,9 @@ def from_frame(
         return replace(data, absent=lost)
     if features is not None or target is not None or (formula is not None and design is not None):
         raise TypeError("Expected one of a formula, a design, and features with target, but got several")
+    given = [name for name, value in by_formula.items() if value is not None]
+    if design is not None and given:
+        raise TypeError(f"Expected {given} with a formula, but got a design, which says these; leave them out")
     table = as_frame(frame)
     if design is None:
         parsed = parse(str(formula))
@@ -212,7 +218,7 @@ def _of_columns(
         if not pd.api.types.is_numeric_dtype(frame[column]) or pd.api.types.is_complex_dtype(frame[column]):
             raise TypeError(
                 f"Expected numeric or boolean features, but got {frame[column].dtype} in column {column!r}; "
-                "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"
+                + _instead(frame[column])
             )
     if gaps:
         cells = frame[[*features, target]].to_numpy(dtype=numpy.float64, na_value=numpy.nan)
@@ -221,6 +227,13 @@ def _of_columns(
     x = torch.from_numpy(numpy.array(frame[list(features)].to_numpy(dtype=numpy.float64))).to(dtype)
     y = _target(frame[target], dtype)
     return FederatedData(**_by_client((x, y), frame[client]), features=tuple(features))
+
+
+def _instead(column: pandas.Series) -> str:
+    """Return what to do with a column that holds no numbers."""
+    if any(isinstance(value, (list, tuple, numpy.ndarray)) for value in column):
+        return "of lists, such as tokens, make data by from_loaders(loaders, pad=0), whose batches may differ in length"
+    return "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"
 
 
 def _target(column: pandas.Series, dtype: torch.dtype) -> Tensor:

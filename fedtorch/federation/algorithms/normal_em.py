@@ -1,8 +1,8 @@
 r"""The mean and covariance of all sites' rows, some of whose values are missing, by EM.
 
 Rows are taken as draws of one normal distribution, with values missing at random: some sites may lack a covariate
-altogether. An iteration needs from each site only Σ E[z] and Σ E[z z'] given what is observed, which are sums.
-`fedtorch.models.gibbs.imputation` fills the gaps with what is found.
+altogether. An iteration needs from each site only Σ E[z] and Σ E[z z'] about the present mean, given what is observed,
+which are sums. `fedtorch.models.gibbs.imputation` fills the gaps with what is found.
 
 With `draws` the same sums give draws of mean and covariance from their posterior, of which proper multiple imputation
 takes one for each completed data set; see `_augmentation`.
@@ -80,15 +80,16 @@ def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
     expected, spread, _ = conditional(incomplete_rows(data.batch), inbox)
     rows = data.mask.to(expected.dtype)
     count = data.count.clamp(min=1).to(expected.dtype)
-    first = (expected * rows[..., None]).sum(1) / count[:, None]
-    outer = expected[..., :, None] * expected[..., None, :] + spread
+    away = expected - inbox.mean[:, None]  # sums about zero would lose the digits of columns far from it
+    first = (away * rows[..., None]).sum(1) / count[:, None]
+    outer = away[..., :, None] * away[..., None, :] + spread
     second = (outer * rows[..., None, None]).sum(1) / count[:, None, None]
     return Reply(Mean(Normal(first, second), data.count.to(expected.dtype)), state, {})
 
 
 def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
-    mean, second = aggregate.value
-    return Normal(mean, second - mean[:, None] * mean)
+    moved, second = aggregate.value
+    return Normal(state.mean + moved, second - moved[:, None] * moved)
 
 
 def _estimates(run: Any) -> Estimates:
@@ -96,7 +97,7 @@ def _estimates(run: Any) -> Estimates:
     mean, covariance = run.server
     size, rows = len(mean), int(row_counts(run.population).sum())
     columns = feature_names(run.population)
-    columns = (*columns, "response") if len(columns) == size - 1 else tuple(map(str, range(size)))
+    columns = columns if len(columns) == size else tuple(map(str, range(size)))  # the response's is the last
     sd = covariance.diagonal().sqrt()
     below = torch.tril_indices(size, size, -1)
     pairs = list(zip(*below.tolist()))

@@ -318,7 +318,7 @@ class Federation(L.LightningModule):
         trainer = self.trainer
         self._optimizers.take(limit_of(trainer, "train") if stage == "fit" else None)
         check_place(trainer, getattr(self.run.population, "population", self.run.population))
-        keep_plain(trainer.strategy)
+        keep_plain(trainer.strategy, private=hasattr(self.run.population, "organisations"))
         # An epoch has one step; Lightning warns of longer intervals.
         trainer.log_every_n_steps = min(1, trainer.log_every_n_steps)  # type: ignore[attr-defined]
 

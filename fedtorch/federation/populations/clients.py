@@ -168,7 +168,10 @@ class LocalClients:
                 block = ids[rest], tree.take(block[1], rest)
 
     def gather(self, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
-        """Do a round of the clients here, as far as a partial aggregate, without messages that are `not_finite`."""
+        """Do a round of the clients here, as far as a partial aggregate, without messages that are `not_finite`.
+
+        Where a block finds that clients must not share steps, those of the blocks before it are trained anew.
+        """
         exchange = self.algorithm.exchange
         refused: dict[int, str] = {}
         failed: dict[int, Exception] = {}
@@ -178,7 +181,10 @@ class LocalClients:
         up = down = 0
         answers: Answers | None = None
         for block in self.blocks(cohort):
+            known = len(turn.refused)
             replied = self._answers(block, outbox, turn, failed)
+            if len(turn.refused) > known and infos:
+                return self.gather(outbox, cohort, turn, lost)
             if replied is None:
                 continue
             answers = replied

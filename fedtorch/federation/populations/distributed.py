@@ -118,7 +118,7 @@ class Distributed:
 class Table(NamedTuple):
     """What ranks add up of a round beside messages."""
 
-    counts: Tensor  # (6 + F,) as of `_Counts`, and how many ranks have told each of F diagnostics
+    counts: Tensor  # (8 + F,) as of `_Counts`, and how many ranks have told each of F diagnostics
     rows: Tensor  # (1 + F, M) of the clients asked: whether it has answered, and its diagnostics; zeros of other ranks
 
 
@@ -130,6 +130,8 @@ class _Counts(NamedTuple):
     answered: int  # clients
     refused: int
     failed: int
+    padded: int  # ranks that refuse padded steps
+    stacked: int  # ranks that refuse all shared steps
     news: int  # ranks that have diagnostics of names that are not known yet
 
 
@@ -177,12 +179,17 @@ class _DistributedClients:
             block = self.local.empty_block()
             message = self.local.reply(block, outbox, turn).message
             partial = exchange.gather(message, block[0])
-        table = self._table(cohort, gathered)
+        table = self._table(cohort, gathered, turn)
         if exchange.additive:
             table, partial = ranks.add((table, partial))
         else:
             table, partial = ranks.add(table), ranks.gather(partial)
-        counts, ids, info = self._joined(cohort, table, gathered)
+        counts, ids, info = self._joined(cohort, table, gathered, turn)
+        ways = {"padded": counts.padded, "stacked": counts.stacked}
+        unknown = {way for way, refusing in ways.items() if 0 < refusing < ranks.world_size}
+        if unknown:  # to some ranks, whose clients must not take such steps either
+            turn.refused.update(unknown)
+            return self.step(outbox, cohort, turn, lost)
         aggregate = self.local.finish(partial, message) if len(ids) else None
         refused = self._join_refused(gathered.refused) if counts.refused else {}
         failed: dict[int, Exception] = {}
@@ -232,7 +239,7 @@ class _DistributedClients:
     def _join_refused(self, refused: dict[int, str]) -> dict[int, str]:
         return {client: field for part in self.ranks.texts(list(refused.items())) for client, field in part}
 
-    def _table(self, cohort: Tensor | None, here: Gathered) -> Table:
+    def _table(self, cohort: Tensor | None, here: Gathered, turn: Turn) -> Table:
         """Return counts, who has answered of the clients here, and diagnostics of known names, as ranks add them up."""
         names, ids, info = self._names, here.ids, here.info
         asked = self.local.clients if cohort is None else len(cohort)
@@ -243,17 +250,21 @@ class _DistributedClients:
         for row, value in zip(rows, (1.0, *(info.get(name, torch.nan) for name in names))):
             row[mine] = value
         news = int(not info.keys() <= set(names))
-        counts = _Counts(here.up, here.down, len(ids), len(here.refused), len(here.failed), news)
+        padded, stacked = (int(way in turn.refused) for way in ("padded", "stacked"))
+        left_out = len(here.refused), len(here.failed)
+        counts = _Counts(here.up, here.down, len(ids), *left_out, padded, stacked, news)
         return Table(torch.tensor([*counts, *(name in info for name in names)], dtype=torch.float64), rows)
 
-    def _joined(self, cohort: Tensor | None, table: Table, here: Gathered) -> tuple[_Counts, Tensor, dict[str, Tensor]]:
+    def _joined(
+        self, cohort: Tensor | None, table: Table, here: Gathered, turn: Turn
+    ) -> tuple[_Counts, Tensor, dict[str, Tensor]]:
         """Return counts, who has answered on any rank, and all diagnostics; names new to a rank are learnt first."""
         many = len(_Counts._fields)
         numbers = [int(number) for number in table.counts.tolist()]
         if numbers[many - 1]:
             told = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
             self._names = tuple(sorted({*self._names, *told}))
-            table = self.ranks.add(self._table(cohort, here))
+            table = self.ranks.add(self._table(cohort, here, turn))
             numbers = [int(number) for number in table.counts.tolist()]
         counts, asked = _Counts(*numbers[:many]), self._everybody if cohort is None else cohort
         if counts.answered == len(asked):

@@ -19,7 +19,7 @@ from fedtorch.federation.runs.posterior_draws import Drawn, by_client
 from fedtorch.federation.runs.sampler import SITES, Sampler, arviz_of, diagnostics, load_arviz
 from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.estimates import Diagnostics, Estimates
+from fedtorch.models.estimates import Diagnostics, Estimates, own_names
 from fedtorch.models.gibbs.kernels import LocalKernel
 from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import observations
@@ -85,7 +85,7 @@ def drawn_names(run: Any, size: int, intercept: bool) -> tuple[str, ...]:
     """Return the names of so many coefficients of sites, with an intercept of their own first or without."""
     columns = feature_names(run.population)
     columns = columns if len(columns) == size - intercept else tuple(map(str, range(size - intercept)))
-    return ("Intercept", *columns) if intercept else columns
+    return (*own_names(["Intercept"], columns), *columns) if intercept else columns
 
 
 @dataclass(frozen=True)

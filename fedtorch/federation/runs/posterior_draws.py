@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import random, tree
+from fedtorch import linalg, random, tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.posterior import Draws, posterior_of
 from fedtorch.federation.runs.holders import Holder, local_holder, rows_at_hand
@@ -83,7 +83,7 @@ def given_shared(model: Model, phi: Tensor, key: Tensor) -> Draws:
         each = tree.expand(phi.to(rows.x), len(block.count))
         posterior = model.given(each, torch.full_like(each[..., 0], 1 / each.shape[1]), prepared)
         white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
-        theta = posterior.means + (square_root(posterior.covariances) @ white[..., None])[..., 0]
+        theta = posterior.means + (linalg.square_root(posterior.covariances) @ white[..., None])[..., 0]
         scale = torch.ones_like(each[:, :1, 0]) if family.scale is None else family.scale(prepared)[:, None]
         if not bool(posterior.log_noise.isnan().any()):
             scale = posterior.log_noise.exp()
@@ -144,16 +144,6 @@ def site_draws(run: Run, drawn: Draws) -> Tensor:
     """
     theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [drawn.at], lambda every: every[0].theta)
     return theta
-
-
-def square_root(covariance: Tensor) -> Tensor:
-    """Return a square root, also of covariances that rounding leaves without a Cholesky factor, as of fixed effects."""
-    factor, failed = torch.linalg.cholesky_ex(covariance)
-    bad = failed > 0
-    if bool(bad.any()):
-        values, vectors = torch.linalg.eigh(covariance[bad])
-        factor[bad] = vectors * values.clamp(min=0).sqrt()[..., None, :]
-    return factor
 
 
 def masked_sum(values: Any, mask: Tensor) -> Tensor:

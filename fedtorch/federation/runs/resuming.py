@@ -15,7 +15,7 @@ from typing import Literal, Self
 import torch
 from torch import Tensor
 
-from fedtorch import checkpoint, tree
+from fedtorch import _files as files, checkpoint, tree
 from fedtorch.checkpoint import below, describe
 from fedtorch.data import Design
 from fedtorch.data.digests import different
@@ -137,10 +137,15 @@ class Resumable:
         }
 
     def save(self, path: Path | str) -> None:
-        """Write a safetensors file that appears whole under its name; over ranks, called on all of them."""
-        flat = self.state_dict()
+        """Write a safetensors file that appears whole under its name; over ranks, called on all of them.
+
+        The server of a run over sites writes it for its owner alone.
+        """
+        flat, at_server = self.state_dict(), hasattr(self.population, "organisations")
         if self.population.leads:
-            checkpoint.write(path, flat)
+            if at_server:
+                files.private_folder(Path(path).parent)
+            checkpoint.write(path, flat, private=at_server)
         self.clients.meet()
 
     def load(self, path: Path | str, *, anyway: bool = False, joined: Literal["new"] | None = None) -> Self:

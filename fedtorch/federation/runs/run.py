@@ -212,7 +212,10 @@ class Run(Scored, Resumable):
 
     @property
     def history(self) -> pd.DataFrame:
-        """Return a row per round: who was asked, who answered, losses, reports, bytes, time; see `ft.History.frame`."""
+        """Return a row per round: who was asked, who answered, losses, reports, bytes, time.
+
+        See `fedtorch.history.History.frame`.
+        """
         return self.log.frame()
 
     @property

@@ -41,7 +41,7 @@ class ServerModule(NamedTuple):
             average = ', or average buffers: ft.gradient_descent(…, buffers="average")' if buffers else ""
             raise ValueError(
                 f"Expected the server to hold a whole model, but it does not, and lacks {names}; use "
-                f"client_module(client){average}"
+                f"ft.Run(algorithm, population).load(path).client_module(client), or run.client_module(client){average}"
             )
 
 

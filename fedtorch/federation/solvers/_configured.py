@@ -221,7 +221,9 @@ def check_independent(optimizer: TreeOptimizer) -> None:
             together = _four_steps(original, [start for _ in groups], slice(None))
             alone = [_four_steps(original, [start[k] for _ in groups], k) for k in range(2)]
         except Exception as error:  # whatever an optimiser objects to
-            raise TypeError(f"{advice} ({error})") from error
+            raise TypeError(
+                f"{name} takes no step of a stack of clients ({error}); use ft.lightning_fit or another optimiser"
+            ) from error
         for group, stacked in enumerate(together):
             separate = torch.stack([alone[k][group] for k in range(2)])
             if not torch.allclose(stacked, separate, rtol=1e-9, atol=1e-12):

@@ -13,8 +13,8 @@ from fedtorch import tree
 _LABELS = "give class labels as int64, for example y.long()"
 _WORDS = "give numbers of words or classes as int64, for example x.long()"
 _FROZEN = (
-    "set requires_grad of what is to be trained before the local solver is made, or use ft.lightning_fit, where "
-    "training may unfreeze it"
+    "set requires_grad of what is to be trained before the local solver is made, with a learning rate of 0 as long as "
+    "it is to stay"
 )
 _IN_PLACE = "change a copy of the batch or parameter, x = x.clone(), and not itself"
 # A pattern in torch's error, and the advice; the first that fits is given.

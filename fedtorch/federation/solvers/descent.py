@@ -34,8 +34,9 @@ from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
 from fedtorch.federation.solvers.python_state import PythonState, StateRead, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
-from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer
+from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
+from fedtorch.module_randomness.interception import SEEDED
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State
 from fedtorch.tree import Tree
@@ -50,9 +51,11 @@ class Descent:
 
     Attributes:
         linear: what a program that takes all steps of a round at once has to know; None asks none.
+        promised: whether padded steps rest on the user's word.
     """
 
     linear: LinearSteps | None = None
+    promised = False
     _said = False  # whether it was said what rowwise=True would save
 
     def __init__(
@@ -123,6 +126,7 @@ class Descent:
             BadClients: some have no rows, or rows that the module cannot take.
             ValueError: the loss reads parameters that are not trained.
         """
+        self.check.forget()
         if isinstance(data, ClientLoaders):  # no batch is read before its time
             check_settings(self.batch_size, drop_last=self.drop_last or None)
             return data
@@ -131,11 +135,11 @@ class Descent:
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
         if len(data.count):
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
-            check_rows(self.loss, data, values, self._original)
-        self._learn(data)
-        if len(data.count):
-            check = partial(failure_on_one_row, self.loss, data, values)
-            check_last_batches(data.count, self.batch_size, self.drop_last, self.steps, check)
+            with torch.random.fork_rng([]):  # a module may set a seed
+                check_rows(self.loss, data, values, self._original)
+                self._learn(data)
+                check = partial(failure_on_one_row, self.loss, data, values)
+                check_last_batches(data.count, self.batch_size, self.drop_last, self.steps, check)
         return data
 
     def _learn(self, data: Any) -> None:
@@ -153,8 +157,11 @@ class Descent:
         """Return whether clients of unequal size share padded steps, by the user's word or by the types."""
         if not is_ragged(count) or not self.loss.batched:
             return False
-        known = self._by_type is not None and self._by_type.holds(data.batch, data.count)
-        self.objective.rows = self._by_type if known else None
+        by_type = self._by_type
+        known = by_type is not None and by_type.holds(data.batch, data.count)
+        self.promised = self.rowwise and not known
+        by_layers = known or (self.promised and by_type is not None and by_type.has_rows(data.batch))
+        self.objective.rows = by_type if by_layers else None
         return self.rowwise or known
 
     def tensors(self, parameters: Tree, state: LocalState) -> Tree:
@@ -182,6 +189,10 @@ class Descent:
 
     def solve(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Train the clients of a block, group by group of those that can share steps; see `LocalSolver`."""
+        if "padded" in turn.refused:
+            self._by_type = None
+        if "stacked" in turn.refused:
+            self.loss.batched = False
         if isinstance(data, ClientLoaders):
             return self._through_loaders(start, state, data, quadratic, turn)
         if len(data.count) == 0:
@@ -193,15 +204,26 @@ class Descent:
                 batches = self._batches(data.batch, data.count.to("cpu"), turn, lambda: turn.key, turn.share, False)
                 return self.linear.solve(family, start, state, data, batches, quadratic)
         self._learn(data)
-        return self._stackable(lambda: self._in_groups(start, state, data, quadratic, turn))
+        return self._stackable(lambda: self._in_groups(start, state, data, quadratic, turn), turn)
 
-    def _stackable(self, train: Callable[[], Local]) -> Local:
-        """Return the solution of a block, of clients one by one where they cannot be stacked and may be so."""
-        asked, generators = set(self.objective.trainer.asked), HostGenerators.state()
+    def _stackable(self, train: Callable[[], Local], turn: Turn) -> Local:
+        """Return the solution of a block, of clients one by one where they cannot be stacked and may be so.
+
+        What is found not to hold is added to `turn.refused`.
+        """
+        asked, generators, torch_state = (
+            set(self.objective.trainer.asked),
+            HostGenerators.state(),
+            torch.get_rng_state(),
+        )
+        seed = torch.initial_seed()
         state = PythonState(self.objective.module, self.objective.loss)
         before = state.snapshot()
         try:
             solution = train()
+            if self.loss.random and torch.initial_seed() != seed:
+                torch.set_rng_state(torch_state)
+                raise NotImplementedError(SEEDED)
             refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
                 return solution
@@ -213,34 +235,43 @@ class Descent:
             HostGenerators.restore(generators)
             if asked == self.objective.trainer.asked:
                 raise
-            return self._stackable(train)  # in groups that are answered alike
+            return self._stackable(train, turn)  # in groups that are answered alike
+        except StateKept:
+            if self.loss.host or not HostGenerators.moved(generators):
+                raise
+            if self.loss.batched:
+                return self._alone_from_now(train, turn, SharedDraws(self.module))
+            self.loss.host = True
+            return self._stackable(train, turn)
         except (NotCaptured, StateRead):
             raise
         except StepsDiffer as error:
             if HostGenerators.moved(generators):  # from which the difference may come
-                return self._alone_from_now(train, SharedDraws(self.module))
+                return self._alone_from_now(train, turn, SharedDraws(self.module))
             if error.padded and not self.rowwise:
                 self._by_type = None
+                turn.refused.add("padded")
                 _LOG.warning("%s; clients of unequal size train without padding", error)
-                return self._stackable(train)
+                return self._stackable(train, turn)
             if error.padded:
                 raise ValueError(f"{error}, so rowwise=True does not hold; leave it away") from error
-            return self._alone_from_now(train, error)
+            return self._alone_from_now(train, turn, error)
         except Exception as error:
             HostGenerators.restore(generators)
-            return self._alone_from_now(train, error)
+            return self._alone_from_now(train, turn, error)
 
-    def _alone_from_now(self, train: Callable[[], Local], error: Exception) -> Local:
+    def _alone_from_now(self, train: Callable[[], Local], turn: Turn, error: Exception) -> Local:
         """Train clients one by one, after an error of their stack, where the user leaves it open."""
         if not (self.loss.automatic and self.loss.batched):
             raise error
         self.loss.batched = False
+        turn.refused.add("stacked")
         level = logging.WARNING if isinstance(error, StepsDiffer) else logging.INFO
         text = error.difference if isinstance(error, StepsDiffer) else str(error)
         why = text.splitlines()[0] if text else type(error).__name__
         name = type(self.module).__name__
         _LOG.log(level, "batched='auto' evaluates the clients of %s one by one from now on: %s", name, why)
-        return self._stackable(train)
+        return self._stackable(train, turn)
 
     def _in_groups(self, start: Tree, state: LocalState, data: Any, quadratic: Quadratic | None, turn: Turn) -> Local:
         """Train groups of clients that take their steps together."""
@@ -287,7 +318,7 @@ class Descent:
         try:
             limit = limited(per_epoch, turn.limit)
             groups = lambda: self._groups(state, limit, turn.round) if self.loss.batched else each
-            return self._stackable(lambda: through(groups()))
+            return self._stackable(lambda: through(groups()), turn)
         except OneByOne:  # as in every later round
             return through(each)
 
@@ -407,8 +438,7 @@ class _Stack:
                 answers["global_step"] = position if same_steps else differs
                 answers["current_epoch"] = position // per_epoch if same_epochs else differs
                 answers["batch_idx"] = t % per_epoch if same_batches or t < least else differs
-                if loss.batched:
-                    self._check(batch, t)
+                self._check(batch, t)
                 result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
                 self.buffers = result.buffers
                 self._descend(result)
@@ -446,11 +476,11 @@ class _Stack:
         """Hold the stacks of a step against clients alone, if their shapes have not been seen."""
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
-        promised = self.descent.rowwise and loss.objective.rows is None  # and not known by type
-        for at, part in batch.parts:
+        self.descent.check.repeats(loss, values, batch, t, self.keys)
+        for at, part in batch.parts if loss.batched else ():
             if loss.shares(part):
                 some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
-                self.descent.check(loss, some, part, t, keys, self.round, promised, self.fresh)
+                self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)
 
     def _descend(self, result: StepResult) -> None:
         with torch.no_grad():

@@ -88,13 +88,13 @@ def gradient_descent(
             `variational_params_initialized`).
         batched: "auto" evaluates clients together where their batches have the same shapes and `torch.vmap` can run the
             module, and one by one elsewhere (`.item()` of floats, `x[mask]`, packed sequences); it logs why, once.
-            True raises an error instead, False goes one by one. All give what a loop would, up to rounding. Once for
-            every shape, stacked steps are held against the module alone on real rows.
-        rowwise: a promise that a batch's loss is the mean of its rows' losses, so that clients of unequal size share
-            padded steps, whose rows are weighted. It is held against real rows, in all steps of the first round and
-            in one of every later round, and a round in which it fails is not committed. Of chains of `torch.nn`
-            layers with a loss of torch it is known. Without it, unequal clients share the steps in which their
-            batches have the same shapes.
+            True raises an error instead, False goes one by one. All give what a loop would, up to rounding, or refuse.
+            Once a run and shape of a batch, stacked steps are held against the module alone on real rows.
+        rowwise: a promise that a batch's training loss is the mean of its rows' losses, so that clients of unequal size
+            share padded steps, whose rows are weighted. It is held against real rows, in all steps of the first round
+            and in one of every later round; a round in which it fails ends the run and is not committed. Of chains of
+            `torch.nn` layers with a loss of torch it is known. Without it, unequal clients share the steps in which
+            their batches have the same shapes. Evaluation pads nothing for it.
         compile: True captures a step's tensor operations once per shape and replays them, about twice as fast
             for small modules. The module's Python code then runs twice only: it must not depend on the batch index, the
             trainer's counters or anything else that changes from step to step. Modules that draw random numbers,
@@ -159,7 +159,7 @@ def gradient_descent(
         solve=descent.solve,
         parameters=descent.parameters,
         init=descent.init,
-        predict=predictor(descent.module, lambda: descent.loss.batched, rowwise or predicts_by_rows(descent.module)),
+        predict=predictor(descent.module, lambda: descent.loss.batched, predicts_by_rows(descent.module)),
         tensors=descent.tensors,
         prepare=partial(_without_loaders, descent) if all_rows else descent.prepare,
         module=descent.module,

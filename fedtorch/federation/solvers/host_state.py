@@ -148,7 +148,7 @@ class UnchangedTensors:
         if frozen:
             raise ValueError(
                 f"Training changes {', '.join(frozen)} of {type(self._module).__name__} in place, which no client "
-                "trains or keeps; make it a buffer, with buffers='local' or 'average', or use ft.lightning_fit"
+                "trains or keeps; make it a buffer, with buffers='local' or 'average'"
             )
         raise ValueError(
             f"Training changes the buffers {', '.join(changed)} of {type(self._module).__name__}, and averaging them "

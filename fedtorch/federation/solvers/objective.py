@@ -263,7 +263,7 @@ class Objective(nn.Module):
         metrics: the calls of the module's metrics, which it may log.
         reductions: of logged numbers over a client's steps, by name.
         recorded: the tensors among the arguments of the last step's calls.
-        rows: the losses of single rows, of a module and a loss that are known by type; None of others.
+        rows: the losses of single rows, of a module that is known by type; None of others.
     """
 
     supervised = False
@@ -274,6 +274,7 @@ class Objective(nn.Module):
         self.module = module
         vars(self)["loss"] = loss  # no part of the module, also where it is one
         self.trainer = TrainerStandIn()
+        self._batch: Any = None  # at hand
         self._logs: dict[str, Tensor] = {}
         self.metrics = StepCalls(module)
         self.reductions: dict[str, Reduction] = {}
@@ -323,6 +324,7 @@ class Objective(nn.Module):
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
         self._logs.clear()
+        self._batch = batch
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -331,7 +333,7 @@ class Objective(nn.Module):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
-        logs = dict(self._logs)
+        logs, self._batch = dict(self._logs), None
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 
@@ -349,6 +351,14 @@ class Objective(nn.Module):
         forked = on_step is not False and bool(on_epoch)  # a training step's logs are of the step by default
         if self.metrics.log(name, value, forked):
             return
+        size = options.get("batch_size")
+        if on_epoch and size is not None:
+            lengths = {len(leaf) for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.ndim}
+            if lengths and size not in lengths:
+                raise TypeError(
+                    f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(lengths)}, "
+                    f"but got batch_size={size}; leave it away, or use ft.lightning_fit"
+                )
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
         if not isinstance(value, Tensor) or value.numel() != 1:

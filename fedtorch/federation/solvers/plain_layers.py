@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import vmap
 from torch.nn.modules import module as torch_module
 
 from fedtorch import tree
@@ -123,11 +124,11 @@ _IGNORED = -100  # the default of torch's losses of classes
 
 
 class RowwiseLoss(NamedTuple):
-    """A batch's loss that is the mean of its rows' losses, known by type.
+    """A batch's loss that is the mean of its rows' losses, of a module known by type.
 
     Attributes:
         module: a chain of layers.
-        loss: one of torch's.
+        loss: one of torch's, known by type too, or one of which the user has promised it.
     """
 
     module: nn.Module
@@ -150,10 +151,17 @@ class RowwiseLoss(NamedTuple):
         inside = _inside(y.shape[1], count)
         return not bool(((y == ignored) & tree.along(inside, y)).any())
 
-    def of_rows(self, output: Tensor, target: Tensor) -> Tensor:
+    def has_rows(self, rows: Any) -> bool:
+        """Return whether the module treats every row of `(x, y)`, leaves `(K, N, ...)`, by itself."""
+        pair = isinstance(rows, tuple) and len(rows) == 2 and isinstance(rows[0], Tensor)
+        return pair and works_by_rows(self.module, rows[0].ndim - 2) is not None
+
+    def of_rows(self, output: Tensor, target: Any) -> Tensor:
         """Return the loss of every row of a batch, `(B,)`."""
         kind = _kind_of(self.loss)
-        assert kind is not None
+        if kind is None:
+            alone = lambda *row: self.loss(*tree.map(lambda leaf: leaf[None], row)).reshape(())
+            return vmap(alone, randomness="different")(output, target)
         settings = {name: getattr(self.loss, name) for name in _SETTINGS if hasattr(self.loss, name)}
         losses = _FUNCTIONS[kind](output, target, reduction="none", **settings)
         return losses if losses.ndim == 1 else losses.flatten(1).mean(1)

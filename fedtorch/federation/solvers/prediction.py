@@ -2,22 +2,27 @@
 
 Clients are stacked with those of as many rows, for a module may couple the rows that it is given. Where it is known
 that the prediction for a row depends on that row alone, the predictor is `Rowwise`, and clients of any sizes share a
-stack, filled up with zeros.
+stack, filled up with zeros. The first stack of every shape of a row is held against two of its clients alone; where
+they differ, clients go one by one from then on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedtorch import functional, stacked_layers, tree
+from fedtorch.federation.solvers.step_check import relative_gap, tolerance
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 Predict = Callable[[Tree, Tree], Tree]  # (tensors (K, ...), inputs (K, N, ...)) -> outputs (K, N, ...)
 
 
@@ -101,6 +106,8 @@ def predictor(
         rowwise: whether the output for a row depends on that row alone; then the predictor is `Rowwise`.
     """
     template = functional.copied(module).eval()
+    checked: set[Any] = set()  # shapes of rows
+    stacks = [True]  # until a stack is found to differ
 
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
         some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))
@@ -123,8 +130,17 @@ def predictor(
         if first is not None and first.device != leaf.device:
             template.to(leaf.device)
         with torch.no_grad():
-            if len(leaf) and batched():
-                return stacked_layers.by_branches(partial(together, tensors, inputs), _joined)
+            if len(leaf) and batched() and stacks[-1]:
+                outputs = stacked_layers.by_branches(partial(together, tensors, inputs), _joined)
+                shape = tuple((part.shape[2:], part.dtype) for part in tree.leaves(inputs))
+                if shape in checked or len(leaf) == 1:
+                    return outputs
+                checked.add(shape)
+                if _agree(outputs, lambda k: alone(*tree.map(lambda x: x[k], (tensors, inputs))), len(leaf)):
+                    return outputs
+                stacks.append(False)
+                name = type(module).__name__
+                _LOG.warning("stacked predictions of %s differ from those of clients alone, who go one by one", name)
             count = max(len(leaf), 1)  # without clients, one of zeros tells the shape
             if not len(leaf):
                 tensors, inputs = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
@@ -132,6 +148,15 @@ def predictor(
             return tree.take(outputs, slice(0, len(leaf)))
 
     return Rowwise(predict) if rowwise else predict
+
+
+def _agree(outputs: Tree, alone: Callable[[int], Tree], count: int) -> bool:
+    """Return whether the floating-point outputs of the last two of `count` clients are those of each alone."""
+    for k in range(max(0, count - 2), count):
+        for whole, own in zip(tree.leaves(outputs), tree.leaves(alone(k))):
+            if own.is_floating_point() and relative_gap(whole[k], own) > tolerance(own.dtype):
+                return False
+    return True
 
 
 def _joined(parts: list[Tree], places: Tensor) -> Tree:

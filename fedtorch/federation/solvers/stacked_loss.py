@@ -267,6 +267,13 @@ class StackedLoss:
             vars(values[i]).update(attributes)
         with self.swap(values):
             loss, logs = self.objective(rows, weights, index)
+            for i, name in enumerate(self.tensors):
+                if self.swap.current(i) is not values[i]:
+                    raise TypeError(
+                        f"Expected a step that trains {name!r} of {type(self.objective.module).__name__}, but it puts "
+                        "another parameter in its place, which no optimiser would train; write into it under "
+                        "torch.no_grad() instead"
+                    )
             new = tuple(self.swap.current(i) for i in range(len(self.tensors), len(values)))
         return loss, logs, new
 

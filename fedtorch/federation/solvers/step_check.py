@@ -8,6 +8,7 @@ seen. It runs on a copy of the module in float64 where the step takes it.
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,18 @@ class StepsDiffer(RuntimeError):
         self.difference, self.padded = difference, padded
 
 
+class StateKept(TypeError):
+    """A step is not the same when it is taken again from the same tensors, rows and draws."""
+
+    def __init__(self, module: nn.Module, gap: float) -> None:
+        super().__init__(
+            f"Expected a step of {type(module).__name__} that follows from its tensors, rows and draws, but taken "
+            f"twice from the same it differs by {gap:.2g} of its size: module, loss or hooks keep something from call "
+            "to call (a buffer of the loss, a closure, a default argument, a global, a file) or draw from a generator "
+            "of their own; keep it in a buffer of the module with buffers='local', or use self.global_step"
+        )
+
+
 def tolerance(dtype: torch.dtype) -> float:
     """Return the relative gap of gradients of a dtype that is taken for rounding.
 
@@ -68,6 +81,16 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
     return float(torch.linalg.vector_norm(first - second)) / scale if scale else 0.0
 
 
+class _Copied:
+    """A batch of which every client's rows are a copy."""
+
+    def __init__(self, batch: Any) -> None:
+        self._batch = batch
+
+    def alone(self, client: int) -> Any:
+        return copy.deepcopy(self._batch.alone(client))
+
+
 class StepCheck:
     """Compares stacked steps with those of clients alone.
 
@@ -79,7 +102,43 @@ class StepCheck:
     def __init__(self, module: nn.Module, make: Callable[[nn.Module, Callable[[Tensor], Tensor] | None], Any]) -> None:
         self._module, self._make = module, make
         self._seen: set[Any] = set()
+        self._repeated = False
         self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
+
+    def forget(self) -> None:
+        """Let every shape be looked at anew, as in another run, or one that goes on."""
+        self._seen.clear()
+        self._repeated = False
+
+    def repeats(self, loss: Any, values: Sequence[Tensor], batch: Any, index: int, keys: StepKeys) -> None:
+        """Raise StateKept unless the first client's step is the same when it is taken twice; looked at once a run.
+
+        Args:
+            loss, values, batch, index, keys: as of a call, whether clients are stacked or not.
+        """
+        if self._repeated:
+            return
+        twin, own = self._twin(False), [value[:1] for value in values]
+        twin.objective.to(values[0].device)
+        self._like(twin, loss)
+        rows = _Copied(batch)  # which the module may change in place
+        alone = lambda: twin.each(
+            [value.detach().clone() for value in own], rows, index, keys.some(torch.tensor([0]), index)
+        )[0]
+        first, second = alone(), alone()
+        most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
+        pairs = [(first.losses, second.losses), *zip(first.gradients, second.gradients)]
+        gaps = [relative_gap(_flat(one), _flat(other)) for one, other in pairs if one is not None and other is not None]
+        if any((one is None) != (other is None) for one, other in pairs) or max(gaps) > most:
+            raise StateKept(self._module, max(gaps))
+        self._repeated = True
+
+    @staticmethod
+    def _like(twin: Any, loss: Any) -> None:
+        """Let a twin draw and answer as the loss does."""
+        twin.random, twin.host, twin.objective.rows = loss.random, loss.host, loss.objective.rows
+        trainer = loss.objective.trainer
+        twin.objective.trainer.answers, twin.objective.trainer.asked = dict(trainer.answers), trainer.asked
 
     def clients(self, batch: Batch, round: int, first: bool) -> Tensor:
         """Return the places of the clients of a stack that are looked at, in this round for the first time or again.
@@ -132,7 +191,13 @@ class StepCheck:
         part = Batch(rows, batch.size[at], batch.weights is None, padded=True)
         own = keys.some(at, index)
         found = ""
-        for values in (moved, some) if of_promise else (moved,):  # a promise is of the parameters that clients have
+        if not of_promise:
+            looked_at = [moved]
+        elif first:  # a promise is of the parameters that clients have, too
+            looked_at = [moved, some]
+        else:
+            looked_at = [some]
+        for values in looked_at:
             difference = self._compared(loss, values, part, index, own, double=True)
             if difference is None:
                 difference = self._compared(loss, values, part, index, own, double=False)
@@ -168,8 +233,7 @@ class StepCheck:
             dtypes |= {leaf.dtype for leaf in batch.leaves if leaf.is_floating_point()}
         twin = self._twin(double)
         twin.objective.to(batch.leaves[0].device)
-        twin.objective.rows = loss.objective.rows
-        twin.random, twin.objective.trainer.answers = loss.random, dict(loss.objective.trainer.answers)
+        self._like(twin, loss)
         own = lambda: StepKeys(keys.keys)
         try:
             written, others = (tuple(value.clone() for value in values) for _ in range(2))

@@ -173,7 +173,8 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
     """
     n, d = x.shape[1:]
     unit = torch.eye(d, dtype=torch.float64, device=x.device)
-    scale = y.abs().mean().clamp_min(1e-8)
+    scale = y.abs().mean()
+    scale = torch.where(scale > 0, scale, 1.0)
     information = x.mT @ x / scale**2 + unit / wide
     mean = torch.linalg.solve(information, x.mT @ (y / scale**2))
     factor = _root(torch.linalg.inv(information))

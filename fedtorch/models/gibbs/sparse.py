@@ -129,15 +129,16 @@ def regression(
     known, deviation = deviation is None, horseshoe() if deviation is None else deviation
 
     def init(start: Tensor) -> RegressionSite:
-        ones = torch.ones_like(start)
+        ones, nothing = torch.ones_like(start), torch.zeros_like(start)
         likelihood = interweaving.nothing(start) if start.shape[-1] <= interweave else {}
-        return RegressionSite(start, start, ones, ones, ones[:, 0], likelihood)
+        return RegressionSite(start, start, ones, ones, nothing[:, 0], likelihood)
 
     def sweep(heard: GlobalVariables, site: RegressionSite, data: Design, keys: Tensor, sweeps: int) -> RegressionSite:
         clients, chains, p = site.theta.shape
         check_start(p, data.estimate.shape[-1])
         w, u = scaled(heard, site.precision, site.auxiliary)
-        site = site._replace(precision=w, auxiliary=u)
+        begun = torch.where(site.noise > 0, site.noise, noise_shape / heard.noise)  # at first the prior's mean
+        site = site._replace(precision=w, auxiliary=u, noise=begun)
         if known and data.x is None and gibbs_sweeps.knows(keys, p):
             delta, w, u, noise = _by_program(heard, site, data, noise_shape, keys, sweeps)
             return ended(heard, data, delta, w, u, noise)

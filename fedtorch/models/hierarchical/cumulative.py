@@ -26,11 +26,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, among, derivatives, of
 from fedtorch.models.hierarchical.families import CUMULATIVE, Ordered
-from fedtorch.models.hierarchical.generalised import KNOWN, default_inner, default_rule
+from fedtorch.models.hierarchical.generalised import default_inner, default_rule
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.integrals import smooth
 from fedtorch.models.quadrature import QuadratureRule
@@ -89,8 +88,7 @@ def cumulative(
             f"Expected coefficients that end with {difference_names(levels)}, but got {list(hierarchy.coefficients)}"
         )
     scales = len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
-    zeta = gaussian.moments(hierarchy.prior.completed()).mean[hierarchy.mean.shape[1] :]
-    varying = (hierarchy.covariance(zeta).diagonal() != 0).nonzero()[:, 0]
+    varying = hierarchy.varying
     if isinstance(inner, QuadratureRule) and inner.nodes.shape[1] not in (features, len(varying)):
         raise ValueError(
             f"Expected inner= for the {len(varying)} coefficients that differ, or for all {features}, but got a rule "
@@ -142,10 +140,10 @@ def _local(
 ) -> Conditional:
     """Return what rows say of θ, of which no more is integrated than what is not known."""
     features = mean.shape[-1]
-    variances, place = covariance.diagonal(dim1=-2, dim2=-1), varying.to(mean.device)
+    place = varying.to(mean.device)
     fixed = torch.ones(features, dtype=torch.bool, device=mean.device).index_fill(0, place, False)
     density = partial(_density, data, count)
-    if not bool((variances[..., fixed] <= KNOWN).all()):
+    if covariance.shape[-1] == features:
         nothing = mean.new_zeros(()).expand(*mean.shape[:2], 1)
         order = torch.cat([fixed.nonzero()[:, 0], place])  # what differs comes last, over which nodes go
         moved, back = _ordered(data.rows, order), order.argsort()
@@ -158,19 +156,14 @@ def _local(
         )
     rows = _ordered(data.rows, place)
     more = (mean * fixed) @ data.rows.x.mT  # (K, R, rows) what known coefficients add
-    inner = covariance[..., place[:, None], place]
-    found = smooth.conditional(density, rows, mean[..., place], inner, more, rules[len(place)])
+    found = smooth.conditional(density, rows, mean[..., place], covariance, more, rules[len(place)])
     crossed = (more[..., data.rows.x.shape[1] - (count - 2) :] <= 0).any(-1)
     found = found._replace(log_evidence=found.log_evidence.masked_fill(crossed, -torch.inf))
 
     def moments() -> Moments:
-        after = found.moments()
-        whole, spread = mean.clone(), torch.diag_embed(variances)
-        whole[..., place] = after.mean
-        spread[..., place[:, None], place] = after.covariance
-        return Moments(whole, spread)
+        return among(mean, place, found.moments())
 
-    return Conditional(found.log_evidence, lambda weights: derivatives(mean, covariance, moments(), weights), moments)
+    return found._replace(moments=moments)
 
 
 def _ordered(rows: smooth.Rows, order: Tensor) -> smooth.Rows:

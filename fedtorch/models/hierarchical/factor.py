@@ -48,7 +48,7 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.families import Family, Ordered
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
-from fedtorch.models.hierarchical.integrals.given import LEAST, Coefficients, Given
+from fedtorch.models.hierarchical.integrals.given import Coefficients, Given
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
@@ -76,7 +76,9 @@ class DeviceLikelihood(NamedTuple):
     """The model of a device's rows given θ_k."""
 
     prepare: Callable[[Any], Any]  # block -> what `local` needs
-    # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Conditional
+    # (prepared, E θ_k (K, R, d), its covariances (K, R, d, d), ζ (K, R, s), log σ² (K, R) or None) -> Conditional.
+    # Given φ, what does not differ between devices is known: covariances are those of `Hierarchy.varying`,
+    # (K, R, e, e), and no derivatives are asked for.
     local: Callable[[Any, Tensor, Tensor, Tensor, Tensor | None], Conditional]
     residual: Callable[[Any, Tensor, Tensor], Tensor] | None  # expected Σ (y − x'θ)² under N(mean, covariance), (K,)
     rows: Callable[[Any], Tensor]  # prepared -> how many of each client, (K,)
@@ -136,7 +138,8 @@ def of(
     if noise is not None:
         names, prior = (*names, "log noise"), _extended(prior, noise)
     scales = len(prior.normal.shift) - hierarchy.mean.shape[1]
-    parts = _Parts(hierarchy, likelihood, noise is not None, default_rule(scales) if rule is None else rule)
+    over = default_rule(scales) if rule is None else rule
+    parts = _Parts(hierarchy, likelihood, noise is not None, over, hierarchy.varying)
     return Model(
         names=names,
         hierarchy=hierarchy,
@@ -159,6 +162,7 @@ class _Parts(NamedTuple):
     likelihood: DeviceLikelihood
     noise: bool  # whether the last coordinate of ζ is log σ²
     rule: QuadratureRule
+    varying: Tensor  # (e,) coefficients that φ leaves unknown
 
     def split(self, zeta: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the hierarchy's part of ζ, and log σ²."""
@@ -254,12 +258,10 @@ def _conditional(parts: _Parts, phi: Tensor, data: Any) -> Conditional:
     means = parts.hierarchy.mean.to(phi)
     mu, zeta = phi.split([means.shape[1], phi.shape[-1] - means.shape[1]], -1)
     inner, log_noise = parts.split(zeta)
-    given = Coefficients.at(mu, inner, means, parts.hierarchy.random)
+    given, place = Coefficients.at(mu, inner, means), parts.varying.to(phi.device)
 
     def spelled() -> tuple[Tensor, Tensor]:
-        spread = parts.hierarchy.covariance(inner)
-        fixed = spread.diagonal(dim1=-2, dim2=-1) == 0
-        return mu @ means.mT, spread + torch.diag_embed(fixed * LEAST)
+        return mu @ means.mT, parts.hierarchy.covariance(inner)[..., place[:, None], place]
 
     return parts.local(data, given, log_noise, spelled)
 
@@ -285,24 +287,31 @@ def _summary(parts: _Parts, data: Any, prior: Prior) -> dict[str, Tensor]:
     _, conditional = _factor(parts, given, data, cavity.mean[:, None, m:])
     mean, covariance = (part[:, 0] for part in conditional.moments())
     residual = zero.expand(count) if likelihood.residual is None else likelihood.residual(data, mean, covariance)
-    second = gaussian.pack(covariance + mean[:, :, None] * mean[:, None])
-    return {"mean": mean, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
+    away = mean - _centre(parts).to(mean)
+    second = gaussian.pack(covariance + away[:, :, None] * away[:, None])
+    return {"mean": away, "second": second, "residual": residual, "count": likelihood.rows(data).to(zero.dtype)}
 
 
 def _estimate(parts: _Parts, total: dict[str, Tensor], count: Tensor, prior: Prior) -> Natural:
     """Return the estimate of that step, as all sites' sum."""
     m = parts.hierarchy.mean.shape[1]
-    average = total["mean"] / count
+    away = total["mean"] / count
     spread = gaussian.unpack(total["second"] / count)
     if m:
-        spread = spread - average[:, None] * average
-    variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(average.dtype).tiny)
+        spread = spread - away[:, None] * away
+    variance = (total["residual"] / total["count"].clamp(min=1)).clamp(min=torch.finfo(away.dtype).tiny)
     zeta = parts.hierarchy.scales(spread, variance.log())
     if parts.noise:
         zeta = torch.cat([zeta, variance.log()[None]])
     precision = torch.cat([1 / spread.diagonal()[:m], torch.ones_like(zeta)])
-    mean = torch.cat([average[:m], zeta])
+    mean = torch.cat([(_centre(parts).to(away) + away)[:m], zeta])
     return Natural(precision * mean, gaussian.pack(torch.diag(precision)))
+
+
+def _centre(parts: _Parts) -> Tensor:
+    """Return what devices' coefficients are summed about, `(d,)`: their means in the model's prior, known to all."""
+    means = parts.hierarchy.mean
+    return means @ gaussian.moments(parts.hierarchy.prior.completed()).mean[: means.shape[1]]
 
 
 def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -311,6 +320,19 @@ def derivatives(mean: Tensor, covariance: Tensor, found: Moments, weights: Tenso
     gradient = torch.cholesky_solve((found.mean - mean)[..., None], factor)[..., 0]
     lost = torch.cholesky_solve(torch.cholesky_solve(covariance - found.covariance, factor).mT, factor)
     return gradient, (weights[..., None, None] * lost).sum(1)
+
+
+def among(mean: Tensor, place: Tensor, some: Moments) -> Moments:
+    """Return the moments of all coefficients where all but some are known.
+
+    Args:
+        mean: `(K, R, d)` before the rows.
+        place: numbers of those that are not known, `(e,)`.
+        some: their moments, `(K, R, e)` and `(K, R, e, e)`.
+    """
+    covariance = mean.new_zeros(*mean.shape, mean.shape[-1])
+    covariance[..., place[:, None], place] = some.covariance
+    return Moments(mean.index_copy(-1, place, some.mean), covariance)
 
 
 def _moments(nodes: Nodes, given: Given) -> Moments:

@@ -63,6 +63,11 @@ class Ordered(NamedTuple):
         last = len(coefficients) - (len(levels) - 2)
         others = [place for place in range(last) if place != first]
         thresholds = torch.cat([0 * eye[:1], eye[last:]]) - eye[first]
+        if alike := [coefficients[place] for place in others if coefficients[place] in Ordered.thresholds(levels)]:
+            raise ValueError(
+                f"Expected coefficients of other names than the thresholds {Ordered.thresholds(levels)}, but got "
+                f"{alike}; rename such columns in the frame"
+            )
         names = (*Ordered.thresholds(levels), *(coefficients[place] for place in others))
         return Ordered(tuple(levels), names, torch.cat([thresholds, eye[others]]))
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.models import gaussian, quadrature
+from fedtorch.models import quadrature
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, derivatives, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
 from fedtorch.models.hierarchical.integrals.exponential import BINARY, COUNTS, ExponentialFamily, Rows, prepared
 from fedtorch.models.hierarchical.integrals.modes import Problem, White
@@ -34,7 +34,6 @@ _POINTS = {0: 1, 1: 7, 2: 7}  # of the default inner rule, a dimension, by dimen
 _SCALES = {1: 15, 2: 7, 3: 5, 4: 4}  # points of the default rule over ζ, likewise
 _LONG = 300.0  # seconds of a round, from which on a warning says so
 _ROW = 60  # nanoseconds of a row at a node, about
-KNOWN = 4 * torch.finfo(torch.float64).eps  # variance
 
 
 def logistic(
@@ -135,29 +134,28 @@ class _Parts(NamedTuple):
     whole: QuadratureRule | None  # over the last of them; None for Laplace's method
     part: QuadratureRule | None  # the same where fixed effects are known
     exact: bool  # whether rows are evaluated at every node
-    apart: bool  # whether fixed effects can be left out where they are known
 
     @staticmethod
     def of(hierarchy: Hierarchy, family: ExponentialFamily, inner: QuadratureRule | str | None) -> _Parts:
-        features, shared = hierarchy.mean.shape
-        zeta = gaussian.moments(hierarchy.prior.completed()).mean[shared:]
-        same = hierarchy.covariance(zeta).diagonal() == 0
-        fixed = int(same.sum())
-        varying = features - fixed
-        order = same.to(torch.int8).argsort(dim=0, descending=True, stable=True)
+        features, place = len(hierarchy.mean), hierarchy.varying
+        varying = len(place)
+        fixed = features - varying
+        same = torch.ones(features, dtype=torch.bool).index_fill(0, place, False)
+        order = torch.cat([same.nonzero()[:, 0], place])
         if inner is None:
-            return _Parts(family, order, fixed, None, None, exact=True, apart=True)
+            return _Parts(family, order, fixed, None, None, exact=True)
         if isinstance(inner, str):
             few = features in _POINTS or not varying
             whole = default_inner(features if few else varying)
-            return _Parts(family, order, fixed, whole, default_inner(varying), exact=False, apart=True)
+            return _Parts(family, order, fixed, whole, default_inner(varying), exact=False)
         size = inner.nodes.shape[1]
         if size not in (varying, features):
             raise ValueError(
                 f"Expected inner= for the {varying} coefficients that differ, or for all {features}, but got a rule "
                 f"for {size} dimensions"
             )
-        return _Parts(family, order, fixed, inner, inner, exact=True, apart=size == varying)
+        part = QuadratureRule(inner.nodes[:, size - varying :], inner.weights)
+        return _Parts(family, order, fixed, inner, part, exact=True)
 
     def prepare(self, data: Any, scales: QuadratureRule) -> Rows:
         rows = prepared(self.family, data, len(self.order), self.order)
@@ -180,10 +178,9 @@ class _Parts(NamedTuple):
         self, data: Rows, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None
     ) -> Conditional:
         order, features = self.order.to(mean.device), len(self.order)
-        ordered = covariance[..., order[:, None], order]
-        variances = ordered.diagonal(dim1=-2, dim2=-1)[..., : self.fixed]
-        known = self.fixed if self.apart and bool((variances <= KNOWN).all()) else 0
-        root = torch.linalg.cholesky_ex(ordered[..., known:, known:]).L
+        known = features - covariance.shape[-1]
+        ordered = covariance if known else covariance[..., order[:, None], order]
+        root = torch.linalg.cholesky_ex(ordered).L
         prior = White(mean[..., order], root)
         found = integral(
             Problem.of(self.family, data, features - known), prior, self.part if known else self.whole, self.exact
@@ -192,15 +189,10 @@ class _Parts(NamedTuple):
 
         def moments() -> Moments:
             spread = root @ found.covariance @ root.mT
-            if known:
-                spread = torch.nn.functional.pad(spread, (known, 0, known, 0)) + torch.diag_embed(
-                    torch.nn.functional.pad(variances, (0, features - known))
-                )
+            spread = torch.nn.functional.pad(spread, (known, 0, known, 0))
             return Moments(prior.at(found.mean)[..., back], spread[..., back[:, None], back])
 
         def slopes(weights: Tensor) -> tuple[Tensor, Tensor]:
-            if known:
-                return derivatives(mean, covariance, moments(), weights)
             inverse = linalg.inverse_factor(root)
             eye = torch.eye(features, dtype=mean.dtype, device=mean.device)
             lost = inverse.mT @ (weights[..., None, None] * (eye - found.covariance)) @ inverse

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.models import gaussian
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior, Prior
 
@@ -47,6 +48,12 @@ class Hierarchy(NamedTuple):
     coefficients: tuple[str, ...] = ()  # names of θ_k
     random: tuple[int, ...] = ()  # numbers of those that differ between devices
     components: Components | None = None  # `covariance` by its entries; None where it is known as a whole only
+
+    @property
+    def varying(self) -> Tensor:
+        """Return the numbers of the coefficients that φ leaves unknown, `(e,)`: the variance of others is zero."""
+        zeta = gaussian.moments(self.prior.completed()).mean[self.mean.shape[1] :]
+        return (self.covariance(zeta).diagonal() != 0).nonzero()[:, 0]
 
 
 def normal(
@@ -83,6 +90,8 @@ def normal(
     labels = tuple(str(j) for j in range(features)) if names is None else tuple(names)
     if len(labels) != features or features < 1:
         raise ValueError(f"Expected a name for each of {features} coefficients (at least 1), but got {len(labels)}")
+    if twice := [name for name in dict.fromkeys(labels) if labels.count(name) > 1]:
+        raise ValueError(f"Expected a name of its own for each coefficient, but got {twice} twice; rename one of them")
     chosen = list(range(features)) if random is None else [_number(which, labels) for which in random]
     if len(set(chosen)) != len(chosen):
         raise ValueError(f"Expected distinct random coefficients, but got {list(random or ())}")

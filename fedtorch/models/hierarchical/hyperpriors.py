@@ -76,9 +76,10 @@ class Prior(NamedTuple):
     @property
     def sites(self) -> Natural:
         """Return the factors' sites before any data, `(F,)`: their own moments."""
-        x = torch.linspace(-_WIDEST, _WIDEST, 20_001, dtype=torch.float64)
+        around = torch.linspace(-_WIDEST, _WIDEST, 20_001, dtype=torch.float64)
         shifts, precisions = [torch.zeros(0, dtype=torch.float64)], [torch.zeros(0, dtype=torch.float64)]
         for factor in self.factors:
+            x = around + torch.softmax(factor.log_density(around), 0) @ around  # where it is, whatever its scale
             weight = torch.softmax(factor.log_density(x), 0)
             mean = (weight * x).sum()
             precision = 1 / (weight * (x - mean).square()).sum()

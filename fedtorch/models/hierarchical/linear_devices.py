@@ -35,14 +35,14 @@ from fedtorch.models._reduced import Reduced, reduced
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import hyperpriors
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Margins, Model, of
+from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Margins, Model, among, of
 from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.hierarchical.hierarchy import Components, Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.integrals.given import Coefficients
-from fedtorch.models.linear import SufficientStatistics, block_statistics, residual_sum
+from fedtorch.models.linear import LINEAR_EXTRAS, SufficientStatistics, residual_sum, sufficient_statistics
 from fedtorch.models.quadrature import QuadratureRule
-from fedtorch.models.rows import log_weights, refuse
+from fedtorch.models.rows import log_weights, observations, refuse
 
 
 def linear(
@@ -50,7 +50,7 @@ def linear(
     *,
     noise: Hyperprior | float | Callable[[SufficientStatistics], Tensor] | None = None,
     rule: QuadratureRule | None = None,
-    statistics: Callable[[Any, int], SufficientStatistics] = block_statistics,
+    statistics: Callable[[Any, int], SufficientStatistics] | None = None,
 ) -> Model:
     """Return linear regression: y_k ~ N(X_k θ_k + offset, σ² / weight), as far as rows have an offset or a weight.
 
@@ -61,7 +61,8 @@ def linear(
             that devices know otherwise, such as eight schools' standard errors, are weights 1/σ_k² of their rows, with
             noise=1.0.
         rule: nodes over ζ (and log σ²); default: `quadrature.default_rule`.
-        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are.
+        statistics: (a block's rows, d) -> all that is ever asked of them; default: the sums over the rows as they are,
+            those of responses about the client's least squares fit.
 
     Raises:
         TypeError: variances of devices by their number, which a device's rows do not tell.
@@ -77,9 +78,12 @@ def linear(
     if isinstance(noise, (int, float)) and not noise > 0:
         raise ValueError(f"Expected a positive noise variance, but got {noise}")
 
+    varying = hierarchy.varying
+
     def local(data: _Data, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         known = data.log_noise[:, None].expand(mean.shape[:2])
-        found = _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise)
+        place = None if covariance.shape[-1] == mean.shape[-1] else varying.to(mean.device)
+        found = _conjugate(data.rows, mean, covariance, known if log_noise is None else log_noise, place)
         return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
 
     def fit(tensors: Sequence[Tensor]) -> bool:
@@ -94,14 +98,19 @@ def linear(
         return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
 
     def prepare(data: Any) -> _Data:
-        sums = statistics(data, hierarchy.mean.shape[0])
+        features, rows = len(hierarchy.mean), None
+        if statistics is None:
+            rows = observations(data, features, LINEAR_EXTRAS).whitened()
+            sums = sufficient_statistics(*rows)._replace(count=data.count.to(torch.float64))
+        else:
+            sums = statistics(data, features)
         if isinstance(noise, Hyperprior):
             known = torch.ones_like(sums.power)
         else:
             known = noise(sums) if callable(noise) else torch.full_like(sums.power, noise)
         bad = ~((known > 0) & known.isfinite())
         refuse(bad, f"Expected positive noise variances, but noise= gave {known[bad].tolist()}; bound them from below")
-        return _Data(reduced(sums), known.log(), log_weights(data))
+        return _Data(reduced(sums, rows), known.log(), log_weights(data))
 
     likelihood = DeviceLikelihood(
         prepare,
@@ -163,12 +172,21 @@ def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
     return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
-def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor) -> Conditional:
-    """Return the linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows."""
+def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None) -> Conditional:
+    """Return the linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows.
+
+    Args:
+        data: the rows.
+        mean: of θ `(K, R, d)`.
+        covariance: of θ `(K, R, d, d)`, or of some of its coordinates `(K, R, e, e)`, the others being known.
+        log_noise: log σ² `(K, R)`.
+        place: the numbers of these coordinates `(e,)`; None for all.
+    """
     (clients, nodes, d), root = mean.shape, data.root
-    variance = log_noise.exp()
-    half = (covariance.reshape(clients, nodes * d, d) @ root).reshape(covariance.shape)  # ΣB
-    total = (half.mT.reshape(clients, nodes * d, d) @ root).reshape(covariance.shape)
+    variance, some = log_noise.exp(), root if place is None else root[:, place]
+    e = some.shape[1]
+    half = (covariance.reshape(clients, nodes * e, e) @ some).reshape(clients, nodes, e, d)  # ΣB
+    total = (half.mT.reshape(clients, nodes * d, e) @ some).reshape(clients, nodes, d, d)
     total.diagonal(dim1=-2, dim2=-1).add_(variance[..., None])
     factor = torch.linalg.cholesky_ex(total).L
     misfit = data.response[:, None] - mean @ root
@@ -182,12 +200,14 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
 
     def moments() -> Moments:
         outer = torch.linalg.cholesky_ex(covariance).L
-        design = outer.mT @ root[:, None] / variance[..., None, None].sqrt()
-        eye = torch.eye(d, dtype=mean.dtype, device=mean.device)
+        design = outer.mT @ some[:, None] / variance[..., None, None].sqrt()
+        eye = torch.eye(e, dtype=mean.dtype, device=mean.device)
         inner = torch.linalg.cholesky_ex(eye + design @ design.mT).L
         whole = torch.linalg.solve_triangular(inner, outer.mT, upper=False)
         scaled = misfit / variance[..., None]
-        gain = whole.mT @ (whole @ (root[:, None] @ scaled[..., None]))
+        gain = whole.mT @ (whole @ (some[:, None] @ scaled[..., None]))
+        if place is not None:
+            return among(mean, place, Moments(mean[..., place] + gain[..., 0], whole.mT @ whole))
         return Moments(mean + gain[..., 0], whole.mT @ whole)
 
     return Conditional(_log_evidence(data, log_noise, variance, deviance), derivatives, moments)

@@ -93,7 +93,7 @@ def regression(
         inner = default_inner(features) if inner and features <= _FEW else None
     likelihood = DeviceLikelihood(
         prepare=partial(_prepared, design, one, normal),
-        local=partial(_local, one, inner),
+        local=partial(_local, one, inner, hierarchy.varying),
         residual=_residual if one is GAUSSIAN else None,
         rows=lambda data: data.count,
         size=lambda data: data.y.shape[1] * (1 if one is GAUSSIAN else _POINTS),
@@ -106,17 +106,22 @@ def regression(
 def _local(
     family: Family,
     rule: QuadratureRule | None,
+    varying: Tensor,
     data: _Data,
     mean: Tensor,
     covariance: Tensor,
     zeta: Tensor,
     log_noise: Tensor | None,
 ) -> Conditional:
+    size, place = covariance.shape[-1], None
+    if size < mean.shape[-1]:
+        place = varying.to(mean.device)
+        rule = None if rule is None else QuadratureRule(rule.nodes[:, rule.nodes.shape[1] - size :], rule.weights)
     if log_noise is not None:
-        return smooth.conditional(partial(_gaussian, data), data.rows, mean, covariance, log_noise, rule)
+        return smooth.conditional(partial(_gaussian, data), data.rows, mean, covariance, log_noise, rule, place)
     known = BINARY if family is LOGISTIC else COUNTS
     density = partial(_averaged, data, known, family)
-    return smooth.conditional(density, data.rows, mean, covariance, mean[..., :0], rule)
+    return smooth.conditional(density, data.rows, mean, covariance, mean[..., :0], rule, place)
 
 
 def _gaussian(data: _Data, eta: Tensor, variance: Tensor, log_noise: Tensor, whole: bool) -> smooth.Slopes:

@@ -28,7 +28,7 @@ class EdgeProblem:
         self.neighbours = problem.network.neighbour_counts.to(problem.cross)  # (n,)
         self.curvature = float(2 * problem.gram.diagonal(dim1=1, dim2=2).mean())  # of a loss, on average
         per_edge = 3 * self.curvature / float(self.neighbours.mean().clamp(min=1))
-        self.scale = max(per_edge, torch.finfo(self.strength.dtype).eps)  # of the edges' own curvature
+        self.scale = per_edge if per_edge > 0 else 1.0  # of the edges' own curvature
         self._unit = linalg.unit_scale(problem.gram.diagonal(dim1=1, dim2=2).mean(0))  # (d,) of each feature
         rows = (problem.gram.abs() @ self._unit) * self._unit
         self._sizes = 2 * (problem.cross * self._unit).norm(), 2 * rows.max()

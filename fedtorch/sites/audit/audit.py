@@ -47,7 +47,7 @@ from typing import Any, NamedTuple
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from fedtorch import chained_log as log
+from fedtorch import _files as files, chained_log as log
 from fedtorch.sites.audit import _signers as signers
 from fedtorch.sites.identity.identity import Identity, fingerprint
 
@@ -89,6 +89,7 @@ class AuditRecord:
             "certificate": identity.certificate.decode(),
             "authority": fingerprint(identity.authority),
         }
+        files.private_folder(Path(path).parent)
         self._log = log.ChainedLog(path, first, self._sign)
         self.path = self._log.path
         signer = signers.certificate_in(next(log.read(self.path)))

@@ -43,7 +43,7 @@ class SiteFrame:
             limits = Disclosure(policy.minimum, policy.columns, policy.designs)
             self._answers = Answers(configuration.frame, limits, folder)
             if self._path is not None and self._path.exists():
-                self._make(Design.from_json(self._path.read_text()))
+                self._make(Design.from_json(files.read_json(self._path)["design"]))
 
     def answer(self, frame: Frame) -> bytes:
         """Answer a question about the frame; once a design has come, make rows by it.
@@ -71,7 +71,7 @@ class SiteFrame:
             return {"refused": without_rows(error, "the site could not make rows, ")}
         _LOG.info("rows have %d columns, of %r as sites have agreed on it", len(design.columns), design.formula)
         if self._path is not None:
-            files.replace(self._path, design.to_json().encode())
+            files.write_json(self._path, {"design": design.to_json()})
         return answer
 
     def _make(self, design: Design) -> None:

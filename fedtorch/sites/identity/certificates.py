@@ -1,16 +1,12 @@
-"""Read certificates, check names of sites, and write files that only their owner may read."""
+"""Read certificates, and check names of sites."""
 
 from __future__ import annotations
 
-import os
 import re
-from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.x509.oid import NameOID
-
-from fedtorch import _files as files
 
 SERVER = "server.fedtorch"  # the name in the certificate of every server, wherever it listens
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]{0,62}")
@@ -52,12 +48,3 @@ def check_usage(certificate: bytes, usage: x509.ObjectIdentifier) -> None:
             f"Expected a certificate for {usage._name}, but got one for {[each._name for each in usages]}; "
             "`fedtorch enrol` gets a site's, `fedtorch authority` a server's"
         )
-
-
-def write_secret(path: Path, content: bytes) -> None:
-    """Write a file for its owner's eyes only, whole or not at all."""
-    mask = os.umask(0o077)
-    try:
-        files.replace(path, content)
-    finally:
-        os.umask(mask)

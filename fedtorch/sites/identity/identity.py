@@ -41,17 +41,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
+from fedtorch import _files as files
 from fedtorch.sites.identity.certificates import (
     SERVER as SERVER,
     check_name,
     check_usage,
     common_name,
     digest_of,
-    write_secret,
 )
 
 YEAR = timedelta(days=365)
@@ -86,10 +87,10 @@ class Identity(NamedTuple):
         return f"Identity({self.name!r})"
 
     def save(self, folder: Path | str) -> None:
-        """Write the three files; the key is for its owner's eyes only."""
-        Path(folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Write the three files, for their owner's eyes only."""
+        files.private_folder(folder)
         for name, content in ((_KEY, self.key), (_CERTIFICATE, self.certificate), (_AUTHORITY, self.authority)):
-            write_secret(Path(folder) / name, content)
+            files.replace(Path(folder) / name, content, private=True)
 
     def check_server(self) -> None:
         """Raise PermissionError unless this is a server's identity, and ValueError where it is not valid now."""
@@ -143,6 +144,7 @@ def read(folder: Path | str) -> Identity:
 
     Raises:
         FileNotFoundError: there is no identity.
+        ValueError: the files do not belong together, as where one of them is damaged.
     """
     try:
         key, certificate, authority = ((Path(folder) / name).read_bytes() for name in (_KEY, _CERTIFICATE, _AUTHORITY))
@@ -151,7 +153,24 @@ def read(folder: Path | str) -> Identity:
             f"Expected an identity in {folder}, but {Path(error.filename).name} is not there; make one with "
             "`fedtorch enrol`"
         ) from None
+    if not _belong_together(key, certificate, authority):
+        raise ValueError(
+            f"Expected an identity in {folder}, but {_KEY}, {_CERTIFICATE} and {_AUTHORITY} do not belong together: "
+            "one of them is damaged or of another identity; bring back a copy, or enrol anew with another folder"
+        )
     return Identity(key, certificate, authority, Path(folder))
+
+
+def _belong_together(key: bytes, certificate: bytes, authority: bytes) -> bool:
+    """Return whether an authority has made a certificate for a key."""
+    try:
+        private = serialization.load_pem_private_key(key, None)
+        own, issuer = (x509.load_pem_x509_certificate(each) for each in (certificate, authority))
+        issuer.verify_directly_issued_by(issuer)
+        own.verify_directly_issued_by(issuer)
+    except (ValueError, TypeError, UnsupportedAlgorithm, InvalidSignature):
+        return False
+    return private.public_key() == own.public_key()
 
 
 def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME) -> bytes:
@@ -165,7 +184,7 @@ def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME
         raise FileExistsError(
             f"Expected a folder without an authority, but {folder} has one; keep it, or choose another"
         )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    files.private_folder(folder)
     key, name = ec.generate_private_key(ec.SECP256R1()), x509.Name([_attribute("fedtorch authority")])
     builder = _builder(name, name, key.public_key(), datetime.now(UTC) + lifetime)
     builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
@@ -173,8 +192,8 @@ def make_authority(folder: Path | str, lifetime: timedelta = _AUTHORITY_LIFETIME
     builder = builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
     builder = builder.add_extension(x509.SubjectAlternativeName([x509.DNSName(SERVER)]), critical=False)
     certificate = builder.sign(key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
-    write_secret(folder / _AUTHORITY_KEY, _pem(key))
-    (folder / _AUTHORITY).write_bytes(certificate)
+    files.replace(folder / _AUTHORITY_KEY, _pem(key), private=True)
+    files.replace(folder / _AUTHORITY, certificate, private=True)
     return certificate
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 from cryptography import x509
-from filelock import FileLock
 
 from fedtorch import _files as files
 from fedtorch.sites.identity.certificates import check_name, common_name
@@ -105,13 +103,14 @@ class Roster:
         self._change(name, self.sites[name]._replace(revoked=reason or "no reason given"))
 
     def _change(self, name: str, site: Member) -> None:
-        with FileLock(f"{self.path}.lock", timeout=_SECONDS):
+        files.private_folder(self.path.parent)
+        with files.private_lock(f"{self.path}.lock", timeout=_SECONDS):
             sites = {**(self._read() if self.path.exists() else {}), name: site}
             content = {each: sites[each]._asdict() for each in sorted(sites)}
-            files.replace(self.path, json.dumps({"sites": content}, indent=1).encode())
+            files.write_json(self.path, {"sites": content})
 
     def _read(self) -> dict[str, Member]:
         try:
-            return {name: Member(**site) for name, site in json.loads(self.path.read_bytes())["sites"].items()}
+            return {name: Member(**site) for name, site in files.read_json(self.path)["sites"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"Expected a roster in {self.path}, but got something else: {error}") from None

@@ -14,29 +14,30 @@ What clients tell for good is the sum over rounds of what they have told in each
 sites that it has ever added up with in the run, and only while it has gone back behind none of these sums: else the
 rounds' sums less the total would be what one of them has told.
 
-The memory is `sums.jsonl` in the folder of states, a line for each sum, which only grows. Nothing but `begin` makes it,
-so that a site whose memory is lost refuses sums under masks.
+The memory is `sums.jsonl` in the folder of states, a chained log with an entry for each sum, which only grows. To let a
+sum through and to remember it is one step under the log's lock, whatever else works in the folder. Nothing but `begin`
+makes the log, so that a site whose memory is lost or damaged refuses sums under masks.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from fedtorch import _files as files, tree, wire
+from fedtorch import _files as files, chained_log as log, tree, wire
 from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 
 FILE = "sums.jsonl"
-MOST = 200_000  # sums; a file of about 40 MB
-_FORM = {"sums under masks": 1}
+MOST = 200_000  # sums; a file of about 60 MB
+_FORM = {"event": "sums under masks"}  # the first entry
+_AT_ONCE = 500  # sites in an entry, which has to be short
 _NAMED = 20  # sites that a refusal names at most
 _BEGIN = "`fedtorch states DIR --begin-sums`"
 
@@ -56,8 +57,8 @@ def begin(folder: Path | str) -> None:
             f"Expected a folder without {FILE}, but {folder} has one; keep it, or move it away if this site is to "
             "forget which sums it has taken part in"
         )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, _line(_FORM))
+    files.private_folder(path.parent)
+    log.ChainedLog(path, _FORM, log.digest, durable=True)
 
 
 class _Sum(NamedTuple):
@@ -65,7 +66,7 @@ class _Sum(NamedTuple):
 
     clients: str  # a digest of the names of the site's own clients in them
     sites: int  # which of the sets
-    at: int  # seconds since 1970
+    at: str  # when, in UTC
 
 
 class Step(NamedTuple):
@@ -94,8 +95,10 @@ class PastSums:
 
     def __init__(self, folder: Path | None, lasting: bool = True) -> None:
         self._path = folder / FILE if folder is not None and lasting else None
+        self._log: log.ChainedLog | None = None
         self._lasting, self._opened = lasting, False
         self._sets: list[frozenset[str]] = []
+        self._part: list[str] = []  # of the next set
         self._places: dict[frozenset[str], int] = {}
         self._starts: dict[bytes, _Sum] = {}
         self._runs: dict[str, _Told] = {}
@@ -119,7 +122,7 @@ class PastSums:
                     f"the site has no {FILE} in its folder of states, the memory of the sums under masks that it has "
                     f"taken part in; a site that has taken part in some looks for it, another begins one by {_BEGIN}"
                 )
-            self._read(self._path)
+            self._log = self._read(self._path)
         self._opened = True
 
     def of_round(
@@ -138,27 +141,28 @@ class PastSums:
             Refusal: other sites, or other clients of this one, or there is no room for another sum.
         """
         key, of_clients = start[:16], _digest(sorted(clients))
-        known = self._starts.get(key)
-        if known is not None and known[:2] != (of_clients, self._places.get(sites)):
-            raise Refusal(self._difference(known, of_clients))
-        if not confirmed:
-            return
-        if known is None and len(self._starts) >= MOST:
-            raise Refusal(
-                f"the site remembers {MOST} sums under masks, and no more; move {FILE} away and {_BEGIN} if it is to "
-                "forget them"
-            )
-        made = [] if known is not None else [{"start": key.hex(), "clients": of_clients, "at": int(time.time())}]
-        self._add(made, sites)
-        if step is not None:
-            self.advance(step, sites)
+        with self._alone():
+            known = self._starts.get(key)
+            if known is not None and known[:2] != (of_clients, self._places.get(sites)):
+                raise Refusal(self._difference(known, of_clients))
+            if not confirmed:
+                return
+            if known is None and len(self._starts) >= MOST:
+                raise Refusal(
+                    f"the site remembers {MOST} sums under masks, and no more; move {FILE} away and {_BEGIN} if it is "
+                    "to forget them"
+                )
+            if known is None:
+                self._add({"start": key.hex(), "clients": of_clients}, sites)
+            if step is not None:
+                self.advance(step, sites)
 
     def advance(self, step: Step, sites: frozenset[str] = frozenset()) -> None:
         """Remember that a site's states have gone on, with a sum of some sites or without one."""
-        account = self._told(step.run)
-        behind = account.behind or account.version != step.base
-        line = {"run": step.run, "version": step.version, "behind": behind}
-        self._add([line], account.sites | sites)
+        with self._alone():
+            account = self._told(step.run)
+            behind = account.behind or account.version != step.base
+            self._add({"run": step.run, "version": step.version, "behind": behind}, account.sites | sites)
 
     def of_total(self, step: Step, sites: frozenset[str], *, confirmed: bool) -> None:
         """Refuse to add up what clients have told for good where that would be without a part of an earlier sum.
@@ -171,20 +175,34 @@ class PastSums:
         Raises:
             Refusal: a site of an earlier sum is missing, or this one has gone back behind one.
         """
-        account = self._told(step.run)
-        if account.behind or account.version != step.base:
-            raise Refusal("the site has gone back behind a sum, and does not add up what it has told for good any more")
-        if missing := account.sites - sites:
-            raise Refusal(
-                "the site adds up what clients have told for good only with all sites that it has added up with in "
-                f"the run, and {_named(missing)} are missing"
-            )
-        if confirmed and sites != account.sites:
-            self.advance(step, sites)
+        with self._alone():
+            account = self._told(step.run)
+            if account.behind or account.version != step.base:
+                raise Refusal(
+                    "the site has gone back behind a sum, and does not add up what it has told for good any more"
+                )
+            if missing := account.sites - sites:
+                raise Refusal(
+                    "the site adds up what clients have told for good only with all sites that it has added up with in "
+                    f"the run, and {_named(missing)} are missing"
+                )
+            if confirmed and sites != account.sites:
+                self.advance(step, sites)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from remembering sums, from what the memory says now to what is added inside."""
+        with ExitStack() as stack:
+            if self._log is not None:
+                try:
+                    stack.enter_context(self._log.exclusive())
+                except (ValueError, IndexError) as error:
+                    raise _damaged(error) from error
+            yield
 
     def _difference(self, known: _Sum, own: str) -> str:
         """Return why a site takes part in no sum over a start."""
-        when, same = datetime.fromtimestamp(known.at, UTC), own == known.clients
+        when, same = datetime.fromisoformat(known.at), own == known.clients
         return (
             f"the site has taken part in a sum over the same start on {when:%Y-%m-%d at %H:%M} UTC with "
             f"{_named(self._sets[known.sites])}, and takes part in others with the same "
@@ -195,42 +213,49 @@ class PastSums:
     def _told(self, run: str) -> _Told:
         return self._runs.get(run, _Told(frozenset(), FIRST, behind=False))
 
-    def _add(self, entries: Iterable[Mapping[str, Any]], sites: frozenset[str]) -> None:
-        """Write entries of a set of sites, and then know them."""
-        lines = [{**entry, "sites": self._places.get(sites, len(self._sets))} for entry in entries]
-        if lines and sites not in self._places:
-            lines = [{"sites": sorted(sites)}, *lines]
-        if lines and self._path is not None:
-            files.append(self._path, b"".join(_line(line) for line in lines))
-        for line in lines:
-            self._know(line)
+    def _add(self, entry: Mapping[str, Any], sites: frozenset[str]) -> None:
+        """Write an entry of a set of sites, and then know it; a set that is new goes before it."""
+        if sites not in self._places:
+            names = sorted(sites)
+            for first in range(0, len(names) or 1, _AT_ONCE):
+                self._append({"names": names[first : first + _AT_ONCE], "first": first, "of": len(names)})
+        self._append({**entry, "sites": self._places[sites]})
+
+    def _append(self, body: Mapping[str, Any]) -> None:
+        if self._log is None:
+            self._know({**body, "time": datetime.now(UTC).isoformat()})
+        else:
+            self._log.append(body)  # which is then known by `_take`
+
+    def _take(self, entry: log.Entry) -> None:
+        """Take in an entry of the file."""
+        if entry.signature != log.digest(log.CONTEXT + entry.signed):
+            raise ValueError("it was changed")
+        if entry.number == 1:
+            if entry.content.get("event") != _FORM["event"]:
+                raise ValueError("it begins otherwise")
+        elif entry.content.get("event") != log.REPAIRED:
+            self._know(entry.content)
 
     def _know(self, line: Mapping[str, Any]) -> None:
         if "start" in line:
-            self._starts[bytes.fromhex(line["start"])] = _Sum(line["clients"], line["sites"], line["at"])
+            self._starts[bytes.fromhex(line["start"])] = _Sum(line["clients"], line["sites"], line["time"])
         elif "run" in line:
             self._runs[line["run"]] = _Told(self._sets[line["sites"]], line["version"], line["behind"])
         else:
-            self._places[frozenset(line["sites"])] = len(self._sets)
-            self._sets.append(frozenset(line["sites"]))
+            self._part = [*self._part[: line["first"]], *line["names"]]  # a kill may have left a part of another
+            if len(self._part) == line["of"]:
+                self._places[frozenset(self._part)] = len(self._sets)
+                self._sets.append(frozenset(self._part))
 
-    def _read(self, path: Path) -> None:
-        """Read all lines; a last one that is not whole is of a sum that the site has not confirmed, and is cut off."""
-        data = path.read_bytes()
-        whole = data.rpartition(b"\n")[0] + b"\n"
+    def _read(self, path: Path) -> log.ChainedLog:
+        """Read all entries; a last one that is not whole is of a sum that the site has not confirmed."""
         try:
-            form, *lines = [json.loads(line) for line in whole.splitlines()]
-            if form != _FORM:
-                raise ValueError("it begins otherwise")
-            for line in lines:
-                self._know(line)
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise Refusal(
-                f"the site's {FILE} is damaged ({type(error).__name__}), so that it does not know which sums under "
-                f"masks it has taken part in; bring back a copy, or move it away and {_BEGIN}"
-            ) from None
-        if len(whole) < len(data):
-            os.truncate(path, len(whole))
+            if not next(log.read(path), log.NONE).content:
+                raise ValueError("it does not begin with an entry of a log")  # else the log would begin it anew
+            return log.ChainedLog(path, _FORM, log.digest, take=self._take, durable=True)
+        except (ValueError, IndexError) as error:
+            raise _damaged(error) from error
 
 
 def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
@@ -254,8 +279,11 @@ def digest_of_start(content: Tree, settings: Mapping[str, str]) -> bytes:
     return hashlib.sha256(hashlib.sha256(about).digest() + wire.encode(tree.to(plain, "cpu"))).digest()
 
 
-def _line(entry: Mapping[str, Any]) -> bytes:
-    return json.dumps(entry).encode() + b"\n"
+def _damaged(error: Exception) -> Refusal:
+    return Refusal(
+        f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which sums under "
+        f"masks it has taken part in; bring back a copy, or move it away and {_BEGIN}"
+    )
 
 
 def _digest(names: Sequence[str]) -> str:

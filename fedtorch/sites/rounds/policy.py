@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -10,7 +9,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from filelock import FileLock
 from torch import Tensor
 
 from fedtorch import _files as files, tree
@@ -96,9 +94,9 @@ class Watch:
         self.policy, self._rounds = policy, 0
         folders = [each for each in (folder, beside) if each is not None and policy.rounds is not None]
         for each in folders:
-            each.mkdir(parents=True, exist_ok=True)
+            files.private_folder(each)
         self._paths = [each / "rounds.json" for each in folders]
-        self._lock = FileLock(f"{self._paths[-1]}.lock", timeout=_SECONDS) if self._paths else nullcontext()
+        self._lock = files.private_lock(f"{self._paths[-1]}.lock", _SECONDS) if self._paths else nullcontext()
         with self._lock:
             self._read()
 
@@ -170,11 +168,11 @@ class Watch:
             raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
         self._rounds += 1
         for path in self._paths:
-            files.replace(path, json.dumps({"rounds": self._rounds}).encode())
+            files.write_json(path, {"rounds": self._rounds})
 
     def _read(self) -> None:
         """Take in what has been counted, by another process of this site too."""
-        counted = [int(json.loads(path.read_bytes())["rounds"]) for path in self._paths if path.exists()]
+        counted = [int(files.read_json(path)["rounds"]) for path in self._paths if path.exists()]
         self._rounds = max([self._rounds, *counted])
 
     def _counts(self, budget: Budget) -> bool:

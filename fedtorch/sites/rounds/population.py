@@ -32,7 +32,7 @@ class Remote:
     if its clients' messages were lost, and goes on with the next; `troubles` says why.
 
     Args:
-        host: where sites connect, such as `transport.serve("0.0.0.0:9443", identity, roster)`.
+        host: where sites connect, such as `ft.sites.serve("0.0.0.0:9443", identity, roster)`.
         sites: their names, in the order in which their clients are numbered.
         algorithm: the name of what they are asked to run.
         settings: of it, as JSON.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fedtorch import checkpoint, functional, tree
+from fedtorch import _files as files, checkpoint, functional, tree
 from fedtorch.federation.algorithm import first_total, start_of
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
@@ -322,10 +322,14 @@ class SiteSession:
         return module
 
     def save(self, path: Path | str) -> None:
-        """Write the tensors that the site's clients predict with after the run, by client and name, as safetensors."""
+        """Write the tensors that the site's clients predict with after the run, by client and name, as safetensors.
+
+        The file is for its owner alone, as all of a site are.
+        """
         tensors = tree.flatten(self.tensors())
         flat = {f"{client}.{name}": leaf[k] for k, client in enumerate(self.names) for name, leaf in tensors.items()}
-        checkpoint.write(Path(path), flat)
+        files.private_folder(Path(path).parent)
+        checkpoint.write(path, flat, private=True)
 
     def _hear(
         self, frame: Frame, more: Tree = None, known: frames.Known | None = None

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from fedtorch import _files as files
+import torch
+
+from fedtorch import checkpoint
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.federation.budget import Budget
 from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
@@ -100,11 +102,11 @@ def deliver(
         >>> folder.cleanup()
     """
     with alone_in(folder):
-        site, began = Site(configuration, Path(folder)), Path(folder) / "began"
+        site, began = Site(configuration, Path(folder)), Path(folder) / "began.safetensors"
         said = [site.hello()] if opens else []
         with released(site.watch):
             if began.exists():
-                site.answer(began.read_bytes())
+                site.answer(bytes(checkpoint.read(began)["frame"].numpy()))
             for payload in payloads:
                 before = site.begun
                 answer = site.answer(payload)
@@ -112,7 +114,8 @@ def deliver(
                 if answer is not None:
                     said.append(answer)
                 if site.begun is not None and site.begun != before:
-                    files.replace(began, site.begun)
+                    frame = torch.frombuffer(bytearray(site.begun), dtype=torch.uint8)
+                    checkpoint.write(began, {"frame": frame}, private=True)
         if site.ended is not None:
             began.unlink(missing_ok=True)
         return said, site.ended

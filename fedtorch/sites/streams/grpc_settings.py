@@ -94,10 +94,10 @@ def _why_none(address: str, authority: bytes, identity: Identity | None) -> str:
         )
     except (OSError, ValueError) as error:
         return f"{error or type(error).__name__}; see whether it is up and whether the address is right"
-    whose = "" if identity is None else f", and does not believe the certificate of {identity.name!r}"
+    whose = "" if identity is None else f", as one does that does not believe the certificate of {identity.name!r}"
     return (
-        f"the server is there, but ends every connection{whose}; ask whether its authority made it, and whether the "
-        "server's clock is right"
+        f"the server is there, but ends every connection{whose}; if it is only starting, wait a little, and otherwise "
+        "ask whether its authority made it, and whether the server's clock is right"
     )
 
 

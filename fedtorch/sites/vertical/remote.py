@@ -68,7 +68,7 @@ def over_hub(
     >>> from fedtorch.sites.streams import memory
     >>> from fedtorch.vfl.rows.alignment import Holder
     >>> hub = Hub()
-    >>> link = memory.link(hub, "clinic")  # in another organisation: `transport.connect(address, identity)`
+    >>> link = memory.link(hub, "clinic")  # in another organisation: `ft.sites.connect(address, identity)`
     >>> with ThreadPoolExecutor() as pool:
     ...     clinic = pool.submit(over_link, Holder(["ann", "bob"], "clinic").following("leader"), link)
     ...     rows, traffic = over_hub(Holder(["bob", "cem"], "leader").leading(["clinic"]), hub, ["clinic"])

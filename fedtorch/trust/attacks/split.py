@@ -81,12 +81,23 @@ def label_scores(gradients: Tensor) -> Tensor:
     >>> label_scores(torch.tensor([[[0.5, -0.75]], [[0.25, -0.25]]]))  # y - p of two rows, in two steps
     tensor([ 0.3750, -0.5000], dtype=torch.float64)
     """
+    if gradients.ndim < 3:
+        raise ValueError(
+            "Expected gradients (T, ..., C, n), of T steps and C numbers of each of n rows, but got shape "
+            f"{tuple(gradients.shape)}; of steps × rows pass gradients[:, None]"
+        )
     mean = gradients.to(torch.float64).mean(0)
     return mean[..., 0, :] if gradients.shape[-2] == 1 else mean
 
 
 def guessed_labels(gradients: Tensor) -> Tensor:
     """Return the labels `(..., n)` that `label_scores` speaks for, int64.
+
+    Args:
+        gradients: `(T, ..., C, n)`, as those of `label_scores`.
+
+    Raises:
+        ValueError: gradients of another form.
 
     >>> import torch
     >>> gradients = torch.tensor([[[0.4, -0.6]]])  # y - p of two rows, in one step

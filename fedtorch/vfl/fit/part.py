@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from fedtorch import _files as files, random, wire
+from fedtorch import checkpoint, random
 from fedtorch.vfl.fit.guide import Guide, Parameters, draw_own
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.model.vertical import VerticalModel
@@ -160,24 +160,24 @@ class Part(nn.Module):
         return random.fold_in(of_key, torch.arange(draws, device=key.device))
 
     def save(self, file: str | Path) -> None:
-        """Write this node's parameters, and nobody else's, as a safetensors file that appears whole."""
-        files.replace(file, wire.encode(self.state_dict(), {"party": self.name}))
+        """Write this node's parameters, and nobody else's, as a safetensors file that appears whole, for its owner."""
+        checkpoint.write(file, self.state_dict(), {"party": self.name}, private=True)
 
     def load(self, file: str | Path) -> None:
         """Read what `save` wrote.
 
         Raises:
-            ValueError: the file is another node's, of a part of another shape, empty or torn.
+            ValueError: the file is another node's, of a part of another shape, or damaged.
         """
-        payload = Path(file).read_bytes()
+        with checkpoint.opened(file) as content:
+            name, flat = content.about.get("party"), {each: content.tensor(each).clone() for each in content.names}
         try:
-            name = wire.metadata(payload, client=self.name).get("party")
             if name != self.name:
                 raise ValueError(f"Expected parameters of party {self.name!r}, but got those of {name!r}")
-            state = wire.decode(payload, like=self.state_dict(), client=self.name)
+            checkpoint.check_structure(flat, self.state_dict())
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from None
-        self.load_state_dict(state)
+        self.load_state_dict(flat)
 
 
 def parts(

@@ -126,7 +126,12 @@ class VerticalRun:
         return self.log.frame()
 
     def predict(
-        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+        self,
+        features: Sequence[Tensor] | VerticalData,
+        *,
+        draws: int = 100,
+        key: Tensor | None = None,
+        noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows, averaged over draws, `(B, n)`; of a categorical one `(B, C, n)`."""
         raise NotImplementedError

@@ -205,12 +205,17 @@ class VariationalFit(VerticalRun):
 
     @torch.no_grad()
     def predict(
-        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+        self,
+        features: Sequence[Tensor] | VerticalData,
+        *,
+        draws: int = 100,
+        key: Tensor | None = None,
+        noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows, averaged over draws of the parameters and of the noise.
 
         Args:
-            features: `(n, p)` or `(B, n, p)`, one per party.
+            features: `(n, p)` or `(B, n, p)`, one per party, or the data that have them.
             draws: of the parameters.
             key: of the draws.
             noise: whether with the model's noise on the predictor.
@@ -218,6 +223,7 @@ class VariationalFit(VerticalRun):
         Returns:
             `(B, n)`; of a categorical likelihood probabilities `(B, C, n)`.
         """
+        features = features.features if isinstance(features, VerticalData) else features
         key = random.fold_in(random.key(0), _PREDICT) if key is None else key
         thetas = self.sample(key, draws)
         rows = features[0].shape[-1 - self.model.row_dims[0]]

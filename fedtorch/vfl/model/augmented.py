@@ -62,11 +62,12 @@ def attenuation(variance: float | Tensor) -> float | Tensor:
     r"""Return the factor by which noise on a logistic predictor shrinks slopes, :math:`1/\sqrt{1 + \pi v/8}`.
 
     Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope. The augmented model
-    has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them by this to compare them with those
-    of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
+    has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them, and their sds, by this to compare
+    them with those of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
+    It is a factor of two classes alone: noise leaves the slopes of Gaussian and log-linear responses as they are.
 
     Args:
-        variance: v of the noise on the predictor.
+        variance: v of the noise on the predictor, as by `ft.vfl.noise_variance(model)`.
 
     >>> round(attenuation(1.0), 3)
     0.847

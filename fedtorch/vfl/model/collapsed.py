@@ -16,6 +16,8 @@ from torch import Tensor
 from fedtorch.models.quadrature import gauss_hermite
 from fedtorch.vfl.model.vertical import VerticalModel
 
+_NEAR = 1e-6  # sds of a step that ends the search for a mode
+
 
 def collapsed_log_likelihood(
     model: VerticalModel,
@@ -108,6 +110,6 @@ def _mode(
             sd = (-curvature).rsqrt()
             step = (slope.detach() * sd.square()).clamp(-2, 2)
             s = s.detach() + step
-            if float(step.abs().max()) < 1e-6:
+            if float((step / sd).abs().max()) < _NEAR:
                 break
     return s, sd

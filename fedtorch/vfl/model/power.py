@@ -19,8 +19,8 @@ when the weights are permuted, whichever party knows more. Moreover log Z is con
 linear functions), so equal weights are its minimum and any one party its maxima; `concentration` makes the weights
 interior, not informative. What weights come out is a matter of the guide, whose z is closer to its posterior for some
 parties than for others: the party with all the signal got the most weight with `mean_field` and the least with
-`amortised`. Parties are ranked by `fedtorch.vfl.lost_score` (what predictions lose without a party's features) and
-`spread` (how much it moves the predictor).
+`amortised`. Parties are ranked by `fedtorch.vfl.fit.prediction.lost_score` (what predictions lose without a party's
+features) and `spread` beside it (how much it moves the predictor).
 
 Source: Hassan et al., section 3.3, equation (7). Learnt weights are ours.
 """

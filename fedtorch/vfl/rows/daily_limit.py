@@ -9,12 +9,9 @@ So a party says how many a day it answers, and a guesser needs as many days as t
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
-
-from filelock import FileLock
 
 from fedtorch import _files as files, expected
 from fedtorch.protocol.rates import Bucket, Rate
@@ -55,7 +52,8 @@ class DailyLimit:
         Raises:
             ValueError: they are more than are left, or the file has something else in it; nothing is counted.
         """
-        with FileLock(f"{self.path}.lock", timeout=_SECONDS):
+        files.private_folder(self.path.parent)
+        with files.private_lock(f"{self.path}.lock", _SECONDS):
             bucket = self._read()
             if wait := bucket.take(count, max(self._now(), bucket.at)):
                 never = "split the list, or" if count > self.a_day else f"wait {wait / 3600:.1f} hours, or"
@@ -63,13 +61,13 @@ class DailyLimit:
                     f"Expected at most {int(bucket.level)} identifiers to be tested at {name!r} now, at {self.a_day} a "
                     f"day, but got {count}; {never} agree on more"
                 )
-            files.replace(self.path, json.dumps({"left": bucket.level, "at": bucket.at}).encode())
+            files.write_json(self.path, {"left": bucket.level, "at": bucket.at})
 
     def _read(self) -> Bucket:
         bucket = Bucket(Rate(self.a_day, self.a_day / _DAY))
         try:
             if self.path.exists():
-                kept = json.loads(self.path.read_bytes())
+                kept = files.read_json(self.path)
                 bucket.level, bucket.at = min(float(kept["left"]), self.a_day), float(kept["at"])
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(

@@ -181,7 +181,7 @@ def test_a_server_that_is_killed_goes_on_from_its_checkpoint(tmp_path: Path, mom
         run.step()
         run.save(file)
 
-    def kill(*arguments: Any) -> Any:
+    def kill(*arguments: Any, **how: Any) -> Any:
         raise Killed
 
     if moment == "in a round":
@@ -297,10 +297,10 @@ def test_a_full_disk_at_a_site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     run.step()
     write = checkpoint.write
 
-    def full(path: Path, flat: Any) -> None:
+    def full(path: Path, flat: Any, **how: Any) -> None:
         if "/b/" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, flat)
+        write(path, flat, **how)
 
     monkeypatch.setattr(checkpoint, "write", full)
     assert run.step().ids.tolist() == [0, 1, 4, 5]
@@ -386,10 +386,10 @@ def test_a_disk_on_which_a_site_cannot_count_its_rounds(tmp_path: Path, monkeypa
     run.step()
     replace_file = files.replace
 
-    def full(path: Path, payload: bytes) -> None:
+    def full(path: Path, payload: bytes, **how: Any) -> None:
         if "/b/" in str(path):
             raise OSError(errno.ENOSPC, "No space left on device")
-        replace_file(path, payload)
+        replace_file(path, payload, **how)
 
     monkeypatch.setattr(files, "replace", full)
     assert run.step().ids.tolist() == [0, 1, 4, 5]

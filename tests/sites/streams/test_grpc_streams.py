@@ -125,7 +125,7 @@ def test_a_site_of_another_authority_is_not_let_in(place: Place, tmp_path: Path)
     stranger = identity.make_site(tmp_path / "other", "a")._replace(authority=place.identity.authority)
     place.site("a")
     with pytest.raises(  # noqa: PT012
-        ConnectionError, match="the server is there, but ends every connection, and does not believe"
+        ConnectionError, match="the server is there, but ends every connection, as one does that does not believe"
     ):
         for _ in range(3):  # a handshake of TLS 1.3 is over for the site before the server has seen its certificate
             with contextlib.suppress(ConnectionResetError):

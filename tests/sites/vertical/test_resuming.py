@@ -292,11 +292,11 @@ def full_once(monkeypatch: pytest.MonkeyPatch, node: str) -> None:
     """A node's disk is full once; whoever runs it makes room, and starts it again."""
     write, full = checkpoint.write, [True]
 
-    def writes(path: Path, flat: Any) -> None:
+    def writes(path: Path, flat: Any, **how: Any) -> None:
         if full[0] and node in str(path) and path.stem == "3":
             full[0] = False
             raise OSError(errno.ENOSPC, "No space left on device")
-        write(path, flat)
+        write(path, flat, **how)
 
     def begun_again(attempt: Callable[[], Any]) -> Any:
         try:

@@ -440,7 +440,7 @@ CASES: list[Case] = [
         size=2,
     ),
     net("experts on the rows they win: AdamW", Experts, optimizer=adamw(0.05)),
-    step("frozen until the second step: SGD", thawing, refused=TRAINER),
+    step("frozen until the second step: SGD", thawing, refused=dict.fromkeys(TRAINER, "requires_grad")),
     step("body detached in the first epoch: AdamW", detached_body, optimizer=adamw(), epochs=3),
     hooked("frozen layer", frozen, rowwise=True),
     hooked("frozen layer, AdamW", frozen, optimizer=adamw(), rowwise=True),

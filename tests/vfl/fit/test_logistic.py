@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 import pytest
+import statsmodels.api as sm
 import torch
 from support.oracles.closed_forms import ROUNDING
 from support.verticals import KEY, MODELS, draw, logistic_data, predictors
 
 from experiments.vfl import oracles
 from fedtorch import random, vfl
+from fedtorch.models.quadrature import gauss_hermite
 from fedtorch.vfl.fit.prediction import log_score, lost_score, spread
 from fedtorch.vfl.model import likelihoods
 
@@ -100,6 +102,31 @@ def test_attenuation() -> None:
         s = torch.linspace(-3, 3, 13, dtype=torch.float64)
         exact = ((s[:, None] + math.sqrt(variance) * noise).sigmoid() * density).sum(1)
         assert (exact - (s * vfl.attenuation(variance)).sigmoid()).abs().max() < 0.02
+
+
+def test_slopes_on_the_scale_of_a_pooled_regression() -> None:
+    """Most likely slopes with the noise of two parties, times `attenuation`, are those of a logistic regression."""
+    slopes, rows = torch.tensor([0.3, 1.0, -1.2, 1.5], dtype=torch.float64), 400
+    x = torch.cat([torch.ones(rows, 1, dtype=torch.float64), draw(1, rows, 3)], 1)
+    y = random.bernoulli(KEY, (x @ slopes).sigmoid(), (rows,)).double()
+    model = vfl.augmented(likelihoods.bernoulli(), predictors([1, 2]), 1.0)
+    rule = gauss_hermite(1, 20)
+    noise = vfl.noise_variance(model).double().sqrt() * rule.nodes[:, 0]
+    found = torch.zeros(4, dtype=torch.float64, requires_grad=True)
+    search = torch.optim.LBFGS([found], max_iter=50, line_search_fn="strong_wolfe")
+
+    def loss() -> torch.Tensor:
+        search.zero_grad()
+        eta = (2 * y - 1) * (x @ found + noise[:, None])
+        value = -(rule.weights @ eta.sigmoid()).log().sum()
+        value.backward()
+        return value
+
+    search.step(loss)
+    expected = torch.from_numpy(sm.Logit(y.numpy(), x.numpy()).fit(disp=False).params)
+    mean = found.detach()
+    assert ((vfl.attenuation(vfl.noise_variance(model)) * mean / expected)[1:] - 1).abs().max() < 0.05
+    assert (mean / expected)[1:].min() > 1.25  # the model's own scale
 
 
 def test_scores_without_noise_are_plain() -> None:

@@ -113,7 +113,7 @@ def corrected(
         total = _summed(model.log_factor, at, run, model.prepare, networked)
         total = total if networked is None else at_node(total, node)
         nodes = torch.cat([nodes, at])
-        log = torch.cat([log, total + _log_prior(prior, at) - _log_mixture(part)])
+        log = torch.cat([log, total + _log_prior(prior, at, q.mean) - _log_mixture(part)])
         weights = torch.softmax(log, 0)
         centre = weights @ nodes
         away = nodes - centre
@@ -166,12 +166,13 @@ def _summed(
     return done.server
 
 
-def _log_prior(prior: Prior, nodes: Tensor) -> Tensor:
-    """Return log p at the nodes, up to a constant."""
+def _log_prior(prior: Prior, nodes: Tensor, centre: Tensor) -> Tensor:
+    """Return log p at the nodes, up to a constant; about a point among them, which may be far from zero."""
     normal = tree.to(prior.normal, nodes.device)
-    quadratic = (nodes @ gaussian.unpack(normal.precision) * nodes).sum(1)
+    precision, away = gaussian.unpack(normal.precision), nodes - centre
+    quadratic = (away @ precision * away).sum(1)
     factors = [factor.log_density(nodes[:, factor.coordinate]) for factor in prior.factors]
-    return nodes @ normal.shift - 0.5 * quadratic + sum(factors, torch.zeros_like(quadratic))
+    return away @ (normal.shift - precision @ centre) - 0.5 * quadratic + sum(factors, torch.zeros_like(quadratic))
 
 
 def _proposed(size: int, points: int) -> Tensor:

@@ -20,7 +20,7 @@ from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
-from fedtorch.models.estimates import Estimates
+from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
 from fedtorch.models.hierarchical.dependence import warn_of_dependence
@@ -158,7 +158,7 @@ def quantities(run: Run, nodes: Tensor) -> Quantities:
         shown.names.append("sigma")
         shown.values.append((nodes[:, -1] / 2).exp())
         shown.n.append(rows)
-    return shown
+    return shown._replace(names=[*names, *own_names(shown.names[len(names) :], names)])
 
 
 def spread_nodes(q: Moments, points: int = _NODES) -> tuple[Tensor, Tensor]:

@@ -182,7 +182,7 @@ class Hierarchical(Shared):
         names, values = shown.names, torch.stack(shown.values, 1).unflatten(0, (chains, draws))
         coords: dict[str, Sequence[str]] = {"coefficient": names[:size]}
         dims, made = {"beta": ["coefficient"]}, {"beta": values[..., :size]}
-        last = len(names) - (names[-1] == "sigma")
+        last = len(names) - (len(self.model.names) > len(self.model.hierarchy.names))
         for name, axis, start, stop in (
             ("sd", "random", size, size + len(random)),
             ("cor", "pair", size + len(random), last),
@@ -287,8 +287,10 @@ def _deviations(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
         phi, each = tree.expand((nodes, weights), count)
         if "precision" in sent:
             site = tree.subtract(Natural(sent["shift"], sent["precision"]), cavity)
-            quadratic = ((phi @ gaussian.unpack(site.precision)) * phi).sum(-1)
-            instead = (phi @ site.shift[..., None])[..., 0] - quadratic / 2
+            precision, centre = gaussian.unpack(site.precision), phi.mean(1, keepdim=True)
+            away = phi - centre  # from a point among them: far from zero, squares would have no digits left
+            slope = site.shift - (centre @ precision)[:, 0]
+            instead = (away @ slope[..., None])[..., 0] - ((away @ precision) * away).sum(-1) / 2
             ratio = model.log_factor(phi, rows) - instead
             each = torch.softmax(each.log() + torch.where(ratio.isfinite(), ratio, -torch.inf), 1)
         posterior: DevicePosterior = model.given(phi, each, rows)

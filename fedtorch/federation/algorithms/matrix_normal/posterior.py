@@ -17,7 +17,7 @@ from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.posterior import Coefficients, Named
 from fedtorch.models.device_posterior import DevicePosterior
-from fedtorch.models.estimates import Estimates, over_clients
+from fedtorch.models.estimates import Estimates, over_clients, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.penalised import observed, outcome, score_and_information
 from fedtorch.models.linear import LinearHead, SufficientStatistics, raw, sufficient_statistics
@@ -255,7 +255,7 @@ def coefficient_names(run: Any) -> tuple[str, ...]:
     columns = feature_names(run.population)
     if len(columns) + head.intercept != size:
         columns = tuple(map(str, range(size - head.intercept)))
-    return (*columns, "Intercept") if head.intercept else columns
+    return (*columns, *own_names(["Intercept"], columns)) if head.intercept else columns
 
 
 def inputs(run: Any) -> tuple[tuple[str, ...], Design | None]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
@@ -44,11 +45,17 @@ class Problem(NamedTuple):
     model: Model
     means: int
     restricted: bool
+    units: float = (
+        0.0  # log |det| of what takes means to the units of a formula's columns, where they are integrated over
+    )
 
     @staticmethod
     def of(model: Model, restricted: bool) -> Problem:
         """Return the problem of a model."""
-        return Problem(model, model.hierarchy.mean.shape[1], restricted)
+        means, units = model.hierarchy.mean.shape[1], 0.0
+        if restricted and model.design is not None:
+            units = float(torch.linalg.slogdet(model.design.back()).logabsdet)
+        return Problem(model, means, restricted, units)
 
     @property
     def nodes(self) -> Tensor:
@@ -57,7 +64,8 @@ class Problem(NamedTuple):
 
     def around(self, point: Point) -> Expansion:
         """Return the likelihood that is maximised, around a point."""
-        return newton.expansion(point, self.means, self.restricted)
+        found = newton.expansion(point, self.means, self.restricted)
+        return found._replace(value=found.value + self.units)
 
 
 def maximised(tolerance: float = 1e-10) -> Callable[[Any], bool]:

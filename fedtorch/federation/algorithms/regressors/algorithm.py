@@ -153,6 +153,7 @@ def gtv_regressors(
         return Reply(None, _State(told, kept), {"loss": losses})
 
     return Algorithm(
+        start={},
         init=init,
         outbox=lambda server: _Outbox(server.total, shared, torch.arange(network.nodes)),
         client=client,

@@ -34,7 +34,11 @@ _SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding
 
 
 def geometric_median() -> Rule:
-    """Return the geometric median of whole messages; it stays bounded while less than half of the weight is wrong."""
+    """Return the geometric median of whole messages; it stays bounded while less than half of the weight is wrong.
+
+    Messages are finite, as runs see to; a NaN or an infinite number among them is one of the median, too, for distances
+    from it are not known.
+    """
     return Rule("geometric_median", by_inner_products(_weiszfeld), convex=True)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -96,9 +95,9 @@ def folder_of(path: Path | str, about: Mapping[str, Any], writes: bool) -> Path:
             if folder.exists() and any(folder.iterdir()):
                 raise ValueError(f"Expected an empty folder for a search, or one of a search, but got {folder}")
             folder.mkdir(parents=True, exist_ok=True)
-            files.replace(file, json.dumps(mine).encode())
+            files.write_json(file, mine, private=False)
         return folder
-    theirs = json.loads(file.read_text())
+    theirs = files.read_json(file)
     for name, value in mine.items():
         if theirs.get(name) != value:
             raise ValueError(

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch.models.gaussian import Moments
-
-LEAST = torch.finfo(torch.float64).eps  # variance of fixed effects given φ, so that covariances have Cholesky factors
 
 
 class Coefficients(NamedTuple):
@@ -24,15 +21,12 @@ class Coefficients(NamedTuple):
     shared: Tensor  # (K, d, d)
 
     @staticmethod
-    def at(mu: Tensor, zeta: Tensor, design: Tensor, random: Sequence[int]) -> Coefficients:
-        """Return θ_k given μ `(K, R, m)` and ζ; those that are not `random` are not quite fixed."""
+    def at(mu: Tensor, zeta: Tensor, design: Tensor) -> Coefficients:
+        """Return θ_k given μ `(K, R, m)` and ζ: what does not differ between devices is known."""
         (clients, _, m), d = mu.shape, len(design)
-        least = [0.0 if j in random else LEAST for j in range(d)]
-        shared, slope = torch.diag(mu.new_tensor(least)), design.mT
         zero = mu.new_zeros(clients, d + m)
-        return Coefficients(
-            zeta, mu, zero[:, :m], zero[:, m:], slope.expand(clients, m, d), shared.expand(clients, d, d)
-        )
+        shared, slope = mu.new_zeros(clients, d, d), design.mT.expand(clients, m, d)
+        return Coefficients(zeta, mu, zero[:, :m], zero[:, m:], slope, shared)
 
 
 class Given(NamedTuple):

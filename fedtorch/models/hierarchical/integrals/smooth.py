@@ -215,7 +215,13 @@ def _beside(at: tuple[Tensor, Tensor, Tensor], half: Tensor, nodes: int) -> tupl
 
 
 def conditional(
-    density: Density, rows: Rows, mean: Tensor, covariance: Tensor, given: Tree, rule: QuadratureRule | None
+    density: Density,
+    rows: Rows,
+    mean: Tensor,
+    covariance: Tensor,
+    given: Tree,
+    rule: QuadratureRule | None,
+    place: Tensor | None = None,
 ) -> Conditional:
     """Return what rows say of θ ~ N(mean `(K, R, d)`, covariance `(K, R, d, d)`).
 
@@ -225,9 +231,12 @@ def conditional(
         mean, covariance: of θ before the rows.
         given: what else differs by node, `(K, R, ...)`.
         rule: over θ about its mode; None for Laplace's method.
+        place: numbers of the coordinates that `covariance` `(K, R, e, e)` is of, where others are known.
     """
-    root, size = torch.linalg.cholesky_ex(covariance).L, mean.shape[-1]
+    root, size = torch.linalg.cholesky_ex(covariance).L, covariance.shape[-1]
     eye = torch.eye(size, dtype=mean.dtype, device=mean.device)
+    if place is not None:
+        root = root.new_zeros(*mean.shape, size).index_copy(-2, place, root)
 
     def log_joint(u: Tensor, given: tuple[Tensor, Tensor, Tree]) -> Tensor:
         centre, half, more = given

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_LEAST = 1e-9  # of a variance of nodes, what is added to tell apart directions in which they do not vary
+_LEAST = 1e-9  # of each variance of nodes, what is added to tell apart directions in which they do not vary
 _BEYOND = 1.0  # ranges of the modes before, by which a foretold one may lie outside
 
 
@@ -33,7 +33,8 @@ class Starts:
         centre, middle = before.mean(1, keepdim=True), theta.mean(1, keepdim=True)
         away = before - centre
         gram = away.mT @ away
-        gram.diagonal(dim1=-2, dim2=-1).add_(_LEAST * gram.diagonal(dim1=-2, dim2=-1).sum(-1, keepdim=True) + 1e-300)
+        still = away.abs().amax(1) == 0
+        gram.diagonal(dim1=-2, dim2=-1).mul_(1 + _LEAST).add_(still)
         slope = torch.linalg.solve_ex(gram, away.mT @ (theta - middle)).result
         least, most = theta.amin(1, keepdim=True), theta.amax(1, keepdim=True)
         reach = _BEYOND * (most - least)

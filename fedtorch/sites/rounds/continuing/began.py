@@ -24,6 +24,7 @@ def check_begun(folder: Path, algorithm: str, data: FederatedData, anyway: bool)
 
     Raises:
         Refusal: it is another algorithm, or the rows are others.
+        ValueError: what was noted is damaged.
     """
     path, rows = folder / _FILE, dict(noted(data))
     if path.exists():
@@ -34,7 +35,8 @@ def check_begun(folder: Path, algorithm: str, data: FederatedData, anyway: bool)
             return
         if not anyway:
             raise Refusal(OTHER_ROWS)
-    checkpoint.write(path, {**rows, "algorithm": torch.tensor(list(algorithm.encode()), dtype=torch.uint8)})
+    text = torch.tensor(list(algorithm.encode()), dtype=torch.uint8)
+    checkpoint.write(path, {**rows, "algorithm": text}, private=True)
 
 
 def check_name(before: str, now: str) -> None:

@@ -7,7 +7,6 @@ backup, nothing beside them knows; a later checkpoint of the run does, see `Ledg
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ _LOG = logging.getLogger(__name__)
 def note(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
     """Write down the last entry."""
     content = {"ledger": identity.hex(), "entries": len(digests), "last": digests[-1] if digests else ""}
-    files.replace(_head(ledger), json.dumps(content).encode())
+    files.write_json(_head(ledger), content)
 
 
 def check(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
@@ -33,7 +32,7 @@ def check(ledger: Path, identity: bytes, digests: Sequence[str]) -> None:
             )
         note(ledger, identity, digests)
         return
-    known = json.loads(head.read_bytes())
+    known = files.read_json(head)
     if known["ledger"] != identity.hex():
         raise ValueError(
             f"Expected the ledger {known['ledger']} in {ledger}, by {head.name} beside it, but got {identity.hex()}; "
@@ -61,7 +60,7 @@ def check_entries(digests: Sequence[str], entries: int, last: str, where: str) -
 def check_not_lost(ledger: Path) -> None:
     """Raise ValueError where a ledger is not there that had entries."""
     head = _head(ledger)
-    if not ledger.exists() and head.exists() and (known := json.loads(head.read_bytes()))["entries"]:
+    if not ledger.exists() and head.exists() and (known := files.read_json(head))["entries"]:
         raise ValueError(
             f"Expected the ledger {ledger}, of which {head.name} knows {known['entries']} rounds, but it is lost; "
             f"bring it back, or remove {head.name} to begin a ledger that knows nothing of them"

@@ -85,8 +85,6 @@ class Ledger:
         """Return the log of the file, whose entries are taken in."""
         _ledger_head.check_not_lost(path)
         _refuse_earlier_form(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
         first = {"ledger": self.identity.hex(), "delta": self.delta, **self.claim._asdict()}
         log = ChainedLog(path, first, take=self._take, durable=True)
         with log.exclusive():

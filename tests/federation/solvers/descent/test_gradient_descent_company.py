@@ -205,8 +205,8 @@ def test_clients_share_the_steps_in_which_their_batches_have_the_same_shapes():
     data = stacked_data((8, 8, 8, 8, 6, 6, 6, 5))
     key = keys(8)
     start, state = tree.expand((local.parameters, local.init(local.parameters)), 8)
+    prepared = local.prepare(data)
     for _ in range(2):
-        prepared = local.prepare(data)
         calls.clear()
         local.solve(start, state, prepared, None, Turn(key, 0))
     assert sorted(calls) == [1, 2, 4, 4]
