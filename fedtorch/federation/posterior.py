@@ -45,7 +45,7 @@ _ANSWERS = {
 _HAS = {
     "module": "models in run.client_module(client) and run.global_module()",
     "predict": "predictions in run.predict(data), scores in run.evaluate(data, metrics)",
-    "settings": "its server's state in run.server",
+    "server": "its server's state in run.server",
 }
 _EP = "ft.ep with a hierarchical model"
 _OTHERS = "know by which coefficients of another site are known"
@@ -213,7 +213,8 @@ class Posterior:
     def _unanswered(self, run: Any, who: str, what: str) -> TypeError:
         """Return the error of a question that a fit cannot answer: whose fits can, and what this one has."""
         has = [said for name, said in _ANSWERS.items() if getattr(type(self), name) is not getattr(Posterior, name)]
-        has += [said for name, said in _HAS.items() if getattr(run.algorithm, name, None) is not None]
+        known = lambda name: getattr(run.algorithm, name, getattr(run, name, None))  # a vertical fit's is in its run
+        has += [said for name, said in _HAS.items() if known(name) is not None]
         name = run.algorithm.settings.get("algorithm", "another")
         return TypeError(f"Expected a run of {who}, which {what}, but got one of {name}; it has {', '.join(has)}")
 

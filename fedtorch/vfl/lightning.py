@@ -170,7 +170,12 @@ class TrainerRun(VerticalRun):
         self._record(Iterated(report, torch.arange(len(self.population.names))), seconds)
 
     def predict(
-        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+        self,
+        features: Sequence[Tensor] | VerticalData,
+        *,
+        draws: int = 100,
+        key: Tensor | None = None,
+        noise: bool = True,
     ) -> Tensor:
         """Return what `SplitNetwork.predict` does."""
         return self.network.predict(features, draws=draws, key=key, noise=noise)

@@ -184,7 +184,10 @@ def check_same(one: Any, other: Any) -> None:
         assert one == other or (one != one and other != other), (one, other)  # NaN is NaN
 
 
-@pytest.mark.parametrize("fit", FITS)
+CHECKED = [pytest.param(fit, marks=pytest.mark.slow) if fit.startswith("shared_body") else fit for fit in FITS]
+
+
+@pytest.mark.parametrize("fit", CHECKED)
 def test_answers_do_not_depend_on_settings(fit: str) -> None:
     for question in QUESTIONS_OF_A_RUN:
         check_same(answer(question, fit), answer(question, fit, True))

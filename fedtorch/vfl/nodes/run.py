@@ -13,6 +13,7 @@ from fedtorch.vfl.fit.run import Iterated, VerticalRun
 from fedtorch.vfl.nodes.clock import Clock, Delays
 from fedtorch.vfl.nodes.iteration import exchange
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
+from fedtorch.vfl.rows.data import VerticalData
 
 
 def _everybody(number: int) -> Iteration:
@@ -93,7 +94,12 @@ class NodesRun(VerticalRun):
         return {} if terms is None else {"train_loss": -terms.mean()}
 
     def predict(
-        self, features: Sequence[Tensor], *, draws: int = 100, key: Tensor | None = None, noise: bool = True
+        self,
+        features: Sequence[Tensor] | VerticalData,
+        *,
+        draws: int = 100,
+        key: Tensor | None = None,
+        noise: bool = True,
     ) -> Tensor:
         """Return the predictive mean of new rows by all parties together, averaged over draws.
 
@@ -101,6 +107,7 @@ class NodesRun(VerticalRun):
             ValueError: another number of parties, or parties with other numbers of rows.
         """
         holders = [party.part for party in self.parties]
+        features = features.features if isinstance(features, VerticalData) else features
         total, shared = predicted(self.server.part, holders, features, draws, key, noise)
         return self.likelihood.mean(total, shared).mean(1)
 
