@@ -46,9 +46,9 @@ from fedtorch.federation.budget import Budget
 from fedtorch.federation.exchanges.exchange import Exchange, sum_over
 from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.local_schedule import LocalSchedule
+from fedtorch.federation.posterior import Posterior
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
-from fedtorch.models.estimates import Estimates
 from fedtorch.tree import Tree
 
 
@@ -209,12 +209,10 @@ class Algorithm:
         start: parameters to start from, where a run is given none.
         predict: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`, for evaluation.
         module: whose copies `client_module` and `global_module` return.
-        finish: (copy with a client's tensors, the client's rows), in place, before `client_module` returns it: what a
-            model knows of the rows themselves, which tensors of a federation do not hold. Done where the rows are.
         budget: what its rounds spend; a run asks it before every round.
         schedule: that of the clients' local solver; None where they have none.
-        estimates: (run, options) -> the posterior of named quantities, of which `Run.summary` makes a table; the
-            algorithm alone knows what its server's state says, and how surely. None where there are parameters only.
+        posterior: what a fit can answer, such as named quantities, of which `Run.summary` makes a table: the algorithm
+            alone knows what its server's state says, and how surely. None where there are parameters only.
 
     Example:
         >>> import dataclasses, torch, fedtorch as ft
@@ -237,10 +235,9 @@ class Algorithm:
     start: Tree = None
     predict: Callable[[Tree, Tree], Tree] | None = None
     module: nn.Module | None = None
-    finish: Callable[[Any, Tree], None] | None = None
     budget: Budget | None = None
     schedule: LocalSchedule | None = None
-    estimates: Callable[..., Estimates] | None = None
+    posterior: Posterior | None = None
 
     def __repr__(self) -> str:
         return one_line(partial(method, self.settings))

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributions import Categorical, MixtureSameFamily, Normal
 
 from fedtorch import linalg
-from fedtorch.inference._sites import Coefficients
+from fedtorch.federation.posterior import Coefficients
 from fedtorch.inference._table_rows import Rows
 from fedtorch.models.device_posterior import DevicePosterior, credible_interval
 from fedtorch.models.estimates import weighted_quantile

@@ -13,14 +13,9 @@ from torch import Tensor
 from fedtorch.data import FederatedData
 from fedtorch.data.formulas.cells import as_frame, level_name
 from fedtorch.data.formulas.design import Design
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names, design_of
-from fedtorch.federation.algorithms.matrix_normal import posterior as matrix_normal
-from fedtorch.federation.runs.drawn import sampler_of
+from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.federation.runs.sampler import SITES
-from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names
 from fedtorch.models.estimates import own_names
-from fedtorch.models.hierarchical import Model
 
 NEW = "new"  # the site of rows that nobody names one of
 
@@ -98,18 +93,7 @@ def columns_of(run: Run | Coefficients) -> Columns:
         names = names if run.ordered is None or run.design is None else run.design.columns
         return Columns(names, run.design, run.sites[0] if len(run.sites) == 1 else NEW)
     (alone,) = own_names([NEW], run.population.names)
-    if isinstance(run.algorithm.settings.get("model"), Model):
-        names, ordered = coefficient_names(run), run.algorithm.settings["model"].ordered
-        return Columns(names[: len(names) - ordered.differences] if ordered else names, design_of(run), alone)
-    if run.algorithm.settings.get("algorithm") == "matrix_normal":
-        return Columns(*matrix_normal.inputs(run), alone)
-    if run.algorithm.settings.get("algorithm") != "gibbs":
-        raise TypeError(
-            "Expected a run of ft.ep with a hierarchical model, of ft.gibbs or of ft.matrix_normal, but got "
-            f"{run.algorithm.settings.get('algorithm', 'another')}; run.predict(data) has what its models predict"
-        )
-    names = drawn_names(run, drawn_coefficients(run)[0].shape[-1])
-    return Columns(names[1:] if f"{SITES}intercept" in sampler_of(run).moments else names, None, alone)
+    return Columns(*posterior_of(run.algorithm).columns(run), alone)
 
 
 def _given(rows: Any, columns: Columns) -> Rows:

@@ -10,12 +10,9 @@ from torch import Tensor
 
 from fedtorch.data import FederatedData, from_frame
 from fedtorch.data.formulas.cells import as_frame
-from fedtorch.federation.algorithms import ep
-from fedtorch.federation.algorithms.ep.estimates import design_of
+from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._sites import Coefficients, other_sites, propagated_newcomers
 from fedtorch.inference._table_rows import NEW, check_design
-from fedtorch.models.hierarchical import linear_devices
 
 
 def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 0.01) -> Coefficients:
@@ -47,23 +44,15 @@ def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 
         | :-- | :-- | --: | --: | --: |
         | ward 7 | level | 3.83 | 0.31 | 3.22 to 4.45 |
     """
-    propagated_newcomers(run, tolerance=tolerance)  # refuses what has none
     data = rows if isinstance(rows, FederatedData) else _as_data(run, rows, site)
-    check_design(data, design_of(run))
-    block = data.stack(torch.arange(len(data)))
-    model = run.algorithm.settings["model"]
-    posterior = linear_devices.adapted(model, ep.posterior(run, tolerance=torch.inf), block)
-    known = getattr(model.family, "scale", None)
-    if known is not None and bool(posterior.log_noise.isnan().all()):
-        noise = known(model.prepare(block)).log()[:, None].expand_as(posterior.log_noise)
-        posterior = posterior._replace(log_noise=noise)
-    return other_sites(run, tuple(data.names), posterior)
+    check_design(data, run.design)
+    return posterior_of(run.algorithm).adapted(run, data, tolerance)
 
 
 def _as_data(run: Run, rows: Any, site: str | None) -> FederatedData:
     """Return rows as data: `(x, y)` of one site as they are, a frame by the run's formula."""
     if not isinstance(rows, tuple):
-        design = design_of(run)
+        design = run.design
         if design is None:
             raise TypeError(
                 f"Expected rows (x, y) of a run that was made without a formula, but got {type(rows).__name__}; pass "

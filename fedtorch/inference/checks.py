@@ -35,10 +35,11 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
+from fedtorch.federation.runs.posterior_draws import Drawn, by_client, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import smoothed
-from fedtorch.inference._rows import Drawn, by_client, masked_sum, origin, sent_source, summed
-from fedtorch.inference.holders import Form, Holder, Kind, ask
 from fedtorch.models.hierarchical.families import LOGISTIC
 
 _CELLS = 200  # of predicted probabilities
@@ -84,7 +85,7 @@ def calibration(
         TypeError: responses that are not yes or no.
         RuntimeError: sites that do not tell checks.
     """
-    one = origin(run, draws, None, tolerance, seed)
+    one = posterior_of(run.algorithm).draws(run, draws, None, tolerance, seed)
     if one.family is not LOGISTIC:
         raise TypeError(
             f"Expected yes/no responses, but got a {one.family.name} model; see ft.plots.predictive_check(run)"
@@ -110,7 +111,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float =
         TypeError: yes/no responses, whose histogram says nothing.
         RuntimeError: sites that do not tell checks.
     """
-    one = origin(run, draws, None, tolerance, seed)
+    one = posterior_of(run.algorithm).draws(run, draws, None, tolerance, seed)
     if one.family is LOGISTIC:
         raise TypeError('Expected responses that are not yes or no; ask for predictive_check(run, of="sites")')
     power = ask(run, POWERS, one.sent, drawn=one)
@@ -133,7 +134,7 @@ def histograms(run: Run, *, bins: int = 30, draws: int = 200, tolerance: float =
 
 def site_means(run: Run, *, draws: int = 200, tolerance: float = 0.01, seed: int = 0) -> SiteMeans:
     """Return each site's mean response, and those of responses drawn anew; raise RuntimeError like `histograms`."""
-    one = origin(run, draws, None, tolerance, seed)
+    one = posterior_of(run.algorithm).draws(run, draws, None, tolerance, seed)
     totals = ask(run, MEANS, one.sent, drawn=one)
     return SiteMeans(
         tuple(run.population.names),
@@ -144,7 +145,7 @@ def site_means(run: Run, *, draws: int = 200, tolerance: float = 0.01, seed: int
 
 def is_binary(run: Run) -> bool:
     """Return whether a run's responses are yes or no, or successes of trials."""
-    return origin(run, 1, None, math.inf, 0).family is LOGISTIC
+    return posterior_of(run.algorithm).draws(run, 1, None, math.inf, 0).family is LOGISTIC
 
 
 def _cells(drawn: Drawn) -> dict[str, Tensor]:
@@ -227,7 +228,7 @@ def joined(rows: Tensor, minimum: int) -> Tensor:
 
 def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the sums of a holder's cells; those of a group are in the cell of its mean prediction."""
-    sums = summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _cells(drawn[0]))
+    sums = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _cells(drawn[0]))
     group = joined(sums.pop("members")[:, None], holder.minimum)
     if holder.minimum <= 1:
         return sums
@@ -243,18 +244,18 @@ def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, A
     Groups have enough observed rows, and enough replicated ones in the mean.
     """
     edges = sent["edges"]
-    rows = summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _counted(drawn[0], edges))
+    rows = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _counted(drawn[0], edges))
     group = joined(torch.stack([rows[:, 0], rows[:, 1:].mean(1)], 1), holder.minimum)
     totals, sizes = torch.zeros_like(rows).index_add(0, group, rows), torch.bincount(group)
     return totals[group] / sizes[group, None]
 
 
 def _responses(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
-    return summed(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _powers(drawn[0]))
+    return summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _powers(drawn[0]))
 
 
 def _means(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    return by_client(holder, [holder.data], [sent_source(holder, sent)], lambda drawn: _totals(drawn[0]))
+    return by_client(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _totals(drawn[0]))
 
 
 def _room(*sizes: int) -> Tensor:

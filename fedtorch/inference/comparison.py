@@ -22,15 +22,14 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.populations.population import row_counts
+from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs.holders import Form, Holder, Kind, ask
+from fedtorch.federation.runs.posterior_draws import Drawn, masked_sum, sent_draws, summed
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._pareto import left_out, widely_applicable
-from fedtorch.inference._rows import Drawn, masked_sum, origin, sent_source, source, summed
-from fedtorch.inference.holders import Form, Holder, Kind, ask, local_holder
 from fedtorch.inference.pooling import refuse_pooled
-from fedtorch.models import gaussian
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -103,8 +102,8 @@ def loo(
     refuse_pooled(run, "loo")
     _check(out=out)
     if out == "site":
-        _check_evidence(run, tolerance)
-        return _of_sites(ask(run, EVIDENCE), len(run.population.names))
+        evidence = posterior_of(run.algorithm).evidence(run, tolerance=tolerance)
+        return _of_sites(evidence, len(run.population.names))
     return _of_rows(_sums({"": run}, "loo", draws, {"": given}, tolerance, seed), 0, "loo")
 
 
@@ -176,7 +175,8 @@ def compare(
     _check(out=out)
     names = list(runs)
     if out == "site":
-        values = torch.stack([_evidences(_with_evidence(run, tolerance)) for run in runs.values()])
+        every = [posterior_of(run.algorithm).evidence(run, each=True, tolerance=tolerance) for run in runs.values()]
+        values = torch.stack(every)
         _same_clients(runs)
         each = [_of_sites({"elpd": row.sum(), "squares": row.square().sum()}, len(row)) for row in values]
         squares = (values[:, None] - values[None]).square().sum(-1)
@@ -209,7 +209,9 @@ def _sums(
 ) -> dict[str, Tensor]:
     """Return sums over all rows of what the runs' draws say of each; the last one's clients are asked."""
     _same_clients(runs)
-    sources = [origin(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()]
+    sources = [
+        posterior_of(run.algorithm).draws(run, draws, given.get(name), tolerance, seed) for name, run in runs.items()
+    ]
     *before, (run, last) = zip(runs.values(), sources)
     sums: dict[str, Tensor] = ask(run, DENSITIES, last.sent, drawn=last, beside=before, method=method)
     if int(sums["different"]):
@@ -254,16 +256,6 @@ def _of_sites(sums: Mapping[str, Tensor], sites: int) -> Accuracy:
     return Accuracy(elpd, _error(elpd, float(sums["squares"]), sites), math.nan, sites, "site", "cavity", 0, 0)
 
 
-def _check_evidence(run: Run, tolerance: float) -> None:
-    if source(run, 1, None, tolerance, 0).model.log_evidence is None:
-        raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
-
-
-def _with_evidence(run: Run, tolerance: float) -> Holder:
-    _check_evidence(run, tolerance)
-    return local_holder(run)
-
-
 def _error(total: float, squares: float, count: int) -> float:
     """Return the standard error of a sum of independent terms, from the sum of their squares: R's loo, by n - 1."""
     return (count * max(squares - total * total / count, 0.0) / (count - 1)) ** 0.5 if count > 1 else math.nan
@@ -285,25 +277,9 @@ def _same_clients(runs: Mapping[str, Run]) -> None:
 def _densities(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return sums over a holder's rows of what draws of each run say of them; of responses only whether any differ."""
     pairs, method = [*holder.beside, (holder, sent)], str(about["method"])
-    sources = [sent_source(one, of_one) for one, of_one in pairs]
+    sources = [sent_draws(one, of_one).at for one, of_one in pairs]
     sums = summed(holder, [one.data for one, _ in pairs], sources, lambda every: _pointwise(every, method))
     return {**sums, "different": (sums["different"] > 0).to(sums["different"])}
-
-
-def _evidences(holder: Holder) -> Tensor:
-    """Return log p(y_k | the others) of each client, `(K,)`, from its cavity."""
-    model = holder.algorithm.settings["model"]
-
-    def own(cavity: dict[str, Tensor], block: ClientData) -> Tensor:
-        evidence: Tensor = model.log_evidence(gaussian.moments(gaussian.Natural(**cavity)), model.prepare(block))
-        return evidence
-
-    return holder.evaluate(holder.data, own)
-
-
-def _evidence(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    values = _evidences(holder)
-    return {"elpd": values.sum(), "squares": values.square().sum()}
 
 
 def _sums_of(form: Form) -> dict[str, Tensor]:
@@ -315,6 +291,3 @@ def _sums_of(form: Form) -> dict[str, Tensor]:
 
 
 DENSITIES = Kind("densities", "densities", _densities, _sums_of)
-EVIDENCE = Kind(
-    "evidence", "densities", _evidence, lambda form: dict.fromkeys(("elpd", "squares"), torch.zeros(()).double())
-)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import diagnostics
 from fedtorch.inference._combinations import linear, written
@@ -74,10 +75,7 @@ def _estimates(run: Run, options: dict[str, Any]) -> Estimates:
             f"Expected a run, but got a {type(run).__name__}; of pooled runs take contrasts of each, and pool these by "
             "pooled([(estimate, covariance), …])"
         )
-    if run.algorithm.estimates is None:
-        run.summary()  # says what the algorithm has instead
-    assert run.algorithm.estimates is not None
-    return run.algorithm.estimates(run, **options)
+    return posterior_of(run.algorithm).estimates(run, **options)
 
 
 def _labelled(combinations: tuple[Any, ...]) -> list[tuple[str, Combination]]:

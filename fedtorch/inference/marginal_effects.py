@@ -22,13 +22,14 @@ from torch import Tensor
 from fedtorch.data.formulas.cells import Cells, as_frame
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
+from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._rows import SiteDraws, by_client, even_source, sent_source, site_draws
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
-from fedtorch.inference.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
 from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.models.estimates import Estimates
-from fedtorch.models.hierarchical.families import CUMULATIVE
+from fedtorch.models.hierarchical.families import CUMULATIVE, Family
 from fedtorch.tables.result_frame import ResultFrame
 
 _DRAWS = 512
@@ -88,6 +89,7 @@ def marginal_effects(
         | dose | 0.185 | 0.022 | 0.140 to 0.224 | 300 |
     """
     refuse_pooled(run, "marginal_effects")
+    source = posterior_of(run.algorithm).draws(run, _DRAWS, given, tolerance, _SEED, even=True)
     names, design, _ = columns_of(run)
     elsewhere = hasattr(run.clients, "ask")
     if elsewhere and frame is not None:
@@ -106,10 +108,9 @@ def marginal_effects(
         raise ValueError(f"Expected variables that rows vary in, such as {list(names)}, but got {missing or 'none'}")
     numbers = {str(every.index(name)): kind for name, kind in kinds.items()}
     if table is None:
-        sums = ask(run, EFFECTS, even_source(run, _DRAWS, given, tolerance, _SEED).sent, kinds=numbers)
+        sums = ask(run, EFFECTS, source.sent, kinds=numbers)
     else:
-        drawn = site_draws(run, _DRAWS, given, tolerance, even=True)
-        sums = table.effects(drawn, run.population.names, numbers)
+        sums = table.effects(source.family, site_draws(run, source), run.population.names, numbers)
     labels = [label for name, kind in kinds.items() for label in _labels(name, kind, design)]
     values, n = sums["total"] / sums["rows"], (int(sums["rows"]),) * len(labels)
     return Estimates(tuple(labels), values, coefficients=len(labels), n=n).table(level)
@@ -139,11 +140,18 @@ class _Table(NamedTuple):
             varies.append(values is None or len(np.unique(values)) > 1 or (ones and bool((values != 1).any())))
         return {"other": torch.tensor(other).double(), "varies": torch.tensor(varies).double()}
 
-    def effects(self, drawn: SiteDraws, sites: Sequence[str], kinds: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows."""
-        if drawn.family is None:
-            raise TypeError("Expected a model of known family, but got one without; see ft.inference.predict")
-        if drawn.family is CUMULATIVE:
+    def effects(
+        self, family: Family, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]
+    ) -> dict[str, Tensor]:
+        """Return the sums over rows of the changes of the mean response at each draw, `(S, effects)`, and the rows.
+
+        Args:
+            family: of a response.
+            theta: draws of the sites' coefficients, `(K, S, d)`.
+            sites: their names.
+            kinds: of variables, by number.
+        """
+        if family is CUMULATIVE:
             raise TypeError(
                 "Expected a response that has a mean, but got one of ordered levels; coefficients are log-odds of all "
                 "levels above, and ft.inference.predict(run, rows) has the probability of each level"
@@ -152,18 +160,17 @@ class _Table(NamedTuple):
         if strangers:
             raise ValueError(f"Expected rows of the run's sites, but got some of {strangers[:5]}; leave them out")
         every = [change for number, kind in kinds.items() for change in self._changes(int(number), kind)]
-        totals = [self._total(drawn, sites, change) for change in every]
+        totals = [self._total(family, theta, sites, change) for change in every]
         return {"total": torch.stack(totals, 1), "rows": torch.tensor(float(len(self.read.sites))).double()}
 
-    def _total(self, drawn: SiteDraws, sites: Sequence[str], change: _Change) -> Tensor:
-        assert drawn.family is not None
+    def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
         owners, offset = np.array(self.read.sites, dtype=object), self.read.rows.offset
-        total = torch.zeros(drawn.theta.shape[1], dtype=torch.float64)
+        total = torch.zeros(draws.shape[1], dtype=torch.float64)
         for number, name in enumerate(sites):
-            mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), drawn.theta[number]
+            mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), draws[number]
             for part in mine.split(max(1, _NUMBERS // len(theta))):
                 more = 0.0 if offset is None else offset[part, None].to(theta)
-                means = [drawn.family.mean(_widened(x[part], theta) @ theta.mT + more) for x in change[:2][::-1]]
+                means = [family.mean(_widened(x[part], theta) @ theta.mT + more) for x in change[:2][::-1]]
                 total += (means[0] - means[1]).sum(0)
         return total / change.step
 
@@ -237,9 +244,8 @@ def _labels(name: str, kind: str, design: Design | None) -> list[str]:
 
 def _columns_of(algorithm: Any, data: Any = None) -> Columns:
     """Return the columns of x of a model, by number where they have no formula."""
-    model = algorithm.settings["model"]
-    design = model.design or getattr(data, "design", None)
-    return Columns(tuple(map(str, range(len(model.hierarchy.mean)))), design, NEW)
+    known = posterior_of(algorithm)
+    return Columns(tuple(map(str, range(known.size))), known.design or getattr(data, "design", None), NEW)
 
 
 def _table_of(holder: Holder) -> _Table:
@@ -258,12 +264,12 @@ def _seen(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) 
 
 
 def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
-    drawn, kinds = sent_source(holder, sent), about["kinds"]
+    drawn, kinds = sent_draws(holder, sent), about["kinds"]
     table = _table_of(holder)
     if not all(str(number).isdecimal() and kind in _KINDS for number, kind in kinds.items()):
         raise ValueError(f"Expected kinds of variables by number, but got {str(kinds)[:100]}")
-    theta = by_client(holder, [holder.data], [drawn], lambda every: every[0].theta)
-    return table.effects(SiteDraws(theta, drawn.family), holder.data.names, kinds)
+    theta = by_client(holder, [holder.data], [drawn.at], lambda every: every[0].theta)
+    return table.effects(drawn.family, theta, holder.data.names, kinds)
 
 
 def _count(form: Form) -> dict[str, Tensor]:

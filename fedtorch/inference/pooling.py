@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
-from fedtorch.models.estimates import Estimates
 
 if TYPE_CHECKING:
     from fedtorch.tables.result_frame import ResultFrame
@@ -163,12 +163,7 @@ def _estimate(fit: Any) -> _Fit:
 
 def _of_run(run: Run) -> _Fit:
     """Return the moments of what a run's summary shows, on the scales of pooling."""
-    if run.algorithm.estimates is None:
-        raise TypeError(
-            "Expected runs with a posterior, such as those of ft.ep, but got one of "
-            f"{run.algorithm.settings.get('algorithm', 'another')}; pass pairs (estimate, covariance)"
-        )
-    shown: Estimates = run.algorithm.estimates(run)
+    shown = posterior_of(run.algorithm).estimates(run)
     keys = [next((key for key in _SCALES if name.startswith(key)), "") for name in shown.names]
     scales = tuple("" if j < shown.coefficients else key for j, key in enumerate(keys))
     columns = [_SCALES[key][0](leaf) if key else leaf for key, leaf in zip(scales, shown.nodes.unbind(1))]

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._responses import LevelsPredicted, Predicted, level_probabilities, predicted
-from fedtorch.inference._sites import Coefficients, newcomers, site_coefficients
 from fedtorch.inference._table_rows import TableRows, columns_of, table_rows
 from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.tables.result_frame import ResultFrame
@@ -80,8 +80,9 @@ def predict(
             raise ValueError(f"Expected rows of the sites {list(names)}, but got {unknown}; name one of them by site=")
         sources = dict.fromkeys(groups, run)
     else:
-        known = site_coefficients(run, given, tolerance) if len(unknown) < len(groups) else None
-        other = newcomers(run, given, tolerance) if unknown else None
+        found_by = posterior_of(run.algorithm)
+        known = found_by.coefficients(run, given, tolerance) if len(unknown) < len(groups) else None
+        other = found_by.newcomers(run, given, tolerance) if unknown else None
         sources = {label: other if label in unknown else known for label in groups}  # type: ignore[misc]
     ordered = next((source.ordered for source in sources.values()), None)
     respond = predicted if ordered is None else level_probabilities

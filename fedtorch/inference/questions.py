@@ -1,20 +1,22 @@
 """The questions that sites answer after a fit, by name: nothing else that comes over the wire decides what is computed.
 
+Which of them a fit answers its posterior says, `Posterior.questions`.
+
 >>> len(QUESTIONS), QUESTIONS["calibration"].tells
 (13, 'checks')
 """
 
 from __future__ import annotations
 
+from fedtorch.federation.algorithms.ep.hierarchical import COEFFICIENTS, DEVIATIONS, EVIDENCE
 from fedtorch.federation.algorithms.matrix_normal.posterior import room_for, tell_average, tell_devices, tell_sums
-from fedtorch.inference._sites import COEFFICIENTS, DEVIATIONS
+from fedtorch.federation.runs.holders import Kind
 from fedtorch.inference.checks import CALIBRATION, HISTOGRAM, MEANS, POWERS
-from fedtorch.inference.comparison import DENSITIES, EVIDENCE
-from fedtorch.inference.holders import Kind
+from fedtorch.inference.comparison import DENSITIES
 from fedtorch.inference.marginal_effects import EFFECTS, VARIABLES
 
-FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0], of="matrix_normal")
-DEVICES = Kind("devices", "effects", tell_devices, lambda form: room_for(form)[1], by_client=True, of="matrix_normal")
-AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2], of="matrix_normal")
+FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0])
+DEVICES = Kind("devices", "effects", tell_devices, lambda form: room_for(form)[1], by_client=True)
+AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2])
 _EVERY = (COEFFICIENTS, DEVIATIONS, DENSITIES, EVIDENCE, VARIABLES, EFFECTS, CALIBRATION, POWERS, HISTOGRAM, MEANS)
 QUESTIONS = {kind.name: kind for kind in (*_EVERY, FACTORS, DEVICES, AVERAGE)}

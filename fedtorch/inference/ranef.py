@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pandas as pd
 import torch
+from torch import Tensor
 
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.algorithms.ep.estimates import coefficient_names
+from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import diagnostics
-from fedtorch.inference._sites import Coefficients, drawn_coefficients, drawn_names, site_coefficients, site_deviations
 from fedtorch.inference.pooling import refuse_pooled
-from fedtorch.models.device_posterior import DevicePosterior, credible_interval
+from fedtorch.models.device_posterior import credible_interval
 from fedtorch.models.estimates import Diagnostics, Estimates
 from fedtorch.tables.result_frame import ResultFrame
 
@@ -57,40 +57,32 @@ def ranef(
         | C | level | 2.992 | 0.071 | 2.853 to 3.130 |
     """
     refuse_pooled(run, "ranef")
-    if isinstance(run, Run) and run.algorithm.settings.get("algorithm") == "gibbs":
-        return _of_draws(run, level, total)
-    if total:
-        sites = run if isinstance(run, Coefficients) else site_coefficients(run, given, tolerance)
-        return mixture_table(sites.totals(), sites.sites, sites.names, level)
     if isinstance(run, Coefficients):
-        raise ValueError("Expected a run, but got other sites, whose totals alone are known; pass total=True")
-    deviations, names = site_deviations(run, given, tolerance), coefficient_names(run)
-    random = tuple(names[j] for j in run.algorithm.settings["model"].hierarchy.random)
-    return mixture_table(deviations, tuple(run.population.names), random, level)
+        if not total:
+            raise ValueError("Expected a run, but got other sites, whose totals alone are known; pass total=True")
+        sites = run
+    else:
+        known = posterior_of(run.algorithm)
+        sites = (known.coefficients if total else known.deviations)(run, given, tolerance)
+    return _of_mixture(sites, level) if sites.draws is None else _of_draws(sites, sites.draws, level)
 
 
-def mixture_table(
-    posterior: DevicePosterior, sites: tuple[str, ...], names: tuple[str, ...], level: float
-) -> ResultFrame:
-    """Return the table of the marginals of sites' coefficients."""
-    marginals = posterior.marginals()
+def _of_mixture(sites: Coefficients, level: float) -> ResultFrame:
+    marginals = sites.totals().marginals()
     low, high = credible_interval(marginals, level)
     parts = {"estimate": marginals.mean, "sd": marginals.variance.clamp(min=0).sqrt(), "low": low, "high": high}
     columns = {name: part.flatten().tolist() for name, part in parts.items()}
-    return ResultFrame.of(columns, _index(sites, names), level=level)
+    return ResultFrame.of(columns, _index(sites), level=level)
 
 
-def _of_draws(run: Run, level: float, total: bool) -> ResultFrame:
-    draws, shared = drawn_coefficients(run)
-    values = draws if total else draws - shared
-    names = drawn_names(run, values.shape[-1])
-    stack = values.flatten(2)
+def _of_draws(sites: Coefficients, draws: Tensor, level: float) -> ResultFrame:
+    stack = draws.flatten(2)
     made = Diagnostics(*(torch.tensor(each, dtype=torch.float64) for each in diagnostics(stack.numpy())))
     flat = stack.flatten(0, 1)
     table = Estimates(tuple(map(str, range(flat.shape[1]))), flat, diagnostics=made).table(level)
-    table.index = _index(tuple(run.population.names), names)
+    table.index = _index(sites)
     return table
 
 
-def _index(sites: tuple[str, ...], names: tuple[str, ...]) -> pd.MultiIndex:
-    return pd.MultiIndex.from_product([sites, names], names=["site", "coefficient"])
+def _index(sites: Coefficients) -> pd.MultiIndex:
+    return pd.MultiIndex.from_product([sites.sites, sites.names], names=["site", "coefficient"])

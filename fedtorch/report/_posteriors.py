@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import Sampler, diagnostics
 from fedtorch.inference.site_estimates import site_estimates
@@ -31,8 +32,8 @@ def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
     sources = [_of_draws(one) for one in run.recorders if isinstance(one, Sampler) and one.moments]
     if run.number and isinstance(run, VariationalFit):
         sources += _of_variational(run)
-    elif run.number and isinstance(run, Run) and run.algorithm.settings.get("algorithm") == "ep":
-        sources.append(_of_propagation(run))
+    elif run.number and isinstance(run, Run) and posterior_of(run.algorithm).title:
+        sources.append(_of_shared(run))
     return sources
 
 
@@ -74,15 +75,14 @@ def _of_draws(sampler: Sampler) -> dict[str, Any]:
     return {**about_draws, "rows": rows, "traces": traces}
 
 
-def _of_propagation(run: Run) -> dict[str, Any]:
+def _of_shared(run: Run) -> dict[str, Any]:
     """Return the posterior of what all clients share, with what it warns of."""
-    title = "What all clients share, by expectation propagation"
-    shown: dict[str, Any] = {"title": title, "rows": [], "components": 0, "traces": []}
-    assert run.algorithm.estimates is not None
+    known = posterior_of(run.algorithm)
+    shown: dict[str, Any] = {"title": known.title, "rows": [], "components": 0, "traces": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            estimates = run.algorithm.estimates(run)
+            estimates = known.estimates(run)
         except RuntimeError as error:
             return {**shown, "warnings": [str(error)]}
     table = estimates.table(0.95)
@@ -98,7 +98,7 @@ def _of_propagation(run: Run) -> dict[str, Any]:
 
 def by_client(run: Run | VerticalRun) -> list[dict[str, Any]]:
     """Return each client's own posterior where its rows are at hand; every rank takes part, and has the same."""
-    if not isinstance(run, Run) or not run.number or run.algorithm.settings.get("algorithm") != "ep":
+    if not isinstance(run, Run) or not run.number or not posterior_of(run.algorithm).title:
         return []
     try:
         if len(run.population.data) > _CLIENTS:

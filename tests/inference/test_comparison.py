@@ -16,11 +16,11 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.algorithms import ep
 from fedtorch.federation.algorithms.ep.correction import corrected
+from fedtorch.federation.runs.holders import local_holder
+from fedtorch.federation.runs.posterior_draws import Drawn, by_client
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
-from fedtorch.inference._rows import Drawn, by_client, origin, source
-from fedtorch.inference.holders import local_holder
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
@@ -72,7 +72,12 @@ def pointwise(run: ft.Run, draws: int) -> Tensor:
         return one.rows.y
 
     data = run.population.data
-    by_client(local_holder(run), [data], [origin(run, draws, None, 0.01, 0)], lambda drawn: keep(drawn)[:, :0])
+    by_client(
+        local_holder(run),
+        [data],
+        [run.algorithm.posterior.draws(run, draws, None, 0.01, 0).at],
+        lambda drawn: keep(drawn)[:, :0],
+    )
     return torch.stack(kept)
 
 
@@ -124,9 +129,10 @@ def test_a_row_left_out_is_predicted_as_by_a_fit_without_it(runs: dict[str, ft.R
         keep = torch.arange(len(y)) != i
         parts[k] = (x[keep], y[keep])
         less = ft.data.from_tensors(parts)
-        one = source(fitted("linear", less), 4000, None, 0.01, 1)
+        run = fitted("linear", less)
+        phi, model = run.algorithm.posterior.draws(run, 4000, None, 0.01, 1).sent["phi"], run.algorithm.posterior.model
         weights = torch.full((1, 4000), 1 / 4000).double()
-        site = one.model.given(one.phi[None], weights, one.model.prepare(less.stack([k])))
+        site = model.given(phi[None], weights, model.prepare(less.stack([k])))
         variance = torch.einsum("d,rde,e->r", x[i], site.covariances[0], x[i]) + site.log_noise[0].exp()
         exact = torch.distributions.Normal(site.means[0] @ x[i], variance.sqrt()).log_prob(y[i]).exp().mean().log()
         assert float(every[int(data.starts[k]) + i]) == pytest.approx(float(exact), abs=0.05)

@@ -97,7 +97,7 @@ def test_what_is_no_combination_is_refused(run: ft.Run) -> None:
 def test_a_run_without_a_posterior_says_what_it_has(rows: tuple[Tensor, Tensor]) -> None:
     data = ft.data.from_tensors([rows])
     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1).double())), ft.InProcess(data), rounds=1)
-    with pytest.raises(TypeError, match=r"but got fedavg, .*run.global_module\(\)"):
+    with pytest.raises(TypeError, match=r"but got one of fedavg; it has .*run.global_module\(\)"):
         ft.inference.contrasts(run, "age")
 
 

@@ -15,7 +15,6 @@ from fedtorch import random
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, loo
-from fedtorch.inference._rows import kept
 from fedtorch.inference.site_estimates import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import deviations, global_priors, sparse
@@ -66,9 +65,10 @@ def test_numbers_are_arviz_ones(binary: bool, runs: dict[bool, ft.Run]) -> None:
         warnings.simplefilter("ignore")
         posterior = {"theta": theta.flatten(2).numpy()}
         theirs = az.loo(az.from_dict(log_likelihood={"y": values.numpy()}, posterior=posterior))
-    ours, n = loo(run), values.shape[-1]
-    error = theirs.se * (n / (n - 1)) ** 0.5  # R's loo divides by n - 1, ArviZ by n
-    assert (ours.elpd, ours.se, ours.parameters) == pytest.approx((theirs.elpd_loo, error, theirs.p_loo), abs=1e-8)
+    ours = loo(run)
+    of_r = (ours.left_out / (ours.left_out - 1)) ** 0.5  # standard errors are R's, by n - 1; ArviZ has 1 / n
+    expected = theirs.elpd_loo, of_r * theirs.se, theirs.p_loo
+    assert (ours.elpd, ours.se, ours.parameters) == pytest.approx(expected, abs=1e-8)
 
 
 def test_checks_take_its_draws(runs: dict[bool, ft.Run]) -> None:
@@ -82,7 +82,9 @@ def test_checks_take_its_draws(runs: dict[bool, ft.Run]) -> None:
 
 def test_fewer_draws_are_spread_over_the_chains(runs: dict[bool, ft.Run]) -> None:
     every = runs[False].recorders[0].draws()["sites.theta"]  # (2, 16, 3, 2)
-    found = kept(runs[False], 16, random.key(0))
+    run = runs[False]
+    draws = run.algorithm.posterior.draws(run, 16, None, 0.01, 0)
+    found = draws.at(run.population.data.stack([0, 1, 2]), torch.arange(3))
     torch.testing.assert_close(found.theta, every[:, ::2].flatten(0, 1).transpose(0, 1))
     assert 0 < found.efficiency <= 1
 

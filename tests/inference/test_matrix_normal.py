@@ -67,7 +67,7 @@ def test_predictions_given_the_covariance_are_those_of_one_inverse(
     mean, covariance, noise = dense(here)
     rows = torch.cat([ROWS, torch.ones(2, 1).double()], 1)
     known = devices(here, known=True)
-    monkeypatch.setattr("fedtorch.inference._sites.matrix_normal.devices", lambda run: known)
+    monkeypatch.setattr("fedtorch.federation.algorithms.matrix_normal.posterior.devices", lambda run: known)
     for k in (0, 3):
         found = ft.inference.predict(here, ROWS, LEVEL, site="ABCDEF"[k])
         part = slice(k * D, (k + 1) * D)
@@ -86,7 +86,7 @@ def test_predictions_are_as_uncertain_as_the_devices_are(here: ft.Run) -> None:
     each, x = devices(here), torch.cat([DATA[4][0], torch.ones(15, 1).double()], 1)
     sd = (x @ each.covariances[4, 0] * x).sum(1).sqrt()
     assert found["sd"].to_numpy()[48:63] == pytest.approx(sd.numpy(), rel=1e-7)
-    with pytest.raises(TypeError, match=r"got matrix_normal; rows can be predicted of its own sites only"):
+    with pytest.raises(TypeError, match=r"got one of matrix_normal; it has .* predictions of its own sites"):
         ft.inference.predict(here, ROWS)
     with pytest.raises(ValueError, match=r"rows x with 2 columns '0', '1', but got shape \(1, 3\)"):
         ft.inference.predict(here, torch.ones(1, 3), site="A")

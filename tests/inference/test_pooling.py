@@ -138,7 +138,7 @@ def test_standard_deviations_are_pooled_as_logarithms() -> None:
 def test_runs_without_a_posterior_are_refused() -> None:
     data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))])
     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=1)
-    with pytest.raises(TypeError, match=r"runs with a posterior, such as those of ft\.ep, but got one of fedavg"):
+    with pytest.raises(TypeError, match=r"Expected a run of ft\.ep.* named quantities, but got one of fedavg"):
         pooled([run, run])
 
 

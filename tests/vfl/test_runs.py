@@ -129,7 +129,9 @@ def test_predictions_in_one_graph_are_the_models() -> None:
     assert (found - exact).abs().max() < 5 * (2 * 3) ** 0.5 / 20_000**0.5
     network = splits.CASES["amortised"]()
     rows = splits.data()
-    scores = vfl.NodesRun(*network.nodes(rows)).evaluate(rows, {"accuracy": ft.metrics.accuracy()}, draws=10)
+    nodes = vfl.NodesRun(*network.nodes(rows))
+    scores = nodes.evaluate(rows, {"accuracy": ft.metrics.accuracy()}, draws=10)
+    assert torch.equal(nodes.predict(rows, draws=10), nodes.predict(rows.features, draws=10))
     chosen = network.predict(rows.features, draws=10).argmax(1)
     counts = rows.weight > 0
     right = ((chosen == rows.response) & counts).double().sum(1) / counts.double().sum(1)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedtorch import exact, expected, random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.runs.drawn import estimates
+from fedtorch.federation.runs.drawn import Sampled
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
@@ -108,7 +108,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         prepare=local.prepare,
         told=Told(lambda state: state.told),
         settings={"algorithm": "gibbs", "local": local, "shared": shared, "sweeps": sweeps, "chains": chains},
-        estimates=estimates,
+        posterior=Sampled(local),
     )
 
 

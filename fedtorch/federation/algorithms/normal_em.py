@@ -24,6 +24,7 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms._augmentation import augmentation, start
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.populations.population import feature_names, row_counts
+from fedtorch.federation.posterior import Named
 from fedtorch.federation.turn import Turn
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
@@ -71,7 +72,7 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
         client=_client,
         server=_server,
         model=lambda inbox, state: inbox,
-        estimates=_estimates,
+        posterior=Named(_estimates),
     )
 
 

@@ -34,11 +34,9 @@ from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_w
 from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, client_count
 from fedtorch.federation.exchanges.star import star
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.solvers.prediction import unpadded
 from fedtorch.federation.turn import Turn
-from fedtorch.models import gaussian
-from fedtorch.models.gaussian import Natural
-from fedtorch.models.hierarchical import Model
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.rows import refuse
 from fedtorch.tree import Tree
@@ -90,8 +88,7 @@ class _Parts(NamedTuple):
 
     def coefficients(self, inbox: Tree, before: Tree, reply: Reply, rows: Any) -> Tensor:
         """Return θ_k after the heads' part of a round, `(K, p)`."""
-        after = _AFTER.get(str(self.heads.settings.get("algorithm")), _of_the_state)
-        return after(self.heads, inbox, before, reply, rows)
+        return posterior_of(self.heads).head(self.heads, inbox, before, reply, rows)
 
 
 def shared_body(local: LocalSolver, heads: Algorithm, *, lr: float = 1.0, weight: Weight = rows_weight) -> Algorithm:
@@ -176,7 +173,7 @@ def _check_parts(local: LocalSolver, heads: Algorithm) -> None:
             f"Expected heads of {wanted.numel()} coefficients, one for each feature of the body and the intercept, but "
             f"got {got.numel()}; write ft.LinearHead({wanted.numel()}, intercept=False) for the heads"
         )
-    if not (_HEAD in start or isinstance(heads.settings.get("model"), Model)):
+    if not (_HEAD in start or posterior_of(heads).size):
         raise TypeError(
             f"Expected heads with coefficients, but got an algorithm of {sorted(start)}; use ft.matrix_normal or "
             "ft.separate of a LinearHead, or ft.ep of a hierarchical.Model"
@@ -272,23 +269,3 @@ def _model(inbox: _Outbox, state: _State, *, parts: _Parts) -> Tree:
 
 def _report(report: Callable[[Tree], Any], server: SharedBodyServer) -> Any:
     return report(server.heads)
-
-
-def _of_the_state(heads: Algorithm, inbox: Tree, before: Tree, reply: Reply, rows: Any) -> Tensor:
-    """Return θ_k of an algorithm whose clients keep it."""
-    return heads.model(inbox, reply.state)[_HEAD]
-
-
-def _of_the_row(heads: Algorithm, inbox: Any, before: Tree, reply: Any, rows: Any) -> Tensor:
-    """Return θ_k of HM1, whose server keeps it and hears its change."""
-    return inbox.parameters + reply.message.parameters.value
-
-
-def _of_the_cavity(heads: Algorithm, inbox: Tree, before: Tree, reply: Reply, rows: Any) -> Tensor:
-    """Return the posterior mean of θ_k given the client's rows and its cavity."""
-    cavity = gaussian.moments(Natural(**heads.model(inbox, before)))
-    posterior = heads.settings["model"].devices(cavity, rows)
-    return (posterior.weights[..., None] * posterior.means).sum(1)
-
-
-_AFTER = {"matrix_normal": _of_the_row, "ep": _of_the_cavity}

@@ -23,6 +23,7 @@ from fedtorch.federation import joining
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import agreed
 from fedtorch.federation.populations.population import Clients, Population
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.server_module import Modules
@@ -60,7 +61,7 @@ class Resumable:
     @property
     def design(self) -> Design | None:
         """Return the design that the run's model is of, or else its data; None without a formula."""
-        design = getattr(self.algorithm.settings.get("model"), "design", None)
+        design = posterior_of(self.algorithm).design
         with suppress(ValueError):  # rows that are at sites
             design = design or getattr(getattr(self.population, "data", None), "design", None)
         return design

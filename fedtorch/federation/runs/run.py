@@ -21,6 +21,7 @@ from fedtorch.federation.budget import exhausted
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.cohorts import Asked, RoundKeys, checked_draws
 from fedtorch.federation.runs.deliveries import Deliveries
 from fedtorch.federation.runs.evaluation import Newcomers
@@ -250,15 +251,7 @@ class Run(Scored, Resumable):
             | level | 1.57 | 0.47 | 0.79 to 2.35 | 80 |
             | sd(level) | 1.05 | 0.37 | 0.56 to 1.73 | 4 |
         """
-        if self.algorithm.estimates is None:
-            instead = "scores in run.evaluate(data, metrics), what the server knows in run.server"
-            if self.algorithm.module is not None:
-                instead = "its models in run.client_module(client) and run.global_module(), " + instead
-            raise TypeError(
-                "Expected a run of an algorithm with a posterior, such as ft.ep, ft.gibbs or ft.normal_em, but got "
-                f"{self.algorithm.settings.get('algorithm', 'another')}, whose estimates have no intervals: {instead}"
-            )
-        return self.algorithm.estimates(self, **options).table(level)
+        return posterior_of(self.algorithm).estimates(self, **options).table(level)
 
     @property
     def outbox(self) -> Tree:
@@ -274,8 +267,8 @@ class Run(Scored, Resumable):
         """Return a copy of the module with the tensors that `client` (number or name) predicts with."""
         number = expected.client_number(client, self.population.names)
         module = functional.load(self._modules.module, tree.map(lambda leaf: leaf[0].clone(), self.tensors([number])))
-        if self.algorithm.finish is not None:
-            self.algorithm.finish(module, self.population.data[number])
+        if self.algorithm.posterior is not None:
+            self.algorithm.posterior.finish(module, self.population.data[number])
         return module
 
     def global_module(self) -> nn.Module:

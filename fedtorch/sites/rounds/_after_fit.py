@@ -14,6 +14,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.exchange import is_finite
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
@@ -26,7 +27,7 @@ from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    from fedtorch.inference.holders import Holder, Kind
+    from fedtorch.federation.runs.holders import Holder, Kind
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
 _MOST_BESIDE = 100  # other runs in one question
@@ -59,17 +60,15 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
     """Return what is asked, and room for the tensors beside it.
 
     Raises:
-        Refusal: it is not on the list, or about another algorithm.
+        Refusal: it is none that fits of the algorithm answer.
         PayloadError: the frame is not as it should be.
     """
-    from fedtorch.inference.holders import room
+    from fedtorch.federation.runs.holders import room
     from fedtorch.inference.questions import QUESTIONS
 
-    name, kind = frame.text("question"), algorithm.settings.get("algorithm")
-    if name not in QUESTIONS:
-        raise Refusal(f"the site answers the questions {sorted(QUESTIONS)}, but not {name!r}")
-    if kind != QUESTIONS[name].of:
-        raise Refusal(f"the site answers the question {name!r} about runs of ft.{QUESTIONS[name].of}, not of {kind}")
+    name, known = frame.text("question"), posterior_of(algorithm).questions & QUESTIONS.keys()
+    if name not in known:
+        raise Refusal(f"of this run the site answers the questions {sorted(known)}, but not {name!r}")
     try:
         return QUESTIONS[name], room(frame.names("shapes"))
     except ValueError as error:
@@ -94,7 +93,7 @@ def answer(
     Raises:
         Refusal: the site cannot, or other runs are of algorithms, rows or clients that it does not have.
     """
-    from fedtorch.inference.holders import Unanswerable, sent_beside
+    from fedtorch.federation.runs.holders import Unanswerable, sent_beside
 
     data, beside = holder.data, []
     for number, other in enumerate(_others(frame)):
@@ -134,7 +133,7 @@ def asked(
     Raises:
         RuntimeError: a site has left or does not answer; the message says why.
     """
-    from fedtorch.inference.holders import Form
+    from fedtorch.federation.runs.holders import Form
 
     sites = session.plan.sites
     if left := set(sites.names) - set(session.members()):

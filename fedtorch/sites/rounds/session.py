@@ -279,7 +279,7 @@ class SiteSession:
             frame: that asks.
             beside: returns the configuration with the rows of another run, by its design.
         """
-        from fedtorch.inference.holders import Holder
+        from fedtorch.federation.runs.holders import Holder
 
         if self._keys is not None:
             raise Refusal("the site lets the server read nothing, as its policy's carry= says, also after a fit")
@@ -317,8 +317,8 @@ class SiteSession:
             raise ValueError("Expected an algorithm of a module, but got one without; use tensors()")
         number = self.names.index(client)
         module = functional.load(self.algorithm.module, tree.map(lambda leaf: leaf[number].clone(), self.tensors()))
-        if self.algorithm.finish is not None:
-            self.algorithm.finish(module, self.configuration.data[number])
+        if self.algorithm.posterior is not None:
+            self.algorithm.posterior.finish(module, self.configuration.data[number])
         return module
 
     def save(self, path: Path | str) -> None:

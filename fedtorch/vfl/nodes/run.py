@@ -108,6 +108,7 @@ class NodesRun(VerticalRun):
         """
         features = features.features if isinstance(features, VerticalData) else features
         holders = [party.part for party in self.parties]
+        features = features.features if isinstance(features, VerticalData) else features
         total, shared = predicted(self.server.part, holders, features, draws, key, noise)
         return self.likelihood.mean(total, shared).mean(1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -67,14 +68,23 @@ def allow(host: Loopback, **policy: Any) -> None:
             session.watch = site._watch
 
 
-def hosted() -> Loopback:
-    algorithms = {"it": regression}
+def renamed(design: ft.data.Design, family: str = "logistic") -> ft.Algorithm:
+    return dataclasses.replace(regression(design, family), settings={"algorithm": "mine"})
+
+
+ALGORITHMS = {"it": regression, "mine": renamed}
+
+
+def hosted(name: str = "it") -> Loopback:
+    algorithms = {name: ALGORITHMS[name]}
     return Loopback({name: SiteConfiguration.of_frame(each, "ward", algorithms) for name, each in FRAMES.items()}, None)
 
 
-def over_sites(host: Loopback, design: ft.data.Design, family: str = "logistic", rounds: int = 4) -> ft.Run:
-    remote = Remote(host, NAMES, "it", {"family": family})  # type: ignore[arg-type]
-    return ft.run(regression(design, family), remote, rounds=rounds, progress=False)
+def over_sites(
+    host: Loopback, design: ft.data.Design, family: str = "logistic", rounds: int = 4, name: str = "it"
+) -> ft.Run:
+    remote = Remote(host, NAMES, name, {"family": family})  # type: ignore[arg-type]
+    return ft.run(ALGORITHMS[name](design, family), remote, rounds=rounds, progress=False)
 
 
 def in_one_process(design: ft.data.Design, family: str = "logistic", rounds: int = 4) -> ft.Run:
@@ -264,6 +274,16 @@ def test_sites_plots_are_those_of_one_process(both: Both) -> None:
     assert there.sites == here.sites
     for mine, other in zip(there[2:-1], here[2:-1]):
         torch.testing.assert_close(mine, other, rtol=1e-6, atol=1e-8, equal_nan=True)
+
+
+def test_sites_answer_whatever_the_algorithms_settings_say(both: Both) -> None:
+    host, design = hosted("mine"), both.here.design
+    assert design is not None
+    agree(host, NAMES, FORMULA, client="ward")  # type: ignore[arg-type]
+    run = over_sites(host, design, name="mine")
+    allow(host, after_fit=EVERYTHING)
+    for name in sorted(FAST):
+        np.testing.assert_allclose(numbers(WHAT[name](run)), numbers(WHAT[name](both.here)), rtol=1e-6, atol=1e-8)
 
 
 def test_a_server_that_asks_for_anything_else_is_refused(both: Both) -> None:

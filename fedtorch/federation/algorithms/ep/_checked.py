@@ -11,6 +11,7 @@ import torch
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._server import EPServer
 from fedtorch.federation.algorithms.ep.fitting import converged
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical import Model
@@ -36,11 +37,8 @@ class Checked(NamedTuple):
 
 def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
     """Return the model and server of a run whose q can be used; raise and warn as `posterior`, for the caller."""
-    if run.algorithm.settings.get("algorithm") != "ep":
-        raise TypeError(
-            f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}; for coefficients of "
-            "sites after another algorithm use ft.inference.ranef(run, total=True)"
-        )
+    if not isinstance(run.server, EPServer):
+        raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
     copies, server = run.server.version.ndim > 0, run.server
     if copies:
         server = at_node(server, node)
@@ -58,7 +56,7 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
         )
     for warning in _warnings(run, server, tolerance):
         warnings.warn(warning, RuntimeWarning, stacklevel=3)
-    return Checked(run.algorithm.settings["model"], server, len(run.server.version) if copies else None)
+    return Checked(posterior_of(run.algorithm).model, server, len(run.server.version) if copies else None)
 
 
 def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:

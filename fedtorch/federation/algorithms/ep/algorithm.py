@@ -14,6 +14,7 @@ from fedtorch.federation.algorithms.ep import _damping as pacing
 from fedtorch.federation.algorithms.ep._server import EPServer as EPServer
 from fedtorch.federation.algorithms.ep._start import Completed, Factors, completed
 from fedtorch.federation.algorithms.ep.estimates import estimates
+from fedtorch.federation.algorithms.ep.hierarchical import Hierarchical, Shared
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
@@ -90,7 +91,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
     """
     if not 0 < damping <= 1:
         raise ValueError(f"Expected damping in (0, 1], but got {damping}")
-    whole = completed(model)
+    whole, named = completed(model), isinstance(model, Model) and model.hierarchy.coefficients
     return Algorithm(
         init=partial(_init, model=whole, damping=damping),
         outbox=_outbox,
@@ -101,7 +102,7 @@ def ep(model: Model | Factors, *, damping: float = 1.0) -> Algorithm:
         told=Told(lambda state: state.told),
         report=lambda server: server.moved._asdict(),
         settings={"algorithm": "ep", "model": model, "damping": damping},
-        estimates=estimates,
+        posterior=(Hierarchical if named else Shared)(estimates, model),
         start=whole.prior.normal._asdict(),
     )
 

@@ -8,7 +8,7 @@ intervals are those of the normal density itself.
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from fedtorch.data.formulas.grammar import INTERCEPT
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.populations.population import feature_names, row_counts
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates, own_names
@@ -77,6 +78,11 @@ def estimates(
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
 
+def model_of(run: Run) -> Any:
+    """Return the hierarchical model, or the factors, that a run's posterior is of."""
+    return posterior_of(run.algorithm).model
+
+
 def check_separation(
     run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None, helps: str = _HELPS
 ) -> bool:
@@ -88,7 +94,7 @@ def check_separation(
         before: their covariance under the prior; None where there is none.
         helps: what to do.
     """
-    model, design = run.algorithm.settings["model"], design_of(run)
+    model, design = model_of(run), design_of(run)
     if model.family in _SEPARABLE and design is not None and design.encoding.standard:
         back = model.hierarchy.mean.to(mean)
         sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
@@ -101,7 +107,7 @@ def check_separation(
             before=known,
             fixed=[j not in model.hierarchy.random and names[j] != INTERCEPT for j in slopes],
             helps=helps,
-            stacklevel=5,
+            stacklevel=6,
         )
     return False
 
@@ -118,12 +124,12 @@ def check_dependence(run: Run, covariance: Tensor, shown: str = "the prior") -> 
     if len(names) != len(covariance):
         return False
     before = prior_of_means(run).to(covariance)
-    return warn_of_dependence(names, before, covariance, shown=shown, stacklevel=5)
+    return warn_of_dependence(names, before, covariance, shown=shown, stacklevel=6)
 
 
 def prior_of_means(run: Run) -> Tensor:
     """Return the covariance of the means over clients before rows are known, `(m, m)`."""
-    model = run.algorithm.settings["model"]
+    model = model_of(run)
     m = model.hierarchy.mean.shape[1]
     covariance: Tensor = gaussian.moments(model.prior.completed()).covariance[:m, :m]
     return covariance
@@ -141,10 +147,10 @@ def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
     Raises:
         ValueError: thresholds that are out of order, or that rows leave unknown on both sides of a level.
     """
-    ordered = run.algorithm.settings["model"].ordered
+    ordered = model_of(run).ordered
     if ordered is not None and len(ordered.levels) > 2:
         apart = (ordered.shown[1 : len(ordered.levels) - 1] - ordered.shown[: len(ordered.levels) - 2]).to(mean)
-        apart = apart @ run.algorithm.settings["model"].hierarchy.mean.to(mean)
+        apart = apart @ model_of(run).hierarchy.mean.to(mean)
         unsure = (apart @ covariance @ apart.mT).diagonal().sqrt()
         near = ~(apart @ mean > _APART * unsure)
         empty = (near & ~(unsure <= _END)) | ~(apart @ mean > 0)
@@ -162,19 +168,19 @@ def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
                 f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell; "
                 "leave such levels out of levels=, or merge them with a neighbour",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
 
 def shown_coefficients(run: Run) -> tuple[tuple[str, ...], Tensor]:
     """Return the names of what tables show, in the units of the frame, and its matrix `(q, d)` from coefficients."""
-    ordered, back = run.algorithm.settings["model"].ordered, units(run)
+    ordered, back = model_of(run).ordered, units(run)
     return (coefficient_names(run), back) if ordered is None else (ordered.names, ordered.shown @ back)
 
 
 def quantities(run: Run, nodes: Tensor) -> Quantities:
     """Return coefficients, SDs, correlations and noise of a run of `ft.ep`, in this order, at nodes of φ `(R, p)`."""
-    model = run.algorithm.settings["model"]
+    model = model_of(run)
     rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
     names, back = shown_coefficients(run)
     design = (back @ model.hierarchy.mean).to(nodes)
@@ -198,7 +204,7 @@ def spread_nodes(q: Moments, points: int = _NODES) -> tuple[Tensor, Tensor]:
 
 def coefficient_names(run: Run) -> tuple[str, ...]:
     """Return names of a run's coefficients: the model's, or those of the rows' columns where it has numbers only."""
-    names: tuple[str, ...] = run.algorithm.settings["model"].hierarchy.coefficients
+    names: tuple[str, ...] = model_of(run).hierarchy.coefficients
     columns = feature_names(run.population)
     numbered = names == tuple(map(str, range(len(names))))
     return columns if numbered and len(columns) == len(names) else names
@@ -207,7 +213,7 @@ def coefficient_names(run: Run) -> tuple[str, ...]:
 def units(run: Run) -> Tensor:
     """Return the matrix `(d, d)` that takes coefficients to the units of a frame's columns, where those were scaled."""
     design = design_of(run)
-    size = len(run.algorithm.settings["model"].hierarchy.mean)
+    size = len(model_of(run).hierarchy.mean)
     if design is None:
         return torch.eye(size, dtype=torch.float64)
     back = design.back()  # coefficients that are of no column, such as thresholds, have no units
@@ -216,7 +222,7 @@ def units(run: Run) -> Tensor:
 
 def design_of(run: Run) -> Design | None:
     """Return the formula that a run's model is of: the model's own, or else that of its rows, if they are here."""
-    model, population = run.algorithm.settings["model"], run.population
+    model, population = model_of(run), run.population
     if model.design is not None or hasattr(population, "counts"):
         return model.design
     design: Design | None = getattr(population.data, "design", None)

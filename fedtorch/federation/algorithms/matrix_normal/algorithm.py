@@ -50,7 +50,7 @@ from fedtorch.federation.algorithms.matrix_normal.noise import (
     priors,
     renewed,
 )
-from fedtorch.federation.algorithms.matrix_normal.posterior import estimates
+from fedtorch.federation.algorithms.matrix_normal.posterior import Correlated, estimates
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.federation.turn import Turn
@@ -220,7 +220,7 @@ def matrix_normal(
         model=lambda inbox, state: local.tensors({"coefficients": inbox.parameters}, state),
         exchange=private_rows(),
         prepare=partial(prepare, local=local),
-        estimates=estimates,
+        posterior=Correlated(estimates, noise, local.family),
         **solved_by(local, algorithm="matrix_normal", **chosen._asdict()),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -14,10 +15,11 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
+from fedtorch.federation.posterior import Coefficients, Named
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, over_clients, own_names
 from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.penalised import observed, score_and_information
+from fedtorch.models.hierarchical.penalised import observed, outcome, score_and_information
 from fedtorch.models.linear import LinearHead, SufficientStatistics, raw, sufficient_statistics
 from fedtorch.models.low_rank import LowRank
 from fedtorch.models.matrix_normal_posterior import (
@@ -33,6 +35,7 @@ from fedtorch.models.matrix_normal_posterior import (
     posterior_of,
     sums,
 )
+from fedtorch.tree import Tree
 
 
 def devices(run: Any, *, known: bool = False) -> DevicePosterior:
@@ -74,16 +77,51 @@ def devices(run: Any, *, known: bool = False) -> DevicePosterior:
     return run.clients.ask(run.outbox, "devices", {**sent, **given._asdict()}, {"known": known}, each)
 
 
+@dataclass(frozen=True)
+class Correlated(Named):
+    """What Ω and the devices' rows say of every device's coefficients, and `estimates` of all.
+
+    Attributes:
+        noise: variances that were given, see `noise_variance`.
+        family: of the responses.
+    """
+
+    noise: Any = None
+    family: str = "gaussian"
+    questions = frozenset(("factors", "devices", "average"))
+
+    def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of the devices."""
+        names = coefficient_names(run)
+        return Coefficients(
+            tuple(run.population.names),
+            names,
+            devices(run),
+            torch.eye(len(names), dtype=torch.float64),
+            outcome(self.family),
+            features=partial(features, run),
+        )
+
+    def columns(self, run: Any) -> tuple[tuple[str, ...], Design | None]:
+        """Return names of the columns of x, and the formula that they are of."""
+        return inputs(run)
+
+    def head(self, algorithm: Any, inbox: Any, before: Tree, reply: Any, rows: Any) -> Tensor:
+        """Return θ_k, which the server keeps and hears the change of."""
+        coefficients: Tensor = inbox.parameters + reply.message.parameters.value
+        return coefficients
+
+
 def estimates(run: Any, *, known: bool = False) -> Estimates:
     """Return means of the coefficients over devices, their SDs over devices and the noise's SD, by name.
 
     Means have intervals where all devices have been heard and their rows are at hand, or at sites that tell effects;
     each device's are in `devices` and `ft.inference.ranef`.
     """
-    server, rows = run.server, int(row_counts(run.population).sum())
-    variance = noise_variance(server.summary, run.algorithm.settings["noise"])
+    fit, server, rows = run.algorithm.posterior, run.server, int(row_counts(run.population).sum())
+    variance = noise_variance(server.summary, fit.noise)
     found = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
-    if run.algorithm.settings.get("local.family", "gaussian") != "gaussian":  # which has no sigma
+    if fit.family != "gaussian":  # which has no sigma
         found = found._replace(names=found.names[:-1], nodes=found.nodes[:, :-1], n=found.n[:-1])
     asked = _at_sites(run)
     if (
@@ -167,9 +205,9 @@ def room_for(form: Any) -> tuple[Sums, DevicePosterior, Averaged]:
 
 def _fitted(run: Any) -> tuple[Tensor, LowRank]:
     """Return noise variances and Ω."""
-    algorithm = run.algorithm
+    algorithm, known = run.algorithm, run.algorithm.posterior
     at_hand = _at_sites(run) or getattr(run.population, "data", None) is not None
-    if algorithm.settings.get("algorithm") != "matrix_normal" or not at_hand:
+    if not isinstance(known, Correlated) or not at_hand:
         raise TypeError(
             f"Expected a run of ft.matrix_normal on data at hand or on sites, but got one of "
             f"{algorithm.settings.get('algorithm', 'another')} on {run.population!r}"
@@ -185,7 +223,7 @@ def _fitted(run: Any) -> tuple[Tensor, LowRank]:
             f"Expected a run that has heard all {len(server.heard)} devices, but {int((~server.heard).sum())} have not "
             "answered yet; allow more rounds"
         )
-    return noise_variance(server.summary, algorithm.settings["noise"]), server.covariance
+    return noise_variance(server.summary, known.noise), server.covariance
 
 
 def _statistics(run: Any) -> SufficientStatistics:
@@ -194,8 +232,10 @@ def _statistics(run: Any) -> SufficientStatistics:
 
 def device_statistics(algorithm: Algorithm, tensors: dict[str, Tensor], block: ClientData) -> SufficientStatistics:
     """Return statistics of devices, in generalised linear models of working responses."""
-    head, family = algorithm.module, algorithm.settings.get("local.family", "gaussian")
+    head, known = algorithm.module, algorithm.posterior
     assert isinstance(head, LinearHead)
+    assert isinstance(known, Correlated)
+    family = known.family
     x, y = block.batch
     with torch.no_grad():
         x = head.block_design(x).to(torch.float64)

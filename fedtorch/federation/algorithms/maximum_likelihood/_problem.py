@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion, Point
-from fedtorch.federation.runs.run import Run
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model
 
@@ -81,16 +80,3 @@ def maximised(tolerance: float = 1e-10) -> Callable[[Any], bool]:
         (False, True)
     """
     return lambda history: bool(np.asarray(history["gain"])[-1] <= tolerance)
-
-
-def found(run: Run) -> tuple[Model, MaximumServer, Expansion]:
-    """Return the model of a run, the server's state, and what was maximised around its most likely point.
-
-    Raises:
-        TypeError: a run of another algorithm.
-    """
-    settings = run.algorithm.settings
-    if settings.get("algorithm") != "maximum_likelihood":
-        raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {settings.get('algorithm')}")
-    problem = Problem.of(settings["model"], settings["restricted"])
-    return problem.model, run.server, problem.around(run.server.best)

@@ -13,7 +13,7 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Point
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem
-from fedtorch.federation.algorithms.maximum_likelihood.estimates import named
+from fedtorch.federation.algorithms.maximum_likelihood.estimates import Maximised, named
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
@@ -93,7 +93,7 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
         report=_report,
         settings={"algorithm": "maximum_likelihood", "model": model, "restricted": restricted},
         start=model.prior.normal._asdict(),
-        estimates=named,
+        posterior=Maximised(named, model, restricted),
     )
 
 

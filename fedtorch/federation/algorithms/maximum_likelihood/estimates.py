@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +15,15 @@ from fedtorch.federation.algorithms.ep.estimates import (
     check_order,
     check_separation,
     coefficient_names,
+    model_of,
     prior_of_means,
     shown_coefficients,
     units,
 )
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
-from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, found, maximised
+from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
+from fedtorch.federation.posterior import Named
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, own_names
@@ -69,6 +72,19 @@ class Maximum(NamedTuple):
         return self.spread / torch.outer(self.sds, self.sds)
 
 
+@dataclass(frozen=True)
+class Maximised(Named):
+    """What the maximum of the (restricted) likelihood says, by `named`.
+
+    Attributes:
+        model: a `hierarchical.Model`.
+        restricted: whether means are integrated out.
+    """
+
+    model: Any = None
+    restricted: bool = False
+
+
 def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     """Return the estimates that a run has found, with standard errors.
 
@@ -115,11 +131,11 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
     Args:
         run, tolerance: as those of `estimates`, which warns and raises alike.
     """
-    found, hierarchy = estimates(run, tolerance=tolerance), run.algorithm.settings["model"].hierarchy
+    found, hierarchy = estimates(run, tolerance=tolerance), model_of(run).hierarchy
     rows, clients = int(row_counts(run.population).sum()), len(run.population.names)
     if not hierarchy.coefficients:
-        normal, n = Moments(found.mean, found.covariance), (rows,) * len(found.names)
-        return Estimates(found.names, found.mean[None], None, len(found.names), normal, n)
+        normal, size = Moments(found.mean, found.covariance), len(found.names)
+        return Estimates(found.names, found.mean[None], None, size, normal, (rows,) * size)
     names, back = coefficient_names(run), units(run).to(found.mean)
     shown, back_shown = shown_coefficients(run)
     design, spread = (back_shown @ hierarchy.mean).to(found.mean), back @ found.spread @ back.mT
@@ -177,9 +193,13 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
 
 def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansion]:
     """Return model, server and what was maximised around its most likely point, of a run that has found one."""
-    model, server, best = found(run)
+    posterior, server = run.algorithm.posterior, run.server
+    if not isinstance(posterior, Maximised):
+        name = run.algorithm.settings.get("algorithm")
+        raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {name}")
+    model, restricted = posterior.model, posterior.restricted
+    best = Problem.of(model, restricted).around(server.best)
     if not bool(server.best.value.isfinite()):
-        restricted = run.algorithm.settings["restricted"]
         raise RuntimeError(
             f"Expected the likelihood at the first estimate, but got none after {run.number} rounds; let all clients "
             "answer in two rounds at least, or begin with another prior if it is nowhere finite"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -21,6 +22,7 @@ from fedtorch.federation.algorithms.multi_output_gp._steps import (
 )
 from fedtorch.federation.algorithms.multi_output_gp.stacked import MOMENTS, Contribution, StackedGP
 from fedtorch.federation.exchanges.exchange import Mean
+from fedtorch.federation.posterior import Posterior
 from fedtorch.federation.solvers.prediction import Rowwise
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
@@ -137,8 +139,20 @@ def fedmgp(
         start=gp.start(),
         predict=Rowwise(gp.predict),
         module=gp.module,
-        finish=gp.finish,
+        posterior=_Observed(gp.exact_units),
     )
+
+
+@dataclass(frozen=True)
+class _Observed(Posterior):
+    """What a unit's process says, which has its rows as well as q(t)."""
+
+    exact_units: bool
+
+    def finish(self, module: Any, rows: Tree) -> None:
+        """Show a unit's module its own rows (x, y, …)."""
+        x, y = tree.to(rows[:2], module.inducing.device)
+        module.observe(x, y, exact_units=self.exact_units)
 
 
 def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServer, UnitState]:

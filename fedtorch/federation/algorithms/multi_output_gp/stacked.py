@@ -176,11 +176,6 @@ class StackedGP:
         with torch.no_grad():
             return in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
 
-    def finish(self, module: ConvolvedGP, rows: Tree) -> None:
-        """Show a unit's module its own rows (x, y, …)."""
-        x, y = tree.to(rows[:2], module.inducing.device)
-        module.observe(x, y, exact_units=self.exact_units)
-
     def check(self, data: Any) -> Any:
         """Raise unless the rows are (x `(d,)`, y, …) as the module wants them, and every unit has some."""
         from fedtorch.models.gaussian_process.checks import check_values

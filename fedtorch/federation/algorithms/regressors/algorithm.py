@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply
 from fedtorch.federation.algorithms.regressors.nodes import Fit, Node, NodeRows, Regressor, node
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
+from fedtorch.federation.posterior import Posterior
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
@@ -160,6 +162,7 @@ def gtv_regressors(
         exchange=graph(network),
         prepare=lambda data: _checked(data, inputs.shape[-1], classes),
         told=Told(lambda state: state.told, counts=("weight",)),
+        posterior=_Refitted(nodes, alpha),
         settings={
             "algorithm": "gtv_regressors",
             **_settings(makes),
@@ -171,6 +174,14 @@ def gtv_regressors(
             "edges": network.edges,
         },
     )
+
+
+@dataclass(frozen=True)
+class _Refitted(Posterior):
+    """What `fitted` makes the nodes' models of."""
+
+    nodes: _Nodes
+    alpha: float
 
 
 def fitted(run: Run) -> list[Any]:
@@ -185,17 +196,17 @@ def fitted(run: Run) -> list[Any]:
     Raises:
         TypeError: a run of another algorithm, or of a population that has not its data.
     """
-    settings = run.algorithm.settings
+    posterior = run.algorithm.posterior
     data = getattr(run.population, "data", None)
-    if settings.get("algorithm") != "gtv_regressors" or not isinstance(data, FederatedData):
+    if not isinstance(posterior, _Refitted) or not isinstance(data, FederatedData):
         raise TypeError(
-            f"Expected a run of ft.gtv_regressors on data at hand, but got one of {settings.get('algorithm')} on "
-            f"{run.population!r}"
+            "Expected a run of ft.gtv_regressors on data at hand, but got one of "
+            f"{run.algorithm.settings.get('algorithm')} on {run.population!r}"
         )
     kept = run.tensors()["kept"]
     inbox = run.algorithm.exchange.scatter(run.outbox, slice(0, len(data))).heard
-    rows = _rows(inbox, data.stack(range(len(data))), settings["alpha"])
-    nodes: list[Node] = [settings["nodes"](k) for k in range(len(data))]
+    rows = _rows(inbox, data.stack(range(len(data))), posterior.alpha)
+    nodes: list[Node] = [posterior.nodes(k) for k in range(len(data))]
     return [each.model(kept[k, : each.size].cpu(), rows[k]) for k, each in enumerate(nodes)]
 
 

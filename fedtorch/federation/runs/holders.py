@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.tree import Tree
 
@@ -70,7 +71,6 @@ class Kind(NamedTuple):
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
-    of: str = "ep"  # the algorithm whose fits it is about
 
 
 def ask(
@@ -124,7 +124,7 @@ def sent_beside(sent: Mapping[str, Tensor], number: int) -> dict[str, Tensor]:
 
 def _described(run: Run) -> dict[str, Any]:
     """Return how a site makes the algorithm and the rows of a run on sites again."""
-    design, clients = getattr(run.algorithm.settings.get("model"), "design", None), cast(Any, run.clients)
+    design, clients = posterior_of(run.algorithm).design, cast(Any, run.clients)
     return {**clients.described(), "design": None if design is None else design.to_json()}
 
 
