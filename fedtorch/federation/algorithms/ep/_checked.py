@@ -79,7 +79,7 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
                 "prior's: the prior is in conflict with the data, and the posterior may have several modes of which "
                 "this is one; use a wider prior"
             )
-        model = run.algorithm.settings["model"]
+        model = posterior_of(run.algorithm).model
         if isinstance(model, Model) and model.family not in (None, GAUSSIAN):  # whose integrals have no closed form
             ratios = (q.covariance.diagonal()[own] / spread.diagonal()).sqrt().tolist()
             names = [name for name, has in zip(model.names, own.tolist()) if has]
