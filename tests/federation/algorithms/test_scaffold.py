@@ -161,7 +161,7 @@ def test_the_server_holds_the_whole_model() -> None:
     assert same_bits(dict(run.global_module().state_dict()), run.server.parameters)
     module = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
     run = ft.run(ft.scaffold(sgd(0.05, module, buffers="local")), ft.InProcess(linear_clients(SIZES)), rounds=2)
-    with pytest.raises(ValueError, match=r"use client_module\(client\)"):  # whose statistics stay with the clients
+    with pytest.raises(ValueError, match=r"or run\.client_module\(client\)"):  # whose statistics stay with the clients
         run.global_module()
 
 
