@@ -431,7 +431,7 @@ def deviations_of(mean: float) -> Tensor:
     levels, noise = (random.normal(random.key(k), (12, n), torch.float64) for k, n in ((1, 1), (2, 20)))
     data = ft.data.from_tensors([(torch.ones(20, 1).double(), y) for y in mean + levels + noise])
     model = hierarchical.linear(hierarchical.normal(1, mean=mean), noise=1.0)
-    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=40, progress=False)
+    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=40, until=settled(1e-6), progress=False)
     return numbers(inference.ranef(run), "estimate", "sd", "low", "high")
 
 
