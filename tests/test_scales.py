@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import fedtorch as ft
-from fedtorch import inference, tree
+from fedtorch import inference, random, tree
 from fedtorch.federation.algorithms.ep import corrected, devices, settled
 from fedtorch.federation.algorithms.maximum_likelihood import devices as predicted, estimates, maximised
 from fedtorch.models import gaussian, hierarchical
@@ -424,6 +424,20 @@ def test_one_projection_of_columns_of_any_size(family: str, unit: float) -> None
     """Fixed effects of large columns have tiny variances, and are no more known for that."""
     here, there = (projected(family, at) for at in (Scale(), Scale(x=unit, z=unit)))
     assert max(misfit(there, here).values()) < 1e-6
+
+
+def deviations_of(mean: float) -> Tensor:
+    """Return what sites deviate from what they share, of responses that are so far from zero."""
+    levels, noise = (random.normal(random.key(k), (12, n), torch.float64) for k, n in ((1, 1), (2, 20)))
+    data = ft.data.from_tensors([(torch.ones(20, 1).double(), y) for y in mean + levels + noise])
+    model = hierarchical.linear(hierarchical.normal(1, mean=mean), noise=1.0)
+    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=40, until=settled(1e-6), progress=False)
+    return numbers(inference.ranef(run), "estimate", "sd", "low", "high")
+
+
+def test_deviations_of_sites_far_from_zero_are_as_good() -> None:
+    """Each site weighs nodes by its own rows; 1e7 sds from zero squares of nodes have lost the digits that matter."""
+    torch.testing.assert_close(deviations_of(1e7), deviations_of(0.0), rtol=0, atol=1e-6)
 
 
 def test_means_of_incomplete_rows_far_from_zero_are_as_good() -> None:

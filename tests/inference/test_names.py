@@ -12,6 +12,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.federation.algorithms.maximum_likelihood import maximised
 from fedtorch.models import hierarchical
+from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs.logistic import logistic_regression
 from fedtorch.models.hierarchical.hyperpriors import log_normal
 from fedtorch.models.linear import LinearHead
 
@@ -69,6 +71,20 @@ def test_names_of_tensors_are_kept_apart_too() -> None:
     assert list(table.index) == ["one", "sigma", "sd(one)", "sigma (model)"]
     assert table.loc["sigma", "estimate"] == pytest.approx(SLOPE, abs=0.5)
     assert table.loc["sigma (model)", "estimate"] == pytest.approx(2, abs=0.3)
+    drawn = ft.inference.to_inferencedata(run, draws=50).posterior
+    assert set(drawn.data_vars) == {"beta", "sd", "sigma", "theta"}
+    assert float(drawn["sigma"].mean()) == pytest.approx(2, abs=0.3)
+
+
+def test_draws_keep_the_intercept_of_sites_apart() -> None:
+    x, y, _ = _rows()
+    data = replace(ft.data.from_tensors(list(zip(x[..., None], (y > 0).double()))), features=("Intercept",))
+    sampler = ft.Sampler(burn_in=2, sites=True)
+    algorithm = ft.gibbs(logistic_regression(), sparse.hierarchy(), sweeps=1, chains=2)
+    run = ft.run(algorithm, ft.InProcess(data), torch.zeros(1), rounds=8, record=sampler, progress=False)
+    assert list(ft.inference.ranef(run, total=True).loc["0"].index) == ["Intercept (model)", "Intercept"]
+    rows = pd.DataFrame({"Intercept": [0.0, 1.0]})
+    assert len(ft.inference.predict(run, rows, site="0")) == 2
 
 
 def test_related_devices_keep_the_intercept_of_their_own_apart() -> None:
