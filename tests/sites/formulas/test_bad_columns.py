@@ -71,6 +71,7 @@ def test_responses_that_the_family_does_not_have() -> None:
     }
 
 
+@pytest.mark.filterwarnings("ignore:Expected posterior sds below the prior's")  # of the variance over wards
 def test_a_response_that_is_the_same_everywhere_is_fitted_and_said() -> None:
     frames = {name: frame().assign(ward=name, falls=0.0) for name in "ab"}
     host: Any = Loopback(

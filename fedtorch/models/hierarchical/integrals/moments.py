@@ -218,7 +218,8 @@ class _Local(NamedTuple):
 
     def may_be_wide(self) -> bool:
         """Return whether a row's predictor may have a large variance."""
-        longest = self.problem.x.square().sum(-1).amax(1, keepdim=True)
+        lengths = self.problem.x.square().sum(-1)
+        longest = torch.nn.functional.pad(lengths, (1, 0)).amax(1, keepdim=True)  # 0 without rows
         return bool((longest * self.whole.square().sum((-2, -1)) > _WIDE).any())
 
     def bent(self, spread: Tensor) -> Tensor:

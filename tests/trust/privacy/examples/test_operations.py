@@ -175,6 +175,7 @@ def test_steps_are_those_of_a_loop(name: str, ghost: bool, monkeypatch: pytest.M
             torch.testing.assert_close(leaf[k], values[n], rtol=0, atol=1e-8)
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", LAYERS)
 def test_they_train_in_every_dtype(name: str, dtype: torch.dtype) -> None:
