@@ -66,9 +66,11 @@ class TensorFile(NamedTuple):
         return list(self.file.keys())
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor that stays in the file until its numbers are looked at."""
+        """Return a tensor that stays in the file until its numbers are looked at, unless it is of complex128."""
         leaf: Tensor = self.file.get_tensor(name)
-        return torch.view_as_complex(leaf) if name in self.about.get(_PAIRS, ()) else leaf
+        if name not in self.about.get(_PAIRS, ()):
+            return leaf
+        return torch.view_as_complex(leaf.clone())  # kernels want pairs at multiples of 16 bytes, the file has 8
 
 
 def write(

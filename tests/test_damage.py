@@ -434,3 +434,12 @@ def test_numbers_are_read_as_they_were(tmp_path: Path) -> None:
     assert checkpoint.read(path, lambda name: name == "b").keys() == {"b"}
     with checkpoint.opened(path) as content:
         assert content.about["of"] == "ü"
+
+
+@pytest.mark.parametrize("before", [1, 2, 3])
+def test_complex_numbers_are_read_from_wherever_they_are_in_the_file(tmp_path: Path, before: int) -> None:
+    """A file has its numbers at multiples of eight bytes, and kernels of complex128 want them at multiples of 16."""
+    flat = {"a": torch.ones(before, dtype=torch.float64), "z": torch.linspace(0, 1, 65).to(torch.complex128) * (1 + 2j)}
+    checkpoint.write(tmp_path / "file", flat)
+    found = checkpoint.read(tmp_path / "file")
+    assert all(torch.equal(found[name], leaf) for name, leaf in flat.items())
