@@ -142,7 +142,7 @@ def private_lock(path: Path | str, timeout: float = -1.0) -> FileLock:
 
 
 def digest_fits(file: BinaryIO, place: int) -> bool:
-    """Return whether the SHA-256 of a file, but for its digits, is the one whose digits begin at `place`.
+    """Return whether the digits at `place` are those of the SHA-256 of the rest of the file.
 
     The file is read in blocks, and may be larger than memory.
     """

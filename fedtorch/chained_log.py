@@ -26,7 +26,7 @@ from fedtorch import _files as files
 
 LONGEST = 2**16  # bytes of a line
 REPAIRED = "repaired"  # the event of an entry that says what was removed
-CONTEXT = b"fedtorch log entry 1\n"  # goes before what is signed: a signature of an entry is none of anything else
+CONTEXT = b"fedtorch log entry 1\n"  # signed with every entry, so that its signature fits nothing else
 _RESERVED = {"entry", "time", "previous", "signature"}
 _LOG = logging.getLogger(__name__)
 

@@ -138,7 +138,7 @@ def _folder() -> Path:
     Raises:
         PermissionError: it belongs to somebody else, or others can write to it.
     """
-    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is no place for a cache, as XDG says
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is ignored, as the XDG specification asks
     folder = (base if base.is_absolute() else Path.home() / ".cache") / "fedtorch" / "compiled"
     files.private_folder(folder, log=False)
     status = folder.stat()

@@ -158,7 +158,7 @@ class Posterior:
         raise self._unanswered(run, f"{_EP}, ft.gibbs or ft.matrix_normal", "have coefficients of each site")
 
     def deviations(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
-        """Return what clients' coefficients deviate from those that all share, in the units of the frame."""
+        """Return by how much clients' coefficients deviate from those that all share, in the units of the frame."""
         raise self._unanswered(run, f"{_EP} or ft.gibbs", "have deviations of each site from what all share")
 
     def newcomers(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:

@@ -125,7 +125,7 @@ def spline_of_quantiles(variable: Variable, inner: Sequence[float], lower: float
 
 
 def warn_of_numbers(formula: Formula, column: str, names: Sequence[str]) -> None:
-    """Warn of a column that was read as a factor of many levels, all of them whole numbers, where no C() says so.
+    """Warn of a factor of many levels that are all whole numbers, unless the formula says C().
 
     Args:
         formula: as it was read.

@@ -230,7 +230,7 @@ def _of_columns(
 
 
 def _instead(column: pandas.Series) -> str:
-    """Return what to do with a column that holds no numbers."""
+    """Return the advice for a column that holds no numbers."""
     if any(isinstance(value, (list, tuple, numpy.ndarray)) for value in column):
         return "of lists, such as tokens, make data by from_loaders(loaders, pad=0), whose batches may differ in length"
     return "encode it, for example with pandas.get_dummies, or write a formula=, in which it is a factor"

@@ -44,8 +44,7 @@ def warn_of_dependence(
     empty = root @ directions[:, left > _NOTHING]
     if empty.shape[1] in (0, len(before)):  # rows that say nothing at all have not been taken in yet
         return False
-    involved = (empty.abs() > _PART * empty.abs().amax(0)).any(1)
-    listed = [repr(name) for name, each in zip(names, involved.tolist()) if each]
+    listed = taking_part(names, empty)
     some = listed if len(listed) <= _SHOWN else [*listed[:_SHOWN], f"{len(listed) - _SHOWN} more"]
     together = " and ".join([", ".join(some[:-1]), some[-1]] if some[1:] else some)
     warnings.warn(
@@ -56,3 +55,13 @@ def warn_of_dependence(
         stacklevel=stacklevel,
     )
     return True
+
+
+def taking_part(names: Sequence[str], directions: Tensor) -> list[str]:
+    """Return the names, in quotes, of coefficients that have a part in some of the directions `(d, n)`.
+
+    >>> taking_part(["a", "b", "c"], torch.tensor([[1.0], [-1.0], [0.001]]))
+    ["'a'", "'b'"]
+    """
+    involved = (directions.abs() > _PART * directions.abs().amax(0)).any(1)
+    return [repr(name) for name, each in zip(names, involved.tolist()) if each]

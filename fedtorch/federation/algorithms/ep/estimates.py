@@ -86,7 +86,7 @@ def model_of(run: Run) -> Any:
 def check_separation(
     run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None, helps: str = _HELPS
 ) -> bool:
-    """Warn where a regression on standardised columns looks separated; see `warn_of_separation`. Return whether it has.
+    """Warn where a regression on standardised columns looks separated, by `warn_of_separation`; return whether so.
 
     Args:
         run: of a hierarchical model.

@@ -49,7 +49,7 @@ _CHECKS = ("calibration", "powers", "histogram", "means")
 
 @dataclass(frozen=True)
 class Shared(Named):
-    """What q(φ) says of what clients share, by `ep.estimates`.
+    """The posterior of what clients share, as `ep.estimates` gives it.
 
     Attributes:
         model: a `hierarchical.Model`, or `Factors`.
@@ -66,7 +66,7 @@ class Shared(Named):
 
 
 class Hierarchical(Shared):
-    """What q(φ) of a `hierarchical.Model` with named coefficients says, of what clients share and of each one's."""
+    """The posterior of a model with named coefficients: of those that clients share, and of each client's own."""
 
     questions = frozenset({"coefficients", "deviations", "densities", "evidence", "variables", "effects", *_CHECKS})
 
@@ -77,7 +77,7 @@ class Hierarchical(Shared):
         return self._sites(run, tuple(run.population.names), ask(run, COEFFICIENTS, sent))
 
     def deviations(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
-        """Return what the random coefficients of clients deviate from those that all share."""
+        """Return by how much random coefficients of clients deviate from those that all share."""
         hierarchy, names = self.model.hierarchy, coefficient_names(run)
         nodes, weights = _shared_nodes(run, given, tolerance, _POINTS)
         sent = {"phi": nodes, "weights": weights}

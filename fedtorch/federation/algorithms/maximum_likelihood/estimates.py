@@ -29,6 +29,7 @@ from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.dependence import taking_part
 
 _FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
 
@@ -226,9 +227,8 @@ def _of_dependence(run: Run, model: Model) -> str:
         gram = x.double() / torch.where(size > 0, size, 1.0)
         values, vectors = torch.linalg.eigh(gram.mT @ gram)
         null = vectors[:, values <= len(names) * torch.finfo(values.dtype).eps * len(x)]
-        involved = (null.abs() > torch.finfo(values.dtype).eps ** 0.25).any(1)
-        listed = [name for name, each in zip(names, involved.tolist()) if each]
-        found = f", which {listed} are here" if listed else ""
+        listed = ", ".join(taking_part(names, null))
+        found = f", which [{listed}] are here" if listed else ""
     return (
         f"; restricted likelihood is not where columns are linearly dependent{found}. Leave such terms out, or of a "
         "product of factors with an empty cell make one factor of the cells that there are"
