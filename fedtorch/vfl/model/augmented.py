@@ -61,7 +61,9 @@ def augmented(
 def attenuation(variance: float | Tensor) -> float | Tensor:
     r"""Return the factor by which noise on a logistic predictor shrinks slopes, :math:`1/\sqrt{1 + \pi v/8}`.
 
-    Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope. The augmented model
+    Averaging a logistic curve over N(0, v) is close to a logistic curve of so much smaller slope (MacKay 1992). The
+    factor is an approximation: for v up to 10 and normal predictors, it is within 3.1 % of that of a large sample where
+    predictors have sds up to 2, and within 6 % up to 5. The augmented model
     has v = Jρ² and therefore reports slopes inflated by the inverse; multiply them, and their sds, by this to compare
     them with those of a model without noise. A plain model fitted to data with noise v is attenuated (0.847 at v = 1).
     It is a factor of two classes alone: noise leaves the slopes of Gaussian and log-linear responses as they are.
