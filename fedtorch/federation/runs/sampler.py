@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch import checkpoint, tree
+from fedtorch import _files as files, checkpoint, tree
 from fedtorch.checkpoint import below
 from fedtorch.history import Round
 
@@ -82,7 +82,7 @@ class Sampler:
         watch: a round -> what to watch by name, `(C, ...)` each; default: `global_variables`. It may read clients'
             own variables from `round.clients` in research; in a federation they stay where they are.
         keep: whether draws are kept, not only their moments.
-        folder: where draws are kept as files of `block` draws each, instead of in memory.
+        folder: where draws are kept as files of `block` draws each, for this user alone, instead of in memory.
         block: draws per file.
         sites: whether the coefficients of every client are watched too, as `sites.theta`, for `ft.inference.ranef` and
             `predict`; in populations that have their clients' variables.
@@ -144,8 +144,8 @@ class Sampler:
             return
         self._recent.append(draws)
         if self._folder is not None and len(self._recent) == self._block:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            checkpoint.write(self._path(self._files), tree.stack(self._recent))
+            files.private_folder(self._folder, log=False)
+            checkpoint.write(self._path(self._files), tree.stack(self._recent), private=True)
             self._files, self._recent = self._files + 1, []
 
     def _path(self, number: int) -> Path:
