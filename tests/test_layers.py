@@ -42,6 +42,7 @@ LAYERS = (
         "chained_log",
         "_representation",
         "_untrained",
+        "learns",
         "checkpoint",
         "checkpoint_io",
     },

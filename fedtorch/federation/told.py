@@ -6,6 +6,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import NamedTuple
 
+from fedtorch.learns import UNDECLARED, Learns
 from fedtorch.tree import Tree
 
 
@@ -35,6 +36,7 @@ class Told(NamedTuple):
         averages: which averages may stand for the mean of what clients tell.
         counts: names of those leaves that are no more than how many have been heard, or how heavy they are.
         anew: whether a run may make the total anew from what clients tell, without the rounding since.
+        learns: what it tells at worst.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -58,3 +60,4 @@ class Told(NamedTuple):
     averages: Averages = Averages.NONE
     counts: tuple[str, ...] = ()
     anew: bool = True
+    learns: Learns = UNDECLARED

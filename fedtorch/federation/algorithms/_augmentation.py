@@ -31,6 +31,7 @@ from fedtorch.data.frames.raw_columns import RawColumns
 from fedtorch.federation.algorithm import Reply
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.models.gibbs.imputation import Normal
 from fedtorch.models.incomplete_normal import Gaps, SiteNormal, drawn, gaps
 
@@ -47,6 +48,7 @@ class NormalDraws(NamedTuple):
     version: Tensor  # rounds that have been aggregated
 
 
+@tells(Learns("exact sums of products of a site's columns: of fewer rows than columns, the rows"))
 class _Sums(NamedTuple):
     """Hold what a site tells; of the first round, of observed values only."""
 

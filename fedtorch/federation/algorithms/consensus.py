@@ -154,6 +154,7 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
             0,
         ),
         additive=False,
+        heard_by="its neighbours",
     )
 
 

@@ -25,11 +25,21 @@ from fedtorch.data import BadClients
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.tree import Tree
 
 Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 
+LEARNS = Learns(
+    "membership of rows; with one step on few rows, the rows; of a linear model, in d + 1 rounds, what sufficient "
+    "statistics tell",
+    "attacks.gradient_inversion",
+    "privacy.client_level, privacy.example_level, sums under masks",
+)
+
+
+@tells(LEARNS)
 class Message(NamedTuple):
     """A client's message, and what the server receives of all."""
 

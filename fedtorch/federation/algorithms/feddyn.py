@@ -31,6 +31,7 @@ from fedtorch import expected, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, check_solver, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import (
+    LEARNS,
     Message,
     Weight,
     averaged_buffers,
@@ -102,5 +103,5 @@ def feddyn(local: LocalSolver, alpha: float, *, weight: Weight = rows_weight) ->
         model=lambda inbox, state: local.tensors(inbox, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="feddyn", alpha=alpha, weight=weight),
-        told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients")),
+        told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients"), learns=LEARNS),
     )

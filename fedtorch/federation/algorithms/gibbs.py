@@ -31,8 +31,14 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.runs.drawn import Sampled
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel, Sums
 from fedtorch.tree import Tree
+
+_LEARNS = Learns(
+    "exact sums over a client's rows, beside its latent variables: of fewer rows than features, the rows",
+    helps="sums under masks",
+)
 
 
 class _State(NamedTuple):
@@ -106,7 +112,7 @@ def gibbs(local: LocalKernel, shared: GlobalKernel, *, sweeps: int = 100, chains
         server=server,
         model=lambda inbox, state: state.variables,
         prepare=local.prepare,
-        told=Told(lambda state: state.told),
+        told=Told(lambda state: state.told, learns=_LEARNS),
         settings={"algorithm": "gibbs", "local": local, "shared": shared, "sweeps": sweeps, "chains": chains},
         posterior=Sampled(local),
     )

@@ -38,9 +38,14 @@ from fedtorch.federation.algorithms.fedavg import averaged_buffers
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns
 from fedtorch.networks.network import Network
 from fedtorch.networks.solvers.penalties import Penalty
 from fedtorch.tree import Tree
+
+_LEARNS = Learns(
+    "attributes of a node's rows, which a neighbour infers, for good", "attacks.learnt_attribute", "privacy.node_level"
+)
 
 
 class _State(NamedTuple):
@@ -126,7 +131,9 @@ def gtv(
         exchange=graph(network),
         prepare=local.prepare,
         **solved_by(local, algorithm="gtv", alpha=strengths, edges=network.edges, weights=network.weights),
-        told=Told(lambda state: {name: state.parameters[name] for name in strengths}, Averages.COORDINATEWISE),
+        told=Told(
+            lambda state: {name: state.parameters[name] for name in strengths}, Averages.COORDINATEWISE, learns=_LEARNS
+        ),
     )
 
 

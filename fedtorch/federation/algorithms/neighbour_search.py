@@ -41,10 +41,12 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.graph import Neighbourhood, graph
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 
+@tells(Learns("the numbers by which nodes are compared, such as means of their columns, of every node that it knows"))
 class Vectors(NamedTuple):
     """Hold vectors of some of the n nodes, or a sum of such over neighbours."""
 

@@ -13,7 +13,7 @@ section 4.1.3 (normal data).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.posterior import Named
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.gibbs.imputation import Normal, conditional, incomplete_rows
 
@@ -76,6 +77,14 @@ def normal_em(draws: int | None = None, *, between: bool = True, columns: int | 
     )
 
 
+@tells(Learns("means and products of a client's columns, exactly: of fewer rows than columns, the rows"))
+class _Moments(NamedTuple):
+    """Hold what a client tells of its rows, completed in the mean."""
+
+    mean: Tensor  # (K, p) from where the server's is
+    second: Tensor  # (K, p, p) about it
+
+
 def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
     expected, spread, _ = conditional(incomplete_rows(data.batch), inbox)
     rows = data.mask.to(expected.dtype)
@@ -84,7 +93,7 @@ def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
     first = (away * rows[..., None]).sum(1) / count[:, None]
     outer = away[..., :, None] * away[..., None, :] + spread
     second = (outer * rows[..., None, None]).sum(1) / count[:, None, None]
-    return Reply(Mean(Normal(first, second), data.count.to(expected.dtype)), state, {})
+    return Reply(Mean(_Moments(first, second), data.count.to(expected.dtype)), state, {})
 
 
 def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:

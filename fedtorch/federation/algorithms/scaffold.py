@@ -33,6 +33,7 @@ from fedtorch import tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Quadratic, Reply, solved_by
 from fedtorch.federation.algorithms._controls import Controls, State, mean_control, no_controls
 from fedtorch.federation.algorithms.fedavg import (
+    LEARNS,
     Message,
     Weight,
     averaged_buffers,
@@ -123,7 +124,7 @@ def scaffold(local: LocalSolver, *, lr: float = 1.0, weight: Weight = rows_weigh
         model=lambda inbox, state: local.tensors(inbox.parameters, state.solver),
         prepare=lambda data: checked_weight(local.prepare(data), weight),
         **solved_by(local, algorithm="scaffold", lr=lr, weight=weight),
-        told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients")),
+        told=Told(lambda state: state.controls, Averages.COORDINATEWISE, counts=("weight", "clients"), learns=LEARNS),
     )
 
 

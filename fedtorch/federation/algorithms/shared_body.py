@@ -30,13 +30,14 @@ from torch import Tensor
 
 from fedtorch import expected, random, tree
 from fedtorch.federation.algorithm import Algorithm, LocalSolver, Reply, check_algorithm, check_solver, solved_by
-from fedtorch.federation.algorithms.fedavg import Weight, checked_weight, rows_weight
+from fedtorch.federation.algorithms.fedavg import LEARNS, Weight, checked_weight, rows_weight
 from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, client_count
 from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.solvers.prediction import unpadded
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import tells
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.rows import refuse
 from fedtorch.tree import Tree
@@ -52,6 +53,7 @@ class _State(NamedTuple):
     solver: Any  # with θ_k among its buffers
 
 
+@tells(LEARNS)
 class _Message(NamedTuple):
     """Hold what a client tells the server."""
 

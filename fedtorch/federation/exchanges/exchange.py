@@ -98,6 +98,7 @@ class Exchange(NamedTuple):
     finish: Callable[[Tree], Tree]  # partial -> aggregate: Mean and Sum where the message has them, or RowsOf
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
+    heard_by: str = "the server"  # who takes what clients send, as a disclosure says it
 
 
 def client_count(ids: Rows) -> int:

@@ -124,7 +124,9 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
         outbox=lambda state: algorithm.outbox(state.algorithm),
         client=client,
         server=server,
-        exchange=again(private_rows()._replace(scatter=exchange.scatter, traffic=exchange.traffic)),
+        exchange=again(
+            private_rows()._replace(scatter=exchange.scatter, traffic=exchange.traffic, heard_by=exchange.heard_by)
+        ),
         told=None,
         report=None if report is None else lambda state: report(state.algorithm),
     )

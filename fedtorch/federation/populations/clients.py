@@ -12,6 +12,8 @@ from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.client_loaders import ClientLoaders, NoRows
 from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.disclosure import Field, of_reply
+from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.exchanges.exchange import (
     Sent,
     Sum,
@@ -290,6 +292,12 @@ class LocalClients:
         """Return the tensors that clients predict with; see `Clients.tensors`."""
         model = self.algorithm.model(self.algorithm.exchange.scatter(outbox, ids), self.table.read(ids))
         return tree.map(torch.clone, model)
+
+    def disclosed(
+        self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn, at_sites: bool = False
+    ) -> list[Field]:
+        """Return what leaves the clients, each of them a site of its own unless they are `at_sites`."""
+        return of_reply(algorithm, carry, self.reply(self.empty_block(), outbox, turn), at_sites)
 
     def _stacked(self, data: FederatedData) -> list[tuple[Tensor, ClientData]]:
         if id(data) not in self._validation:

@@ -22,6 +22,7 @@ from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.digests import Notes, noted
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.disclosure import Field
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
 from fedtorch.federation.populations.clients import Gathered, LocalClients
@@ -220,6 +221,10 @@ class _DistributedClients:
         mine = ids[self.mine[ids]]
         held, rows = self.ranks.gather((mine.to(self.local.device), self.local.tensors(outbox, mine)))
         return tree.take(rows, held.argsort()[ids.argsort().argsort().to(held.device)])
+
+    def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
+        """Return what leaves clients, of this rank or of others; see `Clients.disclosed`."""
+        return self.local.disclosed(algorithm, carry, outbox, turn)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the states of all ranks' clients that have committed."""

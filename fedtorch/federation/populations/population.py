@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.disclosure import Field
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
@@ -111,6 +112,16 @@ class Clients(Protocol):
 
     def tensors(self, outbox: Tree, ids: Tensor) -> Tree:
         """Return the tensors that the clients `ids` (distinct) predict with, `(M, ...)`."""
+        ...
+
+    def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
+        """Return what leaves them in a run, field by field; see `fedtorch.federation.disclosure`.
+
+        Args:
+            algorithm: as the run has it, before its messages are carried.
+            carry: how they are.
+            outbox, turn: of a round.
+        """
         ...
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from fedtorch import checkpoint, expected, functional, tree
 from fedtorch._representation import run_line
 from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
+from fedtorch.federation.disclosure import as_frame
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population
@@ -252,6 +253,23 @@ class Run(Scored, Resumable):
             | sd(level) | 1.05 | 0.37 | 0.56 to 1.73 | 4 |
         """
         return posterior_of(self.algorithm).estimates(self, **options).table(level)
+
+    def disclosure(self) -> pd.DataFrame:
+        """Return what leaves a client or a site in this run, a row for each field of what it says.
+
+        Columns: `message` in which it leaves, `field`, `shape`, `of` (a client, a site's sum, a sum under masks),
+        `exactness` (exact, rounded, noised), `reader`, what that `learns` at worst, by which `attack`, what `helps`.
+        See `fedtorch.federation.disclosure`.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+            >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False))), ft.InProcess(data))
+            >>> set(run.disclosure()["reader"])
+            {'the server'}
+        """
+        turn = Turn(self._keys(self.number).client, self.number)
+        return as_frame(self.clients.disclosed(self.algorithm, self.population.carry, self.outbox, turn))
 
     @property
     def outbox(self) -> Tree:

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch.learns import Learns, tells
 from fedtorch.models.gibbs import graphical
 from fedtorch.models.quadrature import gauss_hermite
 
@@ -38,6 +39,7 @@ _POINTS = (5, 5, 7)  # of the quadrature in each direction: twice to find its pl
 _NUMBERS = 400_000  # residuals that are computed side by side
 
 
+@tells(Learns("sums of products of all columns of a site: of fewer rows than columns, the rows"))
 class Messages(NamedTuple):
     """What a site says of every set S of causes of each variable, for T values of τ; summed over sites."""
 

@@ -12,6 +12,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.disclosure import Field
+from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Traffic
@@ -20,6 +22,7 @@ from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.rounds import _after_fit as after_fit, _totals as totals
 from fedtorch.sites.rounds._account import Account
 from fedtorch.sites.rounds.continuing.finished import state_of, tell_all
+from fedtorch.sites.rounds.disclosed import conversation
 from fedtorch.sites.rounds.plan import Plan
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.tree import Tree
@@ -112,6 +115,11 @@ class RemoteClients:
         from fedtorch.inference.questions import QUESTIONS
 
         return self._drive(after_fit.asked(self.session, outbox, QUESTIONS[question], sent, about, each or {}))[0]
+
+    def disclosed(self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn) -> list[Field]:
+        """Return what leaves the sites; see `Clients.disclosed`."""
+        answered = self.session.local.disclosed(algorithm, carry, outbox, turn, at_sites=True)
+        return [*answered, *conversation(algorithm, carry, self.plan.sites.names, answered)]
 
     def described(self) -> dict[str, Any]:
         """Return what sites run, as JSON."""

@@ -18,6 +18,7 @@ from fedtorch.federation.algorithms.ep.hierarchical import Hierarchical, Shared
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model
@@ -26,6 +27,12 @@ from fedtorch.models.hierarchical.projections import Projection
 from fedtorch.tree import Tree
 
 
+@tells(
+    Learns(
+        "the likelihood of a client near the posterior: of one row, its features and response exactly",
+        helps="sums under masks; Policy(minimum=…)",
+    )
+)
 class _Told(NamedTuple):
     """Hold all that a client has told, or the sum over clients."""
 
@@ -54,6 +61,7 @@ class _Outbox(NamedTuple):
     damping: Tensor
 
 
+@tells(Learns("whether a step of the client was left out"))
 class _Message(NamedTuple):
     """Hold what a client tells the server of the round."""
 

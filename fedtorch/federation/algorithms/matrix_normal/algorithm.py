@@ -54,6 +54,7 @@ from fedtorch.federation.algorithms.matrix_normal.posterior import Correlated, e
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.models import low_rank
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.low_rank import LowRank
@@ -72,6 +73,12 @@ class _Found(NamedTuple):
     step: Tensor  # the sum of the steps it took, in units of ½L
 
 
+@tells(
+    Learns(
+        "the fit of a device, its error and its noise: of fewer rows than features, what a least squares fit tells",
+        helps="privacy.sufficient_statistics",
+    )
+)
 class _Message(NamedTuple):
     """Hold what a device tells the server."""
 

@@ -16,6 +16,7 @@ from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumSe
 from fedtorch.federation.algorithms.maximum_likelihood.estimates import Maximised, named
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.hierarchical import Model
@@ -36,6 +37,11 @@ class _Outbox(NamedTuple):
     version: Tensor
 
 
+@tells(
+    Learns(
+        "the likelihood of a client at points that the server chooses: of few rows, the rows", helps="sums under masks"
+    )
+)
 class _Message(NamedTuple):
     """Hold what a client tells, of which the server gets the sums."""
 

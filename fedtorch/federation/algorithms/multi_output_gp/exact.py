@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.federation.algorithm import Algorithm, Reply
+from fedtorch.federation.algorithms.fedavg import LEARNS
 from fedtorch.federation.algorithms.multi_output_gp._steps import (
     AdamMoments,
     UnitSteps,
@@ -26,6 +27,7 @@ from fedtorch.federation.posterior import Posterior
 from fedtorch.federation.solvers.prediction import Rowwise
 from fedtorch.federation.told import Averages, Told
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import tells
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from fedtorch.models.gaussian_process import ConvolvedGP
 
 
+@tells(LEARNS)
 class UnitMessage(NamedTuple):
     """Hold what a unit tells the server of the round."""
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from fedtorch import functional, tree
 from fedtorch.data import BadClients
 from fedtorch.federation.algorithms.multi_output_gp._steps import in_parts
+from fedtorch.learns import Learns, tells
 from fedtorch.models.gaussian import pack, unpack
 from fedtorch.tree import Tree
 
@@ -23,6 +24,13 @@ POSTERIOR = ("posterior_mean", "posterior_root")
 MOMENTS = "unit_moments"
 
 
+@tells(
+    Learns(
+        "the outputs of a unit with no more rows than inducing values, of one row its input, too; its amplitudes and "
+        "noise",
+        helps="sums under masks",
+    )
+)
 class Contribution(NamedTuple):
     """Hold what a unit knows of g, or the sum over units."""
 

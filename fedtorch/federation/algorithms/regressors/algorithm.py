@@ -18,12 +18,14 @@ from fedtorch.federation.posterior import Posterior
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.told import Told
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.networks.network import Network
 from fedtorch.tree import Tree
 
 Make = Callable[[], Regressor] | LocalSolver  # a node's model
 
 
+@tells(Learns("membership of rows, of predictions on the shared inputs", "attacks.membership"))
 class _Told(NamedTuple):
     """Hold what a node tells, or the sum of what its neighbours have told."""
 

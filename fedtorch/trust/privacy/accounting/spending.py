@@ -102,6 +102,8 @@ class Spending:
         Raises:
             RuntimeError: the keys are not those that the run has given its clients, or some have begun before.
         """
+        if not len(keys):
+            return
         keys = keys.cpu()
         theirs = None if self._turns is None else random.fold_in(*self._turns)
         if theirs is not None and purpose is not None:
@@ -161,6 +163,8 @@ class Spending:
 
     def noised(self, phase: str, keys: Tensor, numbers: Tensor, scale: float) -> Tensor:
         """Add noise of this scale to numbers `(K, D)` float64 of the clients with these keys `(K,)`, each its own."""
+        if not len(keys):
+            return numbers
         roster = hashlib.sha256(keys.cpu().numpy().tobytes()).digest()
         uniforms, size = partial(self.entropy.uniforms, self.open(phase, roster)), torch.tensor(scale).double()
         noise = self.release.mechanism.draw(uniforms, numbers.numel()).reshape(numbers.shape) * size

@@ -1,0 +1,82 @@
+"""What a site says beside its clients' messages of a round, field by field: meetings, totals, scores, questions.
+
+Names are those of the frames: a message and what stands in it, where `*` is any name. What is under `sequence`,
+`sizes`, `nodes`, `protocol` or `again` counts or numbers frames, and says nothing of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.disclosure import CLIENT, EXACT, SERVER, SITE, Field
+from fedtorch.federation.exchanges.carry import Carry
+from fedtorch.learns import Learns
+
+NUMBERS = ("sequence", "sizes.*", "nodes", "protocol", "again", "everybody")  # of frames, which say nothing of rows
+_NAMES = Learns("who is there, where names of clients are those of people or wards", helps="names that say nothing")
+_COUNTS = Learns("how many rows each client has")
+_SCHEMA = Learns("names, dtypes and shapes of the columns")
+_WHO = Learns("which clients answered, or had numbers that are none, and in which field")
+_WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
+_SCORES = Learns("how well each client's validation rows are predicted", "membership", "Policy(smallest_cohort=…)")
+_TOLD = {
+    "effects": Learns("a client's posterior: of few rows, what a fit to them tells", helps="Policy(after_fit=(…))"),
+    "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(rounds=…)"),
+    "margins": Learns("sums of changes of the mean response", helps="Policy(minimum=…)"),
+    "checks": Learns("sums of responses by bins of at least `minimum` rows", helps="Policy(minimum=…)"),
+}
+_COLUMN = "what at least `minimum` rows of a site have in common; of fewer, that they are there"
+_AGREED = {
+    "text": Learns("which columns are text"),
+    "moments.*": Learns("of a column of few values, how many rows have each", helps="levels, Policy(columns=…)"),
+    "histograms.*": Learns(_COLUMN, helps="Policy(columns=…, minimum=…)"),
+    "levels.*": Learns(_COLUMN, helps="declared levels"),
+    "rows": Learns("how many rows the site has"),
+    "refused": Learns("why the site does not answer; no client, row or value"),
+}
+_DESIGN, _REASON = Learns("by which design its rows are made, as a digest"), _AGREED["refused"]
+
+
+def conversation(
+    algorithm: Algorithm, carry: Carry, sites: Sequence[str], answered: Sequence[Field]
+) -> Iterator[Field]:
+    """Yield what a site may say of a run beside the answers to its rounds.
+
+    Args:
+        algorithm: as the run has it.
+        carry: how messages are carried.
+        sites: their names, to which envelopes go.
+        answered: what it says in rounds.
+    """
+    from fedtorch.inference.questions import QUESTIONS
+
+    def said(message: str, field: str, learns: Learns, of: str = SITE) -> Field:
+        return Field(message, field, (), of, EXACT, SERVER, learns)
+
+    yield said("hello", "clients", _NAMES, CLIENT)
+    yield said("hello", "rows", _COUNTS, CLIENT)
+    yield said("hello", "schema", _SCHEMA)
+    yield said("hello", "design", _DESIGN)
+    yield said("refusal", "reason", _REASON)
+    for name in ("clients", "ids", "refused.*", "info"):
+        yield said("round", name, _WHO, CLIENT)
+    yield from (each._replace(message="total") for each in answered if each.field.startswith("told."))
+    if algorithm.told is not None and not algorithm.exchange.additive:
+        yield said("total", "told.ids", _WHO, CLIENT)
+    if carry.masks is not None:
+        yield from (said(message, "said", _WORDS) for message in ("round", "total", "phase"))
+    if carry.network is not None:
+        yield from (said(message, to, _WORDS) for message in ("round", "envelopes") for to in sites)
+    hidden = carry.masks is not None or carry.network is not None
+    if hidden:
+        yield said("keys", "keys", _WORDS)
+    if algorithm.predict is not None:
+        yield said("evaluate", "sums.*", _SCORES, CLIENT)
+    if algorithm.posterior is not None and not hidden:
+        for name in sorted(algorithm.posterior.questions & QUESTIONS.keys()):
+            kind = QUESTIONS[name]
+            of = CLIENT if kind.by_client else f"{SITE}'s sum"
+            yield said(f"ask {name}", "told*", _TOLD[kind.tells], of)
+    for name, learns in _AGREED.items():
+        yield said("agree", name, learns)
