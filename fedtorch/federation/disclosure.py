@@ -118,3 +118,23 @@ def as_frame(fields: Iterable[Field]) -> pd.DataFrame:
 
     rows = [(*each[:-1], each.learns.worst, each.learns.attack, each.learns.helps) for each in fields]
     return pd.DataFrame(rows, columns=[*Field._fields[:-1], "learns", "attack", "helps"])
+
+
+def in_brief(table: pd.DataFrame, most: int = 3) -> pd.DataFrame:
+    """Return a disclosure with a row for all fields that are alike, of which `most` are named.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
+        >>> in_brief(run.disclosure())["fields"].tolist()
+        ['change.value.weight, change.value.bias', 'change.weight', 'info.loss']
+    """
+    alike = [name for name in table.columns if name not in ("field", "shape")]
+
+    def named(fields: pd.Series) -> str:
+        more = len(fields) - most
+        return ", ".join(fields[:most]) + (f" and {more} more" if more > 0 else "")
+
+    brief = table.groupby(alike, sort=False)["field"].agg(named).rename("fields").reset_index()
+    return brief[["message", "fields", *alike[1:]]]

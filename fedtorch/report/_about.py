@@ -14,6 +14,7 @@ import torch
 
 from fedtorch.data import FederatedData
 from fedtorch.data.frames.incomplete import Incomplete
+from fedtorch.federation.disclosure import in_brief
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
@@ -61,6 +62,7 @@ def about(
         "posteriors": [*posteriors.found(run), *(clients or [])],
         "privacy": _privacy(run),
         "missing": _missing(run),
+        "disclosure": _disclosure(run),
         "organisations": {name: list(own) for name, own in getattr(run.population, "organisations", {}).items()},
     }
 
@@ -70,6 +72,14 @@ def _score(score: Score) -> dict[str, Any]:
     numbers = {"overall": score.overall, "clients": score.clients.tolist(), "failed": failed}
     numbers["undefined"] = score.count_undefined()
     return {**numbers, "largest_is_best": score.largest_is_best}
+
+
+def _disclosure(run: Run | VerticalRun) -> list[list[str]]:
+    """Return what leaves a client or a site, a row for all fields that are alike; nothing of vertical fits."""
+    if not hasattr(run, "disclosure"):
+        return []
+    brief = in_brief(run.disclosure())
+    return [list(brief.columns), *brief.astype(str).values.tolist()]
 
 
 def _missing(run: Run | VerticalRun) -> dict[str, Any] | None:

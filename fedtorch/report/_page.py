@@ -60,6 +60,7 @@ def page(story: Story) -> str:
             ),
             convergence=convergence,
             missing=_missing(about["missing"]),
+            disclosure=about["disclosure"],
             organisations=organisations(about["organisations"], shared),
             shared=shared,
             client_charts=_client_charts(last, about["scores"]),

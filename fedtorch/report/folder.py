@@ -60,6 +60,7 @@ _NOTHING: dict[str, Any] = {
     "privacy": None,
     "organisations": {},
     "missing": None,
+    "disclosure": [],
 }
 
 
