@@ -14,7 +14,6 @@ import torch
 
 from fedtorch.data import FederatedData
 from fedtorch.data.frames.incomplete import Incomplete
-from fedtorch.federation.disclosure import in_brief
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
@@ -78,7 +77,7 @@ def _disclosure(run: Run | VerticalRun) -> list[list[str]]:
     """Return what leaves a client or a site, a row for all fields that are alike; nothing of vertical fits."""
     if not hasattr(run, "disclosure"):
         return []
-    brief = in_brief(run.disclosure())
+    brief = run.disclosure(brief=True)
     return [list(brief.columns), *brief.astype(str).values.tolist()]
 
 

@@ -18,7 +18,7 @@ from fedtorch import checkpoint, expected, functional, tree
 from fedtorch._representation import run_line
 from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
-from fedtorch.federation.disclosure import as_frame
+from fedtorch.federation.disclosure import as_frame, in_brief
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population
@@ -254,12 +254,15 @@ class Run(Scored, Resumable):
         """
         return posterior_of(self.algorithm).estimates(self, **options).table(level)
 
-    def disclosure(self) -> pd.DataFrame:
+    def disclosure(self, brief: bool = False) -> pd.DataFrame:
         """Return what leaves a client or a site in this run, a row for each field of what it says.
 
         Columns: `message` in which it leaves, `field`, `shape`, `of` (a client, a site's sum, a sum under masks),
         `exactness` (exact, rounded, noised), `reader`, what that `learns` at worst, by which `attack`, what `helps`.
         See `fedtorch.federation.disclosure`.
+
+        Args:
+            brief: whether fields that are alike have one row, which names the first of them in `fields`.
 
         Example:
             >>> import torch, fedtorch as ft
@@ -269,7 +272,8 @@ class Run(Scored, Resumable):
             {'the server'}
         """
         turn = Turn(self._keys(self.number).client, self.number)
-        return as_frame(self.clients.disclosed(self.algorithm, self.population.carry, self.outbox, turn))
+        table = as_frame(self.clients.disclosed(self.algorithm, self.population.carry, self.outbox, turn))
+        return in_brief(table) if brief else table
 
     @property
     def outbox(self) -> Tree:
