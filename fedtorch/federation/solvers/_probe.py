@@ -206,7 +206,7 @@ def observe(
         step = lambda client: _alone(twin, (own, others, others)[client], (rows, different, fewer)[client], key)
         return PythonState(twin.objective.module, twin.objective.loss), step
 
-    stacked.kept = refuse_kept(fresh, type(module).__name__)
+    stacked.kept, stacked.rewritten = refuse_kept(fresh, type(module).__name__)
     twin = made[0]
     twin.unchanged.check()
     stacked.objective.trainer.asked |= twin.objective.trainer.asked

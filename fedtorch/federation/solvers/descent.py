@@ -35,7 +35,7 @@ from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatch
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
-from fedtorch.federation.solvers.python_state import PythonState, StateRead, refuse_late
+from fedtorch.federation.solvers.python_state import PythonState, StateRead, hidden, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
@@ -248,7 +248,8 @@ class Descent:
         state = PythonState(self.objective.module, self.objective.loss)
         before = state.snapshot()
         try:
-            solution = train()
+            with hidden(self.loss, before, type(self.module).__name__):
+                solution = train()
             if self.loss.random and torch.initial_seed() != seed:
                 torch.set_rng_state(torch_state)
                 raise NotImplementedError(SEEDED)

@@ -21,6 +21,7 @@ from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedTens
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
+from fedtorch.federation.solvers.python_state import KeptSlots
 from fedtorch.federation.solvers.step_check import relative_gap, tolerance
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
 from fedtorch.module_randomness.drawing_modules import DrawingModules, Interception
@@ -78,6 +79,8 @@ class StackedLoss:
         reads: whether it has branched on values.
         observed: whether the module has been looked at.
         kept: paths of what its first steps change in Python; see `python_state`.
+        rewritten: those of what every step changes.
+        slots: of these, in which steps must not read what earlier ones have left.
         swap: puts one client's tensors and buffers into the module.
         hooks: of the trained parameters, applied to each client's gradient.
     """
@@ -95,7 +98,8 @@ class StackedLoss:
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.observed = False
-        self.kept = frozenset[str]()
+        self.kept = self.rewritten = frozenset[str]()
+        self.slots: KeptSlots | None = None
         self.logged: list[str] = []  # names of what the module logged last
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
@@ -265,6 +269,8 @@ class StackedLoss:
         """Return one client's (loss, logs, new buffers)."""
         for i, attributes in self._attributes.items():
             vars(values[i]).update(attributes)
+        if self.slots is not None:
+            self.slots.hide()
         with self.swap(values):
             loss, logs = self.objective(rows, weights, index)
             for i, name in enumerate(self.tensors):

@@ -45,11 +45,17 @@ class StepsDiffer(RuntimeError):
 
 
 class StateKept(TypeError):
-    """A step is not the same when it is taken again from the same tensors, rows and draws."""
+    """A step, or a fit, is not the same when it is taken again from the same tensors, rows and draws.
 
-    def __init__(self, module: nn.Module, gap: float) -> None:
+    Args:
+        module: the user's.
+        gap: the relative difference.
+        what: was taken twice.
+    """
+
+    def __init__(self, module: nn.Module, gap: float, what: str = "step") -> None:
         super().__init__(
-            f"Expected a step of {type(module).__name__} that follows from its tensors, rows and draws, but taken "
+            f"Expected a {what} of {type(module).__name__} that follows from its tensors, rows and draws, but taken "
             f"twice from the same it differs by {gap:.2g} of its size: module, loss or hooks keep something from call "
             "to call (a buffer of the loss, a closure, a default argument, a global, a file) or draw from a generator "
             "of their own; keep it in a buffer of the module with buffers='local', or use self.global_step"
