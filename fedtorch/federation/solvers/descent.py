@@ -100,6 +100,7 @@ class Descent:
         self._stacked_buffers = [*self.averaged.start, *self.buffers]
         self.loss = StackedLoss(self.objective, self.trained, self._stacked_buffers, batched, compile, precision)
         self.check = StepCheck(self.module, self.twin)
+        self.loss.look = partial(self.check.path, self.loss)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)

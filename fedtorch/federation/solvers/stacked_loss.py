@@ -6,7 +6,7 @@ that `vmap` cannot run, is evaluated client by client. Both give what a loop wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -32,6 +32,8 @@ from fedtorch.tree import Tree
 Step = Batch | LoadedBatch
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
+Path = tuple[Any, ...]  # functions of torch that a step has called
+Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], None]
 _FEWEST = 3  # clients that are worth a `vmap`
 
 
@@ -81,6 +83,7 @@ class StackedLoss:
         kept: paths of what its first steps change in Python; see `python_state`.
         rewritten: those of what every step changes.
         slots: of these, in which steps must not read what earlier ones have left.
+        look: is told of every sequence of torch's functions that clients of a stack have taken.
         swap: puts one client's tensors and buffers into the module.
         hooks: of the trained parameters, applied to each client's gradient.
     """
@@ -100,6 +103,9 @@ class StackedLoss:
         self.random = self.observed = False
         self.kept = self.rewritten = frozenset[str]()
         self.slots: KeptSlots | None = None
+        self.look: Look | None = None
+        self._called: Path = ()
+        self._paths: list[tuple[Path, Tensor | None]] = []  # of the last step, and who took them
         self.logged: list[str] = []  # names of what the module logged last
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
@@ -170,7 +176,10 @@ class StackedLoss:
             RuntimeError: `vmap` cannot run the module.
         """
         flat = [*values, *batch.leaves, *([] if batch.weights is None else [batch.weights])]
+        self._paths.clear()
         result = self._replayed(batch.rows, keys, index, flat)
+        for called, at in self._paths if self.look is not None else ():
+            self.look(values, batch, index, keys, called, at)
         return result._replace(gradients=self.hooks.stacked(result.gradients))
 
     def _drawn(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
@@ -218,8 +227,11 @@ class StackedLoss:
 
         def evaluate(at: Tensor | None) -> StepResult:
             if at is None:
-                return self._mapped(rows, draws, index, flat)
-            return self._mapped(rows, draws and draws.some(at), index, tree.take(tuple(flat), at))
+                result = self._mapped(rows, draws, index, flat)
+            else:
+                result = self._mapped(rows, draws and draws.some(at), index, tree.take(tuple(flat), at))
+            self._paths.append((self._called, at))
+            return result
 
         def join(parts: list[StepResult], places: Tensor) -> StepResult:
             at = places.argsort().split([len(part.losses) for part in parts])
@@ -261,7 +273,9 @@ class StackedLoss:
         # A captured step would keep the branch that it took.
         mode = stacked_layers.WithoutReading() if self.eager is None else stacked_layers.StackedOperations()
         with mode, self.unchanged():
-            return tuple(functional.mapped(one, flat, randomness))
+            found = tuple(functional.mapped(one, flat, randomness))
+        self._called = tuple(mode.called)
+        return found
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int

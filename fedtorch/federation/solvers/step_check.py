@@ -108,12 +108,14 @@ class StepCheck:
     def __init__(self, module: nn.Module, make: Callable[[nn.Module, Callable[[Tensor], Tensor] | None], Any]) -> None:
         self._module, self._make = module, make
         self._seen: set[Any] = set()
+        self._paths: set[Any] = set()
         self._repeated = False
         self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
 
     def forget(self) -> None:
         """Let every shape be looked at anew, as in another run, or one that goes on."""
         self._seen.clear()
+        self._paths.clear()
         self._repeated = False
 
     def repeats(self, loss: Any, values: Sequence[Tensor], batch: Any, index: int, keys: StepKeys) -> None:
@@ -189,7 +191,43 @@ class StepCheck:
         first = shape not in self._seen or (of_promise and shape in fresh)
         if not first and (not of_promise or index > 0):
             return
-        at = self.clients(batch, round, first)
+        self._at(self.clients(batch, round, first), loss, values, batch, index, keys, of_promise, first)
+        self._seen.add(shape)
+
+    def path(
+        self,
+        loss: Any,
+        values: Sequence[Tensor],
+        batch: Batch,
+        index: int,
+        keys: StepKeys,
+        called: tuple[Any, ...],
+        clients: Tensor | None,
+    ) -> None:
+        """Raise StepsDiffer unless a step of functions that no look has met gives what clients alone give.
+
+        Args:
+            loss, values, batch, index, keys: as of a call.
+            called: torch's functions that the step of some of the clients has called.
+            clients: `(M,)` their places; None for all.
+        """
+        if called not in self._paths:
+            at = torch.arange(len(batch.size)) if clients is None else clients
+            self._at(at[-_CLIENTS:], loss, values, batch, index, keys, of_promise=False, first=True)
+            self._paths.add(called)
+
+    def _at(
+        self,
+        at: Tensor,
+        loss: Any,
+        values: Sequence[Tensor],
+        batch: Batch,
+        index: int,
+        keys: StepKeys,
+        of_promise: bool,
+        first: bool,
+    ) -> None:
+        """Raise StepsDiffer unless the clients at places `(M,)` have the same step stacked and alone."""
         clone = lambda leaf: leaf.detach().index_select(0, at.to(leaf.device)).clone()
         rows, some = tree.map(clone, batch.rows), [clone(value) for value in values]
         trained = len(loss.tensors)
@@ -212,7 +250,6 @@ class StepCheck:
                     type(self._module).__name__,
                 )
             found = found or difference or ""
-        self._seen.add(shape)
         if found:
             how = (
                 "in padded steps from that of each client's own rows"
@@ -258,7 +295,8 @@ class StepCheck:
     def _twin(self, double: bool) -> Any:
         """Return the loss of a copy of the module, in float64 or in its own dtype."""
         if double not in self._twins:
-            self._twins[double] = self._make(copied(self._module), _widened if double else None)
+            twin = self._twins[double] = self._make(copied(self._module), _widened if double else None)
+            twin.look = lambda values, batch, index, keys, called, at: self._paths.add(called)
         return self._twins[double]
 
     def _difference(self, names: Sequence[str], together: Any, alone: Any, batch: Batch, most: float) -> str:
