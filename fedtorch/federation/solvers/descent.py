@@ -39,7 +39,7 @@ from fedtorch.federation.solvers.python_state import PythonState, StateRead, hid
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
-from fedtorch.module_randomness.interception import SEEDED
+from fedtorch.module_randomness.interception import Seeded
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State, elementwise
 from fedtorch.tree import Tree
@@ -253,7 +253,7 @@ class Descent:
                 solution = train()
             if self.loss.random and torch.initial_seed() != seed:
                 torch.set_rng_state(torch_state)
-                raise NotImplementedError(SEEDED)
+                raise Seeded
             refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
                 return solution
@@ -273,7 +273,7 @@ class Descent:
                 return self._alone_from_now(train, turn, SharedDraws(self.module))
             self.loss.host = True
             return self._stackable(train, turn)
-        except (NotCaptured, StateRead, StepRefused):
+        except (NotCaptured, Seeded, StateRead, StepRefused):
             raise
         except StepsDiffer as error:
             if HostGenerators.moved(generators):  # from which the difference may come

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from fedtorch.expected import loaded
 
+_PACKAGE = __name__.split(".")[0]
+
 
 class SharedDraws(RuntimeError):
     """A module draws from Python's or NumPy's generator while its clients are stacked."""
@@ -64,6 +66,40 @@ class HostGenerators:
             yield
         finally:
             cls.restore(before)
+
+
+class SetGenerators:
+    """Looks inside whether a user's code sets one of torch's global generators to a seed or a state.
+
+    That cannot be seen afterwards where the seed or the state is the one that it has.
+
+    Attributes:
+        met: whether it did.
+    """
+
+    _SETTING = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
+
+    def __init__(self) -> None:
+        self.met = False
+
+    def __enter__(self) -> SetGenerators:
+        self._before = sys.getprofile()
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._before)
+
+    def _profile(self, frame: Any, event: str, function: Any) -> None:
+        if event == "c_call" and getattr(function, "__name__", "") in self._SETTING:
+            if any(function.__self__ is each for each in (torch.default_generator, *torch.cuda.default_generators)):
+                while frame is not None and _of_torch(frame):
+                    frame = frame.f_back
+                self.met |= frame is None or frame.f_globals.get("__name__", "").split(".")[0] != _PACKAGE
+
+
+def _of_torch(frame: Any) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "contextlib")
 
 
 class UnchangedTensors:

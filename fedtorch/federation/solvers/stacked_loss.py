@@ -6,6 +6,7 @@ that `vmap` cannot run, is evaluated client by client. Both give what a loop wou
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -39,6 +40,32 @@ _FEWEST = 3  # clients that are worth a `vmap`
 
 class NotCaptured(RuntimeError):
     """A step is not what compile=True promises."""
+
+
+class GradientRead(TypeError):
+    """A training step reads a gradient that a Trainer has left in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Expected a training_step that does not read the .grad of its parameters, which hold the last step's "
+            "gradients in a Trainer and none here, but it does; use ft.lightning_fit, or a hook of the parameters "
+            "(p.register_hook) for what is to be done with a gradient"
+        )
+
+
+class _OfAStep(nn.Parameter):
+    """A parameter of a client's step, whose gradient of the step before is not there to be read."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        if sys._getframe(1).f_code is nn.Module.zero_grad.__code__:
+            return None
+        raise GradientRead
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise GradientRead
 
 
 class StepResult(NamedTuple):
@@ -337,7 +364,8 @@ class StackedLoss:
     ) -> StepResult:
         """Return one client's step, `(1, ...)`, of its tensors and buffers, which stay as they are."""
         count = len(self.tensors)
-        trained = [nn.Parameter(value.detach()) for value in values[:count]]
+        kind = nn.Parameter if self.objective.supervised else _OfAStep
+        trained = [kind(value.detach()) for value in values[:count]]
         with torch.enable_grad(), self.unchanged():
             with self._cast(values[0].device), interception or nullcontext():
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)

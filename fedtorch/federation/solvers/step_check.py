@@ -11,7 +11,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.federation.solvers._state import perturbed
 from fedtorch.federation.solvers.batches import Batch
-from fedtorch.federation.solvers.host_state import equal_or_nan
+from fedtorch.federation.solvers.host_state import SetGenerators, equal_or_nan
 from fedtorch.functional import copied
+from fedtorch.module_randomness.interception import Seeded
 from fedtorch.module_randomness.step_draws import StepKeys
 
 _LOG = logging.getLogger(__name__)
@@ -133,7 +135,9 @@ class StepCheck:
         alone = lambda: twin.each(
             [value.detach().clone() for value in own], rows, index, keys.some(torch.tensor([0]), index)
         )[0]
-        first, second = alone(), alone()
+        with _unseeded(twin):
+            first = alone()
+        second = alone()
         most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
         pairs = [(first.losses, second.losses), *zip(first.gradients, second.gradients)]
         gaps = [relative_gap(_flat(one), _flat(other)) for one, other in pairs if one is not None and other is not None]
@@ -280,8 +284,11 @@ class StepCheck:
         own = lambda: StepKeys(keys.keys)
         try:
             written, others = (tuple(value.clone() for value in values) for _ in range(2))
-            alone = twin.one_by_one(written, batch, index, own())
+            with _unseeded(twin):
+                alone = twin.one_by_one(written, batch, index, own())
             together = twin.together(others, batch, index, own())
+        except Seeded:
+            raise
         except Exception:
             if double:
                 return None
@@ -326,6 +333,15 @@ class StepCheck:
                     if not there or relative_gap(_flat(ours[tensor][k]), _flat(theirs[tensor][k])) > most:
                         return f"the {kind} {tensor!r} of {name} differs"
         return ""
+
+
+@contextmanager
+def _unseeded(twin: Any) -> Iterator[None]:
+    """Raise Seeded where steps inside draw and set torch's generator."""
+    with SetGenerators() as setting:
+        yield
+    if setting.met and twin.random:
+        raise Seeded
 
 
 def _widened(tensor: Tensor) -> Tensor:
