@@ -459,6 +459,7 @@ class _Stack:
         answers, differs = trainer.answers, trainer.DIFFERS
         if not bool((batches.planned == batches.planned[0]).all()):
             answers["estimated_stepping_batches"] = differs
+        own_rates = torch.zeros(len(total), dtype=torch.float64)  # sums of those of clients' own optimisers
         rates, seen = [0.0], RoundLogs(loss, len(total), longest if batches.alike else None)
         loaded = None if isinstance(batches, Batches) else evaluated(loss, batches, self.tensors, self.buffers)
         with loaded or nullcontext(loss.gradients) as gradients_of:
@@ -479,11 +480,14 @@ class _Stack:
                 result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
                 self.buffers = result.buffers
                 self._descend(result, t)
+                if self.by_client:
+                    own_rates[self.here] += self.optimizer.rates()
                 seen.add(t, result, batch, self.here)
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
         tensors, kept = self.finished
-        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())
+        lr_sum = own_rates if self.by_client else torch.tensor(rates, dtype=torch.float64).cumsum(0)[total]
+        return self._local(tensors, kept, lr_sum, seen.reduced())
 
     def _leave(self, ended: Tensor, t: int) -> None:
         """Let clients that have taken their last step `(M,)` bool leave the stack."""
@@ -627,7 +631,7 @@ class _Stack:
                 state[name][key] = joint
         return {name: state[name] for name in self.tensors}
 
-    def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
+    def _local(self, tensors: dict[str, Tensor], kept: State, lr_sum: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
             {**{name: tensors[name] for name in descent.trained}, **descent.averaged.sent(tensors)},
@@ -636,7 +640,7 @@ class _Stack:
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
-            rates[total].to(self.device),
+            lr_sum.to(self.device),
             info,
         )
 

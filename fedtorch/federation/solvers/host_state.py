@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from fedtorch.expected import loaded
 
-_PACKAGE = __name__.split(".")[0]
-
 
 class SharedDraws(RuntimeError):
     """A module draws from Python's or NumPy's generator while its clients are stacked."""
@@ -91,15 +89,17 @@ class SetGenerators:
         sys.setprofile(self._before)
 
     def _profile(self, frame: Any, event: str, function: Any) -> None:
-        if event == "c_call" and getattr(function, "__name__", "") in self._SETTING:
-            if any(function.__self__ is each for each in (torch.default_generator, *torch.cuda.default_generators)):
-                while frame is not None and _of_torch(frame):
-                    frame = frame.f_back
-                self.met |= frame is None or frame.f_globals.get("__name__", "").split(".")[0] != _PACKAGE
+        if event != "c_call" or getattr(function, "__name__", "") not in self._SETTING:
+            return
+        if any(function.__self__ is each for each in (torch.default_generator, *torch.cuda.default_generators)):
+            while _root(frame) in ("torch", "contextlib"):
+                frame = frame.f_back
+            self.met |= _root(frame) != _root(sys._getframe())
 
 
-def _of_torch(frame: Any) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] in ("torch", "contextlib")
+def _root(frame: Any) -> str:
+    """Return the name of the package whose code a frame runs."""
+    return "" if frame is None else frame.f_globals.get("__name__", "").split(".")[0]
 
 
 class UnchangedTensors:

@@ -288,9 +288,7 @@ class _Fit:
         device, loaded = data.count.device, isinstance(data, ClientLoaders)
         seed = int(random.fold_in(turn.key[client], MODULE))
         batches = (
-            client_batches(data, client, seed)
-            if loaded
-            else nullcontext(self._batches(data, client, turn.key[client]))
+            client_batches(data, client, seed) if loaded else nullcontext(self._batches(data, client, turn.key[client]))
         )
         arguments = {**self.arguments, **_unrecorded(self.arguments)} if again else self.arguments
         with isolated(device, self.arguments.get("accelerator"), seed), batches as given:

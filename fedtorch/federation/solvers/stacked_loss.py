@@ -41,6 +41,11 @@ _FEWEST = 3  # clients that are worth a `vmap`
 class NotCaptured(RuntimeError):
     """A step is not what compile=True promises."""
 
+    @classmethod
+    def because(cls, module: nn.Module, error: Exception) -> NotCaptured:
+        """Return the error of a module whose step cannot be captured."""
+        return cls(f"Expected a step of {type(module).__name__} that can be captured, but {error}; use compile=False")
+
 
 class GradientRead(TypeError):
     """A training step reads a gradient that a Trainer has left in a parameter."""
@@ -233,9 +238,7 @@ class StackedLoss:
         try:
             result = StepResult(*self._captured(step, *flat))
         except Exception as error:
-            raise NotCaptured(
-                f"Expected a step of {name} that can be captured, but {error}; use compile=False"
-            ) from error
+            raise NotCaptured.because(self.objective.module, error) from error
         self._replays[shapes] = times + 1
         if times == 2:
             own = self._drawn(rows, keys, index, flat)
