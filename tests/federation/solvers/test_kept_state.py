@@ -259,7 +259,7 @@ def stepped(module: nn.Module, batched: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("batched", WAYS)
-@pytest.mark.parametrize("name, kind", [(name, kind) for name, kinds in LATE.items() for kind in kinds])
+@pytest.mark.parametrize(("name", "kind"), [(name, kind) for name, kinds in LATE.items() for kind in kinds])
 def test_what_is_kept_from_the_first_step_on_and_read_later_is_refused_by_name(
     name: str, kind: Any, batched: Any
 ) -> None:
