@@ -61,7 +61,8 @@ class _Kept:
         return type(_value_of(self))
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
-        object.__getattribute__(self, "_read")(object.__getattribute__(self, "_path"))
+        read: Callable[[str], NoReturn] = object.__getattribute__(self, "_read")
+        read(object.__getattribute__(self, "_path"))
 
     def _of(self, value: Any) -> _Kept:
         """Return what stands for a value that is in this one, or computed from it."""

@@ -210,8 +210,9 @@ class StackedLoss:
         flat = [*values, *batch.leaves, *([] if batch.weights is None else [batch.weights])]
         self._paths.clear()
         result = self._replayed(batch.rows, keys, index, flat)
-        for called, at in self._paths if self.look is not None else ():
-            self.look(values, batch, index, keys, called, at)
+        if self.look is not None:
+            for called, at in self._paths:
+                self.look(values, batch, index, keys, called, at)
         return result._replace(gradients=self.hooks.stacked(result.gradients))
 
     def _drawn(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
