@@ -85,6 +85,10 @@ def lightning_fit(
     the step of another Trainer and under torchrun. The outer Trainer's precision does not apply; give
     `precision=` here.
 
+    What a fit leaves outside of its copy of the module (a global, a closure, a class) must not be read by another
+    client's. The first fit of a run is taken twice, without loggers and checkpoints, unless clients have loaders: it is
+    refused where it differs.
+
     `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
     `self.log`, as it stands at the end of the fit. `Local.lr_sum` adds up the learning rates of the first
     optimiser's first group.
@@ -113,8 +117,8 @@ def lightning_fit(
     Raises:
         TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
             take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
-            that changes buffers, unfreezes parameters, uses a line search or has a loss of parameters that are not
-            trained.
+            that changes buffers, unfreezes parameters, uses a line search, reads what another client's has left or has
+            a loss of parameters that are not trained.
 
     Example:
         >>> import lightning, torch, fedtorch as ft

@@ -2,8 +2,8 @@
 
 One object trains many clients, so a count, a running mean or a cache that is an attribute of Python cannot be a
 client's own. Which attributes a step changes is seen by comparing them before and after. Each that changed is replaced
-by an object that raises where it is used, and another step shows whether the module reads it. What is only stored
-(`self.last = …`, a list that grows for a hook) stays allowed, and so does a cache that every client would fill alike.
+by an object that raises where it is used, in every later step. What is only stored (`self.last = …`, a list that grows
+for a hook) stays allowed, and so does a cache that every client would fill alike.
 """
 
 from __future__ import annotations

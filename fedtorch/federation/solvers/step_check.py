@@ -1,6 +1,7 @@
 """Stacked steps held against the user's own module, client by client, on real rows.
 
-The check runs once in a run for every shape of a batch, before the stacked step; where the user has promised that
+The check runs once in a run for every shape of a batch, before the stacked step, and for every sequence of torch's
+functions that a step has called, before its gradients are used; where the user has promised that
 padding can be weighted out, in all steps of the first round. It takes the last clients of the stack, for some faults of
 `vmap` spare the first, at parameters that are moved off the start, where other gradients than those of an optimum are
 seen. It runs on a copy of the module in float64 where the step takes it.
