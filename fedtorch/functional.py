@@ -131,7 +131,7 @@ def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
         return functools.partial(_rebound(function.func, memo), *parts, **function.keywords)
     if not isinstance(function, types.FunctionType) or not function.__closure__:
         return function
-    contents = [_content(cell) for cell in function.__closure__]
+    contents = [content_of(cell) for cell in function.__closure__]
     if not any(isinstance(content, nn.Module) and id(content) in memo for content in contents):
         return function
     cells = tuple(
@@ -144,7 +144,7 @@ def _rebound(function: Any, memo: Mapping[int, Any]) -> Any:
     return new
 
 
-def _content(cell: Any) -> Any:
+def content_of(cell: Any) -> Any:
     """Return what a closure's cell holds, None before it is assigned."""
     try:
         return cell.cell_contents

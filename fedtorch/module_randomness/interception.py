@@ -38,6 +38,16 @@ Arguments = dict[str, Any]
 Draw = Callable[..., Tensor]  # (keys, shape of a row, ...) -> rows
 
 
+class Seeded(NotImplementedError):
+    """A step sets one of torch's generators to a seed or a state."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Expected draws without a seed, but the step calls torch.manual_seed or sets a generator's state, where "
+            "clients draw from keys of their own; leave that away, or use ft.lightning_fit"
+        )
+
+
 class KeyedRandomness(TorchDispatchMode):
     """A context in which a module's random operations draw from keys.
 
@@ -93,7 +103,7 @@ class KeyedRandomness(TorchDispatchMode):
         if any(arguments.get(name) == value for name, value in _DETERMINISTIC):
             return fn(*args, **kwargs)
         if torch.initial_seed() != self._seed:
-            raise NotImplementedError(SEEDED)
+            raise Seeded
         draw = _DRAWS.get(fn.overloadpacket)
         if draw is None and not self.keys.ndim and arguments.get("generator") is None:
             return self._by_torch(fn, args, kwargs)
@@ -139,10 +149,6 @@ class KeyedRandomness(TorchDispatchMode):
         return tuple(shape[len(clients) :])
 
 
-SEEDED = (
-    "Expected draws without a seed, but the step calls torch.manual_seed, where clients draw from keys of their own; "
-    "leave the seed away, or use ft.lightning_fit"
-)
 AHEAD = 8  # calls whose keys are made at a time: eight cost little more than one
 _DETERMINISTIC = (("dropout_p", 0.0), ("dropout", 0.0), ("train", False), ("training", False))
 

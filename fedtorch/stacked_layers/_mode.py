@@ -48,6 +48,9 @@ class StackedOperations(TorchFunctionMode):
     Replaced are recurrent layers and cells, attention, embeddings with padding, bags of embeddings, losses, counts and
     writes by a mask. Code may branch on truths and whole numbers that all clients agree on.
 
+    Attributes:
+        called: functions of torch, in their order.
+
     Raises:
         Divergence: in the mode, where clients disagree; see `by_branches`.
 
@@ -63,9 +66,14 @@ class StackedOperations(TorchFunctionMode):
 
     _replaced: ClassVar[Mapping[Any, Callable[..., Any]]] = {**_OPERATIONS, **_branches.REPLACED}
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[Any] = []
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.called.append(func)
         if func in _OPENED:
             with self:
                 return _body(func)(*args, **(kwargs or {}))

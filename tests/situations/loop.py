@@ -166,8 +166,11 @@ class _Session:
         for index, batch in enumerate(every):
             if self.hooked:
                 self.trainer.current_epoch, self.trainer.global_step = epoch, self.steps
-            self.optimizer.zero_grad(set_to_none=True)
+            if not self.hooked:
+                self.optimizer.zero_grad(set_to_none=True)
             loss = self.loss(batch, index)
+            if self.hooked:  # a Trainer empties gradients after the training step
+                self.optimizer.zero_grad(set_to_none=True)
             if loss is not None:
                 loss.backward()
                 if (norm := self.case.says.get("clip")) is not None:

@@ -66,6 +66,10 @@ class ClientOptimizers:
         """Return the groups of all clients."""
         return [group for optimizer, _ in self._clients for group in optimizer.param_groups]
 
+    def rates(self) -> Tensor:
+        """Return the learning rate `(K,)` of each client's first group, which its optimiser may have set itself."""
+        return torch.tensor([own.param_groups[0].get("lr", torch.nan) for own, _ in self._clients], dtype=torch.float64)
+
     def step(
         self,
         tensors: Mapping[str, Tensor],

@@ -25,7 +25,7 @@ from fedtorch.federation.solvers.host_state import HostGenerators
 from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.federation.solvers.parameter_hooks import backward_hooks
 from fedtorch.federation.solvers.python_state import PythonState, refuse_kept
-from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.solvers.stacked_loss import NotCaptured, StackedLoss
 from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.tree import Tree
@@ -206,7 +206,7 @@ def observe(
         step = lambda client: _alone(twin, (own, others, others)[client], (rows, different, fewer)[client], key)
         return PythonState(twin.objective.module, twin.objective.loss), step
 
-    stacked.kept = refuse_kept(fresh, type(module).__name__)
+    stacked.kept, stacked.rewritten = refuse_kept(fresh, type(module).__name__)
     twin = made[0]
     twin.unchanged.check()
     stacked.objective.trainer.asked |= twin.objective.trainer.asked
@@ -295,7 +295,7 @@ def _check_captured(twin: StackedLoss, own: list[Tensor], rows: Tree, name: str)
     except IndexUsed:
         changing.append("batch_idx")
     except Exception as error:
-        raise RuntimeError(f"Expected a step of {name} that can be captured, but {error}; use compile=False") from error
+        raise NotCaptured.because(twin.objective.module, error) from error
     if changing:
         raise TypeError(
             f"The training_step of {name} depends on {', '.join(changing)}, which "

@@ -35,11 +35,11 @@ from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatch
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
-from fedtorch.federation.solvers.python_state import PythonState, StateRead, refuse_late
+from fedtorch.federation.solvers.python_state import PythonState, StateRead, hidden, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
 from fedtorch.federation.solvers.step_check import StateKept, StepCheck, StepsDiffer
 from fedtorch.federation.turn import Turn
-from fedtorch.module_randomness.interception import SEEDED
+from fedtorch.module_randomness.interception import Seeded
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State, elementwise
 from fedtorch.tree import Tree
@@ -100,6 +100,7 @@ class Descent:
         self._stacked_buffers = [*self.averaged.start, *self.buffers]
         self.loss = StackedLoss(self.objective, self.trained, self._stacked_buffers, batched, compile, precision)
         self.check = StepCheck(self.module, self.twin)
+        self.loss.look = partial(self.check.path, self.loss)
         self._configurations: dict[int | None, Configured] = {}
         self.objective.trainer.answers["max_epochs"] = -1 if epochs is None else rounds and rounds * epochs
         configured = self.configured(_SOME_STEPS)
@@ -248,10 +249,11 @@ class Descent:
         state = PythonState(self.objective.module, self.objective.loss)
         before = state.snapshot()
         try:
-            solution = train()
+            with hidden(self.loss, before, type(self.module).__name__):
+                solution = train()
             if self.loss.random and torch.initial_seed() != seed:
                 torch.set_rng_state(torch_state)
-                raise NotImplementedError(SEEDED)
+                raise Seeded
             refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
                 return solution
@@ -271,7 +273,7 @@ class Descent:
                 return self._alone_from_now(train, turn, SharedDraws(self.module))
             self.loss.host = True
             return self._stackable(train, turn)
-        except (NotCaptured, StateRead, StepRefused):
+        except (NotCaptured, Seeded, StateRead, StepRefused):
             raise
         except StepsDiffer as error:
             if HostGenerators.moved(generators):  # from which the difference may come
@@ -457,6 +459,7 @@ class _Stack:
         answers, differs = trainer.answers, trainer.DIFFERS
         if not bool((batches.planned == batches.planned[0]).all()):
             answers["estimated_stepping_batches"] = differs
+        own_rates = torch.zeros(len(total), dtype=torch.float64)  # sums of those of clients' own optimisers
         rates, seen = [0.0], RoundLogs(loss, len(total), longest if batches.alike else None)
         loaded = None if isinstance(batches, Batches) else evaluated(loss, batches, self.tensors, self.buffers)
         with loaded or nullcontext(loss.gradients) as gradients_of:
@@ -477,11 +480,14 @@ class _Stack:
                 result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
                 self.buffers = result.buffers
                 self._descend(result, t)
+                if self.by_client:
+                    own_rates[self.here] += self.optimizer.rates()
                 seen.add(t, result, batch, self.here)
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
         tensors, kept = self.finished
-        return self._local(tensors, kept, torch.tensor(rates, dtype=torch.float64).cumsum(0), seen.reduced())
+        lr_sum = own_rates if self.by_client else torch.tensor(rates, dtype=torch.float64).cumsum(0)[total]
+        return self._local(tensors, kept, lr_sum, seen.reduced())
 
     def _leave(self, ended: Tensor, t: int) -> None:
         """Let clients that have taken their last step `(M,)` bool leave the stack."""
@@ -625,7 +631,7 @@ class _Stack:
                 state[name][key] = joint
         return {name: state[name] for name in self.tensors}
 
-    def _local(self, tensors: dict[str, Tensor], kept: State, rates: Tensor, info: dict[str, Tensor]) -> Local:
+    def _local(self, tensors: dict[str, Tensor], kept: State, lr_sum: Tensor, info: dict[str, Tensor]) -> Local:
         descent, steps, total = self.descent, self.state.steps, self.batches.total
         return Local(
             {**{name: tensors[name] for name in descent.trained}, **descent.averaged.sent(tensors)},
@@ -634,7 +640,7 @@ class _Stack:
                 {name: tensors[name] for name in descent.buffers},
                 None if steps is None else steps + total.to(steps.device),
             ),
-            rates[total].to(self.device),
+            lr_sum.to(self.device),
             info,
         )
 

@@ -66,6 +66,42 @@ class HostGenerators:
             cls.restore(before)
 
 
+class SetGenerators:
+    """Looks inside whether a user's code sets one of torch's global generators to a seed or a state.
+
+    That cannot be seen afterwards where the seed or the state is the one that it has.
+
+    Attributes:
+        met: whether it did.
+    """
+
+    _SETTING = frozenset(("manual_seed", "seed", "set_state", "graphsafe_set_state", "set_offset"))
+
+    def __init__(self) -> None:
+        self.met = False
+
+    def __enter__(self) -> SetGenerators:
+        self._before = sys.getprofile()
+        sys.setprofile(self._profile)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        sys.setprofile(self._before)
+
+    def _profile(self, frame: Any, event: str, function: Any) -> None:
+        if event != "c_call" or getattr(function, "__name__", "") not in self._SETTING:
+            return
+        if any(function.__self__ is each for each in (torch.default_generator, *torch.cuda.default_generators)):
+            while _root(frame) in ("torch", "contextlib"):
+                frame = frame.f_back
+            self.met |= _root(frame) != _root(sys._getframe())
+
+
+def _root(frame: Any) -> str:
+    """Return the name of the package whose code a frame runs."""
+    return "" if frame is None else frame.f_globals.get("__name__", "").split(".")[0]
+
+
 class UnchangedTensors:
     """The buffers and frozen parameters of a module that are not stacked, which training must leave as they are.
 

@@ -16,6 +16,8 @@ from typing import Any, Literal, NamedTuple, cast
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.plugins.environments import LightningEnvironment
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_convert
@@ -42,8 +44,9 @@ from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfCl
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
 from fedtorch.federation.solvers.prediction import predictor
-from fedtorch.federation.solvers.python_state import PythonState, refuse_shared_counts
+from fedtorch.federation.solvers.python_state import KeptSlots, PythonState, changed, refuse_shared
 from fedtorch.federation.solvers.stacked_loss import StackedLoss
+from fedtorch.federation.solvers.step_check import StateKept, relative_gap, tolerance
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
@@ -82,6 +85,10 @@ def lightning_fit(
     the step of another Trainer and under torchrun. The outer Trainer's precision does not apply; give
     `precision=` here.
 
+    What a fit leaves outside of its copy of the module (a global, a closure, a class) must not be read by another
+    client's. The first fit of a run is taken twice, without loggers and checkpoints, unless clients have loaders: it is
+    refused where it differs.
+
     `Local.info` has `loss`, the mean training loss over the client's batches, and what the module logs by
     `self.log`, as it stands at the end of the fit. `Local.lr_sum` adds up the learning rates of the first
     optimiser's first group.
@@ -110,8 +117,8 @@ def lightning_fit(
     Raises:
         TypeError, ValueError: at construction; when a population is bound, of rows that the `training_step` cannot
             take (without hooks, callbacks, plugins and `precision`, which may change them on their way); or in a fit
-            that changes buffers, unfreezes parameters, uses a line search or has a loss of parameters that are not
-            trained.
+            that changes buffers, unfreezes parameters, uses a line search, reads what another client's has left or has
+            a loss of parameters that are not trained.
 
     Example:
         >>> import lightning, torch, fedtorch as ft
@@ -211,6 +218,7 @@ class _Fit:
         self.averaged, self.buffers = divided_buffers(self.module, buffers)
         self.trained = list(functional.parameters(self.module))
         self.parameters = {**functional.parameters(self.module), **self.averaged.start}
+        self._shared = KeptSlots(partial(refuse_shared, type(module).__name__))
         self._tried: StackedLoss | None = None
         if not {"callbacks", "plugins", "precision"} & arguments.keys():  # which may change the rows on their way
             with suppress(TypeError):  # hooks and manual optimisation, which need a Trainer
@@ -252,18 +260,15 @@ class _Fit:
         if len(data.count) == 0:
             nothing = torch.zeros(0, dtype=torch.float64, device=device)
             return Local(start, state, nothing, {"loss": nothing})
-        fitted, loaded = [], isinstance(data, ClientLoaders)
+        fitted, loaded = list[_Fitted](), isinstance(data, ClientLoaders)
         for k in range(len(data.count)):
-            seed = int(random.fold_in(turn.key[k], MODULE))
-            batches = client_batches(data, k, seed) if loaded else nullcontext(self._batches(data, k, turn.key[k]))
-            with isolated(device, self.arguments.get("accelerator"), seed), batches as given:
-                alone = ({**self.averaged.tensors(start), **state.buffers}, quadratic)
-                tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
-                examine = None if self._examined else self._examine
-                watch = Watch(client_quadratic, turn.round, examine, data.steps(k) if loaded else None, turn.rates)
-                with named(k, watch) if loaded else nullcontext():
-                    fitted.append(self._fit(tensors, watch, given, device, turn.limit))
-                self._examined = True
+            alone = ({**self.averaged.tensors(start), **state.buffers}, quadratic)
+            tensors, client_quadratic = tree.map(lambda leaf, k=k: leaf[k].detach().clone(), alone)
+            fit = partial(self._fit_client, data, k, tensors, client_quadratic, turn)
+            fitted.append(fit())
+            if not self._examined and not loaded:  # a loader is not read twice
+                self._refuse_kept(fitted[0], fit(again=True))
+            self._examined = True
         tensors = tree.stack([each.tensors for each in fitted])
         names = dict.fromkeys(name for each in fitted for name in each.info)
         numbers = lambda values: torch.tensor(list(values), dtype=torch.float64, device=device)
@@ -273,6 +278,36 @@ class _Fit:
             numbers(each.steps for each in fitted),
             {name: numbers(each.info.get(name, float("nan")) for each in fitted) for name in names},
         )
+
+    def _fit_client(
+        self,
+        data: Any,
+        client: int,
+        tensors: dict[str, Tensor],
+        quadratic: Quadratic | None,
+        turn: Turn,
+        again: bool = False,
+    ) -> _Fitted:
+        """Fit one client of a block, for the first time or again."""
+        device, loaded = data.count.device, isinstance(data, ClientLoaders)
+        seed = int(random.fold_in(turn.key[client], MODULE))
+        batches = (
+            client_batches(data, client, seed) if loaded else nullcontext(self._batches(data, client, turn.key[client]))
+        )
+        arguments = {**self.arguments, **_unrecorded(self.arguments)} if again else self.arguments
+        with isolated(device, self.arguments.get("accelerator"), seed), batches as given:
+            examine = None if self._examined else self._examine
+            watch = Watch(quadratic, turn.round, examine, data.steps(client) if loaded else None, turn.rates)
+            with named(client, watch) if loaded else nullcontext():
+                return self._fit(tensors, watch, given, device, turn.limit, arguments)
+
+    def _refuse_kept(self, fitted: _Fitted, again: _Fitted) -> None:
+        """Raise StateKept unless a fit that is taken twice is the same."""
+        names = [name for name, value in fitted.tensors.items() if value.is_floating_point() or value.is_complex()]
+        gaps = {name: relative_gap(fitted.tensors[name], again.tensors[name]) for name in names}
+        beyond = [gap for name, gap in gaps.items() if gap > tolerance(fitted.tensors[name].dtype)]
+        if beyond:
+            raise StateKept(self.module, max(beyond), "fit")
 
     def _examine(self, module: L.LightningModule, loss: Tensor) -> None:
         """Refuse a loss of parameters that no fit changes."""
@@ -298,25 +333,36 @@ class _Fit:
             del module.configure_optimizers
 
     def _fit(
-        self, tensors: dict[str, Tensor], watch: Watch, given: dict[str, Any], device: torch.device, limit: float | None
+        self,
+        tensors: dict[str, Tensor],
+        watch: Watch,
+        given: dict[str, Any],
+        device: torch.device,
+        limit: float | None,
+        arguments: dict[str, Any],
     ) -> _Fitted:
         module: Any = functional.load(self.module, tensors)
         before = {} if self.policy != "refuse" else functional.buffers(module)
         frozen = {name: p.detach().clone() for name, p in module.named_parameters() if not p.requires_grad}
         outside = PythonState(module)
         kept = outside.snapshot()
-        trainer = RoundTrainer(**self._trainer_arguments(self.arguments, watch, device, limit))
+        self._shared.hide()
+        trainer = RoundTrainer(**self._trainer_arguments(arguments, watch, device, limit))
         try:
             self._start(trainer, module, given)
         except SystemExit:
             # Lightning turns an interrupt into an exit of the process, which would look like a finished run.
             if not isinstance(watch.exception, KeyboardInterrupt):
                 raise
+        finally:
+            self._shared.show()
+            self._shared.check()
         if isinstance(watch.exception, KeyboardInterrupt):
             raise KeyboardInterrupt
         refuse_changed_buffers(module, before)
         shared = PythonState(self.module).snapshot()
-        refuse_shared_counts(type(module).__name__, kept, outside.snapshot(), shared)
+        now = {key: entry for key, entry in outside.snapshot().items() if key in shared}
+        self._shared.add(changed(kept, now))
         self._refuse_thawed(module)
         moved = [name for name, p in module.named_parameters() if name in frozen and not torch.equal(p, frozen[name])]
         if moved:
@@ -352,6 +398,15 @@ class _Fit:
                 f"Training unfreezes the parameters {', '.join(thawed)} of {type(module).__name__}, which are not "
                 "sent; set requires_grad=True before making the local solver"
             )
+
+
+def _unrecorded(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a Trainer that leave no record of its fit."""
+    silent: dict[str, Any] = {"enable_checkpointing": False}
+    if arguments.get("logger"):
+        silent["logger"] = DummyLogger()
+    callbacks = [each for each in as_list(arguments.get("callbacks")) if not isinstance(each, Checkpoint)]
+    return {**silent, "callbacks": callbacks}
 
 
 class _Fitted(NamedTuple):

@@ -21,6 +21,7 @@ from fedtorch import expected, functional, tree
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import refuse_global_store
 from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
+from fedtorch.federation.solvers.python_state import refuse_stand_in
 from fedtorch.federation.solvers.training_metrics import StepCalls, replace_metrics
 from fedtorch.tree import Tree
 
@@ -330,6 +331,7 @@ class Objective(nn.Module):
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
+            refuse_stand_in(loss)
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")

@@ -2,24 +2,27 @@
 
 One object trains many clients, so a count, a running mean or a cache that is an attribute of Python cannot be a
 client's own. Which attributes a step changes is seen by comparing them before and after. Each that changed is replaced
-by an object that raises where it is used, and another step shows whether the module reads it. What is only stored
-(`self.last = …`, a list that grows for a hook) stays allowed, and so does a cache that every client would fill alike.
+by an object that raises where it is used, in every later step. What is only stored (`self.last = …`, a list that grows
+for a hook) stays allowed, and so does a cache that every client would fill alike.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import sysconfig
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
+from fedtorch import functional
 from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import equal_or_nan
 from fedtorch.federation.solvers.numbers import ARITHMETIC, READING
@@ -31,8 +34,8 @@ _CONTAINERS = (list, dict, set, tuple)
 _DEPTH = 3  # of plain objects and containers within attributes
 _TABLES = frozenset(("_parameters", "_buffers", "_modules", "_flat_weights", "_flat_weight_refs"))
 _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-_WRITES = ("append", "appendleft", "extend", "add", "update", "clear", "__setitem__", "__setattr__")
-_READS = READING | {"__delitem__", "__call__", "__getattr__", "__enter__", "__exit__"}
+_WRITES = ("append", "appendleft", "extend", "add", "update", "clear")
+_READS = READING - {"__getitem__"} | {"__delitem__", "__call__", "__enter__", "__exit__"}
 
 Slot = tuple[Any, Any]  # (a dict, or a cell of a closure; the key in it)
 
@@ -44,40 +47,132 @@ class StateRead(TypeError):
 class _Kept:
     """Stands in an attribute for what an earlier step has left there.
 
-    Writing to it does nothing, and arithmetic gives another one, for a count that is only kept changes no number. To
-    compare it, to convert it or to give it to an operation of torch raises.
+    Writing to it writes to what is there, and arithmetic gives another one, for a count that is only kept changes no
+    number. What is in it stands for itself in the same way. To compare it, to convert it, to call it or to give it to
+    an operation of torch raises.
     """
 
-    def __init__(self, path: str, touched: list[str]) -> None:
-        object.__setattr__(self, "_path", path)
-        object.__setattr__(self, "_touched", touched)
+    def __init__(self, path: str, value: Any, read: Callable[[str], NoReturn]) -> None:
+        for name, each in (("_path", path), ("_value", value), ("_read", read)):
+            object.__setattr__(self, name, each)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # `isinstance` is answered as by what is there
+        return type(_value_of(self))
 
     def _raise(self, *_: Any, **__: Any) -> NoReturn:
-        object.__getattribute__(self, "_touched").append(object.__getattribute__(self, "_path"))
-        raise StateRead(object.__getattribute__(self, "_path"))
+        read: Callable[[str], NoReturn] = object.__getattribute__(self, "_read")
+        read(object.__getattribute__(self, "_path"))
 
-    def _write(self, *_: Any, **__: Any) -> None:
-        return None
-
-    def _kept(self, *_: Any) -> _Kept:
-        return self
+    def _of(self, value: Any) -> _Kept:
+        """Return what stands for a value that is in this one, or computed from it."""
+        return _Kept(object.__getattribute__(self, "_path"), value, object.__getattribute__(self, "_read"))
 
     __hash__ = None  # type: ignore[assignment]
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(_value_of(self), name)
+        return _writing(value) if name in _WRITES else _Kept._of(self, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        return _Kept._of(self, _value_of(self)[_value_of(key)])
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(_value_of(self), name, _value_of(value))
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        _value_of(self)[_value_of(key)] = _value_of(value)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         from torch.utils._pytree import tree_leaves
 
-        kept = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        kept._raise()
+        kept = next(leaf for leaf in tree_leaves((args, kwargs)) if type(leaf) is _Kept)
+        _Kept._raise(kept)
+
+
+def _value_of(value: Any) -> Any:
+    return object.__getattribute__(value, "_value") if type(value) is _Kept else value
+
+
+def refuse_stand_in(value: Any) -> None:
+    """Raise StateRead for a value that stands for what an earlier step has left, or was computed from it."""
+    if type(value) is _Kept:
+        _Kept._raise(value)
+
+
+def _writing(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return a function that writes what it is given, and answers nothing."""
+
+    def write(*args: Any, **named: Any) -> None:
+        function(*map(_value_of, args), **{name: _value_of(value) for name, value in named.items()})
+
+    return write
+
+
+def _computing(name: str) -> Callable[..., _Kept]:
+    """Return an operation that computes numbers of Python, and leaves what else is there as it is."""
+    swapped = name.startswith("__r") and name != "__rshift__"
+    operation = getattr(operator, f"__{name.strip('_')[swapped:]}__", divmod)
+
+    def compute(self: _Kept, *others: Any) -> _Kept:
+        values = [_value_of(each) for each in (self, *others)]
+        if any(isinstance(each, Tensor) and each.requires_grad for each in values):  # it is part of a loss
+            _Kept._raise(self)
+        if all(isinstance(each, (int, float, complex)) for each in values):
+            values[0] = operation(*(reversed(values) if swapped else values))
+        return _Kept._of(self, values[0])
+
+    return compute
 
 
 for _name in _READS:
     setattr(_Kept, _name, _Kept._raise)
 for _name in ARITHMETIC:
-    setattr(_Kept, _name, _Kept._kept)
-for _name in _WRITES:
-    setattr(_Kept, _name, _Kept._write)
+    setattr(_Kept, _name, _computing(_name))
+
+
+class KeptSlots:
+    """Attributes in which calls leave what later ones must not read.
+
+    Args:
+        refuse: raises for the path of one that is read.
+    """
+
+    def __init__(self, refuse: Callable[[str], NoReturn]) -> None:
+        self._slots: dict[tuple[int, Any], tuple[str, Slot]] = {}
+        self._refuse = refuse
+        self._touched: list[str] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._slots)
+
+    def add(self, found: Mapping[Any, tuple[str, Slot, Any]]) -> None:
+        """Add attributes, as `changed` returns them."""
+        self._slots |= {key: (path, slot) for key, (path, slot, _) in found.items()}
+
+    def hide(self) -> None:
+        """Let whatever reads what is there now raise."""
+        for path, slot in self._slots.values():
+            value = _held(slot)
+            if value is not None and type(value) is not _Kept:
+                _put(slot, _Kept(path, value, self._read))
+
+    def show(self) -> None:
+        """Put back what is there; raise if it was read, and whoever read it has caught the error."""
+        for _, slot in self._slots.values():
+            value = _held(slot)
+            if type(value) is _Kept:
+                _put(slot, _value_of(value))
+
+    def check(self) -> None:
+        """Raise if one was read, also where the error was caught."""
+        if self._touched:
+            self._refuse(self._touched[0])
+
+    def _read(self, path: str) -> NoReturn:
+        self._touched.append(path)
+        self._refuse(path)
 
 
 class PythonState:
@@ -136,13 +231,36 @@ def changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[st
 
 
 def refuse_read(name: str, paths: Sequence[str]) -> NoReturn:
-    """Raise TypeError for a module that reads what it keeps from step to step."""
-    raise TypeError(
+    """Raise StateRead for a module that reads what it keeps from step to step."""
+    raise StateRead(
         f"Expected steps that depend on tensors alone, but {name} keeps {', '.join(sorted(set(paths)))} from step to "
         "step and reads it, so that all clients would share it, such as a count; ask self.global_step or "
         "self.current_epoch, keep it in a buffer with buffers='local', or use ft.lightning_fit, where each client has "
         "a module of its own"
     )
+
+
+@contextmanager
+def hidden(loss: Any, before: Mapping[Any, Any], name: str) -> Iterator[None]:
+    """Let steps inside raise StateRead where they read what each of them changes.
+
+    Args:
+        loss: a `StackedLoss`.
+        before: a snapshot of the `PythonState` of its module.
+        name: of the module.
+    """
+    found = {key: entry[:3] for key, entry in before.items() if entry[0] in loss.rewritten}
+    if not found:
+        yield
+        return
+    slots = loss.slots = KeptSlots(lambda path: refuse_read(name, [path]))
+    slots.add(found)
+    try:
+        yield
+        slots.check()
+    finally:
+        slots.show()
+        loss.slots = None
 
 
 def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known: frozenset[str]) -> None:
@@ -163,32 +281,24 @@ def refuse_late(name: str, before: dict[Any, Any], after: dict[Any, Any], known:
         )
 
 
-def refuse_shared_counts(name: str, before: dict[Any, Any], after: dict[Any, Any], template: dict[Any, Any]) -> None:
-    """Raise StateRead for numbers that a copy of a module has changed where all of the copies find them.
-
-    Args:
-        name: of the module.
-        before, after: snapshots of the copy's `PythonState` around its steps.
-        template: that of the module that copies are made of.
-    """
-    late = changed(before, {key: entry for key, entry in after.items() if key in template})
-    counts = sorted(path for path, slot, old in late.values() if isinstance(old, (bool, int, float)))
-    if counts:
-        raise StateRead(
-            f"Expected fits that change their own copy of {name} alone, but a fit changes {', '.join(counts)}, which "
-            "the copies of all clients share, such as a count; keep it as an attribute of the module, or in a buffer"
-        )
+def refuse_shared(name: str, path: str) -> NoReturn:
+    """Raise StateRead for a fit of a copy of a module that reads what another client's has left."""
+    raise StateRead(
+        f"Expected fits that read their own copy of {name} alone, but a fit reads {path}, which an earlier fit has "
+        "changed and the copies of all clients share, such as a count; keep it as an attribute of the module, or in a "
+        "buffer"
+    )
 
 
-def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
-    """Return the paths of what steps of a fresh module change, unless one reads what an earlier one has kept.
+def refuse_kept(make: Callable[[], Any], name: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the paths of what the steps of a fresh module change, and of what every one changes.
 
     Args:
         make: returns a fresh copy as (its `PythonState`, a function that takes a step of client 0, 1 or 2 on it).
         name: of the module.
 
     Raises:
-        TypeError: a step reads it; the message names the attribute and the ways out.
+        StateRead: a step reads what an earlier one has kept; the message names the attribute and the ways out.
     """
     state, step = make()
     start = state.snapshot()
@@ -197,7 +307,7 @@ def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
         middle = state.snapshot()
         written = changed(start, middle)
         if not written:
-            return frozenset()
+            return frozenset(), frozenset()
         step(1)
         again = changed(middle, state.snapshot())
         rest = {key: entry for key, entry in written.items() if key not in again}
@@ -205,17 +315,21 @@ def refuse_kept(make: Callable[[], Any], name: str) -> frozenset[str]:
         if not alike:
             again = {**again, **rest}
         paths = frozenset(path for path, *_ in (*written.values(), *again.values()))
-        touched: list[str] = []
-        for path, slot, _ in again.values():
-            _put(slot, _Kept(path, touched))
+        read = KeptSlots(lambda path: refuse_read(name, [path]))
+        read.add(again)
+        read.hide()
         try:
             if again:
                 step(1)
         except Exception:  # also where it was given to what takes no such object
-            refuse_read(name, touched or [path for path, *_ in again.values()])
-        if touched or not same_step:  # `is None` cannot be seen, but the step is another one
-            refuse_read(name, touched or [path for path, *_ in rest.values()])
-        return paths
+            read.check()
+            refuse_read(name, [path for path, *_ in again.values()])
+        finally:
+            read.show()
+        read.check()
+        if not same_step:
+            refuse_read(name, [path for path, *_ in rest.values()])
+        return paths, frozenset(path for path, *_ in again.values())
     finally:
         _restore(start)
 
@@ -234,8 +348,7 @@ def _restore(start: dict[Any, Any]) -> None:
         place, key = slot
         if isinstance(place, list):
             continue  # its content is what it was
-        now = place.get(key) if isinstance(place, dict) else getattr(place, key, None)
-        if now is not value:
+        if _held((place, key)) is not value:
             _put(slot, value)
 
 
@@ -301,6 +414,11 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
             if not _is_code(value) and not isinstance(value, nn.Module):
                 yield f"{function.__name__}.{name}", cell, "cell_contents", value
             yield from _within(f"{function.__name__}.{name}", value, seen, 0)
+    names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(function.__defaults__ or ()) :]
+    for number, value in enumerate(function.__defaults__ or ()):
+        yield f"{function.__name__}.{names[number]}", function, number, value
+        yield from _within(f"{function.__name__}.{names[number]}", value, seen, 0)
+    yield from _entries(f"{function.__name__}.", function.__kwdefaults__, dict(function.__kwdefaults__ or {}), seen, 0)
     places = [function.__globals__]
     for name in function.__code__.co_names:
         for place in [place for place in places if name in place]:
@@ -314,14 +432,34 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
                     yield from _entries(f"{value.__name__}.", value, own, seen, 0)
             elif _is_code(value):
                 yield from _within(name, value, seen, 0)
-            elif not isinstance(value, nn.Module) and not _library(type(value), but=("builtins",)):
+            elif isinstance(value, Tensor) or not (
+                isinstance(value, nn.Module) or _library(type(value), but=("builtins",))
+            ):
                 yield from _entries("", place, {name: value}, seen, 0)
+
+
+def _held(slot: Slot) -> Any:
+    """Return what is in a slot now, None if nothing is."""
+    place, key = slot
+    if isinstance(place, dict):
+        return place.get(key)
+    if isinstance(place, list):
+        return place[key] if key < len(place) else None
+    if isinstance(place, types.CellType):
+        return functional.content_of(place)
+    if isinstance(place, types.FunctionType):
+        return (place.__defaults__ or ())[key]
+    return getattr(place, key, None)
 
 
 def _put(slot: Slot, value: Any) -> None:
     place, key = slot
     if isinstance(place, (dict, list)):
         place[key] = value
+    elif isinstance(place, types.FunctionType):
+        defaults = list(place.__defaults__ or ())
+        defaults[key] = value
+        place.__defaults__ = tuple(defaults)
     else:
         setattr(place, key, value)
 

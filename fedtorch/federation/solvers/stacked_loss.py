@@ -6,7 +6,8 @@ that `vmap` cannot run, is evaluated client by client. Both give what a loop wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -21,6 +22,7 @@ from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedTens
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
 from fedtorch.federation.solvers.objective import Objective, Reduction
 from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
+from fedtorch.federation.solvers.python_state import KeptSlots
 from fedtorch.federation.solvers.step_check import relative_gap, tolerance
 from fedtorch.federation.solvers.training_metrics import RoundMetrics
 from fedtorch.module_randomness.drawing_modules import DrawingModules, Interception
@@ -31,11 +33,44 @@ from fedtorch.tree import Tree
 Step = Batch | LoadedBatch
 _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
+Path = tuple[Any, ...]  # functions of torch that a step has called
+Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], None]
 _FEWEST = 3  # clients that are worth a `vmap`
 
 
 class NotCaptured(RuntimeError):
     """A step is not what compile=True promises."""
+
+    @classmethod
+    def because(cls, module: nn.Module, error: Exception) -> NotCaptured:
+        """Return the error of a module whose step cannot be captured."""
+        return cls(f"Expected a step of {type(module).__name__} that can be captured, but {error}; use compile=False")
+
+
+class GradientRead(TypeError):
+    """A training step reads a gradient that a Trainer has left in a parameter."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Expected a training_step that does not read the .grad of its parameters, which hold the last step's "
+            "gradients in a Trainer and none here, but it does; use ft.lightning_fit, or a hook of the parameters "
+            "(p.register_hook) for what is to be done with a gradient"
+        )
+
+
+class _OfAStep(nn.Parameter):
+    """A parameter of a client's step, whose gradient of the step before is not there to be read."""
+
+    @property
+    def grad(self) -> Tensor | None:
+        if sys._getframe(1).f_code is nn.Module.zero_grad.__code__:
+            return None
+        raise GradientRead
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if value is not None:
+            raise GradientRead
 
 
 class StepResult(NamedTuple):
@@ -78,6 +113,9 @@ class StackedLoss:
         reads: whether it has branched on values.
         observed: whether the module has been looked at.
         kept: paths of what its first steps change in Python; see `python_state`.
+        rewritten: those of what every step changes.
+        slots: of these, in which steps must not read what earlier ones have left.
+        look: is told of every sequence of torch's functions that clients of a stack have taken.
         swap: puts one client's tensors and buffers into the module.
         hooks: of the trained parameters, applied to each client's gradient.
     """
@@ -95,7 +133,11 @@ class StackedLoss:
         self.batched, self.automatic = bool(batched), batched == "auto"
         self.tensors, self.buffers = list(tensors), list(buffers)
         self.random = self.observed = False
-        self.kept = frozenset[str]()
+        self.kept = self.rewritten = frozenset[str]()
+        self.slots: KeptSlots | None = None
+        self.look: Look | None = None
+        self._called: Path = ()
+        self._paths: list[tuple[Path, Tensor | None]] = []  # of the last step, and who took them
         self.logged: list[str] = []  # names of what the module logged last
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
@@ -166,7 +208,11 @@ class StackedLoss:
             RuntimeError: `vmap` cannot run the module.
         """
         flat = [*values, *batch.leaves, *([] if batch.weights is None else [batch.weights])]
+        self._paths.clear()
         result = self._replayed(batch.rows, keys, index, flat)
+        if self.look is not None:
+            for called, at in self._paths:
+                self.look(values, batch, index, keys, called, at)
         return result._replace(gradients=self.hooks.stacked(result.gradients))
 
     def _drawn(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
@@ -193,9 +239,7 @@ class StackedLoss:
         try:
             result = StepResult(*self._captured(step, *flat))
         except Exception as error:
-            raise NotCaptured(
-                f"Expected a step of {name} that can be captured, but {error}; use compile=False"
-            ) from error
+            raise NotCaptured.because(self.objective.module, error) from error
         self._replays[shapes] = times + 1
         if times == 2:
             own = self._drawn(rows, keys, index, flat)
@@ -214,8 +258,11 @@ class StackedLoss:
 
         def evaluate(at: Tensor | None) -> StepResult:
             if at is None:
-                return self._mapped(rows, draws, index, flat)
-            return self._mapped(rows, draws and draws.some(at), index, tree.take(tuple(flat), at))
+                result = self._mapped(rows, draws, index, flat)
+            else:
+                result = self._mapped(rows, draws and draws.some(at), index, tree.take(tuple(flat), at))
+            self._paths.append((self._called, at))
+            return result
 
         def join(parts: list[StepResult], places: Tensor) -> StepResult:
             at = places.argsort().split([len(part.losses) for part in parts])
@@ -257,7 +304,9 @@ class StackedLoss:
         # A captured step would keep the branch that it took.
         mode = stacked_layers.WithoutReading() if self.eager is None else stacked_layers.StackedOperations()
         with mode, self.unchanged():
-            return tuple(functional.mapped(one, flat, randomness))
+            found = tuple(functional.mapped(one, flat, randomness))
+        self._called = tuple(mode.called)
+        return found
 
     def single(
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
@@ -265,6 +314,8 @@ class StackedLoss:
         """Return one client's (loss, logs, new buffers)."""
         for i, attributes in self._attributes.items():
             vars(values[i]).update(attributes)
+        if self.slots is not None:
+            self.slots.hide()
         with self.swap(values):
             loss, logs = self.objective(rows, weights, index)
             for i, name in enumerate(self.tensors):
@@ -317,7 +368,8 @@ class StackedLoss:
     ) -> StepResult:
         """Return one client's step, `(1, ...)`, of its tensors and buffers, which stay as they are."""
         count = len(self.tensors)
-        trained = [nn.Parameter(value.detach()) for value in values[:count]]
+        kind = nn.Parameter if self.objective.supervised else _OfAStep
+        trained = [kind(value.detach()) for value in values[:count]]
         with torch.enable_grad(), self.unchanged():
             with self._cast(values[0].device), interception or nullcontext():
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)

@@ -1,6 +1,7 @@
 """Stacked steps held against the user's own module, client by client, on real rows.
 
-The check runs once in a run for every shape of a batch, before the stacked step; where the user has promised that
+The check runs once in a run for every shape of a batch, before the stacked step, and for every sequence of torch's
+functions that a step has called, before its gradients are used; where the user has promised that
 padding can be weighted out, in all steps of the first round. It takes the last clients of the stack, for some faults of
 `vmap` spare the first, at parameters that are moved off the start, where other gradients than those of an optimum are
 seen. It runs on a copy of the module in float64 where the step takes it.
@@ -11,7 +12,8 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -20,8 +22,9 @@ from torch import Tensor, nn
 from fedtorch import tree
 from fedtorch.federation.solvers._state import perturbed
 from fedtorch.federation.solvers.batches import Batch
-from fedtorch.federation.solvers.host_state import equal_or_nan
+from fedtorch.federation.solvers.host_state import SetGenerators, equal_or_nan
 from fedtorch.functional import copied
+from fedtorch.module_randomness.interception import Seeded
 from fedtorch.module_randomness.step_draws import StepKeys
 
 _LOG = logging.getLogger(__name__)
@@ -45,11 +48,17 @@ class StepsDiffer(RuntimeError):
 
 
 class StateKept(TypeError):
-    """A step is not the same when it is taken again from the same tensors, rows and draws."""
+    """A step, or a fit, is not the same when it is taken again from the same tensors, rows and draws.
 
-    def __init__(self, module: nn.Module, gap: float) -> None:
+    Args:
+        module: the user's.
+        gap: the relative difference.
+        what: was taken twice.
+    """
+
+    def __init__(self, module: nn.Module, gap: float, what: str = "step") -> None:
         super().__init__(
-            f"Expected a step of {type(module).__name__} that follows from its tensors, rows and draws, but taken "
+            f"Expected a {what} of {type(module).__name__} that follows from its tensors, rows and draws, but taken "
             f"twice from the same it differs by {gap:.2g} of its size: module, loss or hooks keep something from call "
             "to call (a buffer of the loss, a closure, a default argument, a global, a file) or draw from a generator "
             "of their own; keep it in a buffer of the module with buffers='local', or use self.global_step"
@@ -102,12 +111,14 @@ class StepCheck:
     def __init__(self, module: nn.Module, make: Callable[[nn.Module, Callable[[Tensor], Tensor] | None], Any]) -> None:
         self._module, self._make = module, make
         self._seen: set[Any] = set()
+        self._paths: set[Any] = set()
         self._repeated = False
         self._twins: dict[bool, Any] = {}  # of a copy in float64 or not
 
     def forget(self) -> None:
         """Let every shape be looked at anew, as in another run, or one that goes on."""
         self._seen.clear()
+        self._paths.clear()
         self._repeated = False
 
     def repeats(self, loss: Any, values: Sequence[Tensor], batch: Any, index: int, keys: StepKeys) -> None:
@@ -125,7 +136,9 @@ class StepCheck:
         alone = lambda: twin.each(
             [value.detach().clone() for value in own], rows, index, keys.some(torch.tensor([0]), index)
         )[0]
-        first, second = alone(), alone()
+        with _unseeded(twin):
+            first = alone()
+        second = alone()
         most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
         pairs = [(first.losses, second.losses), *zip(first.gradients, second.gradients)]
         gaps = [relative_gap(_flat(one), _flat(other)) for one, other in pairs if one is not None and other is not None]
@@ -183,7 +196,43 @@ class StepCheck:
         first = shape not in self._seen or (of_promise and shape in fresh)
         if not first and (not of_promise or index > 0):
             return
-        at = self.clients(batch, round, first)
+        self._at(self.clients(batch, round, first), loss, values, batch, index, keys, of_promise, first)
+        self._seen.add(shape)
+
+    def path(
+        self,
+        loss: Any,
+        values: Sequence[Tensor],
+        batch: Batch,
+        index: int,
+        keys: StepKeys,
+        called: tuple[Any, ...],
+        clients: Tensor | None,
+    ) -> None:
+        """Raise StepsDiffer unless a step of functions that no look has met gives what clients alone give.
+
+        Args:
+            loss, values, batch, index, keys: as of a call.
+            called: torch's functions that the step of some of the clients has called.
+            clients: `(M,)` their places; None for all.
+        """
+        if called not in self._paths:
+            at = torch.arange(len(batch.size)) if clients is None else clients
+            self._at(at[-_CLIENTS:], loss, values, batch, index, keys, of_promise=False, first=True)
+            self._paths.add(called)
+
+    def _at(
+        self,
+        at: Tensor,
+        loss: Any,
+        values: Sequence[Tensor],
+        batch: Batch,
+        index: int,
+        keys: StepKeys,
+        of_promise: bool,
+        first: bool,
+    ) -> None:
+        """Raise StepsDiffer unless the clients at places `(M,)` have the same step stacked and alone."""
         clone = lambda leaf: leaf.detach().index_select(0, at.to(leaf.device)).clone()
         rows, some = tree.map(clone, batch.rows), [clone(value) for value in values]
         trained = len(loss.tensors)
@@ -206,7 +255,6 @@ class StepCheck:
                     type(self._module).__name__,
                 )
             found = found or difference or ""
-        self._seen.add(shape)
         if found:
             how = (
                 "in padded steps from that of each client's own rows"
@@ -237,8 +285,11 @@ class StepCheck:
         own = lambda: StepKeys(keys.keys)
         try:
             written, others = (tuple(value.clone() for value in values) for _ in range(2))
-            alone = twin.one_by_one(written, batch, index, own())
+            with _unseeded(twin):
+                alone = twin.one_by_one(written, batch, index, own())
             together = twin.together(others, batch, index, own())
+        except Seeded:
+            raise
         except Exception:
             if double:
                 return None
@@ -252,7 +303,8 @@ class StepCheck:
     def _twin(self, double: bool) -> Any:
         """Return the loss of a copy of the module, in float64 or in its own dtype."""
         if double not in self._twins:
-            self._twins[double] = self._make(copied(self._module), _widened if double else None)
+            twin = self._twins[double] = self._make(copied(self._module), _widened if double else None)
+            twin.look = lambda values, batch, index, keys, called, at: self._paths.add(called)
         return self._twins[double]
 
     def _difference(self, names: Sequence[str], together: Any, alone: Any, batch: Batch, most: float) -> str:
@@ -282,6 +334,15 @@ class StepCheck:
                     if not there or relative_gap(_flat(ours[tensor][k]), _flat(theirs[tensor][k])) > most:
                         return f"the {kind} {tensor!r} of {name} differs"
         return ""
+
+
+@contextmanager
+def _unseeded(twin: Any) -> Iterator[None]:
+    """Raise Seeded where steps inside draw and set torch's generator."""
+    with SetGenerators() as setting:
+        yield
+    if setting.met and twin.random:
+        raise Seeded
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -314,6 +314,33 @@ def test_steps_that_cannot_be_taken_are_refused(kind: Any, message: str, batched
         ours(partial(kind, lr=0.1), batched=batched)
 
 
+class SetsItsRate(SGD):
+    """Takes a rate by the norm of its gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["lr"] = float(0.1 / (1 + sum(p.grad.norm() for p in group["params"])))
+        super().step()
+
+
+def test_the_sum_of_rates_is_each_clients_own() -> None:
+    module = nn.Linear(3, 2, bias=False, dtype=torch.float64)
+    data = ft.data.from_tensors(clients()).stack(range(len(SIZES)))
+    local = ft.gradient_descent(module, steps=3, loss=F.mse_loss, optimizer=lambda p: SetsItsRate(p, lr=0.1))
+    start, state = ft.tree.expand((local.parameters, local.init(local.parameters)), len(SIZES))
+    keys = random.fold_in(random.key(0), torch.arange(len(SIZES)))
+    found = local.solve(start, state, data, None, ft.Turn(keys, 0)).lr_sum
+    for k, (x, y) in enumerate(clients()):
+        own = ft.functional.load(module, {})
+        optimizer, total = SetsItsRate(own.parameters(), lr=0.1), 0.0
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.mse_loss(own(x), y).backward()
+            optimizer.step()
+            total += optimizer.param_groups[0]["lr"]
+        assert float(found[k]) == pytest.approx(total, rel=1e-12)
+
+
 class Scheduled(L.LightningModule):
     def __init__(self, kind: Any) -> None:
         super().__init__()

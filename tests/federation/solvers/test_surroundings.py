@@ -65,7 +65,7 @@ class TestNoTrace:
             assert torch.are_deterministic_algorithms_enabled()
         finally:
             torch.use_deterministic_algorithms(False)
-        assert seen == [True] * 3
+        assert seen == [True] * 4  # the first fit is taken twice
 
     @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")])
     def test_under_other_modes(self, mode: object) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import pytest
 import torch
 from support.forked import over_ranks
@@ -89,3 +90,38 @@ def test_of_one_run_is_not_taken_for_the_next() -> None:
     wrong.append(1.0)
     with pytest.raises(StepsDiffer, match="differs"):
         ft.run(ft.fedavg(local), ft.InProcess(clients()), rounds=1, progress=False)
+
+
+class Warmed(L.LightningModule):
+    """Trains by another loss from its third step on, or where an output is small, which `vmap` has wrong."""
+
+    def __init__(self, by_value: bool) -> None:
+        super().__init__()
+        self.layer, self.by_value = nn.Linear(2, 1).double(), by_value
+        nn.init.ones_(self.layer.weight)
+        nn.init.ones_(self.layer.bias)
+
+    def training_step(self, batch: Any) -> Tensor:
+        output = self.layer(batch[0])
+        loss = (output - batch[1]).square().mean()
+        if bool(loss < 1.0) if self.by_value else self.global_step >= 2:
+            loss = loss * (1.5 if torch._C._functorch.is_batchedtensor(output) else 1.0)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("by_value", [False, True])
+def test_of_a_step_that_calls_other_functions_later(by_value: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def found(batched: Any) -> list[float]:
+        local = ft.gradient_descent(Warmed(by_value), steps=6, batched=batched)
+        run = ft.run(ft.fedavg(local), ft.InProcess(clients()), rounds=1, progress=False)
+        return torch.cat([leaf.flatten() for leaf in ft.tree.leaves(run.server)]).tolist()
+
+    right = found(False)
+    with caplog.at_level("INFO"):
+        assert found("auto") == pytest.approx(right, rel=1e-10)
+    assert "one by one from now on" in caplog.text
+    with pytest.raises(StepsDiffer, match="differs"):
+        found(True)

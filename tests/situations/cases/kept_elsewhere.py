@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import torch
@@ -131,7 +132,93 @@ def shared_data() -> nn.Module:
     return made
 
 
+class CountsInABuffer(nn.Module):
+    """A loss with a count in a buffer of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("n", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.n += 1
+        return F.mse_loss(output, target) * self.n
+
+
+TABLE = {"steps": 0}
+BELOW = {"steps": 0}
+
+
+def in_a_table(output: Tensor, target: Tensor) -> Tensor:
+    TABLE["steps"] += 1
+    return F.mse_loss(output, target) * TABLE["steps"]
+
+
+def beyond_a_bound(output: Tensor, target: Tensor) -> Tensor:
+    """A count that only later clients take over its bound."""
+    BELOW["steps"] += 1
+    return F.mse_loss(output, target) * (1.0 if BELOW["steps"] % 7 < 5 else 3.0)
+
+
+def in_a_default(output: Tensor, target: Tensor, seen: list[int] = [0]) -> Tensor:  # noqa: B006
+    seen[0] += 1
+    return F.mse_loss(output, target) * seen[0]
+
+
+@functools.lru_cache(1)
+def numbers() -> Any:
+    return itertools.count(1)
+
+
+def in_a_cache(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target) * next(numbers())
+
+
+def in_a_module(norm: nn.Module) -> Any:
+    """Return a loss with a running mean in a module that it closes over."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        norm(output.detach())
+        return F.mse_loss(output - norm.running_mean, target)  # type: ignore[operator]
+
+    return loss
+
+
+NOTED: list[float] = []
+
+
+def noting(output: Tensor, target: Tensor) -> Tensor:
+    """A list that nobody reads."""
+    NOTED.append(1.0)
+    return F.mse_loss(output, target)
+
+
+def elsewhere(name: str, loss: Any) -> Case:
+    """Return a case of a loss that keeps a count, which only processes of their own would have apart."""
+    anything = "keep|read|buffer|lightning_fit"
+    return net(f"elsewhere: {name}", mlp, loss=loss, epochs=4, refused=dict.fromkeys(MAY_REFUSE, anything))
+
+
+class Replaces(nn.Module):
+    """Puts another parameter in the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.scale = mlp(), nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = nn.Parameter(2 * torch.ones(1))
+        return self.net(x) * self.scale
+
+
 CASES: list[Case] = [
+    elsewhere("a count in a buffer of the loss", CountsInABuffer()),
+    elsewhere("a count in a table of the file", in_a_table),
+    elsewhere("a count that later clients take over a bound", beyond_a_bound),
+    elsewhere("a count in a default argument", in_a_default),
+    elsewhere("a count in a cached iterator", in_a_cache),
+    elsewhere("a running mean of a module in the loss's closure", in_a_module(nn.BatchNorm1d(1).double())),
+    net("elsewhere: a list of the file that nobody reads", mlp, loss=noting, rowwise=True, compiles=False),
+    net("elsewhere: a parameter that a forward replaces", Replaces, refused=MAY_REFUSE),
     net("elsewhere: a buffer that is the weight, detached", FollowingBuffer, refused=MAY_REFUSE),
     Case("elsewhere: options as attributes of parameters state-spaces/s4", Marked, epochs=3),
     net("elsewhere: a layer in a plain list", Unregistered, rowwise=True),

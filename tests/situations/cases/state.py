@@ -110,6 +110,72 @@ def stored(s: Any, batch: Any) -> Tensor:
     return loss
 
 
+def averaging_late(s: Any, batch: Any) -> Tensor:
+    """A moving average from the first step on, which is read after a warm-up."""
+    loss = loss_of(s, batch)
+    s.mean = 0.9 * s.mean + 0.1 * float(loss.detach())
+    return loss / s.mean if s.global_step >= 3 else loss
+
+
+def averaging_tensors_late(s: Any, batch: Any) -> Tensor:
+    loss = loss_of(s, batch)
+    s.mean = loss.detach() if s.mean is None else 0.9 * s.mean + 0.1 * loss.detach()
+    return loss / s.mean if s.global_step >= 3 else loss
+
+
+def averaged_only(s: Any, batch: Any) -> Tensor:
+    """A moving average that nobody reads."""
+    loss = loss_of(s, batch)
+    s.mean = 0.9 * s.mean + 0.1 * float(loss.detach())
+    return loss
+
+
+def previous_late(s: Any, batch: Any) -> Tensor:
+    out = s(batch[0])
+    change = (out - s.last).square().mean() if s.global_step >= 3 else 0.0
+    s.last = out.detach()
+    return F.mse_loss(out, batch[1]) + change
+
+
+def listed_late(s: Any, batch: Any) -> Tensor:
+    s.losses.append(1.0)
+    return loss_of(s, batch) * (len(s.losses) if s.current_epoch >= 2 else 1.0)
+
+
+def penalised(s: Any, batch: Any) -> Tensor:
+    """A penalty in every fourth step, by a counter."""
+    s.n += 1
+    return loss_of(s, batch) + (s(batch[0]).square().mean() if s.n % 4 == 0 else 0.0)
+
+
+def emptying(s: Any, batch: Any) -> Tensor:
+    """Gradients that a step empties, of the whole and of a part."""
+    s.zero_grad()
+    s.net.zero_grad(set_to_none=False)
+    return loss_of(s, batch)
+
+
+def reading_gradient(s: Any, batch: Any) -> Tensor:
+    """The gradient of the step before, which is there in a Trainer."""
+    gradient = s.net[0].weight.grad
+    return loss_of(s, batch) * (1.0 if gradient is None else 0.5)
+
+
+def replaying(s: Any, batch: Any) -> Tensor:
+    """The same noise twice, by the state of torch's generator."""
+    before = torch.get_rng_state()
+    first = torch.randn(batch[0].shape)
+    torch.set_rng_state(before)
+    return loss_of(s, batch) + (s(batch[0] + first) - s(batch[0] + torch.randn(batch[0].shape))).square().mean()
+
+
+def stacked_late(s: Any, batch: Any) -> Tensor:
+    """A loss from the third step on, which `vmap` has wrong."""
+    out = s(batch[0])
+    loss = F.mse_loss(out, batch[1])
+    return loss * (1.5 if torch._C._functorch.is_batchedtensor(out) else 1.0) if s.global_step >= 2 else loss
+
+
 class Meter:
     """A mean, as of a meter of losses."""
 
@@ -510,6 +576,25 @@ CASES: list[Case] = [
         filed,
         refused={},
     ),
+    kept("Python: a moving average that is read after a warm-up", lambda s: setattr(s, "mean", 1.0), averaging_late),
+    kept(
+        "Python: a moving average of tensors that is read after a warm-up",
+        lambda s: setattr(s, "mean", None),
+        averaging_tensors_late,
+    ),
+    kept("Python: a moving average that nobody reads", lambda s: setattr(s, "mean", 1.0), averaged_only, {}),
+    kept("Python: the previous output after a warm-up", lambda s: setattr(s, "last", None), previous_late),
+    kept("Python: a list that is asked from the third epoch on", lambda s: setattr(s, "losses", []), listed_late),
+    kept("Python: a penalty in every fourth step StyleGAN2", set_n, penalised, epochs=6),
+    step("itself: gradients that a step empties", emptying, epochs=3),
+    step(
+        "itself: the gradient of the step before",
+        reading_gradient,
+        epochs=3,
+        refused=dict.fromkeys(WAYS, r"\.grad"),
+    ),
+    step("itself: a generator's state that is set back", replaying, refused=dict.fromkeys(WAYS, "generator")),
+    step("itself: a loss that only stacks have wrong, from the third step on", stacked_late, epochs=4),
     kept("Python: a constant made by the first step", lambda s: setattr(s, "weight", None), cached),
     kept("Python: a counter that begins late", set_n, counting_late),
     kept("Python: the first batch's length", lambda s: setattr(s, "rows", None), cached_length),
