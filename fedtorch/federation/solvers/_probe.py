@@ -228,8 +228,10 @@ def all_tensors(batch: Any) -> bool:
 
 def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:
     """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
+    count = len(twin.tensors)
+    values = [nn.Parameter(value.detach().clone()) for value in own[:count]] + [value.clone() for value in own[count:]]
     with HostGenerators.seeded(0), twin.drawing.observed(key) as drawn:
-        result = twin.alone([value.clone() for value in own], rows, 0)
+        result = twin.alone(values, rows, 0)
     twin.random = twin.random or drawn.calls > 0
     return result
 

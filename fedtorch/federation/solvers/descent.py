@@ -478,6 +478,7 @@ class _Stack:
                 self.buffers = result.buffers
                 self._descend(result, t)
                 seen.add(t, result, batch, self.here)
+        loss.release()
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
         tensors, kept = self.finished
@@ -516,10 +517,9 @@ class _Stack:
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
         self.descent.check.repeats(loss, values, batch, t, self.keys)
-        for at, part in batch.parts if loss.batched else ():
-            if loss.shares(part):
-                some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
-                self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)
+        for at, part in loss.shared(batch) if loss.batched else ():
+            some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
+            self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)
 
     def _descend(self, result: StepResult, t: int) -> None:
         with torch.no_grad():

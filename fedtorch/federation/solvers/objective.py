@@ -304,8 +304,7 @@ class Objective(nn.Module):
         """Return the loss of a client's batch `(B, ...)`; with weights `(B,)` the weighted sum of examples' losses."""
         if weights is None:
             loss, logs, recorded = self._one(batch, index)
-            if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation
-                self.recorded = recorded
+            vars(self)["recorded"] = recorded
             return loss, logs
 
         if self.rows is not None:
@@ -323,8 +322,9 @@ class Objective(nn.Module):
         return average(losses), {name: average(value) for name, value in logs.items()}
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
+        own = vars(self)  # an attribute of a module takes as long to set as a small operation
         self._logs.clear()
-        self._batch = batch
+        own["_batch"] = batch
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -333,7 +333,7 @@ class Objective(nn.Module):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
-        logs, self._batch = dict(self._logs), None
+        logs, own["_batch"] = dict(self._logs), None
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 

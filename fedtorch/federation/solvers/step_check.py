@@ -123,7 +123,7 @@ class StepCheck:
         self._like(twin, loss)
         rows = _Copied(batch)  # which the module may change in place
         alone = lambda: twin.each(
-            [value.detach().clone() for value in own], rows, index, keys.some(torch.tensor([0]), index)
+            [value.detach().clone() for value in own], rows.alone, index, keys.some(torch.tensor([0]), index), [0]
         )[0]
         first, second = alone(), alone()
         most = max(tolerance(value.dtype) for value in own if value.is_floating_point() or value.is_complex())
