@@ -271,8 +271,9 @@ class Batches:
         wide = min(self._size, self._width)
         training = step < self.total
         self._shuffle(step // self.per_epoch, training)
-        drawn = ((self._first + self._ahead) * self.per_epoch)[training].tolist()  # steps whose permutations are there
-        many = min(self.longest - step, max(1, _DRAWN // max(1, len(self._count) * wide)), min(drawn) - step)
+        drawn = (self._first + self._ahead) * self.per_epoch  # steps whose permutations are there
+        last = min(drawn[training & (drawn < self.total)].tolist(), default=self.longest)
+        many = min(last - step, max(1, _DRAWN // max(1, len(self._count) * wide)))
         steps = torch.arange(step, step + many)[:, None]  # (S, 1)
         epoch, active = steps // self.per_epoch, steps < self.total
         start = steps % self.per_epoch * self._size

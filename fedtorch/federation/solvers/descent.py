@@ -139,12 +139,12 @@ class Descent:
         return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
 
     def twin(self, module: nn.Module, cast: Callable[[Tensor], Tensor] | None = None) -> StackedLoss:
-        """Return the stacked loss of a copy of the module, for steps that leave no trace; its tensors may be cast."""
+        """Return the stacked loss of a copy of the user's module, for steps that leave no trace; it may be cast."""
         loss = vars(self.objective)["loss"]
         if cast is not None:
             module._apply(cast)
             loss = functional.copied(loss)._apply(cast) if isinstance(loss, nn.Module) else loss
-        copy = Objective(training_copy(module, self._ignored), loss)
+        copy = Objective(training_copy(module, self._ignored, copy=False), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:

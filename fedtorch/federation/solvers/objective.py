@@ -160,8 +160,13 @@ def _fitting() -> Any:
     return TrainerState(status=TrainerStatus.RUNNING, fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
 
 
-def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
+def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = (), copy: bool = True) -> nn.Module:
     """Return a deep copy that can train stacked: metrics replaced, hooks checked.
+
+    Args:
+        module: the user's.
+        ignore_hooks: names of overridden hooks that training does not depend on.
+        copy: False for a module that is a copy already, which is changed itself.
 
     Raises:
         TypeError: not a module, or a LightningModule that overrides hooks of the training loop, optimises manually or
@@ -173,7 +178,7 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
         _refuse_unsupported(module, ignore_hooks)
     refuse_global_store(module)
     functional.refuse_shared_memory(module)
-    module = functional.copied(module)
+    module = functional.copied(module) if copy else module
     replace_metrics(module)
     for part in module.modules():
         if type(part).train is not nn.Module.train:  # a part that stays in evaluation has its say
