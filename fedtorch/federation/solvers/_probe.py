@@ -138,7 +138,10 @@ def _failure(
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     seeded = HostGenerators.seeded(0)
-    with kept, seeded, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
+    device = own[0].device  # whose generator is put back: to intercept all operations takes longer than they do
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with kept, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
+        torch.default_generator.manual_seed(0)
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):

@@ -197,10 +197,13 @@ class Batches:
         at, shape = (chosen + client * self._width).flatten(), chosen.shape
         steps = zip(*(leaf.index_select(0, at).unflatten(0, shape).unbind() for leaf in self._flat))
         widths = [shape[2]] * len(sizes) if self.alike else sizes.amax(1).tolist()
-        self._gathered, self._coming = step, [
-            ([(leaf if width == shape[2] else leaf[:, :width]).detach() for leaf in rows], size)
-            for rows, width, size in zip(steps, widths, sizes.unbind())
-        ]
+        self._gathered, self._coming = (
+            step,
+            [
+                ([(leaf if width == shape[2] else leaf[:, :width]).detach() for leaf in rows], size)
+                for rows, width, size in zip(steps, widths, sizes.unbind())
+            ],
+        )
 
     def _here(self, step: int, active: Tensor) -> Tensor | None:
         """Return the places of the clients that still train, `(M,)`; None for all."""

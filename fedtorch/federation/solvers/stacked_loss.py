@@ -338,7 +338,9 @@ class StackedLoss:
                 own = trained[place] if buffers is None else (*trained[place], *buffers[place])
                 result = self.alone(own, rows(place), index, interception)
             if [parameter.data_ptr() for parameter in trained[place]] != pointers[place]:
-                for whole, parameter in zip(values, trained[place]):  # the module has given it other memory, `.data = …`
+                for whole, parameter in zip(
+                    values, trained[place]
+                ):  # the module has given it other memory, `.data = …`
                     whole.detach()[place].copy_(parameter.detach())
                 self._of = ()
             return result
