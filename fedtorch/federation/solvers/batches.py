@@ -190,6 +190,7 @@ class Batches:
         end = self.longest if self.alike else int(self.total[self.total > step].min())
         numbers = sum(math.prod(leaf.shape[1:]) for leaf in self._flat) * len(self._count) * self._size
         chosen, sizes = self._run(step, max(1, min(end - step, _GATHERED // max(1, numbers))))
+        assert chosen is not None, "there are permutations"
         here = self._here(step, step < self.total)
         client = self._client
         if here is not None:

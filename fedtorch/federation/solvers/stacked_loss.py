@@ -6,7 +6,7 @@ that `vmap` cannot run, is evaluated client by client. Both give what a loop wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -109,7 +109,7 @@ class StackedLoss:
         self.apart = False
         self._captured, self._replays = CapturedStep(), dict[Any, int]()
         self._of: Sequence[Tensor] = ()
-        self._each: tuple[list[list[nn.Parameter]], list[list[int]]] = [], []
+        self._rows: tuple[list[list[nn.Parameter]], list[list[int]]] = [], []
 
     @property
     def eager(self) -> str | None:
@@ -359,12 +359,12 @@ class StackedLoss:
         if len(self._of) != len(tensors) or any(one is not other for one, other in zip(self._of, tensors)):
             rows = zip(*(tensor.detach().unbind() for tensor in tensors))
             each = [[nn.Parameter(value) for value in own] for own in rows]
-            self._of, self._each = tensors, (each, [[parameter.data_ptr() for parameter in own] for own in each])
-        return self._each
+            self._of, self._rows = tensors, (each, [[parameter.data_ptr() for parameter in own] for own in each])
+        return self._rows
 
     def release(self) -> None:
         """Forget the tensors of the last steps, and which branches they took."""
-        self._of, self._each, self.apart = (), ([], []), False
+        self._of, self._rows, self.apart = (), ([], []), False
 
     def alone(
         self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception = _NOTHING
