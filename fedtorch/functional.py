@@ -344,7 +344,7 @@ class Swap:
         >>> with swap([torch.tensor([[1.0, 2.0]]), torch.tensor([0.5])]):
         ...     net(torch.tensor([[3.0, 1.0]]))
         tensor([[5.5000]])
-        >>> swap.current(0) is net.weight  # its own are back
+        >>> swap.current()[0] is net.weight  # its own are back
         True
     """
 
@@ -355,26 +355,24 @@ class Swap:
                 for name, tensor in table.items():
                     if tensor is not None:
                         places.setdefault(id(tensor), []).append((table, name))
-        self.places = [places[id(tensor)] for tensor in _named(module, names)]
+        each = [places[id(tensor)] for tensor in _named(module, names)]
+        self._count, self._first = len(each), [tables[0] for tables in each]
+        self._places = [(table, name, i) for i, tables in enumerate(each) for table, name in tables]
 
     @contextmanager
     def __call__(self, values: Sequence[Tensor]) -> Iterator[None]:
         """Put `values` in the places of the names, in their order, and take them out again."""
-        before = [table[name] for tables in self.places for table, name in tables]
+        if len(values) != self._count:
+            raise ValueError(f"Expected {self._count} tensors, but got {len(values)}")
+        before = [table[name] for table, name, _ in self._places]
         try:
-            for tables, value in zip(self.places, values, strict=True):
-                for table, name in tables:
-                    table[name] = value
+            for table, name, i in self._places:
+                table[name] = values[i]
             yield
         finally:
-            originals = iter(before)
-            for tables in self.places:
-                for table, name in tables:
-                    table[name] = next(originals)
+            for (table, name, _), original in zip(self._places, before):
+                table[name] = original
 
-    def current(self, index: int) -> Tensor:
-        """Return the tensor that is in place of name number `index` now."""
-        table, name = self.places[index][0]
-        tensor = table[name]
-        assert tensor is not None
-        return tensor
+    def current(self) -> list[Tensor]:
+        """Return the tensors that are in the places of the names now."""
+        return [table[name] for table, name in self._first]

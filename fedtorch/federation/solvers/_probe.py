@@ -138,7 +138,10 @@ def _failure(
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     seeded = HostGenerators.seeded(0)
-    with kept, seeded, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
+    device = own[0].device  # whose generator is put back: to intercept all operations takes longer than they do
+    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with kept, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
+        torch.default_generator.manual_seed(0)
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
@@ -228,8 +231,10 @@ def all_tensors(batch: Any) -> bool:
 
 def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:
     """Return one client's step without `vmap`, with draws from a key; what it draws is noted by `twin`."""
+    count = len(twin.tensors)
+    trained = [twin.parameter(value.detach().clone()) for value in own[:count]]
     with HostGenerators.seeded(0), twin.drawing.observed(key) as drawn:
-        result = twin.alone([value.clone() for value in own], rows, 0)
+        result = twin.alone([*trained, *(value.clone() for value in own[count:])], rows, 0)
     twin.random = twin.random or drawn.calls > 0
     return result
 

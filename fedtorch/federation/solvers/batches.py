@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -22,6 +23,7 @@ from fedtorch.tree import Tree
 _LOG = logging.getLogger(__name__)
 _MANY = 10_000  # rows of a step that are seldom meant
 _DRAWN = 2**20  # integers of permutations that are drawn at a time
+_GATHERED = 2**16  # numbers of the rows that are looked up at a time, unless those of a step are more
 # Purposes of a client's key: the order of its rows, the draws of its module and of its optimiser.
 PERMUTATIONS, MODULE, OPTIMIZER = 0, 1, 2
 
@@ -46,20 +48,25 @@ class Batch:
         self.leaves = tree.leaves(rows)
         first = self.leaves[0]
         self.weights: Tensor | None = None
+        self._parts: tuple[int, list[tuple[Tensor | None, Batch]]] | None = None
         self._whole = full or bool((size == first.shape[1]).all())
         if padded and not self._whole:
             counts = torch.arange(first.shape[1]) < size[:, None]
             self.weights = (counts / size[:, None].to(torch.float64)).to(first.device)
 
-    @functools.cached_property
-    def parts(self) -> list[tuple[Tensor | None, Batch]]:
-        """Return batches of clients whose rows have the same shapes, each with their places `(M,)`; None for all."""
+    def parts(self, fewest: int) -> list[tuple[Tensor | None, Batch]]:
+        """Return batches of clients whose rows have the same shapes, each with their places `(M,)`; None for all.
+
+        Args:
+            fewest: clients of a part; others are in none. Padded clients are in one part whatever their number.
+        """
         if self._whole or self.weights is not None:
-            return [(None, self)]
-        return [
-            (at := (self.size == size).nonzero()[:, 0], self.of(at, size))
-            for size in self.size.unique(sorted=True).tolist()
-        ]
+            return [(None, self)] if len(self.size) >= fewest or self.weights is not None else []
+        if self._parts is None or self._parts[0] != fewest:
+            sizes, many = self.size.unique(sorted=True, return_counts=True)
+            places = [((self.size == size).nonzero()[:, 0], size) for size in sizes[many >= fewest].tolist()]
+            self._parts = fewest, [(at, self.of(at, size)) for at, size in places]
+        return self._parts[1]
 
     def of(self, clients: Tensor, size: int | None = None) -> Batch:
         """Return the batch of some clients, by their places `(M,)` on the CPU; of their first `size` rows."""
@@ -71,6 +78,8 @@ class Batch:
         """Return the rows of one client that count."""
         size, *leaves = self._each[client]
         return tree.refill(self.rows, leaves if self._whole else [leaf[:size] for leaf in leaves])
+
+    as_rows = alone  # of loaders these differ
 
     @functools.cached_property
     def _each(self) -> list[tuple[Any, ...]]:
@@ -136,7 +145,8 @@ class Batches:
         self._device, self._width = first.device, first.shape[1]
         self._everything: Batch | None = None
         if not self._full:
-            self._flat = tree.map(lambda leaf: leaf.flatten(0, 1), rows)
+            self._flat = [leaf.flatten(0, 1) for leaf in tree.leaves(rows)]
+            self._gathered, self._coming = 0, list[tuple[list[Tensor], Tensor]]()  # the first step looked up; of each
             self._permutations = random.fold_in(key() if callable(key) else key, PERMUTATIONS)
             passes = -(-self.longest // max(1, int(self.per_epoch.min()))) if epochs is None else epochs
             self._planned = 0  # the first step whose rows are chosen
@@ -170,14 +180,31 @@ class Batches:
         """Return the batches of step `step`, of the clients that have one."""
         if self._full:
             return self._all_rows(step)
-        chosen, size, active = self._chosen(step)
-        here = self._here(step, active)
+        if not 0 <= step - self._gathered < len(self._coming):
+            self._gather(step)
+        rows, size = self._coming[step - self._gathered]
+        return Batch(tree.refill(self._rows, rows), size, self._whole, self._padded)
+
+    def _gather(self, step: int) -> None:
+        """Look up the rows of a step, and of those after it as far as they are of the same clients and few numbers."""
+        end = self.longest if self.alike else int(self.total[self.total > step].min())
+        numbers = sum(math.prod(leaf.shape[1:]) for leaf in self._flat) * len(self._count) * self._size
+        chosen, sizes = self._run(step, max(1, min(end - step, _GATHERED // max(1, numbers))))
+        assert chosen is not None, "there are permutations"
+        here = self._here(step, step < self.total)
+        client = self._client
         if here is not None:
-            chosen, size = chosen[here.to(chosen.device)], size[here]
-        client = self._client if here is None else self._client[here.to(self._device)]
+            chosen, sizes, client = chosen[:, here.to(chosen.device)], sizes[:, here], client[here.to(self._device)]
         at, shape = (chosen + client * self._width).flatten(), chosen.shape
-        rows = tree.map(lambda leaf: leaf.index_select(0, at).unflatten(0, shape), self._flat)
-        return Batch(rows, size, self._whole, self._padded)
+        steps = zip(*(leaf.index_select(0, at).unflatten(0, shape).unbind() for leaf in self._flat))
+        widths = [shape[2]] * len(sizes) if self.alike else sizes.amax(1).tolist()
+        self._gathered, self._coming = (
+            step,
+            [
+                ([(leaf if width == shape[2] else leaf[:, :width]).detach() for leaf in rows], size)
+                for rows, width, size in zip(steps, widths, sizes.unbind())
+            ],
+        )
 
     def _here(self, step: int, active: Tensor) -> Tensor | None:
         """Return the places of the clients that still train, `(M,)`; None for all."""
@@ -248,8 +275,9 @@ class Batches:
         wide = min(self._size, self._width)
         training = step < self.total
         self._shuffle(step // self.per_epoch, training)
-        drawn = ((self._first + self._ahead) * self.per_epoch)[training].tolist()  # steps whose permutations are there
-        many = min(self.longest - step, max(1, _DRAWN // max(1, len(self._count) * wide)), min(drawn) - step)
+        drawn = (self._first + self._ahead) * self.per_epoch  # steps whose permutations are there
+        last = min(drawn[training & (drawn < self.total)].tolist(), default=self.longest)
+        many = min(last - step, max(1, _DRAWN // max(1, len(self._count) * wide)))
         steps = torch.arange(step, step + many)[:, None]  # (S, 1)
         epoch, active = steps // self.per_epoch, steps < self.total
         start = steps % self.per_epoch * self._size

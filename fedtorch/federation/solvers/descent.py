@@ -140,12 +140,12 @@ class Descent:
         return LocalState(self.untrained, dict(self.buffers), torch.tensor(0) if self.keep else None)
 
     def twin(self, module: nn.Module, cast: Callable[[Tensor], Tensor] | None = None) -> StackedLoss:
-        """Return the stacked loss of a copy of the module, for steps that leave no trace; its tensors may be cast."""
+        """Return the stacked loss of a copy of the user's module, for steps that leave no trace; it may be cast."""
         loss = vars(self.objective)["loss"]
         if cast is not None:
             module._apply(cast)
             loss = functional.copied(loss)._apply(cast) if isinstance(loss, nn.Module) else loss
-        copy = Objective(training_copy(module, self._ignored), loss)
+        copy = Objective(training_copy(module, self._ignored, copy=False), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:
@@ -483,6 +483,7 @@ class _Stack:
                 if self.by_client:
                     own_rates[self.here] += self.optimizer.rates()
                 seen.add(t, result, batch, self.here)
+        loss.release()
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
         tensors, kept = self.finished
@@ -522,10 +523,9 @@ class _Stack:
         loss = self.descent.loss
         values = (*(self.tensors[n] for n in loss.tensors), *(self.buffers[n] for n in loss.buffers))
         self.descent.check.repeats(loss, values, batch, t, self.keys)
-        for at, part in batch.parts if loss.batched else ():
-            if loss.shares(part):
-                some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
-                self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)
+        for at, part in loss.shared(batch) if loss.batched else ():
+            some, keys = (values, self.keys) if at is None else (tree.take(values, at), self.keys.some(at, t))
+            self.descent.check(loss, some, part, t, keys, self.round, self.descent.promised, self.fresh)
 
     def _descend(self, result: StepResult, t: int) -> None:
         with torch.no_grad():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random as python_random
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -140,12 +140,12 @@ class UnchangedTensors:
                 changed.append(path)
         return changed
 
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
+    def __call__(self) -> AbstractContextManager[None]:
         """Raise ValueError at the end where a buffer was written; all are put back to what they were."""
-        if not self._places:
-            yield
-            return
+        return self._watched() if self._places else nullcontext()
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
         before = [(table, name, path, table[name]) for table, name, path in self._places if name in table]
         versions = [None if tensor is None else tensor._version for *_, tensor in before]
         for *_, tensor in before:

@@ -161,8 +161,13 @@ def _fitting() -> Any:
     return TrainerState(status=TrainerStatus.RUNNING, fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
 
 
-def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
+def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = (), copy: bool = True) -> nn.Module:
     """Return a deep copy that can train stacked: metrics replaced, hooks checked.
+
+    Args:
+        module: the user's.
+        ignore_hooks: names of overridden hooks that training does not depend on.
+        copy: False for a module that is a copy already, which is changed itself.
 
     Raises:
         TypeError: not a module, or a LightningModule that overrides hooks of the training loop, optimises manually or
@@ -174,7 +179,7 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Mod
         _refuse_unsupported(module, ignore_hooks)
     refuse_global_store(module)
     functional.refuse_shared_memory(module)
-    module = functional.copied(module)
+    module = functional.copied(module) if copy else module
     replace_metrics(module)
     for part in module.modules():
         if type(part).train is not nn.Module.train:  # a part that stays in evaluation has its say
@@ -305,8 +310,7 @@ class Objective(nn.Module):
         """Return the loss of a client's batch `(B, ...)`; with weights `(B,)` the weighted sum of examples' losses."""
         if weights is None:
             loss, logs, recorded = self._one(batch, index)
-            if recorded is not self.recorded:  # an attribute of a module takes as long to set as a small operation
-                self.recorded = recorded
+            vars(self)["recorded"] = recorded
             return loss, logs
 
         if self.rows is not None:
@@ -324,8 +328,9 @@ class Objective(nn.Module):
         return average(losses), {name: average(value) for name, value in logs.items()}
 
     def _one(self, batch: Tree, index: int) -> tuple[Tensor, dict[str, Tensor], Sequence[Tensor]]:
+        own = vars(self)  # an attribute of a module takes as long to set as a small operation
         self._logs.clear()
-        self._batch = batch
+        own["_batch"] = batch
         if self.metrics.recorders:
             self.metrics.begin()
         output = self._call(batch, index if isinstance(index, Tensor) else self.trainer.batch_index(index))
@@ -335,7 +340,7 @@ class Objective(nn.Module):
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             skips = "; a step that returns None to skip its batch is taken by ft.lightning_fit" if loss is None else ""
             raise TypeError(f"Expected {type(self.module).__name__} to return a scalar loss, but got {got}{skips}")
-        logs, self._batch = dict(self._logs), None
+        logs, own["_batch"] = dict(self._logs), None
         self._logs.clear()
         return loss if loss.ndim == 0 else loss.reshape(()), logs, self.metrics.end() if self.metrics.recorders else ()
 

@@ -36,6 +36,7 @@ _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does
 Path = tuple[Any, ...]  # functions of torch that a step has called
 Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], None]
 _FEWEST = 3  # clients that are worth a `vmap`
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class NotCaptured(RuntimeError):
@@ -112,6 +113,7 @@ class StackedLoss:
         host: whether it has drawn from Python's or NumPy's generator, which are seeded from the clients' keys then.
         reads: whether it has branched on values.
         observed: whether the module has been looked at.
+        apart: whether clients took so many branches in this round that they go one by one in what is left of it.
         kept: paths of what its first steps change in Python; see `python_state`.
         rewritten: those of what every step changes.
         slots: of these, in which steps must not read what earlier ones have left.
@@ -146,7 +148,10 @@ class StackedLoss:
         self.hooks = ParameterHooks(objective.module, self.tensors)
         self.unchanged = UnchangedTensors(objective.module, [*self.tensors, *self.buffers])
         self.host = self.reads = False
+        self.apart = False
         self._captured, self._replays = CapturedStep(), dict[Any, int]()
+        self._of: Sequence[Tensor] = ()
+        self._rows: tuple[list[list[nn.Parameter]], list[list[int]]] = [], []
 
     @property
     def eager(self) -> str | None:
@@ -174,28 +179,34 @@ class StackedLoss:
             keys: the clients' for the module's draws.
         """
         values = (*(tensors[n] for n in self.tensors), *(buffers[n] for n in self.buffers))
-        with _short_products() if self.precision == "tf32" else nullcontext():
+        with _short_products() if self.precision == "tf32" else _NOTHING:
             if not self.batched:
                 return self.one_by_one(values, batch, index, keys)
-            done, places, count = [], [], len(batch.size)
-            for at, part in batch.parts:
-                everybody = torch.arange(count) if at is None else at
-                own = keys if at is None else keys.some(at, index)
-                if self.shares(part):
-                    some = values if at is None else tree.take(values, at)
-                    done.append(self.together(some, part, index, own))
-                    for whole, rows in zip(values, some) if at is not None else ():
-                        if rows._version:  # written in place, as an embedding does with max_norm
-                            whole.detach().index_copy_(0, everybody.to(whole.device), rows.detach())
-                    places.append(everybody)
-                else:  # of the stack's own memory, in which a module may write
-                    done.extend(self.each(values, part, index, own, everybody.tolist()))
-                    places.extend(everybody.split(1))
+            done, places, count = list[StepResult](), list[Sequence[int]](), len(batch.size)
+            for at, part in self.shared(batch):
+                if at is None:
+                    return self.together(values, part, index, keys)
+                some = tree.take(values, at)
+                done.append(self.together(some, part, index, keys.some(at, index)))
+                for whole, rows in zip(values, some):
+                    if rows._version:  # written in place, as an embedding does with max_norm
+                        whole.detach().index_copy_(0, at.to(whole.device), rows.detach())
+                places.append(at.tolist())
+            among = {place for each in places for place in each}
+            alone = [place for place in range(count) if place not in among]
+            if alone:  # of the stack's own memory, in which a module may write
+                done.extend(self.each(values, batch.as_rows, index, keys, alone))
+                places.extend([place] for place in alone)
             return joined(done, places, count, self.tensors)
 
-    def shares(self, batch: Batch) -> bool:
-        """Return whether clients share a step: a few are faster one by one, unless the step is captured."""
-        return len(batch.size) >= _FEWEST or batch.weights is not None or self.eager is None
+    def shared(self, batch: Step) -> Sequence[tuple[Tensor | None, Batch]]:
+        """Return the batches of clients that share an evaluation, with their places `(M,)`; None for all.
+
+        Their rows have the same shapes. A few clients are faster one by one, unless the step is captured.
+        """
+        if self.eager is None:
+            return batch.parts(1)
+        return () if self.apart and batch.weights is None else batch.parts(_FEWEST)
 
     def together(self, values: Sequence[Tensor], batch: Batch, index: int, keys: StepKeys) -> StepResult:
         """Return the step of clients whose batches have the same shapes, by one `vmap`.
@@ -213,19 +224,17 @@ class StackedLoss:
         if self.look is not None:
             for called, at in self._paths:
                 self.look(values, batch, index, keys, called, at)
-        return result._replace(gradients=self.hooks.stacked(result.gradients))
+        return result
 
     def _drawn(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
         """Return the step with the module's draws from the clients' keys, once it is known to draw."""
-        if self.random:
-            return self._by_branches(rows, keys[index], index, flat)
         try:
-            return self._by_branches(rows, None, index, flat)
+            return self._by_branches(rows, keys, index, flat)
         except RuntimeError as error:
-            if _DRAWS not in str(error):
+            if self.random or _DRAWS not in str(error):
                 raise
         self.random = True  # from now on; `vmap` was told that it does not draw
-        return self._by_branches(rows, keys[index], index, flat)
+        return self._by_branches(rows, keys, index, flat)
 
     def _replayed(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
         """Return the step, captured from the second of its shapes on; the third is held against the module's code."""
@@ -240,6 +249,7 @@ class StackedLoss:
             result = StepResult(*self._captured(step, *flat))
         except Exception as error:
             raise NotCaptured.because(self.objective.module, error) from error
+        result = result._replace(gradients=self.hooks.stacked(result.gradients))
         self._replays[shapes] = times + 1
         if times == 2:
             own = self._drawn(rows, keys, index, flat)
@@ -253,27 +263,39 @@ class StackedLoss:
                     )
         return result
 
-    def _by_branches(self, rows: Tree, draws: Draws | None, index: int, flat: Sequence[Tensor]) -> StepResult:
-        """Return the step; clients that take different branches of the code have steps of their own."""
+    def _by_branches(self, rows: Tree, keys: StepKeys, index: int, flat: Sequence[Tensor]) -> StepResult:
+        """Return the step; clients that take different branches of the code have steps of their own.
+
+        Where so many branches are taken that clients one by one would have been no more work, `apart` is set.
+        """
+        first, last = len(self.tensors) + len(self.buffers), len(tree.leaves(rows))
+        weighted, work = len(flat) > first + last, 0
 
         def evaluate(at: Tensor | None) -> StepResult:
-            if at is None:
-                result = self._mapped(rows, draws, index, flat)
-            else:
-                result = self._mapped(rows, draws and draws.some(at), index, tree.take(tuple(flat), at))
-            self._paths.append((self._called, at))
-            return result
+            nonlocal work
+            some, own = (flat, keys) if at is None else (tree.take(tuple(flat), at), keys.some(at, index))
+            if at is None or weighted or len(at) >= _FEWEST:
+                work += _FEWEST  # clients alone that a `vmap` is worth
+                result = self._mapped(rows, own[index] if self.random else None, index, some)
+                self._paths.append((self._called, at))
+                return result._replace(gradients=self.hooks.stacked(result.gradients))
+            work += len(at)
+            each = list(zip(*(leaf.unbind() for leaf in some[first:])))
+            parts = self.each(some[:first], lambda k: tree.refill(rows, each[k]), index, own, range(len(at)))
+            return joined(parts, [[k] for k in range(len(at))], len(at), self.tensors)
 
         def join(parts: list[StepResult], places: Tensor) -> StepResult:
             at = places.argsort().split([len(part.losses) for part in parts])
-            return joined(parts, list(at), len(places), self.tensors)
+            return joined(parts, [each.tolist() for each in at], len(places), self.tensors)
 
-        return stacked_layers.by_branches(evaluate, join)
+        result = stacked_layers.by_branches(evaluate, join)
+        self.apart = work > _FEWEST and work >= len(result.losses)
+        return result
 
     def _mapped(self, rows: Tree, draws: Draws | None, index: int, flat: Sequence[Tensor]) -> StepResult:
         step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
         if draws is None:
-            return step(nullcontext())
+            return step(_NOTHING)
         return self.drawing.drawn(lambda _, interception: step(interception), [draws.together()])[0]
 
     def _step(
@@ -317,67 +339,101 @@ class StackedLoss:
         if self.slots is not None:
             self.slots.hide()
         with self.swap(values):
-            loss, logs = self.objective(rows, weights, index)
-            for i, name in enumerate(self.tensors):
-                if self.swap.current(i) is not values[i]:
+            loss, logs = self.objective.forward(rows, weights, index)
+            now, count = self.swap.current(), len(self.tensors)
+            for name, tensor, value in zip(self.tensors, now, values):
+                if tensor is not value:
                     raise TypeError(
                         f"Expected a step that trains {name!r} of {type(self.objective.module).__name__}, but it puts "
                         "another parameter in its place, which no optimiser would train; write into it under "
                         "torch.no_grad() instead"
                     )
-            new = tuple(self.swap.current(i) for i in range(len(self.tensors), len(values)))
+            new = tuple(now[count:])
         return loss, logs, new
 
     @contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
         """Compute the products inside as `precision` says."""
-        with _short_products() if self.precision == "tf32" else nullcontext(), self._cast(device):
+        with _short_products() if self.precision == "tf32" else _NOTHING, self._cast(device):
             yield
 
     def _cast(self, device: torch.device) -> AbstractContextManager[None]:
-        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else nullcontext()
+        return torch.autocast(device.type, torch.bfloat16) if self.precision == "bf16" else _NOTHING
 
     def one_by_one(self, values: Sequence[Tensor], batch: Step, index: int, keys: StepKeys) -> StepResult:
         """Return the step of clients one after the other; see `each`."""
-        count = len(batch.size)
-        return joined(self.each(values, batch, index, keys), torch.arange(count).split(1), count, self.tensors)
+        everybody = range(len(batch.size))
+        parts = self.each(values, batch.alone, index, keys, everybody)
+        return joined(parts, [[place] for place in everybody], len(everybody), self.tensors)
 
     def each(
-        self, values: Sequence[Tensor], batch: Step, index: int, keys: StepKeys, places: Sequence[int] | None = None
+        self, values: Sequence[Tensor], rows: Callable[[int], Any], index: int, keys: StepKeys, places: Sequence[int]
     ) -> list[StepResult]:
-        """Return the steps of clients one after the other, `(1, ...)` each, of those at some places or of all.
+        """Return the steps of clients at some places of a stack, one after the other, `(1, ...)` each.
 
         Their modules' draws come from the clients' keys, those by Python's and NumPy's generators too.
+
+        Args:
+            values: tensors and buffers of the stack, `(K, ...)` each.
+            rows: of a client by its place.
+            index, keys: as of `gradients`.
+            places: of these clients.
         """
-        own, device = list(zip(*(value.detach().unbind() for value in values))), values[0].device
-        own = own if places is None else [own[place] for place in places]
+        trained, pointers = self._own(values[: len(self.tensors)])
+        buffers = list(zip(*(value.detach().unbind() for value in values[len(self.tensors) :]))) or None
 
         def one(k: int, interception: Interception) -> StepResult:
-            seeded = HostGenerators.seeded(int(keys[index].keys[k]) % 2**63) if self.host else nullcontext()
-            with seeded:
-                return self.alone(own[k], batch.alone(k), index, interception)
+            place = places[k]
+            with HostGenerators.seeded(int(keys[index].keys[place]) % 2**63) if self.host else _NOTHING:
+                own = trained[place] if buffers is None else (*trained[place], *buffers[place])
+                result = self.alone(own, rows(place), index, interception)
+            if [parameter.data_ptr() for parameter in trained[place]] != pointers[place]:
+                for whole, parameter in zip(
+                    values, trained[place]
+                ):  # the module has given it other memory, `.data = …`
+                    whole.detach()[place].copy_(parameter.detach())
+                self._of = ()
+            return result
 
-        if self.random:
-            draws = keys[index]
-            backward = draws.calls[:, _BACKWARD].unbind()
-            return self.drawing.drawn(one, [draws.alone(k) for k in range(len(own))], backward)
-        return each_drawn_if_random(lambda k: one(k, nullcontext()), len(own), lambda: keys[index].keys, device)
+        with torch.enable_grad():
+            if self.random:
+                draws = keys[index]
+                backward = draws.calls[:, _BACKWARD].unbind()
+                alone = [draws.alone(place) for place in places]
+                return self.drawing.drawn(one, alone, [backward[place] for place in places])
+            keys_of = lambda: keys[index].keys[list(places)]
+            return each_drawn_if_random(lambda k: one(k, _NOTHING), len(places), keys_of, values[0].device)
+
+    def _own(self, tensors: Sequence[Tensor]) -> tuple[list[list[nn.Parameter]], list[list[int]]]:
+        """Return each client's parameters in the memory of stacked tensors, made anew for other tensors, and where."""
+        if len(self._of) != len(tensors) or any(one is not other for one, other in zip(self._of, tensors)):
+            rows = zip(*(tensor.detach().unbind() for tensor in tensors))
+            each = [[self.parameter(value) for value in own] for own in rows]
+            self._of, self._rows = tensors, (each, [[parameter.data_ptr() for parameter in own] for own in each])
+        return self._rows
+
+    def parameter(self, value: Tensor) -> nn.Parameter:
+        """Return one client's parameter for `alone`, in the memory of a tensor."""
+        return nn.Parameter(value) if self.objective.supervised else _OfAStep(value)
+
+    def release(self) -> None:
+        """Forget the tensors of the last steps, and which branches they took."""
+        self._of, self._rows, self.apart = (), ([], []), False
 
     def alone(
-        self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception | None = None
+        self, values: Sequence[Tensor], rows: Tree, index: int, interception: Interception = _NOTHING
     ) -> StepResult:
-        """Return one client's step, `(1, ...)`, of its tensors and buffers, which stay as they are."""
+        """Return one client's step, `(1, ...)`, of its parameters and buffers, which stay as they are.
+
+        Gradients have to be enabled.
+        """
         count = len(self.tensors)
-        kind = nn.Parameter if self.objective.supervised else _OfAStep
-        trained = [kind(value.detach()) for value in values[:count]]
-        with torch.enable_grad(), self.unchanged():
-            with self._cast(values[0].device), interception or nullcontext():
+        trained = values[:count]
+        with self.unchanged():
+            with self._cast(values[0].device), interception:
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
             each = torch.autograd.grad(loss, trained, allow_unused=True)
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in each]
-        for parameter, value in zip(trained, values):
-            if parameter.data_ptr() != value.data_ptr():  # the module has given it other memory, `.data = …`
-                value.detach().copy_(parameter.detach())
         return StepResult(
             loss.detach()[None],
             {name: log.detach()[None] for name, log in logs.items()},
@@ -387,35 +443,29 @@ class StackedLoss:
         )
 
 
-def joined(parts: Sequence[StepResult], places: Sequence[Tensor], count: int, tensors: Sequence[str]) -> StepResult:
+def joined(
+    parts: Sequence[StepResult], places: Sequence[Sequence[int]], count: int, tensors: Sequence[str]
+) -> StepResult:
     """Return the steps of groups of clients, who are everybody, as that of a stack of `count`.
 
     Args:
         parts: of the groups, `(M, ...)` each.
-        places: `(M,)` where a group's clients are in the stack.
+        places: where a group's M clients are in the stack.
         count: K.
         tensors: names of the trained tensors, in the order of the gradients.
     """
     if len(parts) == 1 and len(places[0]) == count:
         return parts[0]
-    everybody = torch.cat(list(places))
-    order = None if bool((everybody == torch.arange(count)).all()) else everybody
+    everybody = [place for each in places for place in each]
+    order = None if everybody == list(range(count)) else torch.tensor(everybody).argsort()
 
     def spread(each: Sequence[Tensor | None]) -> Any:
         like = next((part for part in each if part is not None), None)
         if like is None:
             return None
         pairs = zip(each, places)
-        rows = [like.new_zeros(len(at), *like.shape[1:]) if part is None else part.detach() for part, at in pairs]
-        if order is None:
-            return torch.cat(rows)
-        whole = like.new_empty(count, *like.shape[1:])
-        for part, at in zip(rows, places):
-            if len(at) == 1:
-                whole[at] = part
-            else:
-                whole.index_copy_(0, at.to(whole.device), part)
-        return whole
+        whole = torch.cat([like.new_zeros(len(at), *like.shape[1:]) if part is None else part for part, at in pairs])
+        return whole if order is None else whole.index_select(0, order.to(whole.device))
 
     def without(named: Mapping[str, Sequence[Any]], known: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
         """Return where clients have none of what others have."""
@@ -441,13 +491,13 @@ def joined(parts: Sequence[StepResult], places: Sequence[Tensor], count: int, te
         )
 
 
-def _recorded(parts: Sequence[StepResult], places: Sequence[Tensor]) -> Sequence[Any] | None:
+def _recorded(parts: Sequence[StepResult], places: Sequence[Sequence[int]]) -> Sequence[Any] | None:
     """Return the arguments of metrics by the client that they are of."""
     if any(part.recorded is None for part in parts):
         return None
 
     def by_client(each: Sequence[Any]) -> dict[int, Tensor]:
-        pairs = ((client, part[row]) for part, at in zip(each, places) for row, client in enumerate(at.tolist()))
+        pairs = ((client, part[row]) for part, at in zip(each, places) for row, client in enumerate(at))
         return dict(pairs)
 
     return [by_client(each) for each in zip(*(part.recorded or () for part in parts))]

@@ -82,6 +82,8 @@ def relative_gap(one: Tensor, other: Tensor) -> float:
     >>> relative_gap(torch.tensor([3.0, 4.0]), torch.tensor([3.0, 3.0]))
     0.2
     """
+    if one.dtype == other.dtype and torch.equal(one, other):
+        return 0.0
     same = equal_or_nan(one, other)
     first, second = (torch.where(same & ~one.isfinite(), 0.0, each).detach() for each in (one, other))
     if not bool((first.isfinite() & second.isfinite()).all()):  # one has numbers where the other has none
@@ -134,7 +136,7 @@ class StepCheck:
         self._like(twin, loss)
         rows = _Copied(batch)  # which the module may change in place
         alone = lambda: twin.each(
-            [value.detach().clone() for value in own], rows, index, keys.some(torch.tensor([0]), index)
+            [value.detach().clone() for value in own], rows.alone, index, keys.some(torch.tensor([0]), index), [0]
         )[0]
         with _unseeded(twin):
             first = alone()

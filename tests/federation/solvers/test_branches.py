@@ -13,6 +13,7 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
 from fedtorch.federation.solvers.gradient_descent import gradient_descent
+from fedtorch.federation.solvers.stacked_loss import StackedLoss
 
 COUNTS = (5, 8, 8, 3, 6, 8)
 
@@ -111,3 +112,41 @@ def test_branches_on_sizes_of_the_others_are_not_taken():
             return self.inner(x) * (1 + int((x[:, 0] > 0).sum()))
 
     check(Counting(), stacked_data((5, 5, 5, 4)), F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.01), epochs=2)
+
+
+class Scaled(nn.Module):
+    """Reads a whole number of its batch: of `kinds` many, so that all clients differ where there are enough."""
+
+    def __init__(self, kinds: int) -> None:
+        super().__init__()
+        self.inner, self.kinds = net(), kinds
+
+    def forward(self, x):
+        number = int((1e6 * x).long().sum() % self.kinds)
+        return self.inner(x) * (1 + number / self.kinds)
+
+
+@pytest.mark.parametrize(("kinds", "shared"), [(10**6, 1), (2, 5)])
+def test_clients_go_one_by_one_for_the_rest_of_a_round_where_grouping_them_gains_nothing(monkeypatch, kinds, shared):
+    tried = set()
+    mapped = StackedLoss._mapped
+
+    def noted(self, rows, draws, index, flat):
+        if len(flat[0]) > 2:  # not one that the check makes of two
+            tried.add(index)
+        return mapped(self, rows, draws, index, flat)
+
+    monkeypatch.setattr(StackedLoss, "_mapped", noted)
+    data, sgd = stacked_data((10,) * 12), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    check(Scaled(kinds), data, F.cross_entropy, sgd, epochs=1, batch_size=2)
+    assert len(tried) == shared
+
+
+def test_a_few_clients_of_a_branch_are_evaluated_alone_and_their_hooks_are_called_once():
+    module = Scaled(10**6)
+    module.inner[0].weight.register_hook(lambda gradient: 2 * gradient)
+    data, sgd = stacked_data((10,) * 5), lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    says = {"epochs": 1, "batch_size": 5, "loss": F.cross_entropy, "optimizer": sgd}
+    first, second = (solve(gradient_descent(module, batched=b, **says), data, keys(5)) for b in (True, False))
+    for one, other in zip(tree.leaves(first.parameters), tree.leaves(second.parameters)):
+        torch.testing.assert_close(one, other, **CLOSE)

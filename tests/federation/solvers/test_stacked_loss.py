@@ -125,3 +125,38 @@ def test_recurrent_modules_stacked_equal_those_one_by_one():
         p.data = random.normal(random.key(i), p.shape, p.dtype)
     answers = [step(stacked(module=module, batched=b), block_of(), COUNTS, module=module) for b in (True, False)]
     torch.testing.assert_close(*answers)
+
+
+class Clamped(nn.Module):
+    """Gives its parameter other memory in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = linear()
+
+    def forward(self, x):
+        self.net.weight.data = self.net.weight.data.clamp(-0.1, 0.1)
+        return self.net(x)
+
+
+def test_memory_that_a_module_gives_to_a_parameter_reaches_the_stack():
+    found, module = stacked(module=Clamped(), batched=False), Clamped()
+    tensors = {name: p.detach().expand(3, *p.shape).clone() for name, p in module.named_parameters()}
+    batch = Batch(block_of().batch, torch.tensor(COUNTS))
+    for index in range(2):
+        found.gradients(tensors, {}, batch, index, keys())
+        assert float(tensors["net.weight"].abs().max()) <= 0.1
+        tensors["net.weight"].mul_(20)
+
+
+def test_clients_one_by_one_have_the_same_parameters_in_all_steps_of_a_round_and_none_after_it():
+    seen = set()
+    found = stacked(batched=False)
+    found.objective.module.register_forward_pre_hook(lambda module, inputs: seen.add(module.weight))
+    tensors = {name: p.detach().expand(3, *p.shape).clone() for name, p in linear().named_parameters()}
+    batch = Batch(block_of().batch, torch.tensor(COUNTS))
+    for index in range(4):
+        found.gradients(tensors, {}, batch, index, keys())
+    assert len(seen) == 3
+    found.release()
+    assert not found._of

@@ -43,7 +43,7 @@ def evaluated(
             with loss.computing(device):
                 value, logs = objective(batch.alone(0), None, index)
             each = torch.autograd.grad(value, trained, allow_unused=True)
-        new = {name: loss.swap.current(first + i).detach()[None] for i, name in enumerate(buffers)}
+        new = {name: value.detach()[None] for name, value in zip(buffers, loss.swap.current()[first:])}
         recorded = [{0: argument} for argument in objective.recorded]
         stacked = [None if gradient is None else gradient[None] for gradient in loss.hooks.alone(each)]
         return StepResult(value.detach()[None], {name: log[None] for name, log in logs.items()}, new, stacked, recorded)

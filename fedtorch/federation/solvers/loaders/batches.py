@@ -46,9 +46,13 @@ class LoadedBatch:
         (_, rows), *_ = alike([self._batches[client]], self._source.pad, self._source.mask)
         return tree.map(lambda leaf: leaf[0], rows)
 
+    def parts(self, fewest: int) -> list[tuple[Tensor | None, Batch]]:
+        """Return stacks of at least so many batches of the same shapes, with their clients' places; None for all."""
+        return [(at, part) for at, part in self._alike if len(part.size) >= fewest]
+
     @functools.cached_property
-    def parts(self) -> list[tuple[Tensor | None, Batch]]:
-        """Return stacks of batches of the same shapes, each with its clients' places; None for all clients."""
+    def _alike(self) -> list[tuple[Tensor | None, Batch]]:
+        """Return all stacks of batches of the same shapes."""
         parts = [
             (torch.tensor(places), rows) for places, rows in alike(self._batches, self._source.pad, self._source.mask)
         ]

@@ -77,9 +77,9 @@ class PrivateLoss(StackedLoss):
         self.checked = False  # whether the loss of a batch is known to be the mean of its examples'
         self._shapes: dict[int, tuple[int, ...]] = {}  # of the layers' outputs for one example
 
-    def shares(self, batch: Batch) -> bool:
-        """Return False: examples are evaluated by themselves, which `check_separable` holds against the module."""
-        return False
+    def shared(self, batch: Step) -> Sequence[tuple[Tensor | None, Batch]]:
+        """Return nothing: examples are evaluated by themselves, which `check_separable` holds against the module."""
+        return ()
 
     def gradients(
         self, tensors: Mapping[str, Tensor], buffers: Mapping[str, Tensor], batch: Step, index: int, keys: StepKeys

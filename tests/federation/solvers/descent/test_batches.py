@@ -116,3 +116,21 @@ def test_full_batches_of_a_module_that_draws_nothing_need_no_keys(counts):
     assert asked == []
     solved(2)
     assert asked == [0]  # made once
+
+
+def test_what_a_step_does_to_its_rows_is_not_seen_by_the_next_one():
+    data, weight = block((12, 9)), torch.ones(2, requires_grad=True)
+    for batch in Batches(data.batch, data.count, 3, 1, None, keys(2)):
+        rows = batch.rows["b"]
+        assert not rows.requires_grad
+        rows += weight
+        rows.sum().backward()
+    torch.testing.assert_close(weight.grad, torch.full((2,), 21.0))
+
+
+def test_all_batches_of_a_round_are_chosen_at_once(monkeypatch):
+    planned, data = [], block((3, 7, 12))
+    plan = Batches._plan
+    monkeypatch.setattr(Batches, "_plan", lambda self, step: (planned.append(step), plan(self, step)))
+    found = list(Batches(data.batch, data.count, 2, 2, None, keys(3)))
+    assert (len(found), planned) == (12, [0])
