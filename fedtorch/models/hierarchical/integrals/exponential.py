@@ -17,7 +17,7 @@ from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
 
 CACHED = 2**16  # linear predictors at a time
-_FURTHEST = 30.0  # of a linear predictor, before its exponential
+_FURTHEST = 200.0  # of a linear predictor, before its exponential, whose cube is a number
 _MOST_SPREAD = 2.0  # variance of a linear predictor for which an expansion to second order is taken
 _TOGETHER = 512  # rows of whose probabilities the product is taken
 
