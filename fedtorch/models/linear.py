@@ -352,7 +352,9 @@ def _fitted(gram: Tensor, cross: Tensor, values: Tensor, vectors: Tensor, clear:
         return fit
     others = ~clear
     exact = _equilibrated_fit(gram[others], cross[others])
-    return LeastSquares(*(leaf.masked_scatter(tree.along(others, leaf), other.to(leaf)) for leaf, other in zip(fit, exact)))
+    return LeastSquares(
+        *(leaf.masked_scatter(tree.along(others, leaf), other.to(leaf)) for leaf, other in zip(fit, exact))
+    )
 
 
 def _most(statistics: SufficientStatistics) -> Tensor:

@@ -89,9 +89,7 @@ def penalised(
         prior,
     )
 
-    def local(
-        data: Reduced, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None
-    ) -> Conditional:
+    def local(data: Reduced, mean: Tensor, covariance: Tensor, zeta: Tensor, log_noise: Tensor | None) -> Conditional:
         assert log_noise is not None
         return _sparse(penalty, data, zeta, log_noise)
 

@@ -117,7 +117,9 @@ def _mode(
             if float((step / sd).abs().max()) < _NEAR:
                 break
             with torch.no_grad():
-                while bool((worse := ~(log_density(s + step)[..., None, :] >= before) & (step.abs() > _NEAR * sd)).any()):
+                while bool(
+                    (worse := ~(log_density(s + step)[..., None, :] >= before) & (step.abs() > _NEAR * sd)).any()
+                ):
                     step = torch.where(worse, step / 2, step)
             s = s.detach() + step
     return s.detach(), sd
