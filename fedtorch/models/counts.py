@@ -77,7 +77,7 @@ def negative_binomial(y: Tensor, eta: Tensor, log_dispersion: Tensor) -> Tensor:
     >>> negative_binomial(torch.arange(3.0), torch.zeros(3), torch.zeros(1)).exp()
     tensor([0.5000, 0.2500, 0.1250])
     """
-    start, mean, _ = base(y)
+    start, _, _ = base(y)
     r = log_dispersion.exp()
     largest = _entropy(r) + _entropy(y) - _entropy(r + y) - (y / r).log1p()
     largest = torch.where(y > 0, largest, -r * (1 / r).log1p())

@@ -14,10 +14,10 @@ from torch.distributions import MultivariateNormal
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import devices, posterior, settled
 from fedtorch.federation.algorithms.ep.fitting import converged
+from fedtorch.models._reduced import reduced
 from fedtorch.models.device_posterior import selected
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
 from fedtorch.models.hierarchical.shrinkage import ShrinkagePrior
-from fedtorch.models._reduced import reduced
 from fedtorch.models.linear import block_statistics
 
 
