@@ -416,6 +416,13 @@ def test_rows_far_from_zero_are_as_good(restricted: bool) -> None:
         assert max(misfit(fit(at), here).values()) < 1e-6, at
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_slopes_that_differ_are_as_good_far_from_zero() -> None:
+    """Restricted likelihoods take determinants of second differences, which want nodes where they are said to be."""
+    fit = functools.partial(by_likelihood, "gaussian", MIXED, True)
+    assert max(misfit(fit(Scale(y_mean=1e9)), fit(Scale())).values()) < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:Expected at least 100 effective nodes")
 def test_expectation_propagation_moves_as_the_model_says() -> None:
     fit = functools.partial(by_ep, "gaussian", FEW, asked=False)

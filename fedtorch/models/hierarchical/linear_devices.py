@@ -156,7 +156,7 @@ def expected_residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor
     >>> found.round(decimals=6)  # 2 · (1 + ½)
     tensor([3.], dtype=torch.float64)
     """
-    misfit = data.response - (data.root.mT @ mean[..., None])[..., 0]
+    misfit = data.misfit(mean[:, None])[:, 0]
     return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
@@ -169,7 +169,7 @@ class _Data(NamedTuple):
 
 
 def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None) -> Conditional:
-    """Return the linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows.
+    """Return the linear model, exactly: d rows B' with responses z + B'θ̂ ~ N(B'm, B'ΣB + σ² I) stand for all rows.
 
     Args:
         data: the rows.
@@ -185,7 +185,7 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
     total = (half.mT.reshape(clients, nodes * d, e) @ some).reshape(clients, nodes, d, d)
     total.diagonal(dim1=-2, dim2=-1).add_(variance[..., None])
     factor = torch.linalg.cholesky_ex(total).L
-    misfit = data.response[:, None] - mean @ root
+    misfit = data.misfit(mean)
     white = torch.linalg.solve_triangular(factor, misfit[..., None], upper=False)
     deviance = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + white.square().sum((-2, -1))
 
@@ -218,7 +218,7 @@ def _marginal(
 ) -> Conditional:
     """Return the same from the components of Σ, which is spelled out for the moments of θ_k only."""
     root = data.root
-    centre = data.response - (root.mT @ given.mean[..., None])[..., 0]
+    centre = data.misfit(given.mean[:, None])[:, 0]
     shared, slope, variance = root.mT @ given.shared @ root, given.slope @ root, log_noise.exp()
     rows, columns = (part.to(root.device) for part in components[1:])
     values, (inputs, origin) = components.values(given.zeta), given[1:3]

@@ -117,7 +117,7 @@ def _sparse(penalty: ShrinkagePrior, data: Reduced, zeta: Tensor, log_noise: Ten
     b = penalty.ridge(zeta, log_noise).expand_as(log_noise)
     gram = (data.root @ data.root.mT)[:, None] * precision[..., None, None]
     base = gram + b[..., None, None] * eye
-    pull = (data.root @ data.response[..., None]).mT * precision[..., None]
+    pull = (data.root @ data.misfit(torch.zeros_like(data.fit)[:, None]).mT).mT * precision[..., None]
     rates = penalty.rates(zeta, log_noise)
     shift, weight = torch.zeros_like(rates), _first_precision(rates, gram, contrasts)
     mean, covariance, factor = _posterior(base, pull, contrasts, shift, weight)
@@ -134,7 +134,7 @@ def _sparse(penalty: ShrinkagePrior, data: Reduced, zeta: Tensor, log_noise: Ten
         new, wide = _contrasts(contrasts, mean, covariance)
         if bool((((new - at).abs() / wide.sqrt()).amax() < _STILL) & (((wide - spread).abs() / wide).amax() < _STILL)):
             break
-    misfit, at = data.response[:, None] - mean @ data.root, mean @ contrasts.mT
+    misfit, at = data.misfit(mean), mean @ contrasts.mT
     deviance = (data.rest[:, None] + misfit.square().sum(-1)) * precision + b * mean.square().sum(-1)
     log_evidence = (
         -0.5 * data.count[:, None] * (math.log(2 * math.pi) + log_noise)
