@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import mpmath
 import numpy
 import pandas
 import pytest
@@ -22,9 +23,14 @@ from fedtorch import inference, random, tree
 from fedtorch.federation.algorithms.ep import corrected, devices, settled
 from fedtorch.federation.algorithms.maximum_likelihood import devices as predicted, estimates, maximised
 from fedtorch.models import gaussian, hierarchical
+from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import global_priors, imputation, sparse
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
-from fedtorch.models.linear import LinearHead
+from fedtorch.models.linear import LinearHead, SufficientStatistics
+from fedtorch.networks.learning import regular
+from fedtorch.networks.solvers.direct import direct
+from fedtorch.networks.solvers.fedrelax import fedrelax
+from fedtorch.networks.solvers.problem import LinearProblem
 
 SIZES = (6, 9, 7, 5, 8, 10)
 ROWS = sum(SIZES)
@@ -410,6 +416,13 @@ def test_rows_far_from_zero_are_as_good(restricted: bool) -> None:
         assert max(misfit(fit(at), here).values()) < 1e-6, at
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_slopes_that_differ_are_as_good_far_from_zero() -> None:
+    """Restricted likelihoods take determinants of second differences, which want nodes where they are said to be."""
+    fit = functools.partial(by_likelihood, "gaussian", MIXED, True)
+    assert max(misfit(fit(Scale(y_mean=1e9)), fit(Scale())).values()) < 1e-6
+
+
 @pytest.mark.filterwarnings("ignore:Expected at least 100 effective nodes")
 def test_expectation_propagation_moves_as_the_model_says() -> None:
     fit = functools.partial(by_ep, "gaussian", FEW, asked=False)
@@ -450,6 +463,169 @@ def test_means_of_incomplete_rows_far_from_zero_are_as_good() -> None:
 def test_counts_of_many_are_those_of_few_that_weigh_more(family: str) -> None:
     few, many = counted(1.0, family), counted(1e8, family)
     assert max(misfit(many, few).values()) < 1e-6
+
+
+def events(level: float, spread: float = 0.0) -> pandas.DataFrame:
+    """Counts of two groups at five sites, about `level` each; the sites' rates differ by so much."""
+    rng = numpy.random.default_rng(5)
+    site = numpy.repeat(numpy.arange(5), 8)
+    x = numpy.tile([0.0, 1.0], 20)
+    rate = level * numpy.exp(0.4 * x + spread * rng.normal(size=5)[site])
+    return pandas.DataFrame({"site": site, "x": x, "y": rng.poisson(rate).astype(float), "n": numpy.round(3 * rate)})
+
+
+@pytest.mark.parametrize("level", [1e3, 1e9])
+def test_huge_counts_without_random_effects_have_their_closed_form(level: float) -> None:
+    frame = events(level)
+    zero, one = (frame.y[frame.x == x] for x in (0, 1))
+    below = 1 / zero.sum()
+    wanted = [[math.log(zero.mean()), below], [math.log(one.mean() / zero.mean()), below + 1 / one.sum()]]
+    means = numpy.where(frame.x == 1, one.mean(), zero.mean())
+    with mpmath.workdps(50):
+        each = [y * mpmath.log(m) - m - mpmath.loggamma(y + 1) for y, m in zip(map(mpmath.mpf, frame.y), means)]
+        likelihood = float(mpmath.fsum(each))
+    data = ft.data.from_frame(frame, client="site", formula="y ~ x", standardise=False)
+    run = run_of(ft.maximum_likelihood(hierarchical.regression(data.design, "poisson")), data, maximised())
+    found = run.summary().loc[["Intercept", "x"], ["estimate", "sd"]].to_numpy()
+    errors = numpy.sqrt([row[1] for row in wanted])
+    assert float(numpy.abs(found[:, 0] - [row[0] for row in wanted]).max() / errors.min()) < 1e-4
+    numpy.testing.assert_allclose(found[:, 1], errors, rtol=1e-6)
+    assert estimates(run).log_likelihood == pytest.approx(likelihood, rel=1e-6)
+    flat = run_of(ft.ep(hierarchical.regression(data.design, "poisson", sd=1e6)), data, settled())
+    found = flat.summary().loc[["Intercept", "x"], ["estimate", "sd"]].to_numpy()
+    assert float(numpy.abs(found[:, 0] - [row[0] for row in wanted]).max() / errors.min()) < 0.01
+    numpy.testing.assert_allclose(found[:, 1], errors, rtol=1e-6 + 10 / level)
+
+
+def test_huge_counts_of_sites_that_differ_are_as_good_as_their_logarithms() -> None:
+    """A site's logarithm is then known to 2e-5, so that sites are a normal sample; the mean is not that of a site."""
+    frame = events(1e9, 0.3)
+    frame = frame[frame.x == 0]
+    logs = numpy.log(frame.groupby("site").y.mean())
+    data = ft.data.from_frame(frame, client="site", formula="y ~ 1 + (1 | site)")
+    run = run_of(ft.maximum_likelihood(hierarchical.regression(data.design, "poisson")), data, maximised())
+    found = run.summary()["estimate"]
+    assert found["Intercept"] == pytest.approx(logs.mean(), rel=1e-6)
+    assert found["sd(Intercept)"] == pytest.approx(logs.std(ddof=0), rel=1e-5)
+
+
+@pytest.mark.parametrize("level", [1e9])
+def test_huge_numbers_of_trials_have_their_closed_form(level: float) -> None:
+    frame = events(level)
+    sums = frame.groupby("x")[["y", "n"]].sum()
+    odds = numpy.log(sums.y / (sums.n - sums.y))
+    parts = 1 / sums.y + 1 / (sums.n - sums.y)
+    data = ft.data.from_frame(frame, client="site", formula="y ~ x", trials="n", standardise=False)
+    run = run_of(ft.maximum_likelihood(hierarchical.regression(data.design, "binomial")), data, maximised())
+    found = run.summary().loc[["Intercept", "x"], ["estimate", "sd"]].to_numpy()
+    errors = numpy.sqrt([parts[0], parts.sum()])
+    assert float(numpy.abs(found[:, 0] - [odds[0], odds[1] - odds[0]]).max() / errors.min()) < 1e-4
+    numpy.testing.assert_allclose(found[:, 1], errors, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:Expected at least 100 effective nodes")
+@pytest.mark.parametrize("far", [0.0, 1e9])
+def test_an_offset_moves_nothing_but_the_response(far: float) -> None:
+    """The default prior of the intercept is about what an offset leaves."""
+    frame = table("gaussian", Scale())
+    moved = frame.assign(o=far + numpy.random.default_rng(1).normal(size=ROWS))
+    moved["y"] += moved.o
+    fits = []
+    for rows, formula in ((frame, FEW), (moved, FEW + " + offset(o)")):
+        data = ft.data.from_frame(rows, client="site", formula=formula)
+        run = run_of(ft.ep(hierarchical.regression(data.design)), data, settled(1e-4))
+        fits.append(numbers(run.summary(), "estimate", "sd"))
+    torch.testing.assert_close(fits[1], fits[0], rtol=1e-6, atol=1e-6)
+    data = ft.data.from_frame(moved, client="site", formula=FEW, offset="o")
+    assert data.design.encoding.response is not None
+    assert data.design.encoding.response.mean == pytest.approx(float(frame.y.mean()), rel=1e-6, abs=1e-6)
+
+
+def test_what_a_fit_leaves_of_responses_far_from_zero() -> None:
+    """The loss of least squares, and the noise that HM1 hears of."""
+    found = []
+    for at in (Scale(), Scale(y_mean=1e9)):
+        data, head = tensors("gaussian", at), LinearHead(3, intercept=False, dtype=torch.float64)
+        loss = run_of(ft.separate(ft.least_squares(head)), data, rounds=1).history["train_loss"].iloc[-1]
+        noise = run_of(ft.matrix_normal(ft.least_squares(head)), data, rounds=2).server.summary.residual
+        found.append(torch.cat([noise, torch.tensor([loss], dtype=torch.float64)]))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-6, atol=0)
+
+
+def test_penalised_rows_far_from_zero_are_as_likely() -> None:
+    """Under a prior that is wide beside their distance."""
+    likely = []
+    for far in (0.0, 1e7):
+        y = far + random.normal(random.key(2), (20,), torch.float64)
+        model = shrinkage.penalised(shrinkage.ridge(1))
+        rows = model.prepare(ft.data.from_tensors([(torch.ones(20, 1).double(), y)]).stack([0]))
+        phi = torch.tensor([[[math.log(1e-22), 0.0]]], dtype=torch.float64)
+        likely.append(model.log_factor(phi, rows))
+    torch.testing.assert_close(likely[1], likely[0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("draws", [None, 2])
+def test_columns_far_from_the_start_are_found(draws: int | None) -> None:
+    """Sums about a start of zero have lost the digits of variances; they are taken again about the means."""
+    covariances = []
+    for mean in (0.0, 1e9):
+        data, _ = cells(Scale(), mean)
+        start = imputation.Normal(torch.zeros(3).double(), torch.eye(3).double())
+        server = run_of(ft.normal_em(draws=draws), data, rounds=40 if draws is None else 3, start=start).server
+        covariances.append(server.covariance if draws is None else server.variance)
+    torch.testing.assert_close(covariances[1], covariances[0], rtol=1e-5, atol=1e-6)
+
+
+def process(at: Scale, exact: bool) -> Found:
+    """A multi-output Gaussian process of four units; inputs and outputs have their units."""
+    rng = torch.Generator().manual_seed(0)
+    x = torch.rand(4, 9, 1, generator=rng).double()
+    y = (6 * x[..., 0] + torch.arange(4.0)[:, None]).sin() + 0.1 * torch.randn(4, 9, generator=rng).double()
+    inducing = torch.linspace(0, 1, 5).double()[:, None] * at.x
+    data = ft.data.from_tensors(list(zip(x * at.x, (y + at.y_mean) * at.y)))
+    model = ConvolvedGP(inducing, mean=bool(at.y_mean))
+    run = run_of(ft.fedmgp(model, steps=2, exact_units=exact), data, rounds=3)
+    unit = run.client_module(1)
+    mean, variance = unit.marginals(x[1] * at.x)
+    return {
+        "loss": torch.tensor(run.history["train_loss"].iloc[-1] - math.log(at.y), dtype=torch.float64),
+        "means": mean.detach() / at.y - at.y_mean,
+        "variances": variance.detach() / at.y**2,
+        "noise": unit.likelihood.noise.detach() / at.y**2,
+    }
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_gaussian_processes_move_as_the_model_says(exact: bool) -> None:
+    here = process(Scale(), exact)
+    for at in (Scale(y=1e-8, x=1e8), Scale(y=1e8, x=1e-8)):
+        assert max(misfit(process(at, exact), here).values()) < 1e-6, at
+
+
+def variation(at: Scale) -> Found:
+    """Linear models of nodes, whose coupling is scaled along."""
+    _, x, z, y = (torch.from_numpy(part).double() for part in rows("gaussian", at))
+    data = ft.data.from_tensors(list(zip(torch.stack([x, z], 1).split(SIZES), y.split(SIZES))))
+    problem = LinearProblem(ft.Network.ring(len(SIZES)), 0.3 * at.x**2, SufficientStatistics.of(data).per_row())
+    found = {"direct": direct(problem).parameters, "relaxed": fedrelax(problem, rounds=2000).parameters}
+    return {name: value / (at.y / at.x) for name, value in found.items()}
+
+
+def test_total_variation_moves_as_the_model_says() -> None:
+    here = variation(Scale())
+    for at in (Scale(y=1e-8, x=1e8, z=1e8), Scale(y=1e8, x=1e-8, z=1e-8)):
+        assert max(misfit(variation(at), here).values()) < 1e-6, at
+
+
+@pytest.mark.parametrize("projected", [False, True])
+def test_learnt_networks_know_no_units_of_discrepancies(projected: bool) -> None:
+    apart = random.uniform(random.key(0), (8, 8), torch.float64)
+    apart = (apart + apart.T).fill_diagonal_(0.0)
+    here = regular(apart, 2.0, projected=projected)
+    for unit in (1e-12, 1e12):
+        there = regular(unit * apart, 2.0, projected=projected)
+        assert torch.equal(there.edges, here.edges)
+        torch.testing.assert_close(there.weights, here.weights, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.slow

@@ -12,12 +12,17 @@ from fedtorch.models.linear import SufficientStatistics
 
 
 class Reduced(NamedTuple):
-    """d rows that stand for all rows of a linear model: ‖y − Xθ‖² = rest + ‖response − root'θ‖²."""
+    """d rows that stand for all rows of a linear model: ‖y − Xθ‖² = rest + ‖response − root'(θ − fit)‖²."""
 
     root: Tensor  # (..., d, d) B with BB' = X'X
-    response: Tensor  # (..., d) z with B z = X'y
-    rest: Tensor  # (...) ‖y‖² − ‖z‖²
+    fit: Tensor  # (..., d) θ̂, zero where sums are about zero
+    response: Tensor  # (..., d) z with B z = X'(y − Xθ̂)
+    rest: Tensor  # (...) ‖y − Xθ̂‖² − ‖z‖²
     count: Tensor  # type: ignore[assignment]  # (...) n
+
+    def misfit(self, theta: Tensor) -> Tensor:
+        """Return response − root'(θ − fit) `(..., R, d)` at θ `(..., R, d)`."""
+        return self.response[..., None, :] - (theta - self.fit[..., None, :]) @ self.root
 
 
 def reduced(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None = None) -> Reduced:
@@ -49,5 +54,4 @@ def reduced(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None
     turn, upper = torch.linalg.qr(half.mT)
     root = upper.mT.take_along_dim(order.argsort(-1)[..., None], -2) / scale[..., None]
     rest = (power - response.square().sum(-1)).clamp(min=0)
-    fitted = (root.mT @ fit[..., None])[..., 0]
-    return Reduced(root, (turn.mT @ response[..., None])[..., 0] + fitted, rest, count)
+    return Reduced(root, fit, (turn.mT @ response[..., None])[..., 0], rest, count)

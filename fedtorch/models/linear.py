@@ -41,7 +41,8 @@ FeatureMap = Callable[[Tensor], Tensor]  # inputs (..., q) -> features (..., d)
 
 LINEAR_EXTRAS = ("offset", "weight")  # what linear models know beside x and y
 CLEAR = 1e-6  # eigenvalues above, relative to the largest, are as exact in any units
-_ROUNDING = 64 * torch.finfo(torch.float64).eps  # of the sums over rows, relative to the largest eigenvalue
+_EPS = torch.finfo(torch.float64).eps
+_ROUNDING = 64 * _EPS  # of the sums over rows, relative to the largest eigenvalue
 
 
 def raw(x: Tensor) -> Tensor:
@@ -272,24 +273,37 @@ def _not_unique(statistics: SufficientStatistics, unique: Tensor) -> str:
 
 
 class Spectral(NamedTuple):
-    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns."""
+    """Sufficient statistics with the eigenvectors of X'X = V diag(m) V', in the units of the columns.
+
+    Sums of y are taken about the least squares fit θ̂, of responses far from zero, too:
+    ‖y − Xθ‖² = rest + δ'(X'X δ − 2 left), δ = θ − θ̂.
+    """
 
     statistics: SufficientStatistics
     values: Tensor  # (..., p) m, zero where the rows leave a direction open
     vectors: Tensor  # (..., p, p) V
-    cross: Tensor  # (..., p) V'X'y, or (..., p, o)
+    fit: LeastSquares  # θ̂ of least norm, (..., p), or (..., p, o) of o responses
+    left: Tensor  # X'(y − Xθ̂), of the same shape: what rounding has left
+    cross: Tensor  # V' times that
+    rest: Tensor  # (...) ‖y − Xθ̂‖², of all responses, at the least what rounding leaves
     count: Tensor  # type: ignore[assignment]  # (...) n
 
 
-def spectral(statistics: SufficientStatistics) -> Spectral:
+def spectral(statistics: SufficientStatistics, rows: tuple[Tensor, Tensor] | None = None) -> Spectral:
     """Return statistics in the basis of the eigenvectors of X'X; directions that rows leave open have eigenvalue 0.
 
     Eigenvalues below 1e-6 of the largest are as inexact as their ratio says: `linalg.equilibrated` is the exact way,
     which here only tells how many of them there are. Warns of columns that depend on each other.
+
+    Args:
+        statistics: X'X, X'y and y'y.
+        rows: X `(..., N, p)` and y, zero where there is no row, if they are at hand: of responses far from zero, y'y
+            has no digits left for what the fit leaves.
     """
     gram = statistics.gram
     values, vectors = torch.linalg.eigh(gram)
-    rank = (values > CLEAR * values[..., -1:]).sum(-1)
+    clear = values > CLEAR * values[..., -1:]
+    rank = clear.sum(-1)
     doubtful = rank < _most(statistics)
     if bool(doubtful.any()):
         rank[doubtful] = linalg.equilibrated(gram[doubtful]).rank
@@ -297,9 +311,50 @@ def spectral(statistics: SufficientStatistics) -> Spectral:
     place = torch.arange(gram.shape[-1], device=gram.device)
     known = place >= gram.shape[-1] - rank[..., None]
     values = torch.where(known, values.clamp(min=torch.finfo(values.dtype).tiny), 0.0)
-    some = statistics.cross if statistics.cross.ndim == gram.ndim else statistics.cross[..., None]
-    cross = (vectors.mT @ some).reshape(statistics.cross.shape)
-    return Spectral(statistics, values, vectors, cross, statistics.count)
+    flat = statistics.cross.ndim < gram.ndim
+    cross = statistics.cross[..., None] if flat else statistics.cross
+    fit = _fitted(gram, cross, values, vectors, clear.all(-1))
+    if rows is None:
+        left = cross - gram @ fit.solution
+        rest, rounding = statistics.power - (fit.solution * (cross + left)).sum((-2, -1)), _ROUNDING
+    else:
+        design, y = rows
+        away = (y[..., None] if flat else y) - design @ fit.solution
+        left, rest, rounding = design.mT @ away, away.square().sum((-2, -1)), _EPS**2  # of the responses themselves
+    rest = rest.maximum(rounding * statistics.power)
+    turned, solution = vectors.mT @ left, fit.solution
+    if flat:
+        left, turned, solution = left[..., 0], turned[..., 0], solution[..., 0]
+    fit = fit._replace(solution=solution)
+    return Spectral(statistics, values, vectors, fit, left, turned, rest, statistics.count)
+
+
+def spectral_rows(design: Tensor, y: Tensor, mask: Tensor) -> Spectral:
+    """Return `spectral` of the sums of stacked clients' rows, a row, with their `count`.
+
+    Args:
+        design: X `(K, N, p)`.
+        y: `(K, N)` or `(K, N, o)`.
+        mask: `(K, N)` bool, which rows are data; a client without rows has zeros.
+    """
+    statistics = sufficient_statistics(design, y, mask)
+    share = torch.where(mask, statistics.count.clamp(min=1).rsqrt()[:, None], 0.0)
+    weighted = [torch.where(tree.along(mask, part), part, 0.0) * tree.along(share, part) for part in (design, y)]
+    return spectral(statistics.per_row(), (weighted[0], weighted[1]))
+
+
+def _fitted(gram: Tensor, cross: Tensor, values: Tensor, vectors: Tensor, clear: Tensor) -> LeastSquares:
+    """Return `least_norm` of each `(..., p, o)`, from eigenvectors where eigenvalues are `clear`, `(...)`."""
+    solution = vectors @ (vectors.mT @ cross / values[..., None])
+    rank = torch.full_like(clear, values.shape[-1], dtype=torch.int64)
+    fit = LeastSquares(solution, rank, values.reciprocal().mean(-1))
+    if bool(clear.all()):
+        return fit
+    others = ~clear
+    exact = _equilibrated_fit(gram[others], cross[others])
+    return LeastSquares(
+        *(leaf.masked_scatter(tree.along(others, leaf), other.to(leaf)) for leaf, other in zip(fit, exact))
+    )
 
 
 def _most(statistics: SufficientStatistics) -> Tensor:
@@ -336,17 +391,21 @@ class LeastSquares(NamedTuple):
     spread: Tensor  # (...) mean of 1/eigenvalue of X'X over its rank; times σ² the mean sampling variance
 
 
-def least_norm(statistics: SufficientStatistics, warn: bool = True) -> LeastSquares:
+def least_norm(statistics: SufficientStatistics) -> LeastSquares:
     """Return the least squares solution of least norm in the columns' units; defined for any rows, also none.
 
-    Warns of columns that depend on each other, unless somebody has.
+    Warns of columns that depend on each other.
     """
-    parts = linalg.equilibrated(statistics.gram)
-    if warn:
-        warn_of_dependence(statistics, parts.rank)
+    fit = _equilibrated_fit(statistics.gram, statistics.cross[..., None])
+    warn_of_dependence(statistics, fit.rank)
+    return fit._replace(solution=fit.solution[..., 0])
+
+
+def _equilibrated_fit(gram: Tensor, cross: Tensor) -> LeastSquares:
+    """Return the solutions of X'X θ = X'y of least norm, `(..., p, o)`."""
+    parts = linalg.equilibrated(gram)
     root = parts.inverse_root(parts.null())
-    solution = (root @ (root.mT @ statistics.cross[..., None]))[..., 0]
-    return LeastSquares(solution, parts.rank, root.square().sum((-2, -1)) / parts.rank.clamp(min=1))
+    return LeastSquares(root @ (root.mT @ cross), parts.rank, root.square().sum((-2, -1)) / parts.rank.clamp(min=1))
 
 
 def residual_sum(statistics: SufficientStatistics, coefficients: Tensor) -> Tensor:

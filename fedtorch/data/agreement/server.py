@@ -3,9 +3,10 @@
 The conversation is a generator: it yields a question for all sites, is given their answers by name, and returns the
 design. Questions and answers are JSON.
 
-1. `describe`: the formula, the minimum, and which levels are declared. A site reads the formula against the fixed list,
-   compares it with its policy, and tells of its own columns what at least `minimum` of its own rows are behind: mean
-   and sum of squares of columns that are scaled, histograms of those that have knots, names of levels.
+1. `describe`: the formula, the minimum, offsets beside the formula's, and which levels are declared. A site reads the
+   formula against the fixed list, compares it with its policy, and tells of its own columns what at least `minimum` of
+   its own rows are behind: mean and sum of squares of columns that are scaled and of the response less its offsets,
+   histograms of those that have knots, names of levels.
 2. `make`: the design. Each site makes its own rows by it, or refuses where a row has a level that is in none.
 
 >>> import pandas
@@ -106,6 +107,7 @@ def _described(request: Request) -> Conversation:
         "minimum": request.minimum,
         "declared": sorted(declared),
         "also": _also(request, formula),
+        "offset": [] if request.offset is None else [request.offset],
     }
     answers = yield question
     _check_answers(answers, request.formula)

@@ -4,7 +4,7 @@
 >>> sexes = ["f", "m"] * 9 + ["x", "f"]
 >>> frame = pandas.DataFrame({"age": [50.0 + i for i in range(20)], "sex": sexes, "y": [0.0] * 20})
 >>> site = Answers(frame, Disclosure(minimum=5))
->>> question = {"step": "describe", "minimum": 5, "declared": [], "also": []}
+>>> question = {"step": "describe", "minimum": 5, "declared": [], "also": [], "offset": []}
 >>> said = site.answer({**question, "formula": "y ~ scale(age) + sex"})
 >>> said["levels"], said["moments"]["age"]
 ({'sex': ['f', 'm']}, [20, 59.5, 665.0])
@@ -73,7 +73,10 @@ class Answers:
         formula = self._formula(_checked(question, "formula", str))
         minimum = _checked(question, "minimum", int)
         declared, also = (_texts(question, name) for name in ("declared", "also"))
-        self.disclosure.check(minimum, formula.columns)
+        offset = _texts(question, "offset")
+        self._has(offset)
+        self.disclosure.check(minimum, (*formula.columns, *offset))
+        offsets = {formula.response: (*formula.offset, *map(Quantity, offset))}
         text = [column for column in formula.columns if not self._cells.numeric(column)]
         needs = _needs(formula, {*text, *declared})
         means, spreads = described(formula, needs, also), spread(needs)
@@ -82,7 +85,9 @@ class Answers:
         columns = dict.fromkeys(Quantity(quantity.column) for quantity in spreads)
         return {
             "text": [column for column in text if column not in declared],
-            "moments": {each.name: self._once("mean of", each, minimum, moments) for each in means},
+            "moments": {
+                each.name: self._once("mean of", each, minimum, moments, offsets.get(each, ())) for each in means
+            },
             "histograms": {each.name: self._once("histogram of", each, minimum, histogram) for each in columns},
             "levels": {column: self._levels(column, minimum) for column in undeclared},
         }
@@ -124,16 +129,24 @@ class Answers:
                 f"the site has no column {absent[0]!r} that the formula reads; correct it, or leave the site out"
             )
 
-    def _once(self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any]) -> Any:
-        whose = f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
-        return self._log.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity), minimum))
+    def _once(
+        self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any], less: Sequence[Quantity] = ()
+    ) -> Any:
+        whose = " less ".join(map(_whose, (quantity, *less)))
+        return self._log.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity, less), minimum))
 
-    def _values(self, quantity: Quantity) -> numpy.ndarray:
-        """Return the numbers of a quantity that are there."""
+    def _values(self, quantity: Quantity, less: Sequence[Quantity] = ()) -> numpy.ndarray:
+        """Return the numbers of a quantity that are there, less those of others."""
+        values = self._numbers(quantity)
+        for other in less:
+            values = values - self._numbers(other)
+        return values[~numpy.isnan(values)]
+
+    def _numbers(self, quantity: Quantity) -> numpy.ndarray:
+        """Return the numbers of a quantity, NaN where there are none."""
         if not self._cells.numeric(quantity.column):
             raise Refused(f"the site's column {quantity.column!r} has no numbers; write it as a factor, on its own")
         values = self._cells.numbers(quantity.column)
-        values = values[~numpy.isnan(values)]
         if not quantity.log:
             return values
         if bool((values <= 0).any()):
@@ -174,6 +187,10 @@ def described(formula: Formula, needs: Requirements, also: Sequence[str]) -> tup
     every = dict.fromkeys([formula.response, *(variable.quantity for variable in formula.variables)])
     wanted = {*needs.quantities, *(each for each in every if each.name in also and each.column in needs.numbers)}
     return tuple(each for each in every if each in wanted)
+
+
+def _whose(quantity: Quantity) -> str:
+    return f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
 
 
 def spread(needs: Requirements) -> tuple[Quantity, ...]:

@@ -60,7 +60,7 @@ class Encoding:
     scales: Mapping[str, Scale] = field(default_factory=dict)  # by variable, "center(age)" or "scale(age)"
     standard: Mapping[str, Scale] = field(default_factory=dict)  # by coefficient: columns of x within the fit
     centres: Mapping[str, float] = field(default_factory=dict)  # by coefficient: means that stay in, in sds
-    response: Scale | None = None  # mean and sd of the response; like `centres` for default priors
+    response: Scale | None = None  # mean and sd of the response less its offsets; like `centres` for default priors
 
     def __post_init__(self) -> None:
         for part in (self.levels, self.splines, self.polynomials, self.scales, self.standard, self.centres):

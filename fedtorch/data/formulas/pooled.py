@@ -18,7 +18,7 @@ import numpy
 from fedtorch.data.formulas.cells import Cells, level_name, ordered_levels, shown
 from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.encoding import Encoding, Levels, Scale, Spline
-from fedtorch.data.formulas.grammar import Formula, Variable
+from fedtorch.data.formulas.grammar import Formula, Quantity, Variable
 from fedtorch.data.formulas.requirements import (
     declared_levels,
     knot_probabilities,
@@ -55,7 +55,7 @@ def pooled_design(
         ValueError: what `Design` refuses; a factor of one level; a column that does not vary, too few values for the
             knots of a spline.
     """
-    design = Design(formula.text, encoding(formula, cells, levels), cells.group, offset, weights, trials)
+    design = Design(formula.text, encoding(formula, cells, levels, offset), cells.group, offset, weights, trials)
     x = design.matrix(cells)
     return design.standardised(x.mean(0), x.std(0, ddof=min(1, len(x) - 1))) if standardise and len(x) else design
 
@@ -65,13 +65,16 @@ def factors(formula: Formula, cells: Cells) -> set[str]:
     return {column for column in formula.columns if not cells.numeric(column)}
 
 
-def encoding(formula: Formula, cells: Cells, levels: Mapping[str, Any] | None = None) -> Encoding:
+def encoding(
+    formula: Formula, cells: Cells, levels: Mapping[str, Any] | None = None, offset: str | None = None
+) -> Encoding:
     """Return the encoding from the rows of one place; columns of x are not standardised.
 
     Args:
         formula: as `parse` read it.
         cells: of all rows.
         levels: declared levels of columns, the reference first: a sequence, or `Levels`.
+        offset: a column that is an offset, beside those of the formula.
 
     Raises:
         ValueError: a factor of one level; a column that does not vary, too few values for the knots of a spline.
@@ -106,7 +109,7 @@ def encoding(formula: Formula, cells: Cells, levels: Mapping[str, Any] | None = 
             for variable in needs.polynomials
         },
         scales={variable.name: means[variable.quantity] for variable in needs.scales},
-        response=None if formula.response.column in needs.levels else response_scale(cells.numbers(*formula.response)),
+        response=None if formula.response.column in needs.levels else _response_scale(formula, cells, offset),
     )
 
 
@@ -130,8 +133,11 @@ def spline_of(variable: Variable, values: numpy.ndarray) -> Spline:
     return spline_of_quantiles(variable, inner.tolist(), float(values.min()), float(values.max()))
 
 
-def response_scale(values: numpy.ndarray) -> Scale | None:
-    """Return mean and sd of a response; None if it does not vary."""
+def _response_scale(formula: Formula, cells: Cells, offset: str | None) -> Scale | None:
+    """Return mean and sd of a response less its offsets; None if it does not vary."""
+    values = cells.numbers(*formula.response)
+    for quantity in (*formula.offset, *([] if offset is None else [Quantity(offset)])):
+        values = values - cells.numbers(*quantity)
     sd = float(values.std(ddof=1)) if len(values) > 1 else 0.0
     return Scale(float(values.mean()), sd) if sd > 0 else None
 

@@ -1,7 +1,8 @@
 r"""Draws of the normal distribution of sites' rows with missing cells from its posterior: data augmentation.
 
-In the first round sites tell how many values of each column they have, and these values' sums and squares, which give
-the prior its units. In each other round every site draws its mean and its missing cells (`models.incomplete_normal`)
+In the first round sites tell how many values of each column they have, and these values' sums and squares about the
+start, which give the prior its units; of columns that are far from it, in a second one about their means. In each other
+round every site draws its mean and its missing cells (`models.incomplete_normal`)
 and tells sums of the rows so completed; the server draws
 
 .. math::
@@ -36,6 +37,7 @@ from fedtorch.models.gibbs.imputation import Normal
 from fedtorch.models.incomplete_normal import Gaps, SiteNormal, drawn, gaps
 
 RIDGE = 1.0  # ε, in rows
+_FAR = 1e6  # squared sds
 _AT_ONCE = 2**21  # numbers of completed rows of several chains
 WEIGHT, GUESS = 2.0, 0.1  # ν in sites, and c: the prior guess of τ, in variances of the columns
 
@@ -45,7 +47,7 @@ class NormalDraws(NamedTuple):
 
     normal: SiteNormal  # (M, ...)
     variance: Tensor  # (p,) S
-    version: Tensor  # rounds that have been aggregated
+    version: Tensor  # rounds that have been aggregated since the columns' units are known, 0 before
 
 
 @tells(Learns("exact sums of products of a site's columns: of fewer rows than columns, the rows"))
@@ -94,7 +96,7 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
     chains = normal.mean.shape[1]
     rows = torch.arange(data.values.shape[1], device=data.count.device) < data.count[:, None]
     if len(version) and int(version[0]) == 0:
-        return Reply(Sum(_observed(data, rows, chains)), state, {})
+        return Reply(Sum(_observed(data, rows, normal.mean)), state, {})
     keys = random.fold_in(turn.key[:, None], torch.arange(chains, device=turn.key.device))
     some = max(1, _AT_ONCE // max(1, data.values.numel()))
     groups = [slice(m, m + some) for m in range(0, chains, some)]
@@ -104,11 +106,11 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
     return Reply(Sum(_Sums(count, first, second, place, place.square(), torch.ones_like(count[:, 0]))), state, {})
 
 
-def _observed(data: Gaps, rows: Tensor, chains: int) -> _Sums:
-    """Return the sums of what is observed."""
+def _observed(data: Gaps, rows: Tensor, mean: Tensor) -> _Sums:
+    """Return the sums of what is observed about the start `(K, M, p)`."""
     seen = (data.observed & rows[..., None]).to(data.values.dtype)
-    values = data.values * seen
-    first, square = (leaf.sum(1)[:, None].expand(-1, chains, -1) for leaf in (values, values.square()))
+    values = (data.values[:, None] - mean[:, :, None]) * seen[:, None]
+    first, square = (leaf.sum(2) for leaf in (values, values.square()))
     nothing = torch.zeros_like(first)
     return _Sums(seen.sum(1), first, torch.diag_embed(square), nothing, nothing, torch.ones_like(seen[:, 0, 0]))
 
@@ -125,22 +127,40 @@ def _completed(data: Gaps, rows: Tensor, normal: SiteNormal, keys: Tensor) -> tu
 
 def _server(state: NormalDraws, aggregate: Sum, key: Tensor, *, between: bool) -> NormalDraws:
     sums: _Sums = aggregate.value
-    draw = _first if int(state.version) == 0 else _later
-    return draw(state, sums, key, between)._replace(version=state.version + 1)
+    return (_first if int(state.version) == 0 else _later)(state, sums, key, between)
+
+
+def far(moved: Tensor, mean: Tensor, variance: Tensor) -> bool:
+    """Return whether means `(p,)` are so far from where sums were taken about that these lose digits of variances.
+
+    >>> one = torch.ones(1, dtype=torch.float64)
+    >>> far(1e4 * one, 1e4 * one, one), far(1e-16 * one, one, 0 * one)  # the second has moved by rounding
+    (True, False)
+    """
+    return bool(((moved.square() > _FAR * variance) & (moved.square() > _rounding(mean))).any())
+
+
+def _rounding(mean: Tensor) -> Tensor:
+    """Return the variance of values that are all the same, but for rounding."""
+    return (64 * torch.finfo(mean.dtype).eps * mean).square()
 
 
 def _first(state: NormalDraws, sums: _Sums, key: Tensor, between: bool) -> NormalDraws:
-    """Begin at the columns' means and variances, uncorrelated."""
+    """Begin at the columns' means and variances, uncorrelated; first go to where the columns are, if that is far."""
     if bool((sums.count == 0).any()):
         empty = (sums.count == 0).nonzero()[:, 0].tolist()
         raise ValueError(f"Expected values of every column, but no site has any of columns {empty}; leave these out")
-    mean = sums.first / sums.count
-    variance = (sums.second[0].diagonal() / sums.count - mean[0].square()).clamp(min=0)
-    variance = torch.where(variance > 1e-12 * mean[0].square(), variance, 1.0)
+    moved = sums.first / sums.count
+    mean = state.normal.mean + moved
+    variance = sums.second[0].diagonal() / sums.count - moved[0].square()
+    if far(moved[0], mean[0], variance):
+        return state._replace(normal=state.normal._replace(mean=mean))
+    constant = variance <= _rounding(mean[0])
+    variance = torch.where(constant, torch.where(mean[0] == 0, 1.0, mean[0].square()), variance)
     spread = GUESS * variance if between else torch.zeros_like(variance)
     chains = len(mean)
     normal = SiteNormal(mean, torch.diag(variance).expand(chains, -1, -1), spread.expand(chains, -1))
-    return NormalDraws(normal, variance, state.version)
+    return NormalDraws(normal, variance, state.version + 1)
 
 
 def _later(state: NormalDraws, sums: _Sums, key: Tensor, between: bool) -> NormalDraws:
@@ -159,13 +179,13 @@ def _later(state: NormalDraws, sums: _Sums, key: Tensor, between: bool) -> Norma
         covariance = inverse_wishart(of_covariance, rows - 1 + RIDGE, linalg.symmetric(second + prior))
         factor = torch.linalg.cholesky(covariance / rows)
         mean = normal.mean + centre + (factor @ z[..., None])[..., 0]
-        return state._replace(normal=SiteNormal(mean, covariance, normal.between))
+        return state._replace(normal=SiteNormal(mean, covariance, normal.between), version=state.version + 1)
     covariance = inverse_wishart(of_covariance, rows + RIDGE, linalg.symmetric(sums.second + prior))
     step = sums.place / sites + (normal.between / sites).sqrt() * z
     square = sums.square - 2 * step * sums.place + sites * step.square()
     scale = (square.clamp(min=0) + WEIGHT * GUESS * variance) / 2
     spread = scale / random.gamma(of_spread, (sites + WEIGHT) / 2, (p,), torch.float64)
-    return state._replace(normal=SiteNormal(normal.mean + step, covariance, spread))
+    return state._replace(normal=SiteNormal(normal.mean + step, covariance, spread), version=state.version + 1)
 
 
 def inverse_wishart(keys: Tensor, freedom: Tensor, scale: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import Design
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.algorithms._augmentation import augmentation, start
+from fedtorch.federation.algorithms._augmentation import augmentation, far, start
 from fedtorch.federation.exchanges.exchange import Mean
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.posterior import Named
@@ -98,7 +98,9 @@ def _client(inbox: Normal, state: Any, data: Any, turn: Turn) -> Reply:
 
 def _server(state: Normal, aggregate: Mean, key: Tensor) -> Normal:
     moved, second = aggregate.value
-    return Normal(state.mean + moved, second - moved[:, None] * moved)
+    covariance = second - moved[:, None] * moved
+    mean = state.mean + moved
+    return Normal(mean, state.covariance if far(moved, mean, covariance.diagonal()) else covariance)
 
 
 def _estimates(run: Any) -> Estimates:

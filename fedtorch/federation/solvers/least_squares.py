@@ -38,7 +38,7 @@ from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.turn import Turn
 from fedtorch.kernels.programs import gradient_steps
 from fedtorch.models.hierarchical.penalised import Rows, check_family, negative_log_likelihood, observed, penalised_mode
-from fedtorch.models.linear import CLEAR, LinearHead, Spectral, is_rowwise, spectral, sufficient_statistics
+from fedtorch.models.linear import CLEAR, LinearHead, Spectral, is_rowwise, spectral_rows
 from fedtorch.tree import Tree
 
 
@@ -174,8 +174,7 @@ def _prepare(form: LinearForm, data: Any) -> Spectral:
         x = form.design(x)
     if y.shape[2:] != (form.outputs,):
         raise ValueError(f"Expected targets of shape ({form.outputs},), but got {tuple(y.shape[2:])}")
-    # Per row, and zeros for a client without rows, which stays at the start.
-    return spectral(sufficient_statistics(x, y, data.mask).per_row())._replace(count=data.count)
+    return spectral_rows(x, y, data.mask)._replace(count=data.count)  # a client without rows stays at the start
 
 
 def _solve(
@@ -188,40 +187,45 @@ def _solve(
     quadratic: Quadratic | None,
     turn: Turn,
 ) -> Local:
-    old, share = form.join(start).to(torch.float64), 2 / form.outputs
-    added = None if quadratic is None else _added(quadratic, start, form)
-    gram, cross, power, _ = data.statistics
+    share, fit = 2 / form.outputs, data.fit.solution  # from here on θ is about the fit
+    old = form.join(start).to(torch.float64) - fit
+    added = None if quadratic is None else _added(quadratic, start, form, fit)
+    gram = data.statistics.gram
     if steps is not None and (library := _program(data, added, old)) is not None:
-        known = (*data[1:4], gram, cross, power)
+        known = (data.values, data.vectors, data.cross, gram, data.left, data.rest)
         new, taken, loss = gradient_steps.descended(library, known, added, old, share, steps, lr)
     else:
         if steps is None:
             new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
         else:
             new, taken = _descended(data, share, added, old, steps, lr)
-        loss = ((power + (new * torch.baddbmm(cross, gram, new, beta=-2)).sum((1, 2))) / form.outputs).clamp(min=0)
-    solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new), start)
+        away = torch.baddbmm(data.left, gram, new, beta=-2)
+        loss = ((data.rest + (new * away).sum((1, 2))) / form.outputs).clamp(min=0)
+    solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new + fit), start)
     return Local(solution, state, taken, {"loss": loss})
 
 
 class _Added(NamedTuple):
-    """Return the value of a quadratic, ½ Σ λ_j θ_j² − ⟨h, θ⟩."""
+    """A quadratic ½ Σ λ_j θ_j² − ⟨h, θ⟩."""
 
     precision: Tensor  # (K, 1) or (K, p) λ
     shift: Tensor  # (K, p, o) h
 
 
-def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm) -> _Added:
+def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm, fit: Tensor | float = 0.0) -> _Added:
+    """Return the quadratic of what coefficients are beyond a fit `(K, p, o)`, but for a constant."""
     common = quadratic.precision
     precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
-    return _Added(precision.to(torch.float64), form.join(quadratic.shift).to(torch.float64))
+    precision = precision.to(torch.float64)
+    return _Added(precision, form.join(quadratic.shift).to(torch.float64) - precision[..., None] * fit)
 
 
 def _program(data: Spectral, added: _Added | None, old: Tensor) -> Any:
     """Return the program of gradient steps from `old`, None where there is none or it does not know them."""
     if added is not None and added.precision.shape[1] != 1:
         return None
-    tensors = (old, data.values, data.vectors, data.cross, *data.statistics[:3], *(() if added is None else added))
+    known = (data.values, data.vectors, data.cross, data.statistics.gram, data.left, data.rest)
+    tensors = (old, *known, *(() if added is None else added))
     return gradient_steps.program(old.shape[1], tensors)
 
 
@@ -247,7 +251,7 @@ def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) 
 
 def _exact_minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:
     """Return the same whatever the units of the features."""
-    matrix, right = data.statistics.gram * share, data.statistics.cross * share
+    matrix, right = data.statistics.gram * share, data.left * share
     if added is not None:
         matrix, right = matrix + added.precision.expand(right.shape[:2]).diag_embed(), right + added.shift
     parts = linalg.equilibrated(matrix)
@@ -266,7 +270,7 @@ def _descended(
             curvature = curvature + added.precision
         else:
             curvature, basis = torch.linalg.eigh(data.statistics.gram * share + added.precision.diag_embed())
-            descent = basis.mT @ (data.statistics.cross * share)
+            descent = basis.mT @ (data.left * share)
         descent = torch.baddbmm(descent, basis.mT, added.shift)
     reach, taken = _gradient_steps(curvature, steps, lr)
     slope = torch.addcmul(descent, curvature[..., None], basis.mT.bmm(old), value=-1)

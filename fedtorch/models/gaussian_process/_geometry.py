@@ -93,7 +93,9 @@ class Geometry(UnitModel):
         inverse, inputs = _inverse(root), self.embed(x)
         cross = self.kernel.cross(inputs, self.embed(self.inducing))
         basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
-        residual = self.kernel.variance(inputs) - basis.square().sum(-1)
+        prior = self.kernel.variance(inputs)
+        rounding = torch.finfo(prior.dtype).eps * prior.detach()  # below which a difference is no variance
+        residual = torch.maximum(prior - basis.square().sum(-1), rounding)
         if self.own_kernel is not None:
             residual = residual + self._own_size() * diagonal(self.own_kernel, self._own_dims, inputs)
         if mask is not None:

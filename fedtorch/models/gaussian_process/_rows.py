@@ -26,7 +26,7 @@ def row_fit(likelihood: Any, y: Tensor, mean: Tensor, variance: Tensor, mask: Te
         likelihood: any GPyTorch likelihood of one-dimensional outputs.
         y: outputs `(*b, N)`.
         mean: of f `(*b, N)`.
-        variance: of f `(*b, N)`.
+        variance: of f `(*b, N)`, positive where there is a row.
         mask: `(*b, N)`, 1 for rows that are there.
         extra: what the likelihood wants besides, `(*b, N)` each.
     """
@@ -34,7 +34,7 @@ def row_fit(likelihood: Any, y: Tensor, mean: Tensor, variance: Tensor, mask: Te
         gap = (y - mean).square() + variance
         return -0.5 * mask * (math.log(2 * math.pi) + likelihood.noise.log() + gap / likelihood.noise)
     there = mask > 0
-    variance = torch.where(there, variance.clamp(min=1e-12), torch.ones_like(variance))
+    variance = torch.where(there, variance, torch.ones_like(variance))
     if isinstance(likelihood, LaplaceLikelihood):
         scale = likelihood.noise.sqrt()
         value = -(2 * scale).log() - _absolute(y - mean, variance.sqrt()) / scale

@@ -30,7 +30,6 @@ from fedtorch.models.gaussian_process.unit_prior import moments
 
 MultivariateNormal = gpytorch.distributions.MultivariateNormal
 GaussianLikelihood = gpytorch.likelihoods.GaussianLikelihood
-_LEAST_NOISE = 1e-8
 
 
 class ConvolvedGP(Geometry):
@@ -42,7 +41,7 @@ class ConvolvedGP(Geometry):
         inducing: inducing inputs w `(J, d)`, the same for all latent processes.
         kernel: default: a `ConvolutionProcess`. A kernel of GPyTorch, or a list of them, becomes a `Coregionalisation`.
         likelihood: any GPyTorch likelihood of one-dimensional outputs, with the units' batch shape; default: Gaussian
-            noise with a variance above 1e-8.
+            noise.
         latents: latent processes of the default kernel.
         batch_shape: of the units.
         learn_inducing: whether the inducing inputs are parameters.
@@ -104,7 +103,7 @@ class ConvolvedGP(Geometry):
         if self.kernel.dims != dims:
             raise ValueError(f"Expected a kernel of {dims} dimensions, but got one of {self.kernel.dims}")
         if likelihood is None:
-            likelihood = GaussianLikelihood(noise_constraint=positive(_LEAST_NOISE), batch_shape=batch_shape)
+            likelihood = GaussianLikelihood(noise_constraint=positive(), batch_shape=batch_shape)
         self.likelihood, self.batch_shape, self.scale, self.jitter = likelihood, batch_shape, scale, jitter
         self.own_kernel, self.share_own_kernel = own_kernel, share_own_kernel
         self._own_dims = {} if own_kernel is None else parameter_dims(own_kernel)

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_FURTHEST = 30.0  # of a linear predictor, before its exponential
+from fedtorch.models import counts
+
 _SMALL, _COUNTS = 30.0, 120  # rates whose counts are found one after the other, and how many of these
 
 
@@ -96,12 +97,11 @@ def _gaussian_density(y: Tensor, eta: Tensor, variance: Tensor) -> Tensor:
 
 
 def _binomial_density(y: Tensor, eta: Tensor, trials: Tensor) -> Tensor:
-    ways = torch.lgamma(trials + 1) - torch.lgamma(y + 1) - torch.lgamma(trials - y + 1)
-    return ways + y * eta - trials * torch.nn.functional.softplus(eta)
+    return counts.binomial(y, eta, trials)
 
 
 def _poisson_density(y: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
-    return y * eta - eta.clamp(max=_FURTHEST).exp() - torch.lgamma(y + 1)
+    return counts.poisson(y, eta)
 
 
 def _binomial_draw(uniform: Tensor, eta: Tensor, trials: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def _binomial_draw(uniform: Tensor, eta: Tensor, trials: Tensor) -> Tensor:
 
 
 def _poisson_draw(uniform: Tensor, eta: Tensor, scale: Tensor) -> Tensor:
-    rate = eta.clamp(max=_FURTHEST).exp()
+    rate = counts.rate(eta)
     if rate.numel() and float(rate.max()) > _SMALL:
         from scipy import stats
 
@@ -174,4 +174,4 @@ GAUSSIAN = Family(
 )
 LOGISTIC = Family("logistic", torch.sigmoid, _binomial_density, _binomial_draw)
 CUMULATIVE = Family("cumulative", _no_mean, _cumulative_density, _cumulative_draw)  # y: numbers of levels from 0
-POISSON = Family("poisson", lambda eta: eta.clamp(max=_FURTHEST).exp(), _poisson_density, _poisson_draw)
+POISSON = Family("poisson", counts.rate, _poisson_density, _poisson_draw)

@@ -40,7 +40,7 @@ from fedtorch.models.hierarchical.families import GAUSSIAN
 from fedtorch.models.hierarchical.hierarchy import Components, Hierarchy
 from fedtorch.models.hierarchical.hyperpriors import Hyperprior
 from fedtorch.models.hierarchical.integrals.given import Coefficients
-from fedtorch.models.linear import LINEAR_EXTRAS, SufficientStatistics, residual_sum, sufficient_statistics
+from fedtorch.models.linear import LINEAR_EXTRAS, SufficientStatistics, sufficient_statistics
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import log_weights, observations, refuse
 
@@ -115,7 +115,7 @@ def linear(
     likelihood = DeviceLikelihood(
         prepare,
         local,
-        lambda data, mean, covariance: _residual(data.rows, mean, covariance),
+        lambda data, mean, covariance: expected_residual(data.rows, mean, covariance),
         lambda data: data.rows.count,
         lambda data: 1,
         GAUSSIAN,
@@ -146,16 +146,18 @@ def adapted(model: Model, posterior: MultivariateNormal, data: Any) -> DevicePos
     return model.devices(Moments(*tree.expand(moments, count)), model.prepare(data))
 
 
-def expected_residual(data: SufficientStatistics, mean: Tensor, covariance: Tensor) -> Tensor:
+def expected_residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
     """Return E ‖y_k − X_k θ_k‖² under θ_k ~ N(mean `(K, d)`, covariance `(K, d, d)`), `(K,)`.
 
     >>> import torch
     >>> from fedtorch.models.linear import sufficient_statistics
-    >>> data = sufficient_statistics(torch.ones(1, 2, 1), torch.tensor([[1.0, 3.0]]))
-    >>> expected_residual(data, torch.tensor([[2.0]]).double(), torch.tensor([[[0.5]]]).double())  # 2 · (1 + ½)
+    >>> data = reduced(sufficient_statistics(torch.ones(1, 2, 1), torch.tensor([[1.0, 3.0]])))
+    >>> found = expected_residual(data, torch.tensor([[2.0]]).double(), torch.tensor([[[0.5]]]).double())
+    >>> found.round(decimals=6)  # 2 · (1 + ½)
     tensor([3.], dtype=torch.float64)
     """
-    return residual_sum(data, mean) + (data.gram * covariance).sum((1, 2))
+    misfit = data.misfit(mean[:, None])[:, 0]
+    return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
 
 
 class _Data(NamedTuple):
@@ -166,14 +168,8 @@ class _Data(NamedTuple):
     log_weights: Tensor  # (K,) Σ log w, where a row's variance is σ² / w
 
 
-def _residual(data: Reduced, mean: Tensor, covariance: Tensor) -> Tensor:
-    """Return E ‖y_k − X_k θ_k‖², `(K,)`."""
-    misfit = data.response - (data.root.mT @ mean[..., None])[..., 0]
-    return data.rest + misfit.square().sum(1) + (data.root * (covariance @ data.root)).sum((1, 2))
-
-
 def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tensor, place: Tensor | None) -> Conditional:
-    """Return the linear model, exactly: d rows B' with responses z ~ N(B'm, B'ΣB + σ² I) stand for all rows.
+    """Return the linear model, exactly: d rows B' with responses z + B'θ̂ ~ N(B'm, B'ΣB + σ² I) stand for all rows.
 
     Args:
         data: the rows.
@@ -189,7 +185,7 @@ def _conjugate(data: Reduced, mean: Tensor, covariance: Tensor, log_noise: Tenso
     total = (half.mT.reshape(clients, nodes * d, e) @ some).reshape(clients, nodes, d, d)
     total.diagonal(dim1=-2, dim2=-1).add_(variance[..., None])
     factor = torch.linalg.cholesky_ex(total).L
-    misfit = data.response[:, None] - mean @ root
+    misfit = data.misfit(mean)
     white = torch.linalg.solve_triangular(factor, misfit[..., None], upper=False)
     deviance = 2 * factor.diagonal(dim1=-2, dim2=-1).log().sum(-1) + white.square().sum((-2, -1))
 
@@ -222,7 +218,7 @@ def _marginal(
 ) -> Conditional:
     """Return the same from the components of Σ, which is spelled out for the moments of θ_k only."""
     root = data.root
-    centre = data.response - (root.mT @ given.mean[..., None])[..., 0]
+    centre = data.misfit(given.mean[:, None])[:, 0]
     shared, slope, variance = root.mT @ given.shared @ root, given.slope @ root, log_noise.exp()
     rows, columns = (part.to(root.device) for part in components[1:])
     values, (inputs, origin) = components.values(given.zeta), given[1:3]

@@ -6,9 +6,9 @@ Coefficients are those of the columns as the fit sees them, standardised unless 
     \mu_j \sim N(0, (2.5\,s)^2), \qquad \mu_0 \sim N(m, (5\,s)^2), \qquad
     \log \tau_j \sim N(2\log s - 2, 2^2), \qquad \log \sigma^2 \sim N(2 \log s, 3^2),
 
-with mean m and sd s of a Gaussian response, as far as the encoding has them, and m = 0, s = 1 otherwise: a coefficient
-of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is already much, and clients
-differ by 0.37 s, give or take a factor of e. An intercept that is far from the rows, because
+with mean m and sd s of a Gaussian response less its offsets, as far as the encoding has them, and m = 0, s = 1
+otherwise: a coefficient of 2.5 sds of the response, or 2.5 units of log-odds or log counts, per sd of its column is
+already much, and clients differ by 0.37 s, give or take a factor of e. An intercept that is far from the rows, because
 means of columns stay in, has an sd for that; without an intercept, s of the means is the response's root mean square.
 Thresholds of an ordered response of C levels have normal priors about log-odds k / C, at which levels are alike, with
 the intercept's sd for the first and sd 5 for what the others are more than it, restricted to ascending thresholds.

@@ -96,20 +96,30 @@ def noise_variance(model: VerticalModel) -> Tensor:
 
 
 def _mode(
-    model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 25
+    model: VerticalModel, y: Tensor, centre: Tensor, shared: Tensor, spread: Tensor, steps: int = 50
 ) -> tuple[Tensor, Tensor]:
-    """Find the mode of p(y|s) N(s; centre, spread) by Newton's method, in steps of at most 2, and the sd there."""
+    """Find the mode of p(y|s) N(s; centre, spread) by Newton's method and the sd there; a step that loses is halved."""
     h, fixed = centre.detach(), shared.detach()
+
+    def log_density(s: Tensor) -> Tensor:
+        value: Tensor = model.likelihood.log_prob(y, s, fixed)
+        return value - 0.5 * ((s - h).square() / spread)[..., 0, :]
+
     s, sd = h.clone(), h
     with torch.enable_grad():
         for _ in range(steps):
             s = s.detach().requires_grad_()
-            value = model.likelihood.log_prob(y, s, fixed).sum() - 0.5 * ((s - h).square() / spread).sum()
-            (slope,) = torch.autograd.grad(value, s, create_graph=True)
+            value = log_density(s)
+            (slope,) = torch.autograd.grad(value.sum(), s, create_graph=True)
             (curvature,) = torch.autograd.grad(slope.sum(), s)
             sd = (-curvature).rsqrt()
-            step = (slope.detach() * sd.square()).clamp(-2, 2)
-            s = s.detach() + step
+            step, before = slope.detach() * sd.square(), value.detach()[..., None, :]
             if float((step / sd).abs().max()) < _NEAR:
                 break
-    return s, sd
+            with torch.no_grad():
+                while bool(
+                    (worse := ~(log_density(s + step)[..., None, :] >= before) & (step.abs() > _NEAR * sd)).any()
+                ):
+                    step = torch.where(worse, step / 2, step)
+            s = s.detach() + step
+    return s.detach(), sd

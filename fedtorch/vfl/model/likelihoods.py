@@ -28,6 +28,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedtorch.models import counts
+
 __all__ = ["bernoulli", "categorical", "gaussian", "negative_binomial", "poisson"]
 
 _LEAST = 1e-15  # probability that has a logit of its own
@@ -102,7 +104,7 @@ def bernoulli() -> ResponseLikelihood:
 def poisson() -> ResponseLikelihood:
     r"""Make a likelihood of counts, :math:`y \sim \mathrm{Poisson}(e^s)`."""
     return ResponseLikelihood(
-        log_prob=lambda y, s, shared: y * s[..., 0, :] - s[..., 0, :].exp() - torch.lgamma(y + 1),
+        log_prob=lambda y, s, shared: counts.poisson(y, s[..., 0, :]),
         mean=lambda s, shared: s[..., 0, :].exp(),
         check=partial(_check, expected="counts (whole numbers from 0 on) for a Poisson response", fits=_is_count),
         features=lambda y, s: y.log1p().unsqueeze(-2) - s,
@@ -119,17 +121,15 @@ def negative_binomial(dispersion: float | None = None) -> ResponseLikelihood:
     Raises:
         ValueError: `dispersion` is not positive.
 
-    >>> counts = negative_binomial(dispersion=1.0)  # with r = 1 and mean 1: halves
-    >>> counts.log_prob(torch.arange(3.0), torch.zeros(1, 3), torch.zeros(0)).exp()
+    >>> likelihood = negative_binomial(dispersion=1.0)  # with r = 1 and mean 1: halves
+    >>> likelihood.log_prob(torch.arange(3.0), torch.zeros(1, 3), torch.zeros(0)).exp()
     tensor([0.5000, 0.2500, 0.1250])
     """
     fixed = _fixed(dispersion, "dispersion")
 
     def log_prob(y: Tensor, s: Tensor, shared: Tensor) -> Tensor:
         log_r = shared[..., :1] if fixed is None else torch.as_tensor(fixed, dtype=s.dtype, device=s.device)
-        r, s = log_r.exp(), s[..., 0, :]
-        ways = torch.lgamma(y + r) - torch.lgamma(r) - torch.lgamma(y + 1)
-        return ways + r * log_r + y * s - (y + r) * torch.logaddexp(log_r, s)
+        return counts.negative_binomial(y, s[..., 0, :], log_r)
 
     def normal(y: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         r = (shared[..., :1] if fixed is None else y.new_tensor([fixed])).exp()

@@ -51,7 +51,7 @@ def changed(site: str, **columns: Any) -> dict[str, pandas.DataFrame]:
 
 
 def question(formula: str, **more: Any) -> dict[str, Any]:
-    return {"step": "describe", "formula": formula, "minimum": 10, "declared": [], "also": [], **more}
+    return {"step": "describe", "formula": formula, "minimum": 10, "declared": [], "also": [], "offset": [], **more}
 
 
 # -- beside pooled rows ------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
 def test_a_site_hears_of_nothing_that_could_move_an_answer() -> None:
     """Bounds and other= stay at the server; whatever else a formula has, a column's answer is the same."""
     request = Request(FORMULA, bounds={"sbp": (119.0, 119.5)}, other={"stage": "x"}, levels={"sex": ["f", "m"]})
-    assert set(next(conversation(request))) == {"step", "formula", "minimum", "declared", "also"}
+    assert set(next(conversation(request))) == {"step", "formula", "minimum", "declared", "also", "offset"}
     site = Answers(FRAMES["a"])
     alone, among = (
         site.answer(question(formula)) for formula in ("los ~ bs(sbp, 4)", "bmi ~ poly(sbp, 2) * bs(sbp, 9)")

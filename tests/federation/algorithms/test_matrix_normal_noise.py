@@ -7,7 +7,6 @@ import warnings
 import torch
 
 from fedtorch import tree
-from fedtorch.federation.algorithms.matrix_normal.noise import spectral_least_norm
 from fedtorch.models.linear import least_norm, spectral, sufficient_statistics
 
 
@@ -22,11 +21,10 @@ def test_least_norm_from_eigenvectors_is_that_of_each_client() -> None:
     mask[4, 2:] = mask[5] = False
     with warnings.catch_warnings(action="ignore"):
         every = sufficient_statistics(x, y, mask)
-        statistics = every._replace(cross=every.cross[..., 0])
-        wanted = least_norm(statistics)
-        found = spectral_least_norm(spectral(every.per_row()), statistics)
-        first = slice(0, 1)
-        alone = spectral_least_norm(spectral(tree.take(every.per_row(), first)), tree.take(statistics, first))
+        wanted = least_norm(every.per_row()._replace(cross=every.per_row().cross[..., 0]))
+        found = spectral(every.per_row()).fit
+        alone = spectral(tree.take(every.per_row(), slice(0, 1))).fit
+        found, alone = (fit._replace(solution=fit.solution[..., 0]) for fit in (found, alone))
     for one, other, single in zip(found, wanted, alone):
         assert one.dtype == other.dtype
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)

@@ -14,6 +14,7 @@ from torch.distributions import MultivariateNormal
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import devices, posterior, settled
 from fedtorch.federation.algorithms.ep.fitting import converged
+from fedtorch.models._reduced import reduced
 from fedtorch.models.device_posterior import selected
 from fedtorch.models.hierarchical import hyperpriors, shrinkage
 from fedtorch.models.hierarchical.shrinkage import ShrinkagePrior
@@ -99,7 +100,7 @@ def test_evidence_and_moments_of_a_device(name: str) -> None:
     mean = weight @ theta
     sd = (weight @ (theta - mean).square()).sqrt()
     evidence = float(log.logsumexp(0)) + 2 * math.log(0.025)
-    statistics = block_statistics(ft.data.from_tensors([(x, y)]).stack([0]), 2)
+    statistics = reduced(block_statistics(ft.data.from_tensors([(x, y)]).stack([0]), 2))
     zeta = torch.tensor(log_penalties, dtype=torch.float64)[None, None]
     found = shrinkage._sparse(penalty, statistics, zeta, torch.full((1, 1), math.log(noise), dtype=torch.float64))
     # Expectation propagation over θ is exact for the ridge; for the others it has errors of its own.
@@ -112,7 +113,7 @@ def test_evidence_and_moments_of_a_device(name: str) -> None:
 
 def test_the_ridge_is_a_normal_model() -> None:
     x, y = data(1, 5, [0.8, 0.1, -0.4], 0.5)[0]
-    statistics = block_statistics(ft.data.from_tensors([(x, y)]).stack([0]), 3)
+    statistics = reduced(block_statistics(ft.data.from_tensors([(x, y)]).stack([0]), 3))
     zeta, log_noise = torch.tensor([[[0.5]]]).double(), torch.tensor([[-0.75]]).double()
     found = shrinkage._sparse(shrinkage.ridge(3), statistics, zeta, log_noise)
     noise, variance = math.exp(-0.75), math.exp(-0.75 - 0.5)

@@ -148,7 +148,7 @@ def test_a_server_and_a_site_refuse_code_each_of_its_own() -> None:
     asked = "y ~ I(__import__('os').getpid())"
     with pytest.raises(ValueError, match=r"Expected column names, .* but got the function I"):
         agree(host, NAMES, asked, **ASK)
-    question = {"step": "describe", "formula": asked, "minimum": 10, "declared": [], "also": []}
+    question = {"step": "describe", "formula": asked, "minimum": 10, "declared": [], "also": [], "offset": []}
     reply = host.sites["a"].answer(frames.encode("agree", sequence=1, question=question))
     assert reply is not None
     assert "Expected column names" in frames.read(reply, "a").names("answer")["refused"]

@@ -68,3 +68,13 @@ def test_refusals() -> None:
     several = vfl.augmented(likelihoods.categorical(3), [vfl.linear(1, outputs=3)], 1.0)
     with pytest.raises(ValueError, match="one output, but got 3"):
         collapsed_log_likelihood(several, Y, CENTRE.expand(2, 3, 3, 6), NONE)
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_modes_are_found_however_far_they_are(unit: float) -> None:
+    """Responses a thousand sds from their predictors, in any units: steps have no longest one."""
+    model = vfl.augmented(likelihoods.gaussian(SD * unit), [vfl.linear(1)] * 2, 0.6 * unit)
+    y, centre = unit * (Y + 1000.0), unit * CENTRE
+    exact = torch.distributions.Normal(centre[..., 0, :], unit * math.sqrt(SD**2 + 2 * 0.6**2)).log_prob(y)
+    found = collapsed_log_likelihood(model, y, centre, NONE, 8, adaptive=True)
+    torch.testing.assert_close(found, exact, rtol=1e-9, atol=0)

@@ -12,19 +12,10 @@ from fedtorch import linalg
 from fedtorch.federation.algorithm import LocalSolver
 from fedtorch.kernels.programs import matrix_normal as _program
 from fedtorch.models.hierarchical.penalised import null_information
-from fedtorch.models.linear import (
-    CLEAR,
-    LeastSquares,
-    Spectral,
-    SufficientStatistics,
-    least_norm,
-    residual_sum,
-    sufficient_statistics,
-)
-from fedtorch.tree import Tree, take
+from fedtorch.models.linear import Spectral, spectral_rows
+from fedtorch.tree import Tree
 
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
-_EXACT = 1e-14  # residuals below, relative to y'y, are rounding
 
 
 class Summary(NamedTuple):
@@ -48,45 +39,23 @@ def prepare(data: Any, *, local: LocalSolver) -> PreparedRows:
     prepared = local.prepare(data)
     if local.family != "gaussian":
         return PreparedRows(prepared, _of_the_null(prepared, data.batch[1], local.family), _unit(1.0, prepared.count))
-    if local.statistics is None:
+    if isinstance(prepared, Spectral):
+        rows = prepared
+    else:
         x, y = data.batch
         with torch.no_grad():
-            statistics = sufficient_statistics(local.module.block_design(x), y, data.mask)
-    else:
-        statistics = _of_one_response(local.statistics(prepared))
-    known = isinstance(prepared, Spectral)
-    fit = spectral_least_norm(prepared, statistics) if known else least_norm(statistics)
-    residual = residual_sum(statistics, fit.solution).maximum(_EXACT * statistics.power)
-    freedom = statistics.count - fit.rank
-    summary = Summary(torch.where(freedom > 0, residual, 0.0), freedom, fit.spread)
-    return PreparedRows(prepared, summary, _unit(2.0, statistics.count))
+            design = local.module.block_design(x)
+        rows = spectral_rows(design, y, data.mask)
+    count = rows.count.to(torch.float64)
+    freedom = count - rows.fit.rank
+    spread = rows.fit.spread / count.clamp(min=1)
+    summary = Summary(torch.where(freedom > 0, count * rows.rest, 0.0), freedom, spread)
+    return PreparedRows(prepared, summary, _unit(2.0, count))
 
 
 def _unit(number: float, count: Tensor) -> Tensor:
     """Return number / n: the mean squared error is ½‖y − Xθ‖² times 2 / n, a mean negative log-likelihood 1 / n."""
     return number / count.clamp(min=1).to(torch.float64)
-
-
-def _of_one_response(statistics: SufficientStatistics) -> SufficientStatistics:
-    return statistics._replace(cross=statistics.cross[..., 0])
-
-
-def spectral_least_norm(parts: Spectral, statistics: SufficientStatistics) -> LeastSquares:
-    """Return `least_norm` of each client, from eigenvectors where its eigenvalues are clear; `spectral` has warned.
-
-    Args:
-        parts: of the statistics a row, of one response, `(K, p, 1)`.
-        statistics: of all rows, `(K, ...)`.
-    """
-    clear = (parts.values > CLEAR * parts.values[:, -1:]).all(-1)
-    solution = (parts.vectors @ (parts.cross / parts.values[..., None]))[..., 0]
-    spread = (parts.values * statistics.count[:, None]).reciprocal().mean(-1)
-    rank = torch.full_like(parts.count, parts.values.shape[-1], dtype=torch.int64)
-    fit, others = LeastSquares(solution, rank, spread), (~clear).nonzero()[:, 0]
-    if len(others) == 0:
-        return fit
-    exact = least_norm(take(statistics, others), warn=False)
-    return LeastSquares(*(leaf.index_copy(0, others, other.to(leaf)) for leaf, other in zip(fit, exact)))
 
 
 def _of_the_null(rows: Any, y: Tensor, family: str) -> Summary:

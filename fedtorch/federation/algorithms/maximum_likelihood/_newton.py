@@ -11,6 +11,7 @@ from torch import Tensor
 from fedtorch import linalg
 
 APART = 0.1  # of neighbouring nodes, in standard errors
+_BITS = 14  # of a step between nodes
 _LEAST = 1e-10  # curvature in squared standard errors that a direction is said to have at the least
 _LONGEST = 3.0  # step of a log variance, a correlation's parameter or log σ²
 _WIDEST = 1.0  # standard error of these that nodes are placed by
@@ -141,7 +142,19 @@ def apart(best: Expansion, means: int, before: Tensor) -> Tensor:
     diagonal = best.curvature.diagonal()
     errors = torch.where(diagonal > 0, diagonal.clamp(min=torch.finfo(before.dtype).tiny).rsqrt(), before / APART)
     errors[means:].clamp_(max=_WIDEST)
-    return APART * errors
+    return spaced(errors)
+
+
+def spaced(errors: Tensor) -> Tensor:
+    """Return steps between nodes for such standard errors, of few digits.
+
+    So nodes are where they are said to be also of coordinates that are 1e9 errors from zero.
+
+    >>> float((1e9 + spaced(torch.ones(1, dtype=torch.float64)) - 1e9) - spaced(torch.ones(1, dtype=torch.float64)))
+    0.0
+    """
+    mantissa, exponent = torch.frexp(APART * errors)
+    return torch.ldexp((mantissa * 2**_BITS).round(), exponent - _BITS)
 
 
 def step(best: Expansion, means: int, units: Tensor, damping: Tensor) -> tuple[Tensor, Tensor]:

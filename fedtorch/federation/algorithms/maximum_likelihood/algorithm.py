@@ -171,7 +171,7 @@ def _begun(state: MaximumServer, aggregate: _Message, problem: Problem) -> Maxim
     model, count = problem.model, aggregate.clients.value
     first = model.start.estimate(aggregate.summary.value, count, model.prior.replaced(state.prior))
     precision = gaussian.unpack(first.precision).diagonal()
-    return state._replace(at=first.shift / precision, steps=newton.APART * precision.rsqrt(), version=state.version + 1)
+    return state._replace(at=first.shift / precision, steps=newton.spaced(precision.rsqrt()), version=state.version + 1)
 
 
 def _check_linear(relative: Tensor, problem: Problem) -> None:

@@ -13,13 +13,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.models import counts
 from fedtorch.models.hierarchical.families import LOGISTIC, POISSON, Family
 from fedtorch.models.rows import EXTRAS, Observations, observations, refuse
 
 CACHED = 2**16  # linear predictors at a time
-_FURTHEST = 30.0  # of a linear predictor, before its exponential
 _MOST_SPREAD = 2.0  # variance of a linear predictor for which an expansion to second order is taken
 _TOGETHER = 512  # rows of whose probabilities the product is taken
+
+
+class Likely(NamedTuple):
+    """Responses, and predictors at which they are likely."""
+
+    response: Tensor  # (K, N) y as often as the row counts, 0 where there is none
+    rest: Tensor  # (K, N) what the family has beside: e^base of counts, failures of trials, as often
+    base: Tensor  # (K, N) η₀
 
 
 class Rows(NamedTuple):
@@ -31,6 +39,7 @@ class Rows(NamedTuple):
     mask: Tensor  # (K, N)
     offset: Tensor | None  # (K, N) of the linear predictors
     times: Tensor | None  # (K, N) how often a row counts, weight × trials; None for once
+    likely: Likely | None  # the responses, where log-likelihoods are taken about where they are likeliest; None without
     constant: Tensor  # (K,) the part of the log-likelihood that has no θ
     count: Tensor  # type: ignore[assignment]  # (K,)
 
@@ -45,6 +54,7 @@ class Rows(NamedTuple):
             mask=self.mask[:, :most],
             offset=None if self.offset is None else self.offset[:, :most],
             times=None if self.times is None else self.times[:, :most],
+            likely=None if self.likely is None else Likely(*(part[:, :most] for part in self.likely)),
         )
 
     def predictors(self, theta: Tensor) -> Tensor:
@@ -62,12 +72,17 @@ class Rows(NamedTuple):
 
 
 class ExponentialFamily(NamedTuple):
-    """A log-concave family: log p(y | η) = t η − n b(η), up to a constant, for η = x'θ + offset and n trials."""
+    """A log-concave family: log p(y | η) = t η − n b(η), up to a constant, for η = x'θ + offset and n trials.
+
+    Where t η and n b(η) may be large beside their difference, rows have what is likely, and `ratio` tells how much less
+    likely they are elsewhere.
+    """
 
     extras: tuple[str, ...]  # what it knows beside x and y
     response: Callable[[Observations, Tensor], Tensor]  # rows, mask -> t; raises `BadClients` where they do not fit
-    constant: Callable[[Observations], Tensor]  # -> the rest of log p
-    cumulant: Callable[[Tensor, Rows], Tensor]  # η (K, P, N), which it may overwrite, of rows -> Σ times b (K, P)
+    likely: Callable[[Observations], tuple[Likely, Tensor] | None]  # -> that of single rows, and log p there
+    # η (K, P, N), which it may overwrite, of rows -> Σ log p less that, or without what is likely −Σ times b, (K, P)
+    ratio: Callable[[Tensor, Rows], Tensor]
     slopes: Callable[[Tensor], tuple[Tensor, Tensor]]  # η, which it may overwrite -> b', b''
     bends: Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]  # η, which it may overwrite -> b'', b''', b''''
     spread: Callable[[Tensor], Tensor]  # v -> w, so that E b''(η + v^½ z) is about b'' + ½ w b''''
@@ -78,10 +93,13 @@ def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor)
     """Return a block's rows with their columns in this order; raise as `rows.observations` and the family."""
     rows, mask = observations(data, features, family.extras), data.mask
     x = rows.x if bool((order == torch.arange(features)).all()) else rows.x[..., order.to(rows.x.device)]
-    response, constant = family.response(rows, mask) * mask, family.constant(rows) * mask
-    if rows.weight is not None:
-        response, constant = response * rows.weight, constant * rows.weight
-    if rows.offset is not None:
+    response, found = family.response(rows, mask) * mask, family.likely(rows)
+    likely, constant = (None, torch.zeros_like(response)) if found is None else found
+    times = mask if rows.weight is None else rows.weight * mask
+    response = response * times
+    if likely is not None:
+        likely = Likely(likely.response * times, likely.rest * times, likely.base)
+    elif rows.offset is not None:
         constant = constant + response * rows.offset
     known = [part for part in (rows.weight, rows.trials) if part is not None]
     return Rows(
@@ -91,7 +109,8 @@ def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor)
         mask=mask,
         offset=rows.offset,
         times=math.prod(known[1:], start=known[0]) if known else None,
-        constant=constant.sum(1),
+        likely=likely,
+        constant=(constant * times).sum(1),
         count=data.count,
     )
 
@@ -99,22 +118,28 @@ def prepared(family: ExponentialFamily, data: Any, features: int, order: Tensor)
 def log_likelihood(family: ExponentialFamily, data: Rows, theta: Tensor) -> Tensor:
     """Return Σ log p(y | x'θ), up to its constant, `(K, ...)`, for θ `(K, ..., d)`."""
     points = theta.flatten(1, -2)
-    parts = [family.cumulant(data.predictors(part), data) for part in torch.split(points, data.at_once(), 1)]
-    return ((points @ data.statistic[..., None])[..., 0] - torch.cat(parts, 1)).reshape(theta.shape[:-1])
+    total = torch.cat([family.ratio(data.predictors(part), data) for part in torch.split(points, data.at_once(), 1)], 1)
+    if data.likely is None:
+        total = total + (points @ data.statistic[..., None])[..., 0]
+    return total.reshape(theta.shape[:-1])
 
 
-def _sum_log_cosh(eta: Tensor, rows: Rows) -> Tensor:
-    """Return Σ log (2 cosh η/2) = Σ |η|/2 − Σ log σ(|η|), of whose logarithms one is taken for many rows.
+def _binary_ratio(eta: Tensor, rows: Rows) -> Tensor:
+    """Return −Σ log (2 cosh η/2) = −Σ |η|/2 + Σ log σ(|η|), of whose logarithms one is taken for many rows; of trials
+    the ratio.
 
     Rows that are none have η = 0 and count log 2 each; products of 512 numbers of at least ½ do not underflow.
     """
+    if rows.likely is not None:
+        successes, failures, start = (part[:, None] for part in rows.likely)
+        return counts.binomial_ratio(successes, eta, successes + failures, start).sum(-1)
     if rows.times is not None:
         size = eta.abs_()
-        return ((size / 2 + size.neg().exp_().log1p_()) @ rows.times[..., None])[..., 0]
+        return -((size / 2 + size.neg().exp_().log1p_()) @ rows.times[..., None])[..., 0]
     none = (eta.shape[-1] - rows.count).to(eta.dtype)[:, None]
-    total = eta.abs_().sum(-1).div_(2).sub_(none, alpha=math.log(2))
+    total = eta.abs_().sum(-1).div_(-2).add_(none, alpha=math.log(2))
     for part in torch.split(eta.sigmoid_(), _TOGETHER, -1):
-        total.sub_(part.prod(-1).log_())
+        total.add_(part.prod(-1).log_())
     return total
 
 
@@ -130,19 +155,22 @@ def _logistic_bends(eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return second, third, second - 6 * second.square()
 
 
-def _sum_exp(eta: Tensor, rows: Rows) -> Tensor:
-    return (
-        eta.clamp_(max=_FURTHEST).exp_() @ (rows.mask.to(eta.dtype) if rows.times is None else rows.times)[..., None]
-    )[..., 0]
+def _counts_ratio(eta: Tensor, rows: Rows) -> Tensor:
+    """Return Σ y d − e^η₀ (e^d − 1), d = η − η₀."""
+    assert rows.likely is not None
+    response, rate, start = rows.likely
+    away = eta.clamp_(max=counts.FURTHEST).sub_(start[:, None])
+    linear = away @ response[..., None]
+    return (linear - away.expm1_() @ rate[..., None])[..., 0]
 
 
 def _poisson_slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
-    rate = eta.clamp_(max=_FURTHEST).exp_()
+    rate = eta.clamp_(max=counts.FURTHEST).exp_()
     return rate, rate
 
 
 def _poisson_bends(eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    rate = eta.clamp_(max=_FURTHEST).exp_()
+    rate = eta.clamp_(max=counts.FURTHEST).exp_()
     return rate, rate, rate
 
 
@@ -156,12 +184,17 @@ def _successes(rows: Observations, mask: Tensor) -> Tensor:
     return y - most / 2
 
 
-def _log_choices(rows: Observations) -> Tensor:
-    """Return the logarithm of n over y."""
+def _likely_successes(rows: Observations) -> tuple[Likely, Tensor] | None:
+    """Return what is likely where there are trials; log-likelihoods of single responses are no large numbers."""
     if rows.trials is None:
-        return torch.zeros_like(rows.y)
-    n, y = rows.trials, rows.y
-    return torch.lgamma(n + 1) - torch.lgamma(y + 1) - torch.lgamma(n - y + 1)
+        return None
+    start, largest = counts.binomial_base(rows.y, rows.trials)
+    return Likely(rows.y, rows.trials - rows.y, start), largest
+
+
+def _likely_counts(rows: Observations) -> tuple[Likely, Tensor]:
+    start, mean, largest = counts.base(rows.y)
+    return Likely(rows.y, mean, start), largest
 
 
 def _counts(rows: Observations, mask: Tensor) -> Tensor:
@@ -186,8 +219,8 @@ def _bounded(variance: Tensor) -> Tensor:
 BINARY = ExponentialFamily(
     extras=EXTRAS,
     response=_successes,
-    constant=_log_choices,
-    cumulant=_sum_log_cosh,
+    likely=_likely_successes,
+    ratio=_binary_ratio,
     slopes=_logistic_slopes,
     bends=_logistic_bends,
     spread=_bounded,
@@ -196,8 +229,8 @@ BINARY = ExponentialFamily(
 COUNTS = ExponentialFamily(
     extras=("offset", "weight"),
     response=_counts,
-    constant=lambda rows: -torch.lgamma(rows.y + 1),
-    cumulant=_sum_exp,
+    likely=_likely_counts,
+    ratio=_counts_ratio,
     slopes=_poisson_slopes,
     bends=_poisson_bends,
     spread=_bounded,

@@ -17,7 +17,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.hierarchical._forms import Powers, monomials
 from fedtorch.models.hierarchical.integrals.exponential import ExponentialFamily, Rows
 
-_STEPS = 40
+_STEPS = 200
 _NEAR = 0.03  # sds of the normal approximation, a step that is not made: what integrates about the mode sees the rest
 _EXACT = 1e-9  # the same where nothing else does, in Laplace's method
 _STILL = 0.3  # the same at the first mode, from which the others start
