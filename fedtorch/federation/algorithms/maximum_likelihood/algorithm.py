@@ -13,7 +13,8 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Point
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem
-from fedtorch.federation.algorithms.maximum_likelihood.estimates import Maximised, named
+from fedtorch.federation.algorithms.maximum_likelihood.estimates import named
+from fedtorch.federation.algorithms.maximum_likelihood.posterior import Maximised
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
@@ -50,7 +51,7 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
 
     All clients answer in every round: a round in which some do not is repeated. The first makes a first estimate, the
     others take steps of Newton's method; some ten are enough. `maximised` stops a run, `run.summary()` and `estimates`
-    say what it has found, `devices` what that says of each client. A variance that is estimated as zero, a singular
+    say what it has found, `ft.inference.ranef` and `predict` what that says of each client. A variance that is estimated as zero, a singular
     fit, shows as a log variance that falls from round to round until nothing is gained; its standard error is NaN.
 
     Args:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
-from fedtorch.federation.posterior import Named
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, own_names
@@ -73,19 +72,6 @@ class Maximum(NamedTuple):
         return self.spread / torch.outer(self.sds, self.sds)
 
 
-@dataclass(frozen=True)
-class Maximised(Named):
-    """What the maximum of the (restricted) likelihood says, by `named`.
-
-    Attributes:
-        model: a `hierarchical.Model`.
-        restricted: whether means are integrated out.
-    """
-
-    model: Any = None
-    restricted: bool = False
-
-
 def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     """Return the estimates that a run has found, with standard errors.
 
@@ -102,7 +88,7 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
         TypeError: a run of another algorithm.
         RuntimeError: no round has told the likelihood yet.
     """
-    model, _, best = _checked(run, tolerance)
+    model, _, best = checked(run, tolerance)
     means = model.hierarchy.mean.shape[1]
     scales = len(model.hierarchy.names) - means
     learnt = len(model.names) > len(model.hierarchy.names)
@@ -160,8 +146,8 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
     """Compute each client's coefficients given its rows and the estimates, where its rows are.
 
-    Their means are best linear unbiased predictions in the linear model; what is estimated is taken as known, so that
-    intervals are shorter than those of `ft.ep`.
+    Their means are best linear unbiased predictions in the linear model. All that is estimated is taken as known, fixed
+    effects too, as lme4's conditional variances do; `ft.inference.ranef` and `predict` take only variances as known.
 
     Args:
         run: of `maximum_likelihood`, on data at hand.
@@ -180,7 +166,7 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
         >>> devices(run).marginals().mean.flatten().round(decimals=2)  # of means 0.5, 4.5 and 5.5
         tensor([0.6600, 4.4500, 5.3900], dtype=torch.float64)
     """
-    model, server, best = _checked(run, tolerance)
+    model, server, best = checked(run, tolerance)
     data = getattr(run.population, "data", None)
     if data is None:
         raise TypeError(f"Expected a run on data at hand, but got one on {run.population!r}")
@@ -192,10 +178,11 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
     return run.clients.evaluate(run.algorithm.outbox(server._replace(at=best.at)), data, own)
 
 
-def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansion]:
+def checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansion]:
     """Return model, server and what was maximised around its most likely point, of a run that has found one."""
-    posterior, server = run.algorithm.posterior, run.server
-    if not isinstance(posterior, Maximised):
+    posterior: Any = posterior_of(run.algorithm)
+    server = run.server
+    if not isinstance(server, MaximumServer):
         name = run.algorithm.settings.get("algorithm")
         raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {name}")
     model, restricted = posterior.model, posterior.restricted
