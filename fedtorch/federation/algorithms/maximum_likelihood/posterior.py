@@ -50,8 +50,8 @@ class Maximised(Sites):
 
     def shared(self, run: Run, tolerance: float) -> Moments:
         """Return φ̂, and the covariance of the means given the variances."""
-        model, _, best = checked(run, 0.5 * tolerance**2)  # what a step of so many standard errors adds
-        m = model.hierarchy.mean.shape[1]
+        problem, phi, best = checked(run, 0.5 * tolerance**2)  # what a step of so many standard errors adds
+        m = problem.means
         factor, failed = torch.linalg.cholesky_ex(best.curvature[:m, :m])
         if bool(failed):
             raise RuntimeError(
@@ -60,7 +60,7 @@ class Maximised(Sites):
             )
         covariance = torch.zeros_like(best.curvature)
         covariance[:m, :m] = torch.cholesky_inverse(factor)
-        return Moments(best.at, covariance)
+        return Moments(phi, covariance)
 
     def clients(self, run: Run, q: Moments) -> DevicePosterior:
         """Return the posterior of the coefficients of each client given the estimated variances."""
