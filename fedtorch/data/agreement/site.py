@@ -82,6 +82,7 @@ class Answers:
         columns = dict.fromkeys(Quantity(quantity.column) for quantity in spreads)
         return {
             "text": [column for column in text if column not in declared],
+            "objects": [column for column in needs.levels if column not in declared and self._cells.objects(column)],
             "moments": {each.name: self._once("mean of", each, minimum, moments) for each in means},
             "histograms": {each.name: self._once("histogram of", each, minimum, histogram) for each in columns},
             "levels": {column: self._levels(column, minimum) for column in undeclared},
