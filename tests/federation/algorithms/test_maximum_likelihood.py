@@ -295,6 +295,33 @@ def test_a_variance_of_zero_is_said() -> None:
     assert found.noise == pytest.approx(float(pooled.std()), rel=1e-4)
 
 
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_correlation_of_one_is_said_and_its_likelihood_is_reached(seed: int) -> None:
+    """Clients have intercepts only, and slopes by chance: the maximum has them in proportion to these."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for _ in range(12):
+        x, own = generator.uniform(-1, 1, 10), generator.normal()
+        y = 10 + x + own + generator.normal(size=10)
+        rows.append((torch.tensor(np.c_[np.ones(10), x]), torch.tensor(y)))
+    run = fit(hierarchical.linear(hierarchical.normal(2, correlated=True, names=NAMES)), ft.data.from_tensors(rows))
+    assert run.number < 60, "it settles, at infinity"
+    with pytest.warns(RuntimeWarning, match=r"at cor\(constant, slope\), as where .*a correlation as 1 or -1"):
+        found = estimates(run)
+    assert float(found.correlation[0, 1].abs()) > 0.9999
+
+    def loss(at: np.ndarray) -> float:  # of loadings of both on one deviation, in the log noise, and in the means
+        loadings, total = torch.tensor(at[2:4]), 0.0
+        for x, y in rows:
+            v = x @ torch.outer(loadings, loadings) @ x.T + math.exp(at[4]) * torch.eye(len(y)).double()
+            total -= float(torch.distributions.MultivariateNormal(x @ torch.tensor(at[:2]), v).log_prob(y))
+        return total
+
+    sign = float(found.correlation[0, 1].sign())
+    start = np.array([10.0, 1.0, 1.0, 0.1 * sign, 0.0])
+    assert found.log_likelihood == pytest.approx(-minimize(loss, start, method="BFGS").fun, abs=1e-6)
+
+
 def test_what_cannot_be_done_is_refused(gaussian: ft.data.FederatedData) -> None:
     with pytest.raises(TypeError, match="Expected a hierarchical model"):
         ft.maximum_likelihood(ft.fedavg)  # type: ignore[arg-type]
