@@ -213,6 +213,26 @@ def test_a_vertical_fit_predicts_the_data_that_it_evaluates() -> None:
     assert "BinaryAUROC" in message
 
 
+def test_a_vertical_fit_that_has_not_converged_goes_on() -> None:
+    from fedtorch.vfl.model import likelihoods
+
+    x = ft.random.normal(ft.random.key(0), (40, 2), torch.float64)
+    data = ft.vfl.VerticalData((x[:, :1], x[:, 1:]), x.sum(1) + 3)
+    model = ft.vfl.augmented(likelihoods.gaussian(1.0), [ft.vfl.linear(1), ft.vfl.linear(1)], 1.0)
+    go = lambda steps, **more: ft.vfl.sfvi(
+        model, ft.vfl.Guide(ft.vfl.mean_field()), data, key=ft.random.key(0), steps=steps, lr=0.05, **more
+    )
+    fit = go(60)
+    with pytest.warns(
+        RuntimeWarning,
+        match=r"too few to tell; go on from here with more steps=.*start=fit\.parameters\), or take a lar",
+    ):
+        assert not bool(fit.converged())
+    further = go(200, start=fit.parameters)
+    assert bool(further.converged())
+    assert float(further.bounds[-1]) > float(fit.bounds[-1])
+
+
 def test_gradients_of_steps_and_rows_get_an_output() -> None:
     gradients = torch.tensor([[0.5, -0.5], [0.2, -0.1]])
     refusal(lambda: attacks.guessed_labels(gradients), ValueError, "(T, ..., C, n)", "gradients[:, None]")

@@ -47,7 +47,7 @@ _HAS = {
     "predict": "predictions in run.predict(data), scores in run.evaluate(data, metrics)",
     "server": "its server's state in run.server",
 }
-_EP = "ft.ep with a hierarchical model"
+_EP, _ML = "ft.ep with a hierarchical model", "ft.maximum_likelihood"
 _OTHERS = "know by which coefficients of another site are known"
 
 
@@ -155,15 +155,15 @@ class Posterior:
 
     def coefficients(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of the run's clients."""
-        raise self._unanswered(run, f"{_EP}, ft.gibbs or ft.matrix_normal", "have coefficients of each site")
+        raise self._unanswered(run, f"{_EP}, {_ML}, ft.gibbs or ft.matrix_normal", "have coefficients of each site")
 
     def deviations(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return by how much clients' coefficients deviate from those that all share, in the units of the frame."""
-        raise self._unanswered(run, f"{_EP} or ft.gibbs", "have deviations of each site from what all share")
+        raise self._unanswered(run, f"{_EP}, {_ML} or ft.gibbs", "have deviations of each site from what all share")
 
     def newcomers(self, run: Any, given: Any = None, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
-        raise self._unanswered(run, f"{_EP} or ft.gibbs", _OTHERS)
+        raise self._unanswered(run, f"{_EP}, {_ML} or ft.gibbs", _OTHERS)
 
     def adapted(self, run: Any, data: Any, tolerance: float = 0.01) -> Coefficients:
         """Return the coefficients of clients that took no part, from their rows and what the others share."""
@@ -171,7 +171,9 @@ class Posterior:
 
     def pooling(self, run: Any, level: float, tolerance: float = 0.01) -> Pooling:
         """Return what each client's rows say alone and together with the others', with intervals of `level`."""
-        raise self._unanswered(run, f"{_EP} or ft.gibbs", "have each site's own estimates beside the pooled ones")
+        raise self._unanswered(
+            run, f"{_EP}, {_ML} or ft.gibbs", "have each site's own estimates beside the pooled ones"
+        )
 
     def draws(self, run: Any, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
         """Return draws of the joint posterior for rows, at least so many; `even` ones are spread evenly, for means."""
@@ -189,7 +191,7 @@ class Posterior:
 
     def columns(self, run: Any) -> tuple[tuple[str, ...], Design | None]:
         """Return names of the columns of x of rows to predict for, and the formula that they are of."""
-        who = f"{_EP}, ft.gibbs or, for rows of its own sites, ft.matrix_normal"
+        who = f"{_EP}, {_ML}, ft.gibbs or, for rows of its own sites, ft.matrix_normal"
         raise self._unanswered(run, who, "have predictions with intervals")
 
     def inferencedata(self, run: Any, *, draws: int, chains: int, given: Any, tolerance: float) -> Any:

@@ -94,8 +94,9 @@ def pooled(fits: Iterable[Any], *, names: Sequence[str] | None = None, freedom: 
     """Pool fits of completed data sets by Rubin's rules.
 
     Args:
-        fits: runs that have a `run.summary()`, such as those of `ft.ep`, or pairs (estimate `(q,)`, covariance
-            `(q, q)`) of any analysis.
+        fits: runs that have a `run.summary()`, such as those of `ft.ep`; of `ft.maximum_likelihood` coefficients are
+            pooled and variances are not, which have no errors. Or pairs (estimate `(q,)`, covariance `(q, q)`) of any
+            analysis.
         names: of the estimates; default: those of the runs' summaries, or "0", "1", ….
         freedom: degrees of freedom that the analysis would have without missing cells, such as n − q of a linear
             regression; intervals are shorter than they should be where few rows are taken for infinitely many.
@@ -164,6 +165,9 @@ def _estimate(fit: Any) -> _Fit:
 def _of_run(run: Run) -> _Fit:
     """Return the moments of what a run's summary shows, on the scales of pooling."""
     shown = posterior_of(run.algorithm).estimates(run)
+    if len(shown.nodes) < 2 and shown.normal is not None:  # of maximum likelihood, whose variances have no errors
+        mean, covariance = (part.detach().to("cpu", torch.float64) for part in shown.normal)
+        return _Fit(shown.names[: len(mean)], mean, covariance, ("",) * len(mean))
     keys = [next((key for key in _SCALES if name.startswith(key)), "") for name in shown.names]
     scales = tuple("" if j < shown.coefficients else key for j, key in enumerate(keys))
     columns = [_SCALES[key][0](leaf) if key else leaf for key, leaf in zip(scales, shown.nodes.unbind(1))]

@@ -37,8 +37,9 @@ def predict(
     organisations are known as far as their policies have `after_fit=("effects",)`.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, of `ft.gibbs` with a regression and a sampler that recorded sites,
-            or of `ft.matrix_normal`, whose own sites alone are known; or sites, as by `adapted`.
+        run: of `ft.ep` with a hierarchical model, of `ft.maximum_likelihood`, whose intervals are given the estimated
+            variances, of `ft.gibbs` with a regression and a sampler that recorded sites, or of `ft.matrix_normal`,
+            whose own sites alone are known; or sites, as by `adapted`.
         rows: a frame with the columns of the run's formula, or with columns that are called as the coefficients;
             `FederatedData` whose clients are called as the sites; or x `(n, d)`.
         interval: probability of the intervals.

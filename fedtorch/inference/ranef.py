@@ -29,9 +29,10 @@ def ranef(
     Of draws there are `r_hat` and `ess` too; of `ft.gibbs`, the run's `ft.Sampler` has to record sites.
 
     Args:
-        run: of `ft.ep` with a hierarchical model, with its rows at hand or on sites whose policies have
-            `after_fit=("effects",)`; of `ft.gibbs` with its rows at hand; of
-            `ft.matrix_normal` with `total=True`, likewise; or sites, as by `adapted`.
+        run: of `ft.ep` with a hierarchical model or of `ft.maximum_likelihood`, with its rows at hand or on sites whose
+            policies have `after_fit=("effects",)`; of `ft.gibbs` with its rows at hand; of `ft.matrix_normal` with
+            `total=True`, likewise; or sites, as by `adapted`. Of maximum likelihood they are best linear unbiased
+            predictions where the model is linear, their sds prediction errors given the estimated variances.
         level: of the intervals.
         total: whether coefficients themselves are shown, those that all sites share among them; default: the deviations
             from what is shared, of the coefficients that differ.

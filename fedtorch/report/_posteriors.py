@@ -129,7 +129,9 @@ def _of_variational(fit: VariationalFit) -> list[dict[str, Any]]:
     means, covariances = fit.moments()
     names = [f"γ[{i}]" for i in range(fit.model.sizes[0])]
     names += [f"θ_{j}[{i}]" for j, size in enumerate(fit.model.sizes[1:], start=1) for i in range(size)]
-    doubts = ["" if ok else "the gradients of the last steps are not noise alone" for ok in fit.converged().tolist()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        doubts = ["" if ok else str(caught[0].message) for ok in fit.converged().tolist()]
     posteriors = []
     for b, (mean, covariance, doubt) in enumerate(zip(means[:_ELEMENTS], covariances, doubts)):
         rows = [_normal(*each) for each in zip(names[:_MOST], mean.tolist(), covariance.diagonal().sqrt().tolist())]

@@ -37,12 +37,28 @@ def _attend(
     mask = attn_mask
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    if dropout_p and not enable_gqa:
+        return _with_dropout(query, key, value, mask, dropout_p, is_causal, scale)
     if dropout_p or enable_gqa or (is_causal and mask is not None) or not _fits(query, key, value, mask):
         by_parts = aten._scaled_dot_product_attention_math.default
         return by_parts(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
     if mask is not None and mask.ndim == 2:
         mask = mask[None, None]
     return _attention(query, key, value, mask, is_causal, query.shape[-1] ** -0.5 if scale is None else scale)[0]
+
+
+def _with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, causal: bool, scale: float | None
+) -> Tensor:
+    """Return attention some of whose shares are left out, by the dropout that a `torch.vmap` in another can draw."""
+    scores = (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores + mask
+    if causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(ahead, -torch.inf)
+    shares = scores.softmax(-1) if mask is None else torch._safe_softmax(scores, -1)
+    return torch.dropout(shares, p, True) @ value
 
 
 def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> bool:

@@ -195,7 +195,7 @@ def test_answers_do_not_depend_on_settings(fit: str) -> None:
 
 ANSWERED = {
     "ep": {"summary(", "ranef(run)", "predict(run, rows)", "adapted(", 'loo(run, out="site")', "to_inferencedata("},
-    "maximum_likelihood": {"summary(", "contrasts(", "maximum_likelihood.devices("},
+    "maximum_likelihood": {"summary(", "contrasts(", "ranef(run)", "predict(run, rows)", "maximum_likelihood.devices("},
     "gibbs": {"summary(", "ranef(run)", "predict(run, rows, site=", "loo(run)", "site_estimates(", "marginal_effects("},
     "matrix_normal": {"summary(", "ranef(run, total=True)", "predict(run, rows, site=", "matrix_normal.devices("},
     "normal_em": {"summary("},

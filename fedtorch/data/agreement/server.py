@@ -35,7 +35,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
 from fedtorch.data.formulas.grammar import Formula, Quantity
 from fedtorch.data.formulas.parsing import parse
-from fedtorch.data.formulas.requirements import declared_levels, requirements, unordered_response
+from fedtorch.data.formulas.requirements import declared_levels, requirements, unordered_response, warn_of_numbers
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 Conversation = Generator[dict[str, Any], Mapping[str, Any], Design]
@@ -162,6 +162,9 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
     levels = {
         column: declared.get(column) or known.levels(column, request.other.get(column)) for column in needs.levels
     }
+    for column in set(levels) - set(declared):
+        if where := known.where_objects(column):
+            warn_of_numbers(formula, column, levels[column].names, f" at {', '.join(map(repr, where))}")
     if formula.response.column not in declared:
         unordered_response(formula, levels.get(formula.response.column))
     encoding = Encoding(

@@ -85,6 +85,7 @@ class Answers:
         columns = dict.fromkeys(Quantity(quantity.column) for quantity in spreads)
         return {
             "text": [column for column in text if column not in declared],
+            "objects": [column for column in needs.levels if column not in declared and self._cells.objects(column)],
             "moments": {
                 each.name: self._once("mean of", each, minimum, moments, offsets.get(each, ())) for each in means
             },

@@ -105,6 +105,13 @@ class SiteAnswers(NamedTuple):
         """Return the sites at which a column is text."""
         return [site for site, answer in self.answers.items() if column in answer["text"]]
 
+    def where_objects(self, column: str) -> list[str]:
+        """Return the sites at which a column holds objects other than text."""
+        for site, answer in self.answers.items():
+            if not isinstance(answer.get("objects"), list):
+                raise _wrong(site, "names of columns of objects", answer.get("objects"))
+        return [site for site, answer in self.answers.items() if column in answer["objects"]]
+
     def _bounds(self, quantity: Quantity, otherwise: tuple[float, float]) -> tuple[float, float]:
         if quantity.column not in self.bounds:
             return otherwise

@@ -106,6 +106,12 @@ class Cells:
         complex_numbers = pd.api.types.is_complex_dtype(column)
         return bool(pd.api.types.is_numeric_dtype(column) and not complex_numbers)
 
+    def objects(self, name: str) -> bool:
+        """Return whether a column holds objects other than text, such as `Decimal`."""
+        values = self.column(name)
+        held = not self.numeric(name) and not hasattr(values.dtype, "categories")
+        return held and not all(isinstance(value, str) for value in values.dropna().unique())
+
     def numbers(self, name: str, log: bool = False) -> numpy.ndarray:
         """Return a column, or its logarithm, as float64 `(n,)`.
 

@@ -46,7 +46,8 @@ class Design:
         encoding: levels, knots, means and scales.
         group: the column that says whose row it is.
         offset: a column that is added to the linear predictor.
-        weights: a column by which a row's log-likelihood counts.
+        weights: a column by which rows count; of Gaussian responses precisions, of others numbers of rows, see
+            `from_frame`.
         trials: a column of the numbers of trials of binomial responses.
 
     Raises:

@@ -91,8 +91,7 @@ def encoding(
     means = {quantity: scale_of(values, quantity.name) for quantity, values in quantities.items()}
     known = {column: declared.get(column) or levels_of(column, cells) for column in needs.levels}
     for column in set(known) - set(declared):
-        values = cells.column(column)
-        if not hasattr(values.dtype, "categories") and not all(isinstance(value, str) for value in values.unique()):
+        if cells.objects(column):
             warn_of_numbers(formula, column, known[column].names)
     target = formula.response.column
     if target not in declared and not getattr(cells.column(target).dtype, "ordered", False):

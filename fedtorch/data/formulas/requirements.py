@@ -124,19 +124,20 @@ def spline_of_quantiles(variable: Variable, inner: Sequence[float], lower: float
     return Spline(tuple(inner), lower, upper)
 
 
-def warn_of_numbers(formula: Formula, column: str, names: Sequence[str]) -> None:
+def warn_of_numbers(formula: Formula, column: str, names: Sequence[str], where: str = "") -> None:
     """Warn of a factor of many levels that are all whole numbers, unless the formula says C().
 
     Args:
         formula: as it was read.
         column: of objects that are no text, such as `Decimal`.
         names: of its levels.
+        where: whose columns are such.
     """
     chosen = any(v.function == "C" and v.quantity.column == column for v in formula.variables)
     if len(names) >= _MANY and not chosen and all(re.fullmatch(r"[+-]?\d+", name) for name in names):
         warnings.warn(
             f"Expected numbers or names in the column {column!r}, but got {len(names)} levels that are whole numbers, "
-            f"held as objects: it counts as a factor. Write C({column}) if one is meant, or convert it, "
+            f"held as objects{where}: it counts as a factor. Write C({column}) if one is meant, or convert it, "
             f"pandas.to_numeric(frame[{column!r}])",
             stacklevel=2,
         )

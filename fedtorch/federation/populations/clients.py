@@ -274,7 +274,7 @@ class LocalClients:
         if len(data) != self.clients and self.clients > 1:
             raise ValueError(
                 f"Expected data of the population's {self.clients} clients, but got {len(data)}; split the data of the "
-                "same clients, pass unseen=True for others, or evaluate a population of one (pooled) client"
+                "same clients, or pass unseen=True for others, such as all rows as one client"
             )
         order, parts = [], []
         for ids, block in self._stacked(data):

@@ -66,7 +66,8 @@ class Pending(NamedTuple):
         raise ValueError(
             f"Expected every client to take part, but in round {round} client {names[client]!r} did not: {error}"
             f"{others}. Nothing of the round was kept: mend the client's data and go "
-            "on, or pass on_bad_message='drop' to leave such clients out of their rounds"
+            "on, or leave such clients out of their rounds by "
+            "ft.Run(…, on_bad_message='drop') or ft.Federation(…, on_bad_message='drop')"
         ) from error
 
     def raise_refused(self, names: Sequence[str], round: int) -> None:
@@ -86,7 +87,8 @@ class Pending(NamedTuple):
         raise ValueError(
             f"Expected finite messages, but client {names[client]!r} sent NaN, Inf or a negative weight in {field!r} "
             f"in round {round}, and {len(self.refused) - 1} others did so too; nothing of the round was kept. "
-            f"{advice}, or pass on_bad_message='drop' to leave such clients out of their rounds"
+            f"{advice}, or leave such clients out of their rounds by "
+            "ft.Run(…, on_bad_message='drop') or ft.Federation(…, on_bad_message='drop')"
         )
 
 

@@ -172,7 +172,7 @@ def client_batches(
     if not unseen and len(data) != len(names) > 1:
         raise ValueError(
             f"Expected data of the population's {len(names)} clients, but got {len(data)}; split the data of the "
-            "same clients, pass unseen=True for others, or evaluate a population of one (pooled) client"
+            "same clients, or pass unseen=True for others, such as all rows as one client"
         )
     if batch_size is not None and batch_size < 1:
         raise ValueError(f"Expected batch_size of at least 1, but got {batch_size}")

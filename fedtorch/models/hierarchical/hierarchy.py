@@ -26,6 +26,13 @@ class Components(NamedTuple):
     columns: Tensor  # (T,)
 
 
+class Coordinates(NamedTuple):
+    """Coordinates in place of ζ, in which ever equal steps lead to a boundary, with as many of them."""
+
+    of: Callable[[Tensor], Tensor]  # ζ (..., s) -> coordinates (..., s)
+    back: Callable[[Tensor], Tensor]
+
+
 class Hierarchy(NamedTuple):
     """The normal distribution of θ_k given φ = (μ, ζ).
 
@@ -38,6 +45,9 @@ class Hierarchy(NamedTuple):
     (tensor([4., 9.]), tensor(0.3333))
     >>> hierarchy.covariance(zeta).round(decimals=3)
     tensor([[ 4.,  2.], [ 2., 10.]])
+    >>> whole = hierarchy.coordinates.of(zeta)  # logarithms of variances, and Fisher's z of the correlation
+    >>> whole[:2].exp().round(decimals=3), whole[2].tanh() ** 2
+    (tensor([ 4., 10.]), tensor(0.1000))
     """
 
     names: tuple[str, ...]  # of the coordinates of φ
@@ -48,6 +58,7 @@ class Hierarchy(NamedTuple):
     coefficients: tuple[str, ...] = ()  # names of θ_k
     random: tuple[int, ...] = ()  # numbers of those that differ between devices
     components: Components | None = None  # `covariance` by its entries; None where it is known as a whole only
+    coordinates: Coordinates | None = None  # for maximisation; None where ζ itself are such
 
     @property
     def varying(self) -> Tensor:
@@ -129,6 +140,18 @@ def normal(
         half = torch.linalg.cholesky(inner)
         return torch.cat([2 * half.diagonal().log(), (half / half.diagonal()[:, None])[row, column]])
 
+    def of(zeta: Tensor) -> Tensor:
+        return torch.cat([zeta[..., :r] + beyond(zeta[..., r:]), zeta[..., r:].asinh()], -1)
+
+    def back(coordinates: Tensor) -> Tensor:
+        dependence = coordinates[..., r:].sinh()
+        return torch.cat([coordinates[..., :r] - beyond(dependence), dependence], -1)
+
+    def beyond(dependence: Tensor) -> Tensor:
+        """Return the logarithms of whole variances in units of those given the coefficients before."""
+        squares = torch.zeros_like(dependence[..., :1]).expand(*dependence.shape[:-1], r)
+        return squares.index_add(-1, row, dependence.square()).log1p()
+
     shape = torch.ones(features, dtype=torch.float64)
     prior = hyperpriors.prior(
         mean * shape, torch.diag((sd * shape).square()), [*each, *[hyperpriors.log_normal()] * len(row)]
@@ -137,7 +160,8 @@ def normal(
     titles += [f"dependence {labels[chosen[i]]} on {labels[chosen[j]]}" for i, j in zip(row, column)]
     design = torch.eye(features, dtype=torch.float64)
     components = Components(entries, place[first], place[second])
-    return Hierarchy(tuple(titles), design, covariance, scales, prior, labels, tuple(chosen), components)
+    coordinates = Coordinates(of, back) if len(row) else None
+    return Hierarchy(tuple(titles), design, covariance, scales, prior, labels, tuple(chosen), components, coordinates)
 
 
 def _number(which: int | str, names: Sequence[str]) -> int:

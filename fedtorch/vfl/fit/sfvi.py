@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -71,8 +72,6 @@ class VariationalFit(VerticalRun):
     (torch.Size([2, 1]), [torch.Size([1, 4]), torch.Size([1, 4, 4])])
     >>> [theta.shape for theta in fit.sample(random.key(1), draws=100)]
     [torch.Size([1, 100, 1]), torch.Size([1, 100, 1]), torch.Size([1, 100, 2])]
-    >>> fit.converged()  # four steps cannot tell
-    tensor([False])
     """
 
     def __init__(
@@ -197,11 +196,24 @@ class VariationalFit(VerticalRun):
 
         A bound that looks flat does not say so: gradients of counts, or a noise ρ far above the likelihood's, may hold
         the optimiser up. This asks whether the gradients of the last eighth of the steps are zero but for their noise.
+        A `RuntimeWarning` says what to do where some are not.
 
         Args:
             tolerance: on `drift`; the largest of some hundreds of parameters at their optimum is about 4.
         """
-        return self.drift <= tolerance
+        still = self.drift <= tolerance
+        if not bool(still.all()):
+            of = "" if len(still) == 1 else f" in {int((~still).sum())} of {len(still)} problems"
+            most = float(self.drift.max())
+            far = f"up to {most:.3g} times their noise, where {tolerance:g} may be chance"
+            far = far if math.isfinite(most) else "too few to tell"
+            warnings.warn(
+                f"Not converged after {self.number} steps{of}: gradients of the last eighth of them are {far}; go on "
+                "from here with more steps=, ft.vfl.sfvi(…, start=fit.parameters), or take a larger lr=",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        return still
 
     @torch.no_grad()
     def predict(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
+from decimal import Decimal
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -71,6 +73,21 @@ def test_the_scale_of_the_response_is_known_for_priors(standardise: bool) -> Non
     people = pandas.concat([each.assign(site=name) for name, each in FRAMES.items()], ignore_index=True)
     federated = ft.data.from_frame(people, minimum=10, **settings).design.encoding.response
     assert federated == pytest.approx(ft.data.from_frame(people, **settings).design.encoding.response, rel=1e-12)
+
+
+def test_whole_numbers_held_as_objects_are_asked_about() -> None:
+    """As in one process, at whichever site they are; names of text that look like numbers are meant as they are."""
+    days = [i % 20 for i in range(300)]
+    text = {name: each.assign(days=[str(i % 20) for i in range(len(each))]) for name, each in FRAMES.items()}
+    objects = {**text, "a": text["a"].assign(days=[Decimal(day) for day in days])}
+    with pytest.warns(UserWarning, match=r"20 levels that are whole numbers, held as objects at 'a':.*C\(days\)"):
+        agreed(Request("los ~ days", minimum=10), sites(objects))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(agreed(Request("los ~ C(days)", minimum=10), sites(objects)).columns) == 20
+        assert len(agreed(Request("los ~ days", minimum=10), sites(text)).columns) == 20
+        numbers = {name: each.assign(days=pandas.to_numeric(each["days"])) for name, each in objects.items()}
+        assert len(agreed(Request("los ~ days", minimum=10), sites(numbers)).columns) == 2
 
 
 def test_levels_are_those_of_pooled_rows() -> None:
@@ -343,6 +360,7 @@ def test_a_small_site_tells_nothing_and_takes_part() -> None:
     every = said(small, Request(FORMULA))
     assert every[0]["d"] == {
         "text": ["sex", "stage"],
+        "objects": [],
         "moments": {"los": None, "age": None, "log(crp)": None, "bmi": None},
         "histograms": {"sbp": None, "bmi": None},
         "levels": {"sex": [], "stage": []},
@@ -355,7 +373,7 @@ def test_a_small_site_tells_nothing_and_takes_part() -> None:
     [
         ("moments", {"age": [3, 50.0, 10.0]}), ("moments", {"age": [20, float("nan"), 1.0]}), ("moments", {}),
         ("histograms", {"sbp": [[1.0, 0.0], [20]]}), ("histograms", {"sbp": [[0.0, 1.0], [3]]}),
-        ("levels", {"sex": "f"}), ("text", None),
+        ("levels", {"sex": "f"}), ("text", None), ("objects", "sex"),
     ],
 )  # fmt: skip
 def test_a_site_that_says_something_else_is_named(part: str, entry: Any) -> None:

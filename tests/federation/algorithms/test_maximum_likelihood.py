@@ -175,6 +175,42 @@ def test_neither_the_start_nor_the_prior_matters(gaussian: ft.data.FederatedData
     torch.testing.assert_close(shifted.errors, plain.errors, rtol=1e-4, atol=0)
 
 
+@pytest.mark.parametrize("restricted", [False, True])
+def test_effects_and_predictions_solve_hendersons_equations(gaussian: ft.data.FederatedData, restricted: bool) -> None:
+    """Of [X Z]'[X Z] / σ² + blockdiag(0, τ⁻¹) the inverse is the covariance of errors, given the variances."""
+    model = hierarchical.linear(hierarchical.normal(2, random=[0], names=NAMES))
+    run = fit(model, gaussian, restricted=restricted)
+    found, count = estimates(run), len(SIZES)
+    x, y = (torch.cat([row[i] for row in gaussian]) for i in (0, 1))
+    own = torch.block_diag(*[torch.ones(n, 1).double() for n in SIZES])
+    every, noise = torch.cat([x, own], 1), found.noise**2
+    penalty = torch.block_diag(torch.zeros(2, 2), torch.eye(count) / found.spread[0, 0])
+    covariance = torch.linalg.inv(every.T @ every / noise + penalty)
+    solution = covariance @ every.T @ y / noise
+
+    def expected(rows: Tensor) -> list[Tensor]:
+        return [rows @ solution, (rows @ covariance @ rows.T).diagonal().sqrt()]
+
+    def check(table: pandas.DataFrame, rows: Tensor) -> None:
+        for column, value in zip(("estimate", "sd"), expected(rows)):
+            torch.testing.assert_close(torch.tensor(table[column].tolist()).double(), value, rtol=1e-6, atol=1e-9)
+
+    eye = torch.eye(count).double()
+    check(ft.inference.ranef(run), torch.cat([torch.zeros(count, 2), eye], 1))
+    totals = ft.inference.ranef(run, total=True)
+    check(totals.xs("constant", level="coefficient"), torch.cat([torch.tensor([[1.0, 0.0]]).expand(count, -1), eye], 1))
+    names = [str(name) for name in run.population.names]
+    row = torch.tensor([[1.0, 4.0]]).double()
+    check(ft.inference.predict(run, row, site=names[3]), torch.cat([row, eye[3:4]], 1))
+    new = ft.inference.predict(run, row)
+    mean, error = expected(torch.cat([row, torch.zeros(1, count)], 1))
+    assert float(new["estimate"].iloc[0]) == pytest.approx(float(mean), rel=1e-6)
+    assert float(new["sd"].iloc[0]) == pytest.approx(float((error.square() + found.spread[0, 0]).sqrt()), rel=1e-6)
+    below, above = (float(new[edge].iloc[0]) for edge in ("new_low", "new_high"))
+    spread = float((error.square() + found.spread[0, 0] + noise).sqrt())
+    assert (above - below) / (2 * 1.6448536) == pytest.approx(spread, rel=1e-5)
+
+
 def test_devices_are_shrunk_towards_the_mean() -> None:
     """θ_k given its rows has precision n / σ² + 1 / τ."""
     y = torch.tensor([[1.0, 2.0, 3.0], [7.0, 9.0, 8.5], [4.0, 5.5, 4.5]]).double()
@@ -257,6 +293,33 @@ def test_a_variance_of_zero_is_said() -> None:
     assert found.errors.isnan().tolist() == [False, True, False]
     pooled = torch.cat([y for _, y in data])
     assert found.noise == pytest.approx(float(pooled.std()), rel=1e-4)
+
+
+@pytest.mark.parametrize("seed", [1, 4])
+def test_a_correlation_of_one_is_said_and_its_likelihood_is_reached(seed: int) -> None:
+    """Clients have intercepts only, and slopes by chance: the maximum has them in proportion to these."""
+    generator = np.random.default_rng(seed)
+    rows = []
+    for _ in range(12):
+        x, own = generator.uniform(-1, 1, 10), generator.normal()
+        y = 10 + x + own + generator.normal(size=10)
+        rows.append((torch.tensor(np.c_[np.ones(10), x]), torch.tensor(y)))
+    run = fit(hierarchical.linear(hierarchical.normal(2, correlated=True, names=NAMES)), ft.data.from_tensors(rows))
+    assert run.number < 60, "it settles, at infinity"
+    with pytest.warns(RuntimeWarning, match=r"at cor\(constant, slope\), as where .*a correlation as 1 or -1"):
+        found = estimates(run)
+    assert float(found.correlation[0, 1].abs()) > 0.9999
+
+    def loss(at: np.ndarray) -> float:  # of loadings of both on one deviation, in the log noise, and in the means
+        loadings, total = torch.tensor(at[2:4]), 0.0
+        for x, y in rows:
+            v = x @ torch.outer(loadings, loadings) @ x.T + math.exp(at[4]) * torch.eye(len(y)).double()
+            total -= float(torch.distributions.MultivariateNormal(x @ torch.tensor(at[:2]), v).log_prob(y))
+        return total
+
+    sign = float(found.correlation[0, 1].sign())
+    start = np.array([10.0, 1.0, 1.0, 0.1 * sign, 0.0])
+    assert found.log_likelihood == pytest.approx(-minimize(loss, start, method="BFGS").fun, abs=1e-6)
 
 
 def test_what_cannot_be_done_is_refused(gaussian: ft.data.FederatedData) -> None:

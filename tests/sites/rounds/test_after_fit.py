@@ -286,6 +286,21 @@ def test_sites_answer_whatever_the_algorithms_settings_say(both: Both) -> None:
         np.testing.assert_allclose(numbers(WHAT[name](run)), numbers(WHAT[name](both.here)), rtol=1e-6, atol=1e-8)
 
 
+def test_sites_answer_after_maximum_likelihood(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "time", Clock)
+    likelihood = lambda design: ft.maximum_likelihood(hierarchical.regression(design), restricted=True)
+    host = Loopback({n: SiteConfiguration.of_frame(f, "ward", {"it": likelihood}) for n, f in FRAMES.items()}, None)
+    design = agree(host, NAMES, "age ~ died + sex + (1 | ward)", client="ward")  # type: ignore[arg-type]
+    there = ft.run(likelihood(design), Remote(host, NAMES, "it"), rounds=6, progress=False)  # type: ignore[arg-type]
+    data = ft.data.from_frame(FRAME, client="ward", design=design)
+    here = ft.run(likelihood(design), ft.InProcess(data), rounds=6, progress=False)
+    with pytest.raises(RuntimeError, match=r"Policy\(after_fit=\('effects',\)\)"):
+        ft.inference.ranef(there, tolerance=torch.inf)
+    allow(host, after_fit=("effects", "margins"), minimum=1)
+    for name in ("ranef", "totals", "predict", "margins"):
+        np.testing.assert_allclose(numbers(WHAT[name](there)), numbers(WHAT[name](here)), rtol=1e-6, atol=1e-8)
+
+
 def test_a_server_that_asks_for_anything_else_is_refused(both: Both) -> None:
     host, run = both.host, both.under(after_fit=EVERYTHING)
     session = run.clients.session

@@ -65,52 +65,16 @@ class Shared(Named):
         return (posterior.weights[..., None] * posterior.means).sum(1)
 
 
-class Hierarchical(Shared):
-    """The posterior of a model with named coefficients: of those that clients share, and of each client's own."""
+class Sites(Named):
+    """What any fit of a hierarchical model with named coefficients can answer, from φ and what clients say given it."""
 
-    questions = frozenset({"coefficients", "deviations", "densities", "evidence", "variables", "effects", *_CHECKS})
+    def shared(self, run: Run, tolerance: float) -> Moments:
+        """Return the moments of φ that a run has found; warn and raise of those that cannot be used."""
+        raise NotImplementedError
 
-    def coefficients(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of the run's clients."""
-        shared_posterior(run, tolerance=tolerance)
-        sent = {} if given is None else {"phi": given.nodes, "weights": given.weights}
-        return self._sites(run, tuple(run.population.names), ask(run, COEFFICIENTS, sent))
-
-    def deviations(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
-        """Return by how much random coefficients of clients deviate from those that all share."""
-        hierarchy, names = self.model.hierarchy, coefficient_names(run)
-        nodes, weights = _shared_nodes(run, given, tolerance, _POINTS)
-        sent = {"phi": nodes, "weights": weights}
-        if given is None:
-            q = shared_posterior(run, tolerance=torch.inf)
-            sent |= gaussian.natural(Moments(q.mean, q.covariance_matrix))._asdict()
-        posterior = ask(run, DEVIATIONS, sent)
-        shared = nodes[:, : hierarchy.mean.shape[1]] @ hierarchy.mean.to(nodes).mT
-        whole = moved(posterior._replace(means=posterior.means - shared), units(run))
-        place = torch.tensor(hierarchy.random, dtype=torch.int64)
-        means, covariances = whole.means[..., place], whole.covariances[..., place[:, None], place]
-        sites = self._sites(run, tuple(run.population.names), whole._replace(means=means, covariances=covariances))
-        back = torch.eye(len(place), dtype=torch.float64)
-        return sites._replace(names=tuple(names[j] for j in hierarchy.random), back=back)
-
-    def newcomers(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
-        model = self.model
-        hierarchy, (nodes, weights) = model.hierarchy, _shared_nodes(run, given, tolerance, _FOR_OTHERS)
-        m, scales = hierarchy.mean.shape[1], len(hierarchy.names)
-        means = nodes[:, :m] @ hierarchy.mean.to(nodes).mT
-        learnt = len(model.names) > scales
-        log_noise = nodes[:, -1] if learnt else torch.full_like(weights, _known_noise(run, model))
-        posterior = DevicePosterior(
-            weights[None], means[None], hierarchy.covariance(nodes[:, m:scales])[None], log_noise[None]
-        )
-        return self._sites(run, ("new",), posterior)
-
-    def adapted(self, run: Run, data: Any, tolerance: float = 0.01) -> Coefficients:
-        """Return the coefficients of clients that took no part, from their rows and what the others share."""
-        block, q = data.stack(torch.arange(len(data))), shared_posterior(run, tolerance=tolerance)
-        posterior = linear_devices.adapted(self.model, q, block)
-        return self._sites(run, tuple(data.names), _with_known_noise(self.model, posterior, self.model.prepare(block)))
+    def clients(self, run: Run, q: Moments) -> DevicePosterior:
+        """Return the posterior of the coefficients of each client, in the units of rows, where φ has these moments."""
+        raise NotImplementedError
 
     def pooling(self, run: Run, level: float, tolerance: float = 0.01) -> Pooling:
         """Return what each client's rows say alone, under a prior that says nothing, and with the others'."""
@@ -120,17 +84,17 @@ class Hierarchical(Shared):
                 f"Expected a model with coefficients that differ by site, but got {list(model.names)}; name them by "
                 "hierarchical.normal(..., random=)"
             )
-        back, q = units(run), shared_posterior(run, tolerance=tolerance)
+        back, q = units(run), self.shared(run, tolerance)
         size, m = len(back), hierarchy.mean.shape[1]
         centre = back @ q.mean[:size]
-        sd = (back @ q.covariance_matrix[:size, :size] @ back.mT).diagonal().sqrt()
+        sd = (back @ q.covariance[:size, :size] @ back.mT).diagonal().sqrt()
         half = torch.special.ndtri(torch.tensor((1 + level) / 2)).to(sd) * sd
         covariance = hierarchy.covariance(q.mean[m : len(hierarchy.names)])
         alone = wide(model, q.mean, covariance.diagonal().sqrt())
         return Pooling(
             coefficient_names(run),
             list(hierarchy.random),
-            moved(ask(run, COEFFICIENTS), back),
+            moved(self.clients(run, q), back),
             moved(ask(run, COEFFICIENTS, {"phi": alone[None], "weights": torch.ones_like(alone[:1])}), back),
             centre,
             centre - half,
@@ -138,6 +102,94 @@ class Hierarchical(Shared):
             (back @ covariance @ back.mT).diagonal().sqrt(),
             family,
         )
+
+    def received(self, sent: Mapping[str, Tensor]) -> Draws:
+        """Return the draws of φ that a holder of rows was sent."""
+        return given_shared(self.model, sent["phi"], sent["key"])
+
+    def columns(self, run: Run) -> tuple[tuple[str, ...], Design | None]:
+        """Return names of the columns of x, without thresholds, and the formula that they are of."""
+        names, ordered = coefficient_names(run), self.model.ordered
+        return names[: len(names) - ordered.differences] if ordered else names, design_of(run)
+
+    def _sites(self, run: Run, sites: tuple[str, ...], posterior: DevicePosterior) -> Coefficients:
+        (names, back), model = shown_coefficients(run), self.model
+        return Coefficients(sites, names, posterior, back, model.family, design_of(run), ordered=model.ordered)
+
+    def _of_others(self, run: Run, nodes: Tensor, weights: Tensor, more: Tensor | float = 0.0) -> Coefficients:
+        """Return the coefficients of a client without rows, at weighted nodes of φ with `more` covariance `(d, d)`."""
+        model, hierarchy = self.model, self.model.hierarchy
+        m, scales = hierarchy.mean.shape[1], len(hierarchy.names)
+        means = nodes[:, :m] @ hierarchy.mean.to(nodes).mT
+        learnt = len(model.names) > scales
+        log_noise = nodes[:, -1] if learnt else torch.full_like(weights, _known_noise(run, model))
+        covariances = hierarchy.covariance(nodes[:, m:scales]) + more
+        return self._sites(
+            run, ("new",), DevicePosterior(weights[None], means[None], covariances[None], log_noise[None])
+        )
+
+    def _varying(self, run: Run, posterior: DevicePosterior) -> Coefficients:
+        """Return the coefficients that differ between clients, of deviations of all, in the units of the frame."""
+        names, place = coefficient_names(run), torch.tensor(self.model.hierarchy.random, dtype=torch.int64)
+        whole = moved(posterior, units(run))
+        means, covariances = whole.means[..., place], whole.covariances[..., place[:, None], place]
+        sites = self._sites(run, tuple(run.population.names), whole._replace(means=means, covariances=covariances))
+        back = torch.eye(len(place), dtype=torch.float64)
+        return sites._replace(names=tuple(names[j] for j in self.model.hierarchy.random), back=back)
+
+    def _family(self) -> Family:
+        """Return the distribution of one response; raise TypeError where the model does not tell it."""
+        family: Family | None = self.model.family
+        if family is None:
+            raise TypeError(
+                "Expected a run with a hierarchical model of known family (linear, logistic, poisson), but got one of "
+                "a likelihood of your own, which tells it as DeviceLikelihood(..., family=)"
+            )
+        return family
+
+
+class Hierarchical(Sites, Shared):
+    """The posterior of a model with named coefficients: of those that clients share, and of each client's own."""
+
+    questions = frozenset({"coefficients", "deviations", "densities", "evidence", "variables", "effects", *_CHECKS})
+
+    def shared(self, run: Run, tolerance: float) -> Moments:
+        """Return the moments of q(φ)."""
+        q = shared_posterior(run, tolerance=tolerance)
+        return Moments(q.mean, q.covariance_matrix)
+
+    def clients(self, run: Run, q: Moments) -> DevicePosterior:
+        """Return the posterior of the coefficients of each client, from its cavity."""
+        posterior: DevicePosterior = ask(run, COEFFICIENTS)
+        return posterior
+
+    def coefficients(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of the run's clients."""
+        q = self.shared(run, tolerance)
+        sent = {} if given is None else {"phi": given.nodes, "weights": given.weights}
+        found = ask(run, COEFFICIENTS, sent) if sent else self.clients(run, q)
+        return self._sites(run, tuple(run.population.names), found)
+
+    def deviations(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
+        """Return by how much random coefficients of clients deviate from those that all share."""
+        hierarchy = self.model.hierarchy
+        nodes, weights = self._nodes(run, given, tolerance, _POINTS)
+        sent = {"phi": nodes, "weights": weights}
+        if given is None:
+            sent |= gaussian.natural(self.shared(run, torch.inf))._asdict()
+        posterior = ask(run, DEVIATIONS, sent)
+        shared = nodes[:, : hierarchy.mean.shape[1]] @ hierarchy.mean.to(nodes).mT
+        return self._varying(run, posterior._replace(means=posterior.means - shared))
+
+    def newcomers(self, run: Run, given: Corrected | None = None, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
+        return self._of_others(run, *self._nodes(run, given, tolerance, _FOR_OTHERS))
+
+    def adapted(self, run: Run, data: Any, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of clients that took no part, from their rows and what the others share."""
+        block, q = data.stack(torch.arange(len(data))), shared_posterior(run, tolerance=tolerance)
+        posterior = linear_devices.adapted(self.model, q, block)
+        return self._sites(run, tuple(data.names), _with_known_noise(self.model, posterior, self.model.prepare(block)))
 
     def draws(
         self, run: Run, draws: int, given: Corrected | None, tolerance: float, seed: int, *, even: bool = False
@@ -156,10 +208,6 @@ class Hierarchical(Shared):
         white = random.normal(random.fold_in(random.key(seed), 1), (count, len(q.mean)), torch.float64).to(q.mean)
         return given_shared(model, _possible(model, q.mean + white @ q.scale_tril.mT, draws), key)
 
-    def received(self, sent: Mapping[str, Tensor]) -> Draws:
-        """Return the draws of φ that a holder of rows was sent."""
-        return given_shared(self.model, sent["phi"], sent["key"])
-
     def evidence(self, run: Run, *, each: bool = False, tolerance: float = 0.01) -> Tree:
         """Return log p(a client's rows | the others'), of its cavity; sums of it and of its squares, or `each`."""
         self._family()
@@ -167,11 +215,6 @@ class Hierarchical(Shared):
             raise TypeError("Expected a model that tells the evidence of a client's rows; make it by hierarchical.of")
         shared_posterior(run, tolerance=tolerance)
         return _evidences(local_holder(run)) if each else ask(run, EVIDENCE)
-
-    def columns(self, run: Run) -> tuple[tuple[str, ...], Design | None]:
-        """Return names of the columns of x, without thresholds, and the formula that they are of."""
-        names, ordered = coefficient_names(run), self.model.ordered
-        return names[: len(names) - ordered.differences] if ordered else names, design_of(run)
 
     def inferencedata(self, run: Run, *, draws: int, chains: int, given: Corrected | None, tolerance: float) -> Any:
         """Return `beta`, `sd`, `cor`, `sigma` and, where rows are at hand, `theta` of independent draws."""
@@ -198,19 +241,12 @@ class Hierarchical(Shared):
             made["theta"] = theta.unflatten(0, (chains, draws))
         return arviz_of(made, coords, dims)
 
-    def _sites(self, run: Run, sites: tuple[str, ...], posterior: DevicePosterior) -> Coefficients:
-        (names, back), model = shown_coefficients(run), self.model
-        return Coefficients(sites, names, posterior, back, model.family, design_of(run), ordered=model.ordered)
-
-    def _family(self) -> Family:
-        """Return the distribution of one response; raise TypeError where the model does not tell it."""
-        family: Family | None = self.model.family
-        if family is None:
-            raise TypeError(
-                "Expected a run of ft.ep with a hierarchical model of known family (linear, logistic, poisson), but "
-                "got one of a likelihood of your own, which tells it as DeviceLikelihood(..., family=)"
-            )
-        return family
+    def _nodes(self, run: Run, given: Corrected | None, tolerance: float, points: int) -> tuple[Tensor, Tensor]:
+        """Return nodes of what the sites of a run share, and their weights."""
+        if given is not None:
+            kept = given.weights > 0
+            return given.nodes[kept], given.weights[kept]
+        return spread_nodes(self.shared(run, tolerance), points)
 
 
 def _with_known_noise(model: Model, posterior: DevicePosterior, rows: Any) -> DevicePosterior:
@@ -227,15 +263,6 @@ def _possible(model: Model, phi: Tensor, draws: int) -> Tensor:
         means = model.hierarchy.mean[-cuts:].to(phi)
         phi = torch.cat([phi[model.ordered.ascend(phi[:, : means.shape[1]] @ means.mT)], phi])
     return phi[:draws]
-
-
-def _shared_nodes(run: Run, given: Corrected | None, tolerance: float, points: int) -> tuple[Tensor, Tensor]:
-    """Return nodes of what the sites of a run of `ft.ep` share, and their weights."""
-    if given is not None:
-        kept = given.weights > 0
-        return given.nodes[kept], given.weights[kept]
-    q = shared_posterior(run, tolerance=tolerance)
-    return spread_nodes(Moments(q.mean, q.covariance_matrix), points)
 
 
 def _known_noise(run: Run, model: Model) -> float:

@@ -29,7 +29,7 @@ class MaximumServer(NamedTuple):
     """
 
     prior: Natural  # of the first estimate
-    at: Tensor  # (p,) the point that the next round is asked about
+    at: Tensor  # (p,) the point that the next round is asked about, in the coordinates of `Problem`
     steps: Tensor  # (p,) between its nodes
     best: Point  # the most likely one so far
     reached: Tensor  # () what is maximised, there
@@ -40,7 +40,11 @@ class MaximumServer(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """Hold what is maximised."""
+    """Hold what is maximised, over coordinates in which boundaries are at infinity: φ with correlations as Fisher's z.
+
+    Where a correlation is estimated as ±1 one of ζ's variances goes to zero while a dependence grows beyond bounds,
+    along a curve; in these coordinates it is a direction.
+    """
 
     model: Model
     means: int
@@ -56,6 +60,21 @@ class Problem(NamedTuple):
         if restricted and model.design is not None:
             units = float(torch.linalg.slogdet(model.design.back()).logabsdet)
         return Problem(model, means, restricted, units)
+
+    def coordinates(self, phi: Tensor) -> Tensor:
+        """Return the coordinates of φ in which steps are taken, `(..., p)`."""
+        return self._with_scales(phi, back=False)
+
+    def phi(self, coordinates: Tensor) -> Tensor:
+        """Return φ of these coordinates, `(..., p)`."""
+        return self._with_scales(coordinates, back=True)
+
+    def _with_scales(self, at: Tensor, *, back: bool) -> Tensor:
+        turned, scales = self.model.hierarchy.coordinates, len(self.model.hierarchy.names)
+        if turned is None:
+            return at
+        between = (turned.back if back else turned.of)(at[..., self.means : scales])
+        return torch.cat([at[..., : self.means], between, at[..., scales:]], -1)
 
     @property
     def nodes(self) -> Tensor:

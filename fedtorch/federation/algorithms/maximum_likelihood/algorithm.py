@@ -13,7 +13,8 @@ from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Point
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem
-from fedtorch.federation.algorithms.maximum_likelihood.estimates import Maximised, named
+from fedtorch.federation.algorithms.maximum_likelihood.estimates import named
+from fedtorch.federation.algorithms.maximum_likelihood.posterior import Maximised
 from fedtorch.federation.exchanges.exchange import Sum
 from fedtorch.federation.turn import Turn
 from fedtorch.learns import Learns, tells
@@ -56,8 +57,9 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
 
     All clients answer in every round: a round in which some do not is repeated. The first makes a first estimate, the
     others take steps of Newton's method; some ten are enough. `maximised` stops a run, `run.summary()` and `estimates`
-    say what it has found, `devices` what that says of each client. A variance that is estimated as zero, a singular
-    fit, shows as a log variance that falls from round to round until nothing is gained; its standard error is NaN.
+    say what it has found, `ft.inference.ranef` and `predict` what that says of each client. A variance that is
+    estimated as zero, or a correlation as 1 or -1, is a singular fit: its logarithm, or Fisher's z, moves on from round
+    to round until nothing is gained, in some thirty rounds; a warning names it, and its standard error is NaN.
 
     Args:
         model: a `hierarchical.Model`; its prior is used for the first estimate only.
@@ -94,7 +96,7 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
         outbox=lambda server: _Outbox(server.at, server.steps, server.version),
         client=partial(_client, problem=problem),
         server=partial(_server, problem=problem),
-        model=lambda inbox, state: {"phi": inbox.at},
+        model=lambda inbox, state: {"phi": problem.phi(inbox.at)},
         prepare=model.prepare,
         report=_report,
         settings={"algorithm": "maximum_likelihood", "model": model, "restricted": restricted},
@@ -106,7 +108,7 @@ def maximum_likelihood(model: Model, *, restricted: bool = False) -> Algorithm:
 def _init(parameters: Tree, clients: int, *, problem: Problem) -> tuple[MaximumServer, tuple[()]]:
     prior = Natural(parameters["shift"], parameters["precision"])
     zero = prior.shift.new_zeros(())
-    at = gaussian.moments(problem.model.prior.replaced(prior).completed()).mean
+    at = problem.coordinates(gaussian.moments(problem.model.prior.replaced(prior).completed()).mean)
     nothing = Point(at, torch.ones_like(at), zero - torch.inf, at.new_zeros(len(problem.nodes)))
     count = torch.tensor(clients)
     return MaximumServer(
@@ -124,7 +126,7 @@ def _client(inbox: _Outbox, state: Tree, data: Any, turn: Turn, *, problem: Prob
         prior = model.prior.replaced(tree.to(model.prior.normal, inbox.at.device))
         summary = model.start.summary(data, prior)
     elif clients:
-        nodes = inbox.at[:, None] + inbox.steps[:, None] * offsets
+        nodes = problem.phi(inbox.at[:, None] + inbox.steps[:, None] * offsets)
         values = torch.cat([model.log_factor(part, data) for part in nodes.split(_PART, 1)], 1)
         values = torch.where(values.isfinite(), values, _NOWHERE)
     point = values[:, 0]
@@ -171,7 +173,8 @@ def _begun(state: MaximumServer, aggregate: _Message, problem: Problem) -> Maxim
     model, count = problem.model, aggregate.clients.value
     first = model.start.estimate(aggregate.summary.value, count, model.prior.replaced(state.prior))
     precision = gaussian.unpack(first.precision).diagonal()
-    return state._replace(at=first.shift / precision, steps=newton.spaced(precision.rsqrt()), version=state.version + 1)
+    at = problem.coordinates(first.shift / precision)
+    return state._replace(at=at, steps=newton.spaced(precision.rsqrt()), version=state.version + 1)
 
 
 def _check_linear(relative: Tensor, problem: Problem) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +22,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
-from fedtorch.federation.posterior import Named
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, own_names
@@ -73,19 +72,6 @@ class Maximum(NamedTuple):
         return self.spread / torch.outer(self.sds, self.sds)
 
 
-@dataclass(frozen=True)
-class Maximised(Named):
-    """What the maximum of the (restricted) likelihood says, by `named`.
-
-    Attributes:
-        model: a `hierarchical.Model`.
-        restricted: whether means are integrated out.
-    """
-
-    model: Any = None
-    restricted: bool = False
-
-
 def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     """Return the estimates that a run has found, with standard errors.
 
@@ -102,22 +88,22 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
         TypeError: a run of another algorithm.
         RuntimeError: no round has told the likelihood yet.
     """
-    model, _, best = _checked(run, tolerance)
-    means = model.hierarchy.mean.shape[1]
+    problem, phi, best = checked(run, tolerance)
+    model, means = problem.model, problem.means
     scales = len(model.hierarchy.names) - means
     learnt = len(model.names) > len(model.hierarchy.names)
-    zeta, rows = best.at[means:], best.curvature[:means, :means]
+    zeta, rows = phi[means:], best.curvature[:means, :means]
     certain = torch.linalg.inv_ex(rows).inverse
     dependent = model.hierarchy.coefficients and (
-        check_separation(run, best.at[:means], certain)
+        check_separation(run, phi[:means], certain)
         or check_dependence(
             run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
         )
     )
     return Maximum(
         model.names,
-        best.at,
-        _inverse(best.curvature, means, warns=not dependent),
+        phi,
+        _covariance(run, problem, best, warns=not dependent),
         float(best.value),
         model.hierarchy.covariance(zeta[:scales]),
         float((zeta[-1] / 2).exp()) if learnt else None,
@@ -160,8 +146,8 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
 def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
     """Compute each client's coefficients given its rows and the estimates, where its rows are.
 
-    Their means are best linear unbiased predictions in the linear model; what is estimated is taken as known, so that
-    intervals are shorter than those of `ft.ep`.
+    Their means are best linear unbiased predictions in the linear model. All that is estimated is taken as known, fixed
+    effects too, as lme4's conditional variances do; `ft.inference.ranef` and `predict` take only variances as known.
 
     Args:
         run: of `maximum_likelihood`, on data at hand.
@@ -180,26 +166,32 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
         >>> devices(run).marginals().mean.flatten().round(decimals=2)  # of means 0.5, 4.5 and 5.5
         tensor([0.6600, 4.4500, 5.3900], dtype=torch.float64)
     """
-    model, server, best = _checked(run, tolerance)
+    problem, phi, _ = checked(run, tolerance)
+    model = problem.model
     data = getattr(run.population, "data", None)
     if data is None:
         raise TypeError(f"Expected a run on data at hand, but got one on {run.population!r}")
 
     def own(outbox: dict[str, Tensor], block: ClientData) -> DevicePosterior:
-        phi = outbox["phi"][:, None]
-        return model.given(phi, torch.ones_like(phi[..., 0]), model.prepare(block))
+        at = phi.to(block.count.device).expand(len(block.count), 1, -1)
+        return model.given(at, torch.ones_like(at[..., 0]), model.prepare(block))
 
-    return run.clients.evaluate(run.algorithm.outbox(server._replace(at=best.at)), data, own)
+    return run.clients.evaluate(run.outbox, data, own)
 
 
-def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansion]:
-    """Return model, server and what was maximised around its most likely point, of a run that has found one."""
-    posterior, server = run.algorithm.posterior, run.server
-    if not isinstance(posterior, Maximised):
+def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
+    """Return what was maximised, φ at its most likely point and what it is around there, of a run that has found one.
+
+    The expansion is in the problem's coordinates.
+    """
+    posterior: Any = posterior_of(run.algorithm)
+    server = run.server
+    if not isinstance(server, MaximumServer):
         name = run.algorithm.settings.get("algorithm")
         raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {name}")
     model, restricted = posterior.model, posterior.restricted
-    best = Problem.of(model, restricted).around(server.best)
+    problem = Problem.of(model, restricted)
+    best = problem.around(server.best)
     if not bool(server.best.value.isfinite()):
         raise RuntimeError(
             f"Expected the likelihood at the first estimate, but got none after {run.number} rounds; let all clients "
@@ -215,7 +207,7 @@ def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansio
             RuntimeWarning,
             stacklevel=3,
         )
-    return model, server, best
+    return problem, problem.phi(best.at), best
 
 
 def _of_dependence(run: Run, model: Model) -> str:
@@ -254,20 +246,40 @@ def _unidentified(run: Run, model: Model) -> str:
     return ""
 
 
-def _inverse(curvature: Tensor, means: int, warns: bool) -> Tensor:
-    """Return the inverse, with NaN for log variances and the like that the likelihood does not know, and may say so."""
+def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Tensor:
+    """Return the covariance of φ, with NaN for what the likelihood does not know, of which it may warn."""
+    means, curvature = problem.means, best.curvature
     known = torch.cat([curvature.new_ones(means, dtype=torch.bool), curvature.diagonal()[means:] > _FLAT])
     place = known.nonzero()[:, 0]
     factor, failed = torch.linalg.cholesky_ex(curvature[place[:, None], place])
-    inverse = torch.full_like(curvature, torch.nan)
-    if not bool(failed):
+    if bool(failed):
+        known = torch.zeros_like(known)
+    inverse = torch.zeros_like(curvature)
+    if bool(known.any()):
         inverse[place[:, None], place] = torch.cholesky_inverse(factor)
-    if warns and bool(inverse.isnan().any()):
+    if warns and not bool(known.all()):
+        flat = _scale_names(run, problem, (~known[means:]).nonzero()[:, 0].tolist())
+        which = f", at {', '.join(flat)}" if flat and not bool(failed) else ""
         warnings.warn(
             "Expected a likelihood that is curved in all directions, but got one that is flat or not at a maximum in "
-            "some, as where a variance is estimated as zero (a singular fit); their standard errors are NaN: leave out "
-            "such a random coefficient, or give it a prior and use ft.ep",
+            f"some{which}, as where a variance is estimated as zero or a correlation as 1 or -1 (a singular fit); "
+            "standard errors are NaN there: leave such a random coefficient, or its correlations, out, or give it a "
+            "prior and use ft.ep",
             RuntimeWarning,
             stacklevel=3,
         )
-    return inverse
+    slopes = torch.autograd.functional.jacobian(problem.phi, best.at)
+    unknown = (slopes[:, ~known] != 0).any(1)
+    covariance = slopes @ inverse @ slopes.mT
+    return covariance.masked_fill(unknown[:, None] | unknown, torch.nan)
+
+
+def _scale_names(run: Run, problem: Problem, places: list[int]) -> list[str]:
+    """Return what `summary` calls some of the coordinates of the variances; of other hierarchies as they call them."""
+    hierarchy, own = problem.model.hierarchy, list(problem.model.names[problem.means :])
+    if hierarchy.coefficients:
+        names, random = coefficient_names(run), hierarchy.random
+        pairs = [(i, j) for i in range(len(random)) for j in range(i)]
+        shown = [f"sd({names[j]})" for j in random] + [f"cor({names[random[j]]}, {names[random[i]]})" for i, j in pairs]
+        own = [*shown[: len(hierarchy.names) - problem.means], "sigma"]
+    return [own[place] for place in places]

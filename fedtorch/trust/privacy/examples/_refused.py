@@ -26,6 +26,22 @@ def refuse_layers(module: nn.Module) -> None:
             )
 
 
+def suspects(module: nn.Module) -> list[str]:
+    """Return a clause for each layer whose settings mix examples where these come first, as in most modules."""
+    found = []
+    for name, part in module.named_modules():
+        setting, advice = "", ""
+        if isinstance(part, nn.RNNBase | nn.MultiheadAttention) and not part.batch_first:
+            setting, advice = "batch_first=False", "set batch_first=True"
+        elif isinstance(part, nn.Softmax | nn.LogSoftmax | nn.Softmin) and part.dim == 0:
+            setting, advice = "dim=0", "set dim=-1"
+        elif isinstance(part, nn.Flatten) and part.start_dim == 0:
+            setting, advice = "start_dim=0", "set start_dim=1"
+        if setting:
+            found.append(f"{type(part).__name__} with {setting} (layer {name!r}): {advice}")
+    return found
+
+
 def _faults(part: nn.Module) -> Iterator[tuple[str, str]]:
     """Yield (what a layer does, what to do instead)."""
     if isinstance(part, nn.modules.batchnorm._BatchNorm):

@@ -27,7 +27,7 @@ from fedtorch.module_randomness.interception import KeyedRandomness
 from fedtorch.tree import Tree
 from fedtorch.trust.privacy.clipping import SLACK
 from fedtorch.trust.privacy.examples._per_example import PrivateLoss
-from fedtorch.trust.privacy.examples._refused import Faults
+from fedtorch.trust.privacy.examples._refused import Faults, suspects
 
 _LOG = logging.getLogger(__name__)
 _SUM = "the loss of a batch is their sum: divide it by their number"
@@ -110,7 +110,7 @@ def check_separable(
         if not all(_close(w, mean, size) for w, mean in zip(whole, means)):
             count = int(taken.sum())
             added = count > 1 and all(_close(w, count * mean, count * size) for w, mean in zip(whole, means))
-            raise _mixing(point.faults, _SUM) if added else _mixing(point.faults)
+            raise _mixing(point.loss, point.faults, _SUM) if added else _mixing(point.loss, point.faults)
     if loss.layers is not None and not _layers_agree(point, float(size)):
         loss.layers = None
     _run(loss, tensors, rows)
@@ -182,7 +182,7 @@ def _point(loss: PrivateLoss, values: list[Tensor], rows: Sequence[Tree], key: T
         wholes = [[w.to(torch.float64) for w in each] for each in whole]
         return _Point(loss, values, rows, taken, key, wholes, kept, math.sqrt(precision.eps), faults)
     if all(bool(leaf.isfinite().all()) for each in whole for leaf in each):
-        raise _mixing(faults)
+        raise _mixing(loss, faults)
     return None
 
 
@@ -243,10 +243,12 @@ def _layers_agree(point: _Point, rounding: float) -> bool:
     return True
 
 
-def _mixing(faults: Faults, otherwise: str = "the loss of a batch mixes them") -> ValueError:
+def _mixing(loss: PrivateLoss, faults: Faults, otherwise: str = "the loss of a batch mixes them") -> ValueError:
     """Return the error of a loss that mixes examples, by the operations at fault; `otherwise` where none is known."""
+    known = suspects(loss.objective.module)
+    guess = f"{otherwise}, perhaps by {', or by '.join(known)}" if known else otherwise
     return ValueError(
-        f"Expected a loss that is the mean of its examples' losses, but {'; '.join(faults.named()) or otherwise} "
+        f"Expected a loss that is the mean of its examples' losses, but {'; '.join(faults.named()) or guess} "
         "(DP-SGD clips the gradient of each example's own loss, and trains with their mean)"
     )
 

@@ -185,6 +185,36 @@ def test_they_train_in_every_dtype(name: str, dtype: torch.dtype) -> None:
     assert all(leaf.dtype == dtype and bool(leaf.isfinite().all()) for leaf in run.server.values())
 
 
+def test_attention_with_dropout_trains_and_draws_by_example() -> None:
+    """Shares are kept with probability 1 / 2, and then doubled, so that many draws have the mean without dropout."""
+
+    class Attending(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.core = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+            self.head = nn.Linear(12, 1)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.core(x, x, x, need_weights=False)[0].flatten(1))
+
+    torch.manual_seed(0)
+    module, data = Attending().double(), clients([6, 4])
+    run = ft.Run(ft.fedavg(private(module)), ft.InProcess(ft.data.from_tensors(data)))
+    assert all(bool(leaf.isfinite().all()) for leaf in ft.tree.leaves(run.step().server))
+    local = private(module)
+    ft.Run(ft.separate(local), ft.InProcess(ft.data.from_tensors(data)))
+    loss: PrivateLoss = local.solve.__self__.loss
+    values = [torch.stack([p.detach()] * 2) for p in dict(module.named_parameters()).values()]
+    x, y = (torch.stack([leaf[:1].expand(400, *leaf.shape[1:]) for leaf in leaves]) for leaves in zip(*data))
+    drawn, _ = loss.by_example(values, (x, y), 0, ft.random.fold_in(ft.random.key(0), torch.arange(2)))
+    last = next(leaf for name, leaf in zip(loss.tensors, drawn) if name == "head.bias")[..., 0]  # 2 (f(x) - y)
+    assert len(last[0].unique()) > 300, "every example has draws of its own"
+    module.eval()
+    for k in range(2):
+        expected = 2 * (module(x[k, :1]) - y[k, :1]).item()
+        assert abs(float(last[k].mean()) - expected) < 5 * float(last[k].std()) / 400**0.5
+
+
 def test_dropout_between_recurrent_layers_draws_alike_in_batches_and_alone() -> None:
     """A run begins only if the gradient of a batch is the mean of its examples'."""
     torch.manual_seed(0)

@@ -103,6 +103,49 @@ def test_layers_that_cannot_be_private_are_named(name: str) -> None:
     assert all(wrong not in str(caught.value) for wrong in ("LayerNorm", "batched=", "buffers="))
 
 
+class Recurrent(nn.Module):
+    """The last state of a layer over time."""
+
+    def __init__(self, **settings) -> None:
+        super().__init__()
+        self.core, self.head = nn.GRU(1, 4, **settings), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.core(x[..., None].float())[0][:, -1])
+
+
+def shares(dim: int) -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 3), nn.Flatten(), nn.Softmax(dim), nn.Linear(9, 1))
+
+
+@pytest.mark.parametrize(
+    ("made", "said", "instead"),
+    [
+        (
+            Recurrent,
+            r"GRU with batch_first=False \(layer 'core'\): set batch_first=True",
+            lambda: Recurrent(batch_first=True),
+        ),
+        (lambda: shares(0), r"Softmax with dim=0 \(layer '2'\): set dim=-1", lambda: shares(-1)),
+    ],
+)
+def test_layers_that_may_mix_examples_are_named(
+    made: Callable[[], nn.Module], said: str, instead: Callable[[], nn.Module]
+) -> None:
+    with pytest.raises(ValueError, match=f"mixes them, perhaps by {said}"):
+        begin(made())
+    begin(instead()).step()
+
+
+def test_what_is_to_be_taken_in_place_of_refused_layers_trains() -> None:
+    between = lambda layer: nn.Sequential(nn.Embedding(7, 3), layer, nn.Flatten(), nn.Linear(9, 1))
+    with pytest.raises(ValueError, match="use LayerNorm or GroupNorm instead of BatchNorm"):
+        begin(between(nn.BatchNorm1d(3)))
+    for layer in (nn.LayerNorm(3), nn.GroupNorm(1, 3), nn.InstanceNorm1d(3, track_running_stats=False)):
+        begin(between(layer)).step()
+    begin(spectral(nn.utils.parametrizations.weight_norm)).step()
+
+
 def test_what_a_module_keeps_in_python_is_refused() -> None:
     with pytest.raises(TypeError, match=r"Growing gave .* keeps something from one call to the next"):
         begin(Growing())

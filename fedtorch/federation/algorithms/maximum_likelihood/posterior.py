@@ -1,0 +1,124 @@
+r"""What maximum likelihood says of clients: their coefficients given the estimated variances.
+
+Given ζ = ζ̂ and a flat prior, what is shared is normal about its estimate, μ ~ N(μ̂, C) with C the inverse of the
+likelihood's curvature in μ, and a client's coefficients are those given its rows and φ = (μ, ζ̂), mixed over μ:
+
+.. math:: E[\theta_k] = m_k(\hat\mu), \qquad \mathrm{Cov}[\theta_k] = V_k(\hat\mu) + J_k C J_k', \qquad
+    J_k = \partial m_k / \partial \mu',
+
+with m_k and V_k the moments of p(θ_k | μ, ζ̂, y_k). Of the linear model, whose m_k is linear in μ, that is exact: best
+linear unbiased prediction and the variance of its error. Of others it is to first order, with J_k from differences over
+a standard error. That variances are estimated widens nothing, so that intervals are shorter than those of `ft.ep`.
+
+Source: Henderson (1975), "Best linear unbiased estimation and prediction under a selection model", Biometrics 31.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedtorch import random
+from fedtorch.federation.algorithms.ep.estimates import spread_nodes
+from fedtorch.federation.algorithms.ep.hierarchical import COEFFICIENTS, Sites
+from fedtorch.federation.algorithms.maximum_likelihood.estimates import checked
+from fedtorch.federation.posterior import Coefficients, Draws
+from fedtorch.federation.runs.holders import ask
+from fedtorch.federation.runs.posterior_draws import given_shared
+from fedtorch.federation.runs.run import Run
+from fedtorch.models.device_posterior import DevicePosterior
+from fedtorch.models.gaussian import Moments
+
+
+@dataclass(frozen=True)
+class Maximised(Sites):
+    """What the maximum of the (restricted) likelihood says, of what clients share by `named`.
+
+    A `tolerance` is on the distance to the maximum in standard errors, as that of `ft.ep` is in sds.
+
+    Attributes:
+        model: a `hierarchical.Model`.
+        restricted: whether means are integrated out.
+    """
+
+    model: Any = None
+    restricted: bool = False
+    questions = frozenset({"coefficients", "variables", "effects"})
+
+    def shared(self, run: Run, tolerance: float) -> Moments:
+        """Return φ̂, and the covariance of the means given the variances."""
+        problem, phi, best = checked(run, 0.5 * tolerance**2)  # what a step of so many standard errors adds
+        m = problem.means
+        factor, failed = torch.linalg.cholesky_ex(best.curvature[:m, :m])
+        if bool(failed):
+            raise RuntimeError(
+                "Expected a likelihood that is curved in all means, but got one that is not, as where columns are "
+                "linearly dependent: run.summary() says which; leave some out, or use ft.ep, whose prior decides"
+            )
+        covariance = torch.zeros_like(best.curvature)
+        covariance[:m, :m] = torch.cholesky_inverse(factor)
+        return Moments(phi, covariance)
+
+    def clients(self, run: Run, q: Moments) -> DevicePosterior:
+        """Return the posterior of the coefficients of each client given the estimated variances."""
+        return self._mixed(run, q, torch.zeros_like(self.model.hierarchy.mean))
+
+    def coefficients(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of the run's clients."""
+        _refuse(given)
+        return self._sites(run, tuple(run.population.names), self.clients(run, self.shared(run, tolerance)))
+
+    def deviations(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return by how much random coefficients of clients deviate from those that all share."""
+        _refuse(given)
+        return self._varying(run, self._mixed(run, self.shared(run, tolerance), self.model.hierarchy.mean))
+
+    def newcomers(self, run: Run, given: Any = None, tolerance: float = 0.01) -> Coefficients:
+        """Return the coefficients of a client of which there are no rows, as those of all clients vary."""
+        _refuse(given)
+        q, means = self.shared(run, tolerance), self.model.hierarchy.mean
+        m = means.shape[1]
+        return self._of_others(
+            run,
+            q.mean[None],
+            torch.ones_like(q.mean[:1]),
+            means.to(q.mean) @ q.covariance[:m, :m] @ means.to(q.mean).mT,
+        )
+
+    def draws(self, run: Run, draws: int, given: Any, tolerance: float, seed: int, *, even: bool = False) -> Draws:
+        """Return draws of μ given the variances, for means; what leaves rows out has to leave them out of ζ̂ too."""
+        if not even:
+            return super().draws(run, draws, given, tolerance, seed)
+        _refuse(given)
+        self._family()
+        q, m = self.shared(run, tolerance), self.model.hierarchy.mean.shape[1]
+        nodes, _ = spread_nodes(Moments(q.mean[:m], q.covariance[:m, :m]), draws)
+        return given_shared(self.model, torch.cat([nodes, q.mean[m:].expand(len(nodes), -1)], 1), random.key(seed))
+
+    def _mixed(self, run: Run, q: Moments, shared: Tensor) -> DevicePosterior:
+        """Return the posterior of θ_k - shared · μ, from what clients say at μ̂ and a standard error beside it."""
+        m = self.model.hierarchy.mean.shape[1]
+        root = torch.linalg.cholesky(q.covariance[:m, :m]).mT
+        at = q.mean + torch.nn.functional.pad(
+            torch.cat([torch.zeros_like(root[:1]), root, -root]), (0, len(q.mean) - m)
+        )
+        weights = torch.full_like(at[:, 0], 1 / len(at))
+        posterior: DevicePosterior = ask(run, COEFFICIENTS, {"phi": at, "weights": weights})
+        means = posterior.means - at[:, :m] @ shared.to(at).mT
+        slopes = (means[:, 1 : 1 + m] - means[:, 1 + m :]) / 2  # (K, m, d)
+        covariance = posterior.covariances[:, 0] + slopes.mT @ slopes
+        return DevicePosterior(
+            torch.ones_like(posterior.weights[:, :1]), means[:, :1], covariance[:, None], posterior.log_noise[:, :1]
+        )
+
+
+def _refuse(given: Any) -> None:
+    """Refuse nodes of the posterior of φ, which is another's."""
+    if given is not None:
+        raise TypeError(
+            "Expected no given=, by which ft.inference corrects fits of ft.ep, but got some for one of maximum "
+            "likelihood, whose intervals are given its estimated variances; leave it out"
+        )
