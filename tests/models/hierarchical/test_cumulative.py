@@ -74,14 +74,22 @@ def test_a_devices_factor_is_the_evidence_of_its_rows(random: list[int]) -> None
 def test_slopes_are_derivatives_also_where_thresholds_cross() -> None:
     names = ["Intercept", *difference_names(LEVELS)]
     model = cumulative(hierarchical.normal(3, random=[], names=names), LEVELS)
-    data = model.prepare(ft.data.from_tensors([(torch.ones(4, 1), torch.arange(4.0))]).stack([0]))
+    rows = model.prepare(ft.data.from_tensors([(torch.ones(4, 1), torch.arange(4.0))]).stack([0]))
+    family = module._family(4)
     eta = torch.linspace(-3, 3, 90).double().reshape(9, 1, 10).transpose(0, 1).requires_grad_()  # gaps of both signs
-    at = module._density(data, 4, eta, eta, torch.zeros(()).double(), True)
-    (first,) = torch.autograd.grad(at.value.sum(), eta, create_graph=True)
+    found = torch.ones_like(eta) * rows.times[:, None]  # type: ignore[index]
+    times, value = found, family.cumulant(eta, rows)
+    (first,) = torch.autograd.grad(value.sum(), eta, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), eta)
-    torch.testing.assert_close(at.first, first)
-    torch.testing.assert_close(at.second, second)
-    assert bool((at.second <= 0).all())  # concave everywhere
+    slope, bend = family.slopes(eta.detach().clone())
+    torch.testing.assert_close(slope * times, first)
+    torch.testing.assert_close(bend * times, second)
+    assert bool((bend >= 0).all())  # concave everywhere
+    at, step = torch.linspace(0.1, 3, 90).double().reshape(9, 1, 10).transpose(0, 1), 1e-5
+    bends = lambda shift: family.bends(at + shift)
+    torch.testing.assert_close(bends(0.0)[0], family.slopes(at.clone())[1])
+    for above, low, high in zip(bends(0.0)[1:], bends(-step), bends(step)):
+        torch.testing.assert_close(above, (high - low) / (2 * step), rtol=1e-5, atol=1e-6)
 
 
 def test_two_levels_are_logistic_regression() -> None:

@@ -12,7 +12,6 @@ from torch import Tensor
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.estimates import (
     check_dependence,
-    check_order,
     check_separation,
     coefficient_names,
     model_of,
@@ -30,6 +29,7 @@ from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.dependence import taking_part
+from fedtorch.models.hierarchical.empty_levels import refuse_without_maximum
 
 _FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
 
@@ -151,7 +151,6 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         sizes += [clients] * (1 + len(pairs))
     if found.noise is not None:
         own, values, sizes = [*own, "sigma"], [*values, found.noise], [*sizes, rows]
-    check_order(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
     labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *sizes)
     return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
@@ -204,8 +203,14 @@ def _checked(run: Run, tolerance: float) -> tuple[Model, MaximumServer, Expansio
         raise RuntimeError(
             f"Expected the likelihood at the first estimate, but got none after {run.number} rounds; let all clients "
             "answer in two rounds at least, or begin with another prior if it is nowhere finite"
+            + ("; leave levels without rows out of levels=" if model.ordered is not None else "")
             + (_of_dependence(run, model) if restricted else "")
         )
+    if model.ordered is not None and model.ordered.differences:
+        means = model.hierarchy.mean.to(best.at)
+        m = means.shape[1]
+        back = torch.linalg.pinv(means)  # fixed effects and means over clients are coefficients, one each
+        refuse_without_maximum(model.ordered, means @ best.at[:m], back.mT @ best.curvature[:m, :m] @ back)
     if unidentified := _unidentified(run, model):
         warnings.warn(unidentified, RuntimeWarning, stacklevel=3)
     elif not maximised(tolerance)({"gain": [float(server.gain)]}):
