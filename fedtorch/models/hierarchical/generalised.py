@@ -103,6 +103,7 @@ def likelihood_of(
     rule: QuadratureRule,
     inner: QuadratureRule | str | None,
     prepare: Callable[[Any, int, Tensor], Rows],
+    directions: int = 2,
 ) -> DeviceLikelihood:
     """Return the likelihood of rows given θ_k.
 
@@ -110,8 +111,9 @@ def likelihood_of(
         hierarchy, family, inner: of `generalised`.
         rule: nodes over ζ.
         prepare: (block, number of coefficients, their order) -> rows.
+        directions: that of `moments.integral`.
     """
-    parts = _Parts.of(hierarchy, family, inner, prepare)
+    parts = _Parts.of(hierarchy, family, inner, prepare)._replace(directions=directions)
     return DeviceLikelihood(
         prepare=partial(parts.prepare, scales=rule),
         local=parts.local,
@@ -156,6 +158,7 @@ class _Parts(NamedTuple):
     part: QuadratureRule | None  # the same where fixed effects are known
     exact: bool  # whether rows are evaluated at every node
     read: Callable[[Any, int, Tensor], Rows]
+    directions: int = 2
 
     def fewer(self, dimensions: int) -> QuadratureRule:
         """Return the rule over so many coefficients beside directions that are integrated by themselves."""
@@ -220,6 +223,7 @@ class _Parts(NamedTuple):
             self.part if known else self.whole,
             self.exact,
             self.fewer,
+            self.directions,
         )
         back = order.argsort()
 
