@@ -13,9 +13,11 @@ from scipy.stats import norm, qmc
 
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import corrected, settled
-from fedtorch.federation.algorithms.maximum_likelihood import devices as maximum_devices
-from fedtorch.federation.algorithms.maximum_likelihood import estimates as maximum
-from fedtorch.federation.algorithms.maximum_likelihood import maximised
+from fedtorch.federation.algorithms.maximum_likelihood import (
+    devices as maximum_devices,
+    estimates as maximum,
+    maximised,
+)
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
@@ -128,11 +130,13 @@ def test_what_follows_a_separated_fit() -> None:
     assert ft.inference.ranef(run).estimate.notna().all()
 
 
-def test_maximum_likelihood_calls_a_separated_level_so() -> None:
-    frame = hospitals("poisson", 40, clients=4)
+@pytest.mark.parametrize(("kind", "rows"), [("poisson", 40), ("logistic", 3)])
+def test_maximum_likelihood_calls_a_separated_level_so(kind: str, rows: int) -> None:
+    """Also a rare one, of whose column an sd is little, so that its coefficient by the sd is not large."""
+    frame = hospitals(kind, rows, clients=6)
     data = ft.data.from_frame(frame, client="site", formula="died ~ age + device", levels=LEVELS)
     assert data.design is not None
-    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, "poisson"))
+    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, kind))
     run = ft.run(algorithm, ft.InProcess(data), rounds=60, until=maximised(), progress=False)
     messages = summary(run)[1]
     assert any("'device[T.new]' may do so (separated" in message for message in messages)
@@ -253,7 +257,7 @@ def test_an_end_level_without_rows_is_right_and_warned_of(without: int) -> None:
     data = ordered(without=without, formula="rating ~ 1")
     run = ft.run(ft.ep(hierarchical.regression(data.design, "cumulative")), ft.InProcess(data), rounds=30,
                  until=settled(), progress=False)  # fmt: skip
-    table, (message,) = summary(run)
+    _, (message,) = summary(run)
     assert f"few or none of '{without}', whose thresholds rows do not tell; such a posterior is one-sided" in message
     rows = pd.DataFrame({"site": ["a"]})
     p = ft.inference.predict(run, rows).set_index("level")["estimate"]

@@ -7,7 +7,6 @@ intervals are those of the normal density itself.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,7 @@ from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
-from fedtorch.models.hierarchical.dependence import warn_of_dependence
+from fedtorch.models.hierarchical.dependence import alone, warn_of_dependence
 from fedtorch.models.hierarchical.empty_levels import warn_of_few
 from fedtorch.models.hierarchical.families import CUMULATIVE, LOGISTIC, POISSON
 from fedtorch.models.hierarchical.separation import warn_of_separation
@@ -86,7 +85,12 @@ def model_of(run: Run) -> Any:
 
 
 def check_separation(
-    run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None, helps: str = _HELPS
+    run: Run,
+    mean: Tensor,
+    covariance: Tensor,
+    before: Tensor | None = None,
+    helps: str = _HELPS,
+    after: Tensor | None = None,
 ) -> bool:
     """Warn where a regression on standardised columns looks separated, by `warn_of_separation`; return whether so.
 
@@ -95,6 +99,8 @@ def check_separation(
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
         before: their covariance under the prior; None where there is none.
         helps: what to do.
+        after: their covariance under the prior and given the rows, by which a coefficient of which a likelihood without
+            a prior says no more is told.
     """
     model, design = model_of(run), design_of(run)
     if model.family in _SEPARABLE and design is not None and design.encoding.standard:
@@ -102,11 +108,17 @@ def check_separation(
         sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
         slopes = [j for j in range(len(names)) if model.ordered is None or names[j] in model.ordered.names]
         known = None if before is None else (back @ before.to(mean) @ back.mT).diagonal().sqrt()[slopes]
+        without = None
+        if after is not None:
+            scale = [design.encoding.standard[name].sd if name in design.encoding.standard else 1.0 for name in names]
+            moves = torch.tensor(scale).to(mean)[:, None] * units(run).to(mean) @ back
+            without = alone(prior_of_means(run).to(mean), after, moves)[slopes]
         return warn_of_separation(
             [names[j] for j in slopes],
             (back @ mean)[slopes],
             sds[slopes],
             before=known,
+            alone=without,
             fixed=[j not in model.hierarchy.random and names[j] != INTERCEPT for j in slopes],
             helps=helps,
             stacklevel=6,

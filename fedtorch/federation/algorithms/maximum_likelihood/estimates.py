@@ -108,12 +108,12 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     learnt = len(model.names) > len(model.hierarchy.names)
     zeta, rows = best.at[means:], best.curvature[:means, :means]
     certain = torch.linalg.inv_ex(rows).inverse
-    dependent = model.hierarchy.coefficients and (
-        check_separation(run, best.at[:means], certain)
-        or check_dependence(
-            run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+    dependent: bool | tuple[str, ...] = model.hierarchy.coefficients
+    if dependent:
+        after = torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows)
+        dependent = check_separation(run, best.at[:means], certain, after=after) or check_dependence(
+            run, after, "where Newton's steps have come by"
         )
-    )
     return Maximum(
         model.names,
         best.at,
