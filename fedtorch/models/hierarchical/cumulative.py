@@ -19,32 +19,23 @@ ordinal regression models", Computational Statistics & Data Analysis 22.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedtorch.models.gaussian import Moments
-from fedtorch.models.hierarchical.factor import Conditional, DeviceLikelihood, Model, among, derivatives, of
+from fedtorch.models.hierarchical.factor import Conditional, Model, of
 from fedtorch.models.hierarchical.families import CUMULATIVE, Ordered
-from fedtorch.models.hierarchical.generalised import default_inner, default_rule
+from fedtorch.models.hierarchical.generalised import default_rule, likelihood_of, scales_of
 from fedtorch.models.hierarchical.hierarchy import Hierarchy
-from fedtorch.models.hierarchical.integrals import smooth
+from fedtorch.models.hierarchical.integrals.exponential import BINARY, ExponentialFamily, Rows
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import observations, refuse
 
-_FEW = 2  # coefficients that nodes are over together
 _CLOSE = 0.01  # of two thresholds, below which the density is continued by a parabola of its logarithm
-
-
-class _Data(NamedTuple):
-    """Hold what rows are told apart by: x, -x and thresholds, then differences of thresholds."""
-
-    rows: smooth.Rows
-    weight: Tensor  # (K, 2 N + C - 2) zero where there is none
-    count: Tensor  # type: ignore[assignment]  # (K,)
+_DIRECTIONS = 1  # along which a client is integrated by itself: with more, a round of tiny ones is twenty times dearer
 
 
 def cumulative(
@@ -63,10 +54,7 @@ def cumulative(
             first, which are fixed effects: see `difference_names`.
         levels: names of the levels, in order, at least two.
         rule: nodes over the variances; default: that of `generalised`.
-        inner: nodes over the coefficients about their mode: over all of them, or over those that differ, for where the
-            others are known, as in `ft.maximum_likelihood`; None for Laplace's method. Default, also for the other of
-            the two: over those that differ, given which the others are integrated by Laplace's method at every node,
-            or over all of two; seven points a coordinate.
+        inner: that of `generalised`.
 
     >>> import torch, fedtorch as ft
     >>> from fedtorch.models import hierarchical
@@ -87,29 +75,12 @@ def cumulative(
         raise ValueError(
             f"Expected coefficients that end with {difference_names(levels)}, but got {list(hierarchy.coefficients)}"
         )
-    scales = len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
-    varying = hierarchy.varying
-    if isinstance(inner, QuadratureRule) and inner.nodes.shape[1] not in (features, len(varying)):
-        raise ValueError(
-            f"Expected inner= for the {len(varying)} coefficients that differ, or for all {features}, but got a rule "
-            f"for {inner.nodes.shape[1]} dimensions"
-        )
-    known = _rule(inner, len(varying))
-    own = isinstance(inner, QuadratureRule) and inner.nodes.shape[1] == features
-    whole = _rule(inner, features) if own or (inner is not None and features <= _FEW) else known
-    rules = {features: whole, len(varying): known}
-    likelihood = DeviceLikelihood(
-        prepare=partial(_prepared, ordered, features),
-        local=partial(_local, count, varying, rules),
-        residual=None,
-        rows=lambda data: data.count,
-        size=lambda data: data.weight.shape[1],
-        family=CUMULATIVE,
-        dear=True,
-        concave=True,
+    over = default_rule(scales_of(hierarchy)) if rule is None else rule
+    likelihood = likelihood_of(hierarchy, _family(count), over, inner, partial(_prepared, ordered), _DIRECTIONS)
+    likelihood = likelihood._replace(
+        local=partial(_ascending, likelihood.local, count - 2), rows=lambda data: (data.count - (count - 2)) // 2
     )
-    model = of(hierarchy, likelihood, rule=default_rule(scales) if rule is None else rule)
-    return model._replace(ordered=ordered)
+    return of(hierarchy, likelihood, rule=over)._replace(ordered=ordered)
 
 
 def difference_names(levels: Sequence[str]) -> list[str]:
@@ -122,75 +93,80 @@ def difference_names(levels: Sequence[str]) -> list[str]:
     return [f"{name} - {names[0]}" for name in names[1:]]
 
 
-def _rule(inner: QuadratureRule | str | None, size: int) -> QuadratureRule | None:
-    """Return nodes over so many coefficients."""
-    if isinstance(inner, QuadratureRule) and inner.nodes.shape[1] == size:
-        return inner
-    return default_inner(size) if inner is not None and size else None
-
-
-def _local(
-    count: int,
-    varying: Tensor,
-    rules: dict[int, QuadratureRule | None],
-    data: _Data,
+def _ascending(
+    local: Callable[..., Conditional],
+    differences: int,
+    data: Rows,
     mean: Tensor,
     covariance: Tensor,
     zeta: Tensor,
     log_noise: Tensor | None,
 ) -> Conditional:
-    """Return what rows say of θ, of which no more is integrated than what is not known."""
-    features = mean.shape[-1]
-    place = varying.to(mean.device)
-    fixed = torch.ones(features, dtype=torch.bool, device=mean.device).index_fill(0, place, False)
-    density = partial(_density, data, count)
-    if covariance.shape[-1] == features:
-        nothing = mean.new_zeros(()).expand(*mean.shape[:2], 1)
-        order = torch.cat([fixed.nonzero()[:, 0], place])  # what differs comes last, over which nodes go
-        moved, back = _ordered(data.rows, order), order.argsort()
-        inner = covariance[..., order[:, None], order]
-        found = smooth.conditional(density, moved, mean[..., order], inner, nothing, rules[features])
-        after = found.moments()
-        after = Moments(after.mean[..., back], after.covariance[..., back[:, None], back])
-        return Conditional(
-            found.log_evidence, lambda weights: derivatives(mean, covariance, after, weights), lambda: after
-        )
-    rows = _ordered(data.rows, place)
-    more = (mean * fixed) @ data.rows.x.mT  # (K, R, rows) what known coefficients add
-    found = smooth.conditional(density, rows, mean[..., place], covariance, more, rules[len(place)])
-    crossed = (more[..., data.rows.x.shape[1] - (count - 2) :] <= 0).any(-1)
-    found = found._replace(log_evidence=found.log_evidence.masked_fill(crossed, -torch.inf))
-
-    def moments() -> Moments:
-        return among(mean, place, found.moments())
-
-    return found._replace(moments=moments)
+    """Return what rows say of θ: nothing where thresholds are known that cross."""
+    found = local(data, mean, covariance, zeta, log_noise)
+    if not differences or covariance.shape[-1] == mean.shape[-1]:
+        return found
+    crossed = ~Ordered.ascend(mean[..., mean.shape[-1] - differences :])
+    return found._replace(log_evidence=found.log_evidence.masked_fill(crossed, -torch.inf))
 
 
-def _ordered(rows: smooth.Rows, order: Tensor) -> smooth.Rows:
-    """Return rows of these columns of x."""
-    return smooth.Rows.of(rows.x[..., order], rows.offset, rows.root[..., order, :])
+def _family(count: int) -> ExponentialFamily:
+    """Return the family of rows of which the first C − 2 are differences of thresholds, and the others are sides."""
+    gaps = count - 2
+    if not gaps:
+        return BINARY._replace(extras=("offset", "weight"), outcome=CUMULATIVE)
+    parted = lambda eta: (eta[..., :gaps], eta[..., gaps:])
+
+    def cumulant(eta: Tensor, rows: Rows) -> Tensor:
+        gap, side = parted(eta)
+        size = side.abs()
+        value = torch.cat([_gap(gap), size / 2 + size.neg().exp().log1p()], -1)
+        return (value @ rows.times[..., None])[..., 0]  # type: ignore[index]
+
+    def slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
+        gap, side = parted(eta)
+        both = zip(_gap_bends(gap)[:2], BINARY.slopes(side))
+        first, second = (torch.cat(each, -1) for each in both)
+        return first, second
+
+    def bends(eta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        gap, side = parted(eta)
+        second, third, fourth = (torch.cat(each, -1) for each in zip(_gap_bends(gap)[1:], BINARY.bends(side)))
+        return second, third, fourth
+
+    return ExponentialFamily(
+        extras=("offset", "weight"),
+        response=BINARY.response,
+        constant=BINARY.constant,
+        cumulant=cumulant,
+        slopes=slopes,
+        bends=bends,
+        spread=BINARY.spread,
+        outcome=CUMULATIVE,
+    )
 
 
-def _density(data: _Data, count: int, eta: Tensor, variance: Tensor, more: Tensor, whole: bool) -> smooth.Slopes:
-    """Return log σ(η) of rows, log(1 - e^-η) of differences of thresholds, and derivatives, as often as they count."""
-    eta, weight = eta + more, data.weight[:, None]
-    rows = eta.shape[-1] - (count - 2)
-    side, gap = eta[..., :rows], eta[..., rows:]
-    at = gap.clamp(min=_CLOSE)
-    first, less = 1 / at.expm1(), (gap - _CLOSE).clamp(max=0.0)  # how far a parabola goes on from there
-    second = -first * (1 + first)
-    value = (-(-at).expm1()).log() + less * (first + less * second / 2)
-    value = torch.cat([torch.nn.functional.logsigmoid(side), value], -1) * weight
-    if not whole:
-        return smooth.Slopes(value, value, value)
-    p = side.sigmoid()
-    slopes, bends = (torch.cat(each, -1) for each in ((1 - p, first + less * second), (p * (p - 1), second)))
-    return smooth.Slopes(value, slopes * weight, bends * weight)
+def _gap(gap: Tensor) -> Tensor:
+    """Return b = −log(1 − e^−η)."""
+    at, less = gap.clamp(min=_CLOSE), (gap - _CLOSE).clamp(max=0.0)  # how far a parabola goes on from there
+    first = 1 / at.expm1()
+    return less * (less * first * (1 + first) / 2 - first) - (-(-at).expm1()).log()
 
 
-def _prepared(ordered: Ordered, features: int, data: Any) -> _Data:
-    """Return a block's rows as the two sides on which thresholds are, and the levels that some of them have."""
+def _gap_bends(gap: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return b', b'', b''', b''''."""
+    at, less = gap.clamp(min=_CLOSE), (gap - _CLOSE).clamp(max=0.0)
+    first = 1 / at.expm1()
+    second, curved = first * (1 + first), less == 0
+    third, fourth = second * (1 + 2 * first), second * (1 + 6 * second)
+    return less * second - first, second, torch.where(curved, -third, 0.0), torch.where(curved, fourth, 0.0)
+
+
+def _prepared(ordered: Ordered, data: Any, features: int, order: Tensor) -> Rows:
+    """Return a block's rows as differences of thresholds, and then the two sides on which each row's thresholds are.
+
+    A side has log σ(η) = η/2 − log(2 cosh η/2), and how often differences count is how many rows are between them.
+    """
     count = len(ordered.levels)
     x, y, offset, weight, _ = observations(data, features - (count - 2), ("offset", "weight"))
     bad = ~((y >= 0) & (y < count) & (y == y.round())) & data.mask
@@ -206,16 +182,23 @@ def _prepared(ordered: Ordered, features: int, data: Any) -> _Data:
     nowhere = torch.zeros_like(level[..., :2])
     above = torch.cat([level, nowhere], -1)[..., 2:count]  # c_k of the lower threshold: of level k, from the third on
     below = level[..., 1 : count - 1]  # of the upper one, of the levels between
-    sides = torch.cat([torch.cat([x, -above], -1), torch.cat([-x, below], -1)], 1)
+    sides = torch.stack([torch.cat([x, -above], -1), torch.cat([-x, below], -1)], 2).flatten(1, 2)
     apart = torch.eye(count - 2, dtype=x.dtype, device=x.device)
     apart = apart - torch.nn.functional.pad(apart[:, 1:], (0, 1))
     apart = torch.nn.functional.pad(apart, (x.shape[-1], 0)).expand(len(x), -1, -1)
-    lower, upper = counted * (1 - level[..., 0]), counted * (1 - level[..., -1])
+    passed = (counted[..., None] * torch.stack([1 - level[..., 0], 1 - level[..., -1]], -1)).flatten(1)
     between = (counted[..., None] * below).sum(1)
     moved = torch.zeros_like(y) if offset is None else offset
-    rows = smooth.Rows.of(
-        torch.cat([sides, apart], 1),
-        torch.cat([moved, -moved, torch.zeros_like(between)], 1),
-        x.new_zeros(len(x), 2 * x.shape[1] + count - 2, features, 0),
+    moved = torch.stack([moved, -moved], -1).flatten(1)
+    rows = torch.cat([apart, sides], 1)[..., order.to(x.device)]
+    zero = torch.zeros_like(between)
+    return Rows(
+        x=rows,
+        columns=rows.mT.contiguous(),
+        statistic=0.5 * (torch.cat([zero, passed], 1)[:, None] @ rows)[:, 0],
+        mask=torch.nn.functional.pad(data.mask.repeat_interleave(2, 1), (count - 2, 0), value=True),
+        offset=None if offset is None else torch.cat([zero, moved], 1),
+        times=torch.cat([between, passed], 1),
+        constant=0.5 * (passed * moved).sum(1),
+        count=2 * data.count + (count - 2),
     )
-    return _Data(rows, torch.cat([lower, upper, between], 1), data.count)

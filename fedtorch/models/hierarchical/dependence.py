@@ -10,6 +10,7 @@ from torch import Tensor
 
 _NOTHING = 0.99  # of a direction's variance before the rows that is left with them
 _SHOWN = 8  # names
+_ALONE = 0.99  # of a coefficient's length, that lies in directions of which rows say nothing
 _PART = 0.02  # of the largest coefficient of a direction, below which a column has no part in it
 
 
@@ -38,10 +39,7 @@ def warn_of_dependence(
         >>> str(seen[0].message)[:90]
         "Expected columns that are linearly independent, but those of 'Intercept', 'a' and 'b' are "
     """
-    root = torch.linalg.cholesky(before)
-    half = torch.linalg.solve_triangular(root, after, upper=False)
-    left, directions = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
-    empty = root @ directions[:, left > _NOTHING]
+    empty = _empty(before, after)
     if empty.shape[1] in (0, len(before)):  # rows that say nothing at all have not been taken in yet
         return False
     listed = taking_part(names, empty)
@@ -55,6 +53,32 @@ def warn_of_dependence(
         stacklevel=stacklevel,
     )
     return True
+
+
+def alone(before: Tensor, after: Tensor, shown: Tensor) -> Tensor:
+    """Return of which coefficients rows say nothing whatever the others are, `(q,)`.
+
+    Columns that are dependent are at least two. What a column by itself says no more is lost where it is separated:
+    rows have moved its coefficient so far that no step changes their likelihood.
+
+    Args:
+        before, after: as those of `warn_of_dependence`.
+        shown: `(q, d)` makes the coefficients, in units of their columns' sds.
+
+    >>> before, after = torch.eye(3).double(), torch.diag(torch.tensor([1.0, 0.1, 0.1])).double()
+    >>> alone(before, after, torch.eye(3).double())
+    tensor([ True, False, False])
+    """
+    empty = shown @ _empty(before, after)
+    return torch.linalg.qr(empty).Q.norm(dim=1) > _ALONE
+
+
+def _empty(before: Tensor, after: Tensor) -> Tensor:
+    """Return the directions of which rows say nothing, `(d, n)`."""
+    root = torch.linalg.cholesky(before)
+    half = torch.linalg.solve_triangular(root, after, upper=False)
+    left, directions = torch.linalg.eigh(torch.linalg.solve_triangular(root, half.mT, upper=False))
+    return root @ directions[:, left > _NOTHING]
 
 
 def taking_part(names: Sequence[str], directions: Tensor) -> list[str]:

@@ -12,6 +12,7 @@ Source: Yue, Kontar, Estrada Gómez (2022), section 7, names these as the next m
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -92,12 +93,29 @@ def generalised(
             approximation; None for Laplace's method. Default: seven points a coordinate for up to two, designs on two
             spheres beyond, over all coefficients where there are at most two, else over those that differ.
     """
-    parts = _Parts.of(hierarchy, family, inner)
-    scales = len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
-    over = default_rule(scales) if rule is None else rule
+    over = default_rule(scales_of(hierarchy)) if rule is None else rule
+    return of(hierarchy, likelihood_of(hierarchy, family, over, inner, partial(prepared, family)), rule=over)
 
-    likelihood = DeviceLikelihood(
-        prepare=partial(parts.prepare, scales=over),
+
+def likelihood_of(
+    hierarchy: Hierarchy,
+    family: ExponentialFamily,
+    rule: QuadratureRule,
+    inner: QuadratureRule | str | None,
+    prepare: Callable[[Any, int, Tensor], Rows],
+    directions: int = 2,
+) -> DeviceLikelihood:
+    """Return the likelihood of rows given θ_k.
+
+    Args:
+        hierarchy, family, inner: of `generalised`.
+        rule: nodes over ζ.
+        prepare: (block, number of coefficients, their order) -> rows.
+        directions: that of `moments.integral`.
+    """
+    parts = _Parts.of(hierarchy, family, inner, prepare)._replace(directions=directions)
+    return DeviceLikelihood(
+        prepare=partial(parts.prepare, scales=rule),
         local=parts.local,
         residual=None,
         rows=lambda data: data.count,
@@ -106,7 +124,11 @@ def generalised(
         dear=True,
         concave=True,
     )
-    return of(hierarchy, likelihood, rule=over)
+
+
+def scales_of(hierarchy: Hierarchy) -> int:
+    """Return how many coordinates ζ has."""
+    return len(hierarchy.prior.normal.shift) - hierarchy.mean.shape[1]
 
 
 def default_rule(dimensions: int) -> QuadratureRule:
@@ -135,6 +157,8 @@ class _Parts(NamedTuple):
     whole: QuadratureRule | None  # over the last of them; None for Laplace's method
     part: QuadratureRule | None  # the same where fixed effects are known
     exact: bool  # whether rows are evaluated at every node
+    read: Callable[[Any, int, Tensor], Rows]
+    directions: int = 2
 
     def fewer(self, dimensions: int) -> QuadratureRule:
         """Return the rule over so many coefficients beside directions that are integrated by themselves."""
@@ -142,18 +166,23 @@ class _Parts(NamedTuple):
         return own[0] if own and self.exact else default_inner(dimensions)
 
     @staticmethod
-    def of(hierarchy: Hierarchy, family: ExponentialFamily, inner: QuadratureRule | str | None) -> _Parts:
+    def of(
+        hierarchy: Hierarchy,
+        family: ExponentialFamily,
+        inner: QuadratureRule | str | None,
+        read: Callable[[Any, int, Tensor], Rows],
+    ) -> _Parts:
         features, place = len(hierarchy.mean), hierarchy.varying
         varying = len(place)
         fixed = features - varying
         same = torch.ones(features, dtype=torch.bool).index_fill(0, place, False)
         order = torch.cat([same.nonzero()[:, 0], place])
         if inner is None:
-            return _Parts(family, order, fixed, None, None, exact=True)
+            return _Parts(family, order, fixed, None, None, True, read)
         if isinstance(inner, str):
             few = features in _POINTS or not varying
             whole = default_inner(features if few else varying)
-            return _Parts(family, order, fixed, whole, default_inner(varying), exact=False)
+            return _Parts(family, order, fixed, whole, default_inner(varying), False, read)
         size = inner.nodes.shape[1]
         if size not in (varying, features):
             raise ValueError(
@@ -161,10 +190,10 @@ class _Parts(NamedTuple):
                 f"for {size} dimensions"
             )
         part = QuadratureRule(inner.nodes[:, size - varying :], inner.weights)
-        return _Parts(family, order, fixed, inner, part, exact=True)
+        return _Parts(family, order, fixed, inner, part, True, read)
 
     def prepare(self, data: Any, scales: QuadratureRule) -> Rows:
-        rows = prepared(self.family, data, len(self.order), self.order)
+        rows = self.read(data, len(self.order), self.order)
         many, features = int(rows.count.sum()), len(self.order)
         dense, inner = len(scales.weights), 1 if self.whole is None else len(self.whole.weights)
         exact = inner if self.whole is not None and self.whole.nodes.shape[1] > 3 else 0
@@ -194,6 +223,7 @@ class _Parts(NamedTuple):
             self.part if known else self.whole,
             self.exact,
             self.fewer,
+            self.directions,
         )
         back = order.argsort()
 

@@ -22,6 +22,7 @@ def warn_of_separation(
     *,
     before: Tensor | None = None,
     fixed: Sequence[bool] | None = None,
+    alone: Tensor | None = None,
     helps: str = "merge levels, leave the column out, or choose the prior's sd= with care",
     stacklevel: int = 3,
 ) -> bool:
@@ -36,6 +37,7 @@ def warn_of_separation(
             large coefficient, they would have it larger still.
         fixed: whether a coefficient is the same at all clients, and not the intercept: of these a prior that is cut off
             at one side is told by what is left of its variance, however few rows have done it.
+        alone: whether rows say nothing of a coefficient by itself, `(d,)`: see `dependence.alone`.
         helps: what to do.
         stacklevel: as that of `warnings.warn`.
 
@@ -58,6 +60,8 @@ def warn_of_separation(
     if before is not None and fixed is not None:
         cut = (size > _CUT) & (sds.square() > _HALF * before.square())
         far |= cut & torch.tensor(fixed, device=cut.device)
+    if alone is not None:
+        far |= alone & (size > 0)  # rows had moved it; of a column that is zero nothing ever does
     if bool(far.any()):
         found = ", ".join(repr(name) for name, each in zip(names, far.tolist()) if each)
         warnings.warn(

@@ -13,7 +13,11 @@ from scipy.stats import norm, qmc
 
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import corrected, settled
-from fedtorch.federation.algorithms.maximum_likelihood import maximised
+from fedtorch.federation.algorithms.maximum_likelihood import (
+    devices as maximum_devices,
+    estimates as maximum,
+    maximised,
+)
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
@@ -126,11 +130,13 @@ def test_what_follows_a_separated_fit() -> None:
     assert ft.inference.ranef(run).estimate.notna().all()
 
 
-def test_maximum_likelihood_calls_a_separated_level_so() -> None:
-    frame = hospitals("poisson", 40, clients=4)
+@pytest.mark.parametrize(("kind", "rows"), [("poisson", 40), ("logistic", 3)])
+def test_maximum_likelihood_calls_a_separated_level_so(kind: str, rows: int) -> None:
+    """Also a rare one, of whose column an sd is little, so that its coefficient by the sd is not large."""
+    frame = hospitals(kind, rows, clients=6)
     data = ft.data.from_frame(frame, client="site", formula="died ~ age + device", levels=LEVELS)
     assert data.design is not None
-    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, "poisson"))
+    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, kind))
     run = ft.run(algorithm, ft.InProcess(data), rounds=60, until=maximised(), progress=False)
     messages = summary(run)[1]
     assert any("'device[T.new]' may do so (separated" in message for message in messages)
@@ -205,21 +211,61 @@ def test_moments_that_rows_cannot_have_are_none(monkeypatch: pytest.MonkeyPatch)
         run.summary()
 
 
-def test_an_empty_level_between_others_is_refused_by_name() -> None:
+def ordered(*, without: int | None, formula: str = "rating ~ x") -> Any:
     rng = np.random.default_rng(0)
     x = rng.normal(size=200)
     rating = np.digitize(x + rng.logistic(size=200), [-1, 0, 1]) + 1
     frame = pd.DataFrame({"site": rng.choice(list("ab"), 200), "x": x, "rating": rating})
-    data = ft.data.from_frame(
-        frame[frame.rating != 3], client="site", formula="rating ~ x", levels={"rating": [1, 2, 3, 4]}
+    return ft.data.from_frame(
+        frame[frame.rating != without], client="site", formula=formula, levels={"rating": [1, 2, 3, 4]}
     )
-    assert data.design is not None
+
+
+def test_an_empty_level_between_others_is_refused_by_name() -> None:
+    data = ordered(without=3, formula="rating ~ x + (1 | site)")
     model = hierarchical.regression(data.design, "cumulative")
     run = ft.run(ft.ep(model), ft.InProcess(data), rounds=30, until=settled(), progress=False)
-    with pytest.raises(ValueError, match="none of '3', so that thresholds are not in order; leave such levels out"):
-        run.summary()
-    with pytest.raises(ValueError, match="Expected thresholds that ascend"):
-        ft.inference.predict(run, pd.DataFrame({"x": [0.0], "site": ["a"]}))
+    rows = pd.DataFrame({"x": [0.0], "site": ["a"]})
+    asked: list[Callable[[], Any]] = [
+        run.summary,
+        lambda: corrected(run, points=512),
+        lambda: ft.inference.ranef(run),
+        lambda: ft.inference.contrasts(run, "x"),
+        lambda: ft.inference.predict(run, rows),
+    ]
+    for ask in asked:
+        with pytest.raises(ValueError, match="none of '3', so that thresholds are not in order; leave such levels out"):
+            ask()
+
+
+@pytest.mark.parametrize("without", [1, 2, 3, 4, None])
+def test_maximum_likelihood_refuses_an_empty_level_by_name(without: int | None) -> None:
+    data = ordered(without=without)
+    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design, "cumulative"))
+    run = ft.run(algorithm, ft.InProcess(data), rounds=25, until=maximised(), progress=False)
+    if without is None:
+        assert run.summary().estimate["x"] > 0
+        return
+    for ask in (run.summary, lambda: maximum(run), lambda: maximum_devices(run)):
+        with pytest.raises(ValueError, match=f"none of '{without}', so that the likelihood has no maximum; leave"):
+            ask()
+
+
+@pytest.mark.parametrize("without", [1, 4])
+def test_an_end_level_without_rows_is_right_and_warned_of(without: int) -> None:
+    """A posterior that is cut off at one side: 1|2 or 3|4 by a grid, the others as found."""
+    data = ordered(without=without, formula="rating ~ 1")
+    run = ft.run(ft.ep(hierarchical.regression(data.design, "cumulative")), ft.InProcess(data), rounds=30,
+                 until=settled(), progress=False)  # fmt: skip
+    _, (message,) = summary(run)
+    assert f"few or none of '{without}', whose thresholds rows do not tell; such a posterior is one-sided" in message
+    rows = pd.DataFrame({"site": ["a"]})
+    p = ft.inference.predict(run, rows).set_index("level")["estimate"]
+    assert p.between(0, 1).all()
+    assert 0 < p[str(without)] < 0.02
+    given = corrected(run, points=2048)
+    with pytest.warns(RuntimeWarning, match=f"few or none of '{without}', whose thresholds rows do not tell; leave"):
+        assert run.summary(given=given).sd.iloc[[0, 2]].lt(2.6 * 2**0.5).all()
 
 
 @pytest.mark.parametrize("slope", [1.0, 45.0, 300.0])

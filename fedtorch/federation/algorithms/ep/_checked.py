@@ -15,6 +15,7 @@ from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.hierarchical import Model
+from fedtorch.models.hierarchical.empty_levels import refuse_crossed
 from fedtorch.models.hierarchical.families import GAUSSIAN
 
 _SHOWN = 5  # names of clients in a warning
@@ -54,9 +55,14 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
             "Expected a client whose cavity is a density, but got none: what the prior and the others know of what "
             "is shared is not enough; use a proper prior, or more clients"
         )
+    model = posterior_of(run.algorithm).model
+    if isinstance(model, Model) and model.ordered is not None and model.ordered.differences:
+        q, means = gaussian.moments(server.posterior), model.hierarchy.mean.to(server.posterior.shift)
+        m = means.shape[1]
+        refuse_crossed(model.ordered, means @ q.mean[:m], means @ q.covariance[:m, :m] @ means.mT)
     for warning in _warnings(run, server, tolerance):
         warnings.warn(warning, RuntimeWarning, stacklevel=3)
-    return Checked(posterior_of(run.algorithm).model, server, len(run.server.version) if copies else None)
+    return Checked(model, server, len(run.server.version) if copies else None)
 
 
 def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:

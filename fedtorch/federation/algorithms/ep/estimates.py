@@ -7,7 +7,6 @@ intervals are those of the normal density itself.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +23,8 @@ from fedtorch.models import gaussian
 from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Hierarchy, Model
-from fedtorch.models.hierarchical.dependence import warn_of_dependence
+from fedtorch.models.hierarchical.dependence import alone, warn_of_dependence
+from fedtorch.models.hierarchical.empty_levels import warn_of_few
 from fedtorch.models.hierarchical.families import CUMULATIVE, LOGISTIC, POISSON
 from fedtorch.models.hierarchical.separation import warn_of_separation
 from fedtorch.models.quadrature import quasi_random
@@ -37,8 +37,6 @@ _ONE_SIDED = (
 )
 _PRIOR = "merge levels, leave the column out, or choose the prior's sd= with care"
 _HELPS = "merge levels, leave the column out, or take ft.ep, whose prior bounds it"
-_APART = 1.0  # sds between thresholds
-_END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
 _PART = 2**20  # numbers of covariances at a time
 
 
@@ -73,7 +71,10 @@ def estimates(
     helps = (_ONE_SIDED if given is None else "") + _PRIOR
     if not check_separation(run, q.mean[:m], q.covariance[:m, :m], prior_of_means(run), helps):
         check_dependence(run, q.covariance[:m, :m])
-    check_order(run, q.mean[:m], q.covariance[:m, :m])
+    if model.ordered is not None and model.ordered.differences:
+        means = model.hierarchy.mean.to(nodes)
+        at, spread = means @ q.mean[:m], means @ q.covariance[:m, :m] @ means.mT
+        warn_of_few(model.ordered, at, spread, helps=_ONE_SIDED if given is None else "", stacklevel=4)
     normal = Moments(design @ q.mean[:m], design @ q.covariance[:m, :m] @ design.mT) if given is None else None
     return Estimates(tuple(shown.names), torch.stack(shown.values, 1), weights, size, normal, tuple(shown.n))
 
@@ -84,7 +85,12 @@ def model_of(run: Run) -> Any:
 
 
 def check_separation(
-    run: Run, mean: Tensor, covariance: Tensor, before: Tensor | None = None, helps: str = _HELPS
+    run: Run,
+    mean: Tensor,
+    covariance: Tensor,
+    before: Tensor | None = None,
+    helps: str = _HELPS,
+    after: Tensor | None = None,
 ) -> bool:
     """Warn where a regression on standardised columns looks separated, by `warn_of_separation`; return whether so.
 
@@ -93,6 +99,8 @@ def check_separation(
         mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
         before: their covariance under the prior; None where there is none.
         helps: what to do.
+        after: their covariance under the prior and given the rows, by which a coefficient of which a likelihood without
+            a prior says no more is told.
     """
     model, design = model_of(run), design_of(run)
     if model.family in _SEPARABLE and design is not None and design.encoding.standard:
@@ -100,11 +108,17 @@ def check_separation(
         sds, names = (back @ covariance @ back.mT).diagonal().sqrt(), coefficient_names(run)
         slopes = [j for j in range(len(names)) if model.ordered is None or names[j] in model.ordered.names]
         known = None if before is None else (back @ before.to(mean) @ back.mT).diagonal().sqrt()[slopes]
+        without = None
+        if after is not None:
+            scale = [design.encoding.standard[name].sd if name in design.encoding.standard else 1.0 for name in names]
+            moves = torch.tensor(scale).to(mean)[:, None] * units(run).to(mean) @ back
+            without = alone(prior_of_means(run).to(mean), after, moves)[slopes]
         return warn_of_separation(
             [names[j] for j in slopes],
             (back @ mean)[slopes],
             sds[slopes],
             before=known,
+            alone=without,
             fixed=[j not in model.hierarchy.random and names[j] != INTERCEPT for j in slopes],
             helps=helps,
             stacklevel=6,
@@ -133,43 +147,6 @@ def prior_of_means(run: Run) -> Tensor:
     m = model.hierarchy.mean.shape[1]
     covariance: Tensor = gaussian.moments(model.prior.completed()).covariance[:m, :m]
     return covariance
-
-
-def check_order(run: Run, mean: Tensor, covariance: Tensor) -> None:
-    """Warn of levels of an ordered response without rows: of thresholds that rows do not tell apart, or leave unknown.
-
-    Levels between others are refused: without rows of them nothing keeps their thresholds in order.
-
-    Args:
-        run: of a hierarchical model.
-        mean, covariance: of the means over clients, `(m,)` and `(m, m)`, as they were fitted.
-
-    Raises:
-        ValueError: thresholds that are out of order, or that rows leave unknown on both sides of a level.
-    """
-    ordered = model_of(run).ordered
-    if ordered is not None and len(ordered.levels) > 2:
-        apart = (ordered.shown[1 : len(ordered.levels) - 1] - ordered.shown[: len(ordered.levels) - 2]).to(mean)
-        apart = apart @ model_of(run).hierarchy.mean.to(mean)
-        unsure = (apart @ covariance @ apart.mT).diagonal().sqrt()
-        near = ~(apart @ mean > _APART * unsure)
-        empty = (near & ~(unsure <= _END)) | ~(apart @ mean > 0)
-        if bool(empty.any()):
-            raise ValueError(
-                "Expected rows of every level that is between others, but got none of "
-                f"{', '.join(repr(level) for level, bad in zip(ordered.levels[1:], empty.tolist()) if bad)}, so that "
-                "thresholds are not in order; leave such levels out of levels=, or merge them with a neighbour"
-            )
-        ends = ((unsure > _END) & (apart @ mean > _FAR))[[0, -1]]  # the first or the last has gone as far as it may
-        missing = torch.cat([ends[:1], near, ends[1:]]).tolist()
-        if any(missing):
-            few = ", ".join(repr(level) for level, bad in zip(ordered.levels, missing) if bad)
-            warnings.warn(
-                f"Expected rows of every level, but got few or none of {few}, whose thresholds rows do not tell; "
-                "leave such levels out of levels=, or merge them with a neighbour",
-                RuntimeWarning,
-                stacklevel=5,
-            )
 
 
 def shown_coefficients(run: Run) -> tuple[tuple[str, ...], Tensor]:

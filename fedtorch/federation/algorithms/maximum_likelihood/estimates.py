@@ -11,7 +11,6 @@ from torch import Tensor
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.estimates import (
     check_dependence,
-    check_order,
     check_separation,
     coefficient_names,
     model_of,
@@ -29,6 +28,7 @@ from fedtorch.models.estimates import Estimates, own_names
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import Model
 from fedtorch.models.hierarchical.dependence import taking_part
+from fedtorch.models.hierarchical.empty_levels import refuse_without_maximum
 
 _FLAT = 1e-4  # curvature of a log variance, whose standard error would be a hundred
 
@@ -94,12 +94,12 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     learnt = len(model.names) > len(model.hierarchy.names)
     zeta, rows = phi[means:], best.curvature[:means, :means]
     certain = torch.linalg.inv_ex(rows).inverse
-    dependent = model.hierarchy.coefficients and (
-        check_separation(run, phi[:means], certain)
-        or check_dependence(
-            run, torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows), "where Newton's steps have come by"
+    dependent: bool | tuple[str, ...] = model.hierarchy.coefficients
+    if dependent:
+        after = torch.linalg.inv(prior_of_means(run).to(rows).inverse() + rows)
+        dependent = check_separation(run, phi[:means], certain, after=after) or check_dependence(
+            run, after, "where Newton's steps have come by"
         )
-    )
     return Maximum(
         model.names,
         phi,
@@ -137,7 +137,6 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         sizes += [clients] * (1 + len(pairs))
     if found.noise is not None:
         own, values, sizes = [*own, "sigma"], [*values, found.noise], [*sizes, rows]
-    check_order(run, found.mean[:m], found.covariance[:m, :m])
     normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
     labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *sizes)
     return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
@@ -196,8 +195,14 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
         raise RuntimeError(
             f"Expected the likelihood at the first estimate, but got none after {run.number} rounds; let all clients "
             "answer in two rounds at least, or begin with another prior if it is nowhere finite"
+            + ("; leave levels without rows out of levels=" if model.ordered is not None else "")
             + (_of_dependence(run, model) if restricted else "")
         )
+    if model.ordered is not None and model.ordered.differences:
+        means = model.hierarchy.mean.to(best.at)
+        m = means.shape[1]
+        back = torch.linalg.pinv(means)  # fixed effects and means over clients are coefficients, one each
+        refuse_without_maximum(model.ordered, means @ best.at[:m], back.mT @ best.curvature[:m, :m] @ back)
     if unidentified := _unidentified(run, model):
         warnings.warn(unidentified, RuntimeWarning, stacklevel=3)
     elif not maximised(tolerance)({"gain": [float(server.gain)]}):

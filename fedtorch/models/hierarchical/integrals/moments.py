@@ -161,7 +161,8 @@ class _Local(NamedTuple):
         second, third, fourth = bends
         columns = self.whole[..., self.half.shape[-1] - last :]
         spread = variances(self.problem.products, columns)
-        rest = data.counted(second * spread).mul_(spread).mul_(spread).sum(-1) / 48  # E (v^½ z)⁶ / 6!
+        sixth = torch.maximum(second, fourth.square() / second.clamp(min=torch.finfo(second.dtype).tiny))
+        rest = data.counted(sixth * spread).mul_(spread).mul_(spread).sum(-1) / 48  # E (v^½ z)⁶ / 6!
         three, four = (data.counted(each * 1.0) @ power for each, power in zip((third, fourth), powers, strict=True))
         of_three, of_four = forms(three, four, columns).at(nodes)
         pull = (self.half.mT @ self.at.gradient[..., None])[..., -last:, 0]

@@ -1,0 +1,99 @@
+r"""Signs that no row has a level of an ordered response, of which sites do not tell.
+
+Rows of a level between others have log (1 − e^−η) of what its thresholds are apart, whose second derivative is
+:math:`r (1 + r)`, :math:`r = 1 / (e^\eta - 1)`. As all else that rows say is concave, n of them leave η a variance of
+:math:`1 / (n\, r (1 + r))` at the most. At a maximum of the likelihood rows of the first or the last level are expected
+as often as they are there, and where they are few the information on its threshold is their number.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch.models.hierarchical.families import Ordered
+
+_NONE = 0.1  # of a row, below which there is none: with one the numbers above are one or more
+_APART = 1.0  # sds between thresholds
+_END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
+_HELPS = "leave such levels out of levels=, or merge them with a neighbour"
+
+
+def refuse_crossed(ordered: Ordered, mean: Tensor, covariance: Tensor) -> None:
+    """Raise for levels between others whose thresholds a posterior has out of order: nothing but rows keeps them in it.
+
+    Args:
+        ordered: of the response, with three levels at least.
+        mean, covariance: of the coefficients, `(d,)` and `(d, d)`.
+
+    Raises:
+        ValueError: thresholds that are out of order, or that rows leave unknown on both sides of a level.
+    """
+    apart, unsure = _differences(ordered, mean, covariance)
+    crossed = (_near(apart, unsure) & ~(unsure <= _END)) | ~(apart > 0)
+    if bool(crossed.any()):
+        raise ValueError(_refusal(_named(ordered.levels[1:], crossed), "thresholds are not in order"))
+
+
+def warn_of_few(ordered: Ordered, mean: Tensor, covariance: Tensor, *, helps: str = "", stacklevel: int = 3) -> bool:
+    """Warn of levels whose thresholds rows do not tell; return whether it has.
+
+    Args:
+        ordered, mean, covariance: as those of `refuse_crossed`.
+        helps: what else to do.
+        stacklevel: as that of `warnings.warn`.
+    """
+    apart, unsure = _differences(ordered, mean, covariance)
+    ends = ((unsure > _END) & (apart > _FAR))[[0, -1]]  # the first or the last has gone as far as it may
+    missing = torch.cat([ends[:1], _near(apart, unsure), ends[1:]])
+    if bool(missing.any()):
+        warnings.warn(
+            f"Expected rows of every level, but got few or none of {_named(ordered.levels, missing)}, whose thresholds "
+            f"rows do not tell; {helps}{_HELPS}",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
+    return bool(missing.any())
+
+
+def refuse_without_maximum(ordered: Ordered, mean: Tensor, information: Tensor) -> None:
+    """Raise for levels without rows, where the likelihood has no maximum: their thresholds meet, or have no end.
+
+    Args:
+        ordered: of the response, with three levels at least.
+        mean, information: of the coefficients, `(d,)` and `(d, d)`, where the likelihood is largest.
+
+    Raises:
+        ValueError: levels of which there is less than a row.
+    """
+    thresholds = ordered.shown[: len(ordered.levels) - 1].to(mean)
+    moved = torch.linalg.pinv(thresholds).mT[[0, -1]]  # coefficients that move one threshold by one
+    ends = (moved @ information * moved).sum(1) < _NONE
+    known = information + thresholds[[0, -1]].mT @ (ends[:, None] * thresholds[[0, -1]])
+    apart, unsure = _differences(ordered, mean, torch.linalg.inv_ex(known).inverse)
+    ratio = 1 / apart.expm1()
+    between = ~(_NONE * unsure.square() * ratio * (1 + ratio) < 1) | ~(apart > 0)
+    empty = torch.cat([ends[:1], between, ends[1:]])
+    if bool(empty.any()):
+        raise ValueError(_refusal(_named(ordered.levels, empty), "the likelihood has no maximum"))
+
+
+def _differences(ordered: Ordered, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
+    """Return by how much neighbouring thresholds differ, and its sd, `(C - 2,)`."""
+    apart = ordered.shown[: len(ordered.levels) - 1].to(mean).diff(dim=0)
+    return apart @ mean, (apart @ covariance @ apart.mT).diagonal().sqrt()
+
+
+def _near(apart: Tensor, unsure: Tensor) -> Tensor:
+    return ~(apart > _APART * unsure)
+
+
+def _named(levels: Sequence[str], which: Tensor) -> str:
+    return ", ".join(repr(level) for level, each in zip(levels, which.tolist()) if each)
+
+
+def _refusal(levels: str, why: str) -> str:
+    return f"Expected rows of every level, but got none of {levels}, so that {why}; {_HELPS}"
