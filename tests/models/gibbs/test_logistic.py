@@ -81,22 +81,14 @@ def test_geweke(length: tuple[int, int]) -> None:
     assert abs(score) < bound, (name, score, bound)
 
 
-@pytest.mark.parametrize(
-    "length",
-    [
-        pytest.param(calibration.Length(150, 15, 12, 2), id="short"),
-        pytest.param(calibration.Length(1000, 15, 40, 10), id="long", marks=pytest.mark.slow),
-    ],
-)
-def test_posteriors_are_calibrated(length: calibration.Length) -> None:
-    setting = SETTING._replace(x=random.normal(random.key(6), (12, 1), torch.float64))
-    truth = start(geweke.draw_joint(setting, length.replicates, 6))
-    data = simulate(setting, truth.sites, geweke.keys(7, setting.sites * length.replicates))
-    statistics = lambda joint: geweke.statistics(joint, setting.sites, lambda prior: {})
+@pytest.mark.slow
+def test_posteriors_are_calibrated() -> None:
+    length = calibration.Length(400, 15, 12, 3)
+    truth = start(geweke.draw_joint(SETTING, length.replicates, 6))
+    data = simulate(SETTING, truth.sites, geweke.keys(7, SETTING.sites * length.replicates))
+    statistics = lambda joint: geweke.statistics(joint, SETTING.sites, lambda prior: {})
     begin = torch.zeros(1)
-    calibration.check(
-        calibration.of_gibbs(*KERNELS, setting, truth, data, statistics, length, start=begin, sweeps=3)
-    )
+    calibration.check(calibration.of_gibbs(*KERNELS, SETTING, truth, data, statistics, length, start=begin, sweeps=2))
 
 
 def binary_clients(sizes: list[int]) -> ft.data.FederatedData:
