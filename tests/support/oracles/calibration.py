@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from scipy import stats
-from support.oracles import geweke
 from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.models.gibbs.kernels import GlobalKernel, LocalKernel
+from support.oracles import geweke
 
 ALARM = 1e-6  # the probability that right posteriors fail a test
 _INSIDE = 1e-12  # of places, whose normal scores are finite
@@ -37,7 +37,7 @@ class Worst(NamedTuple):
 
 
 def among(truth: Tensor, draws: Tensor) -> Tensor:
-    """The places of truths `(R, ...)` among independent draws `(T, R, ...)`, at random where draws are equal to them."""
+    """The places of truths `(R, ...)` among independent draws `(T, R, ...)`, at random among equal ones."""
     keys = geweke.keys(200, len(truth))
     share = random.uniform(keys, truth.shape[1:], torch.float64)
     below, equal = (draws < truth).sum(0), (draws == truth).sum(0)
@@ -45,7 +45,7 @@ def among(truth: Tensor, draws: Tensor) -> Tensor:
 
 
 def worst(places: Mapping[str, Tensor]) -> Worst:
-    """The least probable statistic of places in (0, 1), `(R, ...)` by name; replicates are independent, the rest not."""
+    """The least probable statistic of places in (0, 1), `(R, ...)` by name, of R independent replicates."""
     found = {}
     for name, values in places.items():
         for i, each in enumerate(values.flatten(1).unbind(1) if values.ndim > 1 else [values]):
@@ -103,4 +103,6 @@ def of_gibbs(
         joint = geweke.step(local, shared, setting, joint, data, t, sweeps)
         if t >= length.burn_in and (t - length.burn_in) % length.thin == length.thin - 1:
             draws.append(statistics(joint))
-    return {name: among(value, torch.stack([each[name] for each in draws])) for name, value in statistics(truth).items()}
+    return {
+        name: among(value, torch.stack([each[name] for each in draws])) for name, value in statistics(truth).items()
+    }

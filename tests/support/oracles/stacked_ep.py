@@ -85,7 +85,8 @@ def propagated(model: Model, federations: Federations, rounds: int = 30) -> tupl
     whole = completed(model)
     prior, number = whole.prior.completed(), torch.tensor(float(clients), dtype=torch.float64)
     total = _summed(whole.start.summary(data, whole.prior), clients)
-    starts = [whole.start.estimate(tree.map(lambda l: l[r], total), number, whole.prior) for r in range(replicates)]  # noqa: B023
+    totals = [tree.map(lambda leaf, at=r: leaf[at], total) for r in range(replicates)]
+    starts = [whole.start.estimate(one, number, whole.prior) for one in totals]
     sites = _each(tree.map(lambda *leaves: torch.stack(leaves) / clients, *starts), clients)
     keys = random.fold_in(random.key(0), torch.arange(replicates * clients))
     for _ in range(rounds):

@@ -66,7 +66,9 @@ def test_stacked_federations_end_where_a_run_does() -> None:
 def test_sds_of_coefficients_are_right_or_a_summary_says_by_how_much_they_are_not(rows: int) -> None:
     """Within a tenth of those of the corrected posterior, or else the summary names the coefficient."""
     model = hierarchical.linear(
-        hierarchical.normal(2, random=[0], sd=5.0, variance=hyperpriors.log_normal(-2.0, 2.0), names=["level", "slope"]),
+        hierarchical.normal(
+            2, random=[0], sd=5.0, variance=hyperpriors.log_normal(-2.0, 2.0), names=["level", "slope"]
+        ),
         noise=1.0,
     )
     said = []
