@@ -247,7 +247,7 @@ def test_one_row_and_collinear_variables() -> None:
 )
 @pytest.mark.parametrize("variable", [0, 2])
 def test_the_regression_of_a_variable_on_the_others_is_calibrated(variable: int, length: calibration.Length) -> None:
-    """Its values are drawn given the others', which are the same at all sites; nothing is asked of their regressions."""
+    """Its values are drawn given the others', which are the same at all sites; theirs are not looked at."""
 
     def normal(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
         return random.normal(keys, (p,), torch.float64), {}
