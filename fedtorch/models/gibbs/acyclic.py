@@ -36,6 +36,7 @@ from fedtorch.models.quadrature import gauss_hermite
 
 MOST = 20  # variables, of whose sets there are 2^p
 _POINTS = (5, 5, 7)  # of the quadrature in each direction: twice to find its place, then for good
+_STEPS = 4  # from no effects to the place where the quadrature begins
 _NUMBERS = 400_000  # residuals that are computed side by side
 
 
@@ -175,10 +176,11 @@ def _normal_function(x: Tensor, y: Tensor, wide: float) -> tuple[Tensor, Tensor,
     """
     n, d = x.shape[1:]
     unit = torch.eye(d, dtype=torch.float64, device=x.device)
-    scale = y.abs().mean()
-    scale = torch.where(scale > 0, scale, 1.0)
-    information = x.mT @ x / scale**2 + unit / wide
-    mean = torch.linalg.solve(information, x.mT @ (y / scale**2))
+    mean = x.new_zeros(len(x), d)
+    for _ in range(_STEPS):  # least squares, for the spread of what the causes leave: nodes on that of y would miss it
+        scale = (1 + (y - (x @ mean[..., None])[..., 0]).abs().sum(1)) / (n + 1)
+        information = x.mT @ x / scale[:, None, None] ** 2 + unit / wide
+        mean = torch.linalg.solve(information, x.mT @ y / scale[:, None] ** 2)
     factor = _root(torch.linalg.inv(information))
     for points in _POINTS:
         z, weight = (each.to(x) for each in gauss_hermite(d, points))

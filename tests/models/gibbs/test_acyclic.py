@@ -7,6 +7,7 @@ from itertools import permutations, product
 
 import pytest
 import torch
+from support.oracles import calibration, geweke
 from support.oracles.closed_forms import same_bits
 from torch import Tensor
 
@@ -102,6 +103,62 @@ def test_evidence_is_the_integral_over_effects(rows: int, spread: float, apart: 
     without = sum(-(rows + 1) * math.log1p(float(y[:, 1].abs().sum())) for y in sites)
     assert float(given.score[1, 0]) == pytest.approx(without, abs=1e-9)
     assert float(given.score[1, 1]) == pytest.approx(with_cause, abs=nats)  # of 12 and more
+
+
+@pytest.mark.parametrize("left", [0.3, 0.03, 0.003])
+def test_evidence_of_a_cause_that_explains_nearly_all(left: float) -> None:
+    """Of one site, by a fine grid; all but a small part of the variable is its cause's."""
+    y = laplace(3, (12, 2))
+    y[:, 1] = 0.9 * y[:, 0] + left * y[:, 1]
+    theta, wide = torch.linspace(-6, 6, 2_000_001, dtype=torch.float64), 0.5 + 0.05**2
+    absolute = sum((own[1] - theta * own[0]).abs() for own in y)
+    log = -13 * absolute.log1p() - theta.square() / (2 * wide) - math.log(2 * math.pi * wide) / 2
+    exact = float(log.logsumexp(0)) + math.log(6e-6)
+    given = acyclic.joined(acyclic.evidence(y, 1, (0.05,), 0.5), 0.5)
+    assert float(given.score[1, 1]) == pytest.approx(exact, abs=0.3)
+    assert float(given.effect[1, 1, 0]) == pytest.approx(float(log.softmax(0) @ theta), abs=0.05)
+
+
+def simulated(replicates: int, rows: int, spreads: tuple[float, ...], variance: float) -> tuple[Tensor, Tensor]:
+    """(graphs of three variables drawn from the prior `(R, 3, 3)`, rows of two sites `(R, 2, n, 3)`)."""
+    pairs, graphs, weights = [(j, h) for j in range(3) for h in range(3) if j != h], [], []
+    for arrows in product((False, True), repeat=6):
+        graph = torch.zeros(3, 3, dtype=torch.bool)
+        for (j, h), there in zip(pairs, arrows):
+            graph[j, h] = there
+        used = graph.nonzero().tolist()
+        orders = sum(all(order.index(h) < order.index(j) for j, h in used) for order in permutations(range(3)))
+        graphs.append(graph)
+        weights.append(orders / math.prod(math.comb(2, int(count)) for count in graph.sum(1)))
+    keys, below = geweke.keys(40, replicates), torch.tensor(weights, dtype=torch.float64).cumsum(0)
+    fold = lambda purpose: ft.random.fold_in(keys, purpose)
+    which = (ft.random.uniform(fold(0), (1,), torch.float64) > below / below[-1]).sum(1)
+    graph = torch.stack(graphs)[which]
+    theta = variance**0.5 * ft.random.normal(fold(1), (3, 3), torch.float64)
+    chosen = (ft.random.uniform(fold(2), (3,), torch.float64) * len(spreads)).long()
+    tau = torch.tensor(spreads, dtype=torch.float64)[chosen][:, None, :, None]
+    each = ft.random.fold_in(fold(3)[:, None], torch.arange(2))
+    draw = lambda purpose, *shape: ft.random.exponential(ft.random.fold_in(each, purpose), shape, torch.float64)
+    own = theta[:, None] + tau * ft.random.normal(ft.random.fold_in(each, 0), (3, 3), torch.float64)
+    errors = (draw(2, rows, 3) - draw(3, rows, 3)) / draw(1, 3)[:, :, None]
+    system = torch.eye(3, dtype=torch.float64) - own * graph[:, None]
+    return graph, torch.linalg.solve(system, errors.mT).mT
+
+
+@pytest.mark.slow
+def test_probabilities_of_arrows_are_calibrated() -> None:
+    """Given the arrow its place is uniform above the probability of none, and without it below."""
+    spreads, variance, replicates = (0.2, 0.8), 0.5, 1500
+    graph, y = simulated(replicates, 12, spreads, variance)
+    found = []
+    for sites in y:
+        said = [acyclic.evidence(own, 2, spreads, variance) for own in sites]
+        messages = acyclic.Messages(*(sum(part) for part in zip(*said)))
+        found.append(acyclic.joined(messages, variance).inclusion())
+    there = torch.stack(found)
+    share = ft.random.uniform(geweke.keys(41, replicates), (3, 3), torch.float64)
+    places = torch.where(graph, 1 - there + share * there, share * (1 - there))
+    calibration.check({"arrows": places[:, ~torch.eye(3, dtype=torch.bool)]})
 
 
 def test_two_causes_and_several_spreads() -> None:

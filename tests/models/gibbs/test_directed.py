@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
-from support.oracles import geweke
+from support.oracles import calibration, geweke
 from support.oracles.closed_forms import same_bits
 from support.oracles.sampled import sampled
 from torch import Tensor
@@ -63,27 +63,33 @@ def draw_joint(count: int, p: int, purpose: int) -> geweke.Joint:
     return joint._replace(sites=tree.map(lambda leaf: leaf.flatten(0, 1), joint.sites))
 
 
+KERNELS = directed.regression(noise_shape=SHAPE), sparse.hierarchy(global_priors.gaussian(SPREAD), scale=SCALE)
+
+
+def _setting(p: int) -> geweke.Setting:
+    return geweke.Setting(torch.zeros(ROWS, p), SITES, SHAPE, geweke.horseshoe_scales, None, None)  # type: ignore[arg-type]
+
+
+def statistics(joint: geweke.Joint) -> dict[str, Tensor]:
+    found = geweke.statistics(joint, SITES, lambda prior: {})
+    matrices = graphical.square(joint.sites.theta[:, 0])
+    found["feedback"] = (matrices @ matrices).diagonal(0, 1, 2).sum(-1).tanh().reshape(-1, SITES)
+    found["radius"] = directed.spectral_radius(matrices).reshape(-1, SITES)
+    return found
+
+
+def simulate(joint: geweke.Joint, rows: int, step: int = 0) -> directed.Observations:
+    effects = graphical.square(joint.sites.theta[:, 0])
+    errors = laplace(geweke.keys(3, len(effects), step), (rows, effects.shape[-1])) / joint.sites.noise
+    return observe(caused(effects, errors))
+
+
 def run_geweke(p: int, replicates: int, rounds: int, sweeps: int = 1) -> dict[str, float]:
-    setting = geweke.Setting(torch.zeros(ROWS, p), SITES, SHAPE, geweke.horseshoe_scales, None, None)  # type: ignore[arg-type]
-    local, shared = (
-        directed.regression(noise_shape=SHAPE),
-        sparse.hierarchy(global_priors.gaussian(SPREAD), scale=SCALE),
-    )
-
-    def statistics(joint: geweke.Joint) -> dict[str, Tensor]:
-        found = geweke.statistics(joint, SITES, lambda prior: {})
-        matrices = graphical.square(joint.sites.theta[:, 0])
-        found["feedback"] = (matrices @ matrices).diagonal(0, 1, 2).sum(-1).tanh().reshape(-1, SITES)
-        found["radius"] = directed.spectral_radius(matrices).reshape(-1, SITES)
-        return found
-
     direct = statistics(draw_joint(6_000, p, 1))
     joint = draw_joint(replicates, p, 2)
     chains: dict[str, list[Tensor]] = {name: [] for name in direct}
     for t in range(rounds):
-        errors = laplace(geweke.keys(3, replicates * SITES, t), (ROWS, p)) / joint.sites.noise
-        data = observe(caused(graphical.square(joint.sites.theta[:, 0]), errors))
-        joint = geweke.step(local, shared, setting, joint, data, t, sweeps)
+        joint = geweke.step(*KERNELS, _setting(p), joint, simulate(joint, ROWS, t), t, sweeps)
         now = statistics(joint)
         for name in chains:
             chains[name].append(now[name])
@@ -95,6 +101,22 @@ def run_geweke(p: int, replicates: int, rounds: int, sweeps: int = 1) -> dict[st
 def test_geweke(p: int, length: tuple[int, int]) -> None:
     name, score, bound = geweke.worst(run_geweke(p, *length, sweeps=p - 1))
     assert abs(score) < bound, (name, score, bound)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(calibration.Length(60, 7, 16, 4), id="short"),
+        pytest.param(calibration.Length(500, 15, 60, 12), id="long", marks=pytest.mark.slow),
+    ],
+)
+def test_posteriors_are_calibrated(length: calibration.Length) -> None:
+    truth = draw_joint(length.replicates, 2, 6)
+    start = graphical.start(2)
+    data = simulate(truth, 8)
+    calibration.check(
+        calibration.of_gibbs(*KERNELS, _setting(2), truth, data, statistics, length, start=start, sweeps=4)
+    )
 
 
 def test_geweke_finds_the_printed_acceptance_ratio(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from scipy import stats
+from support.oracles import calibration, geweke
 from support.oracles.closed_forms import same_bits
 from support.oracles.sampled import sampled
 from torch import Tensor
@@ -235,3 +236,42 @@ def test_one_row_and_collinear_variables() -> None:
     doubled = data.map(lambda y: torch.cat([y, 2 * y[:, :1]], 1))
     found = ft.run(field(), ft.InProcess(doubled), graphical.start(6), rounds=6).last
     assert bool(found.server.variables.theta.isfinite().all())
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(calibration.Length(150, 15, 16, 4), id="short"),
+        pytest.param(calibration.Length(2000, 31, 60, 12), id="long", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("variable", [0, 2])
+def test_the_regression_of_a_variable_on_the_others_is_calibrated(variable: int, length: calibration.Length) -> None:
+    """Its values are drawn given the others', which are the same at all sites; theirs are not looked at."""
+
+    def normal(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
+        return random.normal(keys, (p,), torch.float64), {}
+
+    def one(keys: Tensor) -> Tensor:
+        return torch.ones(len(keys), dtype=torch.float64)
+
+    others = random.normal(random.key(5), (6, 2), torch.float64)
+    setting = geweke.Setting(others, 2, 2.0, geweke.horseshoe_scales, normal, one)
+    truth = geweke.draw_joint(setting, length.replicates, 6)
+    y = geweke.draw_responses(setting, truth.sites, geweke.keys(7, 2 * length.replicates))
+    each = others.expand(len(y), -1, -1)
+    rows = torch.cat([each[..., :variable], y[..., None], each[..., variable:]], -1)
+    local = graphical.neighbourhoods(noise_shape=2.0)
+    shared = graphical.every_response(sparse.hierarchy(global_priors.gaussian()))
+    data = local.prepare(ft.data.ClientData(rows, torch.full((len(y),), len(others))))
+
+    def statistics(joint: geweke.Joint) -> dict[str, Tensor]:
+        if joint.shared.theta.ndim == 3:  # of all variables
+            of_sites = tree.map(lambda leaf: leaf[:, :, variable], joint.sites)
+            joint = geweke.Joint(tree.map(lambda leaf: leaf[:, variable], joint.shared), of_sites)
+        return geweke.statistics(joint, setting.sites, lambda prior: {})
+
+    start = graphical.start(3)
+    calibration.check(
+        calibration.of_gibbs(local, shared, setting, truth, data, statistics, length, start=start, sweeps=3)
+    )

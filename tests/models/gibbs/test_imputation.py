@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.gaps import START, clients, fit
-from support.oracles import geweke
+from support.oracles import calibration, geweke
 from support.oracles.closed_forms import same_bits
 from support.oracles.sampled import sampled
 from torch import Tensor
@@ -39,36 +39,59 @@ def test_a_row_of_gaps_is_refused() -> None:
         imputation.incomplete([(torch.full((1, 2), torch.nan), torch.full((1,), torch.nan))])
 
 
+ROWS = 5
+NORMAL = imputation.Normal(
+    torch.tensor([0.5, -0.3, 0.0]).double(),
+    torch.tensor([[1.0, 0.6, 0], [0.6, 1.5, 0], [0, 0, 1.0]], dtype=torch.float64),
+)
+SEEN = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0], [1, 0]]).bool()
+KERNELS = imputation.imputing(sparse.regression(noise_shape=2.0), NORMAL), sparse.hierarchy(global_priors.gaussian())
+
+
+def _normal(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
+    return random.normal(keys, (p,), torch.float64), {}
+
+
+def _ones(keys: Tensor) -> Tensor:
+    return torch.ones(len(keys), dtype=torch.float64)
+
+
+SETTING = geweke.Setting(torch.zeros(ROWS, 2), 2, 2.0, geweke.horseshoe_scales, _normal, _ones)
+
+
+def simulate(setting: geweke.Setting, sites: Any, key: Tensor) -> ft.data.ClientData:
+    """Rows of a normal distribution, some of whose entries are hidden once the response is drawn."""
+    factor = torch.linalg.cholesky(NORMAL.covariance[:2, :2])
+    x = random.normal(random.fold_in(key, 0), (ROWS, 2), torch.float64) @ factor.mT + NORMAL.mean[:2]
+    y = (x * sites.theta).sum(-1)
+    y = y + random.normal(random.fold_in(key, 1), (ROWS,), torch.float64) / sites.noise.sqrt()
+    observed = torch.cat([SEEN, torch.ones(ROWS, 1).bool()], 1).expand(len(x), -1, -1)
+    values = torch.where(observed, torch.cat([x, y[..., None]], -1), 0.0)
+    return KERNELS[0].prepare(ft.data.ClientData(imputation.Incomplete(values, observed), torch.full((len(x),), ROWS)))
+
+
 @pytest.mark.parametrize(
     "length", [pytest.param((20, 15), id="short"), pytest.param((100, 150), id="long", marks=pytest.mark.slow)]
 )
 def test_geweke_with_missing_covariates(length: tuple[int, int]) -> None:
-    """Rows of a normal distribution, some of whose entries are hidden once the response is drawn."""
-    normal = imputation.Normal(
-        torch.tensor([0.5, -0.3, 0.0]).double(),
-        torch.tensor([[1.0, 0.6, 0], [0.6, 1.5, 0], [0, 0, 1.0]], dtype=torch.float64),
-    )
-    factor = torch.linalg.cholesky(normal.covariance[:2, :2])
-    rows, ones = 5, lambda keys: torch.ones(len(keys), dtype=torch.float64)
-    seen = torch.tensor([[1, 1], [0, 1], [1, 0], [0, 0], [1, 0]]).bool()
-
-    def prior(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return random.normal(keys, (p,), torch.float64), {}
-
-    def simulate(setting: geweke.Setting, sites: Any, key: Tensor) -> ft.data.ClientData:
-        x = random.normal(random.fold_in(key, 0), (rows, 2), torch.float64) @ factor.mT + normal.mean[:2]
-        y = (x * sites.theta).sum(-1)
-        y = y + random.normal(random.fold_in(key, 1), (rows,), torch.float64) / sites.noise.sqrt()
-        observed = torch.cat([seen, torch.ones(rows, 1).bool()], 1).expand(len(x), -1, -1)
-        values = torch.where(observed, torch.cat([x, y[..., None]], -1), 0.0)
-        return local.prepare(ft.data.ClientData(imputation.Incomplete(values, observed), torch.full((len(x),), rows)))
-
-    setting = geweke.Setting(torch.zeros(rows, 2), 2, 2.0, geweke.horseshoe_scales, prior, ones)
-    local = imputation.imputing(sparse.regression(noise_shape=2.0), normal)
-    shared = sparse.hierarchy(global_priors.gaussian())
-    scores = geweke.run(local, shared, setting, lambda prior: {}, *length, simulate=simulate)
+    scores = geweke.run(*KERNELS, SETTING, lambda prior: {}, *length, simulate=simulate)
     name, score, bound = geweke.worst(scores)
     assert abs(score) < bound, (name, score, bound)
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        pytest.param(calibration.Length(40, 7, 8, 2), id="short"),
+        pytest.param(calibration.Length(600, 15, 40, 6), id="long", marks=pytest.mark.slow),
+    ],
+)
+def test_posteriors_with_missing_covariates_are_calibrated(length: calibration.Length) -> None:
+    truth = geweke.draw_joint(SETTING, length.replicates, 6)
+    data = simulate(SETTING, truth.sites, geweke.keys(7, SETTING.sites * length.replicates))
+    statistics = lambda joint: geweke.statistics(joint, SETTING.sites, lambda prior: {})
+    start = torch.zeros(2)
+    calibration.check(calibration.of_gibbs(*KERNELS, SETTING, truth, data, statistics, length, start=start, sweeps=3))
 
 
 def imputed(missing: float, chunk: int | None = None) -> Any:

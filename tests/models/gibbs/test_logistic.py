@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from support.oracles import geweke
+from support.oracles import calibration, geweke
 from support.oracles.closed_forms import linear_clients, same_bits
 from torch import Tensor
 
@@ -44,40 +44,51 @@ def test_polya_gamma_numbers_depend_on_their_place_only() -> None:
     assert polya_gamma(keys[:0], tilt[:0]).shape == (0, 3, 50)
 
 
+X = random.normal(random.key(6), (4, 1), torch.float64)
+
+
+def _normal(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
+    return random.normal(keys, (p,), torch.float64), {}
+
+
+def _ones(keys: Tensor) -> Tensor:
+    return torch.ones(len(keys), dtype=torch.float64)
+
+
+SETTING = geweke.Setting(X, 2, 1.0, geweke.horseshoe_scales, _normal, _ones)
+KERNELS = logistic.logistic_regression(intercept_scale=2.0), sparse.hierarchy(global_priors.gaussian())
+
+
+def simulate(setting: geweke.Setting, sites: logistic.LogisticSite, key: Tensor) -> logistic._Rows:
+    psi = (setting.x * sites.theta).sum(-1) + sites.intercept
+    y = (random.uniform(key, (len(setting.x),), torch.float64) < torch.sigmoid(psi)).double()
+    rows = torch.cat([torch.ones_like(setting.x[:, :1]), setting.x], -1).expand(len(y), -1, -1)
+    return logistic._Rows(rows, y - 0.5, torch.full((len(y),), len(setting.x)))
+
+
+def start(joint: geweke.Joint) -> geweke.Joint:
+    intercept = 2.0 * random.normal(geweke.keys(9, len(joint.sites.theta)), (1,), torch.float64)
+    sites = logistic.LogisticSite(*joint.sites._replace(noise=torch.ones_like(intercept)), intercept)
+    return joint._replace(sites=sites)
+
+
 @pytest.mark.parametrize(
     "length", [pytest.param((10, 12), id="short"), pytest.param((100, 250), marks=pytest.mark.slow)]
 )
 def test_geweke(length: tuple[int, int]) -> None:
-    def prior(keys: Tensor, p: int) -> tuple[Tensor, dict[str, Tensor]]:
-        return random.normal(keys, (p,), torch.float64), {}
-
-    x = random.normal(random.key(6), (4, 1), torch.float64)
-    ones = lambda keys: torch.ones(len(keys), dtype=torch.float64)
-    setting = geweke.Setting(x, 2, 1.0, geweke.horseshoe_scales, prior, ones)
-
-    def simulate(setting: geweke.Setting, sites: logistic.LogisticSite, key: Tensor) -> logistic._Rows:
-        psi = (x * sites.theta).sum(-1) + sites.intercept
-        y = (random.uniform(key, (len(x),), torch.float64) < torch.sigmoid(psi)).double()
-        rows = torch.cat([torch.ones_like(x), x], -1).expand(len(y), -1, -1)
-        return logistic._Rows(rows, y - 0.5, torch.full((len(y),), len(x)))
-
-    def start(joint: geweke.Joint) -> geweke.Joint:
-        intercept = 2.0 * random.normal(geweke.keys(9, len(joint.sites.theta)), (1,), torch.float64)
-        return joint._replace(
-            sites=logistic.LogisticSite(*joint.sites._replace(noise=torch.ones_like(intercept)), intercept)
-        )
-
-    scores = geweke.run(
-        logistic.logistic_regression(intercept_scale=2.0),
-        sparse.hierarchy(global_priors.gaussian()),
-        setting,
-        lambda prior: {},
-        *length,
-        simulate=simulate,
-        start=start,
-    )
+    scores = geweke.run(*KERNELS, SETTING, lambda prior: {}, *length, simulate=simulate, start=start)
     name, score, bound = geweke.worst(scores)
     assert abs(score) < bound, (name, score, bound)
+
+
+@pytest.mark.slow
+def test_posteriors_are_calibrated() -> None:
+    length = calibration.Length(400, 15, 12, 3)
+    truth = start(geweke.draw_joint(SETTING, length.replicates, 6))
+    data = simulate(SETTING, truth.sites, geweke.keys(7, SETTING.sites * length.replicates))
+    statistics = lambda joint: geweke.statistics(joint, SETTING.sites, lambda prior: {})
+    begin = torch.zeros(1)
+    calibration.check(calibration.of_gibbs(*KERNELS, SETTING, truth, data, statistics, length, start=begin, sweeps=2))
 
 
 def binary_clients(sizes: list[int]) -> ft.data.FederatedData:

@@ -1,4 +1,4 @@
-"""Geweke's test of every Gibbs kernel of the sparse models: a short version always, 10⁵ draws with `slow`."""
+"""Geweke's test and calibration of every Gibbs kernel of the sparse models: short versions always, long with `slow`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.oracles import geweke
+from support.oracles import calibration, geweke
 from torch import Tensor
 
 from fedtorch import random
@@ -175,3 +175,47 @@ def test_it_fails_without_the_factor_one_half(monkeypatch: pytest.MonkeyPatch) -
     scores = geweke.run(sparse.regression(noise_shape=SHAPE), shared, SETTING, no_statistics, 60, 40)
     _, score, bound = geweke.worst(scores)
     assert abs(score) > 2 * bound
+
+
+CALIBRATED = [
+    pytest.param(calibration.Length(200, 15, 20, 4), id="short"),
+    pytest.param(calibration.Length(2000, 31, 60, 12), id="long", marks=pytest.mark.slow),
+]
+
+
+def places(
+    local: Any, shared: Any, setting: geweke.Setting, of_prior: Any, length: calibration.Length
+) -> dict[str, Tensor]:
+    truth = geweke.draw_joint(setting, length.replicates, 6)
+    data = geweke.regression_data(setting, truth.sites, geweke.keys(7, setting.sites * length.replicates))
+    statistics = lambda joint: geweke.statistics(joint, setting.sites, of_prior)
+    start = torch.zeros(setting.x.shape[1])
+    return calibration.of_gibbs(local, shared, setting, truth, data, statistics, length, start=start, sweeps=5)
+
+
+@pytest.mark.parametrize("length", CALIBRATED)
+@pytest.mark.parametrize("name", GLOBAL)
+def test_posteriors_under_global_priors_are_calibrated(name: str, length: calibration.Length) -> None:
+    prior, draw, of_prior = GLOBAL[name]
+    setting = SETTING._replace(prior=draw, x=design(6, 3 if name == "groups" else 2))
+    local, shared = sparse.regression(noise_shape=SHAPE), sparse.hierarchy(prior)
+    calibration.check(places(local, shared, setting, of_prior, length))
+
+
+@pytest.mark.parametrize("length", CALIBRATED)
+@pytest.mark.parametrize("name", ["laplace", "normal"])
+def test_posteriors_of_deviations_are_calibrated(name: str, length: calibration.Length) -> None:
+    deviation, scales = DEVIATIONS[name]
+    local = sparse.regression(deviation=deviation, noise_shape=SHAPE)
+    setting = SETTING._replace(scales=scales)
+    calibration.check(places(local, sparse.hierarchy(global_priors.gaussian()), setting, no_statistics, length))
+
+
+def test_a_sampler_that_is_wrong_is_not_calibrated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same fault as Geweke's test finds."""
+    about = sparse.exact.about
+    monkeypatch.setattr(sparse.exact, "about", lambda *sums: (*about(*sums)[:2], 2 * about(*sums)[2]))
+    shared = sparse.hierarchy(global_priors.gaussian())
+    length = calibration.Length(400, 15, 20, 4)
+    found = calibration.worst(places(sparse.regression(noise_shape=SHAPE), shared, SETTING, no_statistics, length))
+    assert found.probability < found.bound
