@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedtorch import random
 from fedtorch.dispatch.choice import possible
+from fedtorch.functional import Swap
 from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process._geometry import Features, Geometry
 from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
@@ -256,6 +258,32 @@ class ConvolvedGP(Geometry):
     def whitened_posterior(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values white under the prior."""
         return (change @ self.posterior_mean[..., None])[..., 0], change @ self.posterior_root
+
+    @property
+    def chooses_weights(self) -> bool:
+        """Return whether units' weights start from `initial_weights`: not if they are frozen or have a prior."""
+        return "kernel.weight" in self.unit_trained and not hasattr(self.kernel, "weight_prior")
+
+    def initial_weights(
+        self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
+    ) -> Tensor:
+        """Return units' weights to begin with, `(*b, I)`: the ridge regression of their outputs on the latent processes.
+
+        These are the posterior means of q. Of a q that has none, no unit having told anything, they are one draw of
+        the prior, the same for all units: units that are alike then start alike, and units that are mirror images
+        start as these. From weights that are the same for all units the latent processes would begin as parts of one
+        curve, and training ends at a local optimum. Arguments as those of `expected_log_likelihood`.
+        """
+        with torch.no_grad(), Swap(self, ["kernel.weight"])([torch.ones_like(self.kernel.weight)]):
+            site = self.site(x, y, mask, *extra, exact_units=exact_units)
+        mean = self.posterior_mean
+        usual = random.normal(random.key(0), (self.points,), mean.dtype).to(mean.device)
+        mean = torch.where((mean == 0).all(-1, keepdim=True), usual, mean)
+        latent = torch.arange(self.kernel.latents, device=mean.device)
+        which = latent.repeat_interleave(self.points // len(latent))[:, None] == latent
+        curves = mean[..., None] * which  # (*s, P, I)
+        ridge = torch.eye(len(latent)).to(mean) + curves.mT @ site.precision @ curves
+        return torch.linalg.solve(ridge, curves.mT @ site.shift[..., None])[..., 0]
 
     # -- all units together ----------------------------------------------------------------------------------------
 

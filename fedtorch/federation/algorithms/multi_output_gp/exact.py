@@ -242,7 +242,7 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     def draw(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
         return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
-    unit = tree.where(state.started, state.own, gp.module.initial_units(y, mask, *extra))
+    unit = tree.where(state.started, state.own, gp.initial_units(received, (x, y, tuple(extra)), mask))
     moments = state.moments
     for step in range(work.steps):
         gradient = gp.gradient(received, unit, gp.trained, *draw(work.batch_size, step))[1]
