@@ -92,7 +92,10 @@ class Geometry(UnitModel):
         root = self.root()
         inverse, inputs = _inverse(root), self.embed(x)
         cross = self.kernel.cross(inputs, self.embed(self.inducing))
-        basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
+        if inverse.shape[:-3].numel() == 1:  # the same for all units: one product, and not one for each
+            basis = torch.einsum("...inj,ilj->...nil", cross, inverse.reshape(inverse.shape[-3:])).flatten(-2)
+        else:
+            basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
         residual = self.kernel.variance(inputs) - basis.square().sum(-1)
         if self.own_kernel is not None:
             residual = residual + self._own_size() * diagonal(self.own_kernel, self._own_dims, inputs)
