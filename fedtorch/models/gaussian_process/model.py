@@ -267,23 +267,25 @@ class ConvolvedGP(Geometry):
     def initial_weights(
         self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
     ) -> Tensor:
-        """Return units' weights to begin with, `(*b, I)`: the ridge regression of their outputs on the latent processes.
+        """Return units' weights to begin with, `(*b, I)`, as their own outputs suggest.
 
-        These are the posterior means of q. Of a q that has none, no unit having told anything, they are one draw of
-        the prior, the same for all units: units that are alike then start alike, and units that are mirror images
-        start as these. From weights that are the same for all units the latent processes would begin as parts of one
-        curve, and training ends at a local optimum. Arguments as those of `expected_log_likelihood`.
+        Once units have told something, the ridge regression of the outputs on the latent processes' posterior means.
+        Before, I projections of the curve that the outputs alone suggest, on directions that are random and the same
+        for all units; from the units' sum of weights times curves, training then finds the span of the curves
+        (Halko, Martinsson and Tropp 2011, "Finding structure with randomness"). From weights that are the same for all
+        units the latent processes would begin as parts of one curve, and training may end at a local optimum.
+        Arguments as those of `expected_log_likelihood`.
         """
         with torch.no_grad(), Swap(self, ["kernel.weight"])([torch.ones_like(self.kernel.weight)]):
             site = self.site(x, y, mask, *extra, exact_units=exact_units)
-        mean = self.posterior_mean
-        usual = random.normal(random.key(0), (self.points,), mean.dtype).to(mean.device)
-        mean = torch.where((mean == 0).all(-1, keepdim=True), usual, mean)
-        latent = torch.arange(self.kernel.latents, device=mean.device)
-        which = latent.repeat_interleave(self.points // len(latent))[:, None] == latent
+        mean, latents, size = self.posterior_mean, self.kernel.latents, self.points
+        which = torch.eye(latents).repeat_interleave(size // latents, 0).to(mean)
         curves = mean[..., None] * which  # (*s, P, I)
-        ridge = torch.eye(len(latent)).to(mean) + curves.mT @ site.precision @ curves
-        return torch.linalg.solve(ridge, curves.mT @ site.shift[..., None])[..., 0]
+        ridge = torch.eye(latents).to(mean) + curves.mT @ site.precision @ curves
+        told = torch.linalg.solve(ridge, curves.mT @ site.shift[..., None])[..., 0]
+        directions = random.normal(random.key(0), (size, latents), mean.dtype).to(mean.device) / size**0.5
+        alone = torch.linalg.solve(torch.eye(size).to(mean) + site.precision, site.shift[..., None])[..., 0]
+        return torch.where((mean == 0).all(-1)[..., None], alone @ directions, told)
 
     # -- all units together ----------------------------------------------------------------------------------------
 

@@ -226,6 +226,46 @@ def test_fitting_reaches_a_stationary_point_and_predicts() -> None:
     assert float(((y > low) & (y < high))[0, 20:].double().mean()) >= 0.9
 
 
+def mixtures(units: int = 16, rows: int = 20) -> tuple[ConvolvedGP, Tensor, Tensor, Tensor]:
+    """Units that mix two curves with weights of either sign: (model, x, y, weights `(units, 2)`)."""
+    x, weights = torch.linspace(0, 1, rows, dtype=DTYPE)[:, None].expand(units, -1, -1), draw(units, 2, seed=5)
+    curves = torch.stack([(9 * x[0, :, 0]).cos(), (3 * x[0, :, 0]).sin() + (22 * x[0, :, 0]).sin()])
+    y = weights @ curves + 0.1 * draw(units, rows, seed=6)
+    kernels = [gpytorch.kernels.RBFKernel().initialize(lengthscale=length) for length in (0.1, 0.2)]
+    gp = ConvolvedGP(x[0, ::2], kernels, batch_shape=torch.Size([units]))
+    return gp, x, y, weights
+
+
+def test_weights_start_where_training_finds_the_latent_processes() -> None:
+    """The bound is that of training which starts at the truth; from equal weights it ends far below."""
+    gp, x, y, weights = mixtures()
+    found = fit(gp, x, y, iterations=60)
+    told, *_ = mixtures()
+    told.start(y)
+    told.kernel.weight.data = weights / told.kernel.scale[:, None]
+    assert float(found) > float(fit(told, x, y, iterations=60, start=False)) - 3
+
+
+def test_initial_weights_are_those_of_a_ridge_regression() -> None:
+    """On curves that q knows: the units' own weights, mirrored and scaled along with the outputs; none of no outputs."""
+    gp, x, y, weights = mixtures()
+    gp.start(y)
+    gp.kernel.weight.data = weights / gp.kernel.scale[:, None]
+    gp.likelihood.noise = 0.01
+    gp.condition(x, y)
+    amplitude = gp.initial_weights(x, y) * gp.kernel.scale[:, None]
+    assert torch.allclose(amplitude, weights, rtol=0, atol=0.2)
+    gp.rebase()
+    first = gp.initial_weights(x, y)
+    assert torch.allclose(gp.initial_weights(x, -y), -first)
+    assert torch.equal(gp.initial_weights(x, 0 * y), torch.zeros_like(first))
+    gp.kernel.rescale(1e6 * gp.kernel.scale)
+    gp.likelihood.noise = 1e12 * gp.likelihood.noise.detach()
+    assert torch.allclose(gp.initial_weights(x, 1e6 * y), first, rtol=1e-6)
+    gp.kernel.weight.requires_grad_(False)
+    assert not gp.chooses_weights
+
+
 def test_a_new_unit_joins_with_a_handful_of_points() -> None:
     x = torch.linspace(-1, 1, 40, dtype=DTYPE)[:, None]
     wave = (5 * x[:, 0]).sin()

@@ -88,11 +88,11 @@ class StackedGP:
         with self._swaps[names]([values[name] for name in names]):
             return function()
 
-    def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor) -> dict[str, Tensor]:
-        """Return units' own tensors to begin with, by their rows and what they have received, `(K, ...)`."""
+    def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor, train: bool) -> dict[str, Tensor]:
+        """Return units' own tensors to begin with, `(K, ...)`, by their rows and, if they are trained, what was sent."""
         x, y, extra = rows
         unit = self.module.initial_units(y, mask, *extra)
-        if self.module.chooses_weights:
+        if train and self.module.chooses_weights:
             unit["kernel.weight"] = self.on(
                 {**received, **unit},
                 lambda: self.module.initial_weights(x, y, mask, *extra, exact_units=self.exact_units),
