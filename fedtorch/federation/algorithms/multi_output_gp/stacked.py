@@ -89,7 +89,7 @@ class StackedGP:
             return function()
 
     def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor, train: bool) -> dict[str, Tensor]:
-        """Return units' own tensors to begin with, `(K, ...)`, by their rows and, if they are trained, what was sent."""
+        """Return units' own tensors to begin with, `(K, ...)`; weights that are not trained stay the module's."""
         x, y, extra = rows
         unit = self.module.initial_units(y, mask, *extra)
         if train and self.module.chooses_weights:
