@@ -121,8 +121,8 @@ def _by_linear_program(discrepancy: Tensor, degree: float, pairs: Tensor) -> Ten
     ends = pairs.numpy().T.reshape(-1), np.tile(np.arange(count), 2)
     incidence = csr_matrix((np.ones(2 * count), ends), shape=(n, count))
     cost = discrepancy[pairs[:, 0], pairs[:, 1]]
-    cost = (cost / cost.max() if float(cost.max()) > 0 else cost).numpy()  # tolerances of the solver are absolute
-    solved = linprog(cost, A_eq=incidence, b_eq=np.full(n, float(degree)), bounds=(0, 1), method="highs")
+    relative = cost / cost.max() if float(cost.max()) > 0 else cost  # tolerances of the solver are absolute
+    solved = linprog(relative.numpy(), A_eq=incidence, b_eq=np.full(n, float(degree)), bounds=(0, 1), method="highs")
     if not solved.success:
         raise ValueError(
             f"Expected candidates with which every node can have degree {degree}, but got none: {solved.message}; "

@@ -92,7 +92,10 @@ class Geometry(UnitModel):
         root = self.root()
         inverse, inputs = _inverse(root), self.embed(x)
         cross = self.kernel.cross(inputs, self.embed(self.inducing))
-        basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
+        if inverse.shape[:-3].numel() == 1:  # the same for all units: one product, and not one for each
+            basis = torch.einsum("...inj,ilj->...nil", cross, inverse.reshape(inverse.shape[-3:])).flatten(-2)
+        else:
+            basis = (cross @ inverse.mT).movedim(-3, -2).flatten(-2)
         prior = self.kernel.variance(inputs)
         rounding = torch.finfo(prior.dtype).eps * prior.detach()  # below which a difference is no variance
         residual = torch.maximum(prior - basis.square().sum(-1), rounding)

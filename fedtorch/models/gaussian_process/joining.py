@@ -21,7 +21,7 @@ from fedtorch.models.gaussian_process.quiet_gpytorch import linear_operator
 from fedtorch.models.gaussian_process.unit_prior import UnitPrior, learnt
 
 _DRAWS = 128  # of a unit's parameters
-_MOST_NUMBERS = 2**22  # of matrices that are held at once
+_MOST_NUMBERS = 2**20  # of matrices that are held at once
 
 
 class UnitMixture(nn.Module):

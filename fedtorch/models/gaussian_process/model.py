@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedtorch import random
 from fedtorch.dispatch.choice import possible
+from fedtorch.functional import Swap
 from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process._geometry import Features, Geometry
 from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
@@ -255,6 +257,34 @@ class ConvolvedGP(Geometry):
     def whitened_posterior(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values white under the prior."""
         return (change @ self.posterior_mean[..., None])[..., 0], change @ self.posterior_root
+
+    @property
+    def chooses_weights(self) -> bool:
+        """Return whether units' weights start from `initial_weights`: not if they are frozen or have a prior."""
+        return "kernel.weight" in self.unit_trained and not hasattr(self.kernel, "weight_prior")
+
+    def initial_weights(
+        self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
+    ) -> Tensor:
+        """Return units' weights to begin with, `(*b, I)`, as their own outputs suggest.
+
+        Once units have told something, the ridge regression of the outputs on the latent processes' posterior means.
+        Before, I projections of the curve that the outputs alone suggest, on directions that are random and the same
+        for all units; from the units' sum of weights times curves, training then finds the span of the curves
+        (Halko, Martinsson and Tropp 2011, "Finding structure with randomness"). From weights that are the same for all
+        units the latent processes would begin as parts of one curve, and training may end at a local optimum.
+        Arguments as those of `expected_log_likelihood`.
+        """
+        with torch.no_grad(), Swap(self, ["kernel.weight"])([torch.ones_like(self.kernel.weight)]):
+            site = self.site(x, y, mask, *extra, exact_units=exact_units)
+        mean, latents, size = self.posterior_mean, self.kernel.latents, self.points
+        which = torch.eye(latents).repeat_interleave(size // latents, 0).to(mean)
+        curves = mean[..., None] * which  # (*s, P, I)
+        ridge = torch.eye(latents).to(mean) + curves.mT @ site.precision @ curves
+        told = torch.linalg.solve(ridge, curves.mT @ site.shift[..., None])[..., 0]
+        directions = random.normal(random.key(0), (size, latents), mean.dtype).to(mean.device) / size**0.5
+        alone = torch.linalg.solve(torch.eye(size).to(mean) + site.precision, site.shift[..., None])[..., 0]
+        return torch.where((mean == 0).all(-1)[..., None], alone @ directions, told)
 
     # -- all units together ----------------------------------------------------------------------------------------
 

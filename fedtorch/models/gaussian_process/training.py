@@ -33,7 +33,7 @@ def fit(
         mask: `(*b, N)`, which rows are there.
         exact_units: see `ConvolvedGP.bound`.
         iterations: of L-BFGS at most.
-        start: whether units begin from `ConvolvedGP.initial_units`.
+        start: whether units begin from `ConvolvedGP.initial_units` and `initial_weights`.
 
     Returns:
         the bound, `()`.
@@ -45,6 +45,9 @@ def fit(
     check_rows(model, x, y)
     if start:
         model.start(y, mask)
+        if model.chooses_weights:
+            model.rebase()
+            model.kernel.weight.data = model.initial_weights(x, y, mask, exact_units=exact_units)
     parameters = [p for p in model.parameters() if p.requires_grad]
     _maximise(
         lambda: model.bound(x, y, mask, exact_units) + model.log_prior(True).sum() + model.log_prior(False),

@@ -117,11 +117,11 @@ def _family(count: int) -> ExponentialFamily:
         return BINARY._replace(extras=("offset", "weight"), outcome=CUMULATIVE)
     parted = lambda eta: (eta[..., :gaps], eta[..., gaps:])
 
-    def cumulant(eta: Tensor, rows: Rows) -> Tensor:
+    def ratio(eta: Tensor, rows: Rows) -> Tensor:
         gap, side = parted(eta)
         size = side.abs()
         value = torch.cat([_gap(gap), size / 2 + size.neg().exp().log1p()], -1)
-        return (value @ rows.times[..., None])[..., 0]  # type: ignore[index]
+        return -(value @ rows.times[..., None])[..., 0]  # type: ignore[index]
 
     def slopes(eta: Tensor) -> tuple[Tensor, Tensor]:
         gap, side = parted(eta)
@@ -137,8 +137,8 @@ def _family(count: int) -> ExponentialFamily:
     return ExponentialFamily(
         extras=("offset", "weight"),
         response=BINARY.response,
-        constant=BINARY.constant,
-        cumulant=cumulant,
+        likely=lambda rows: None,
+        ratio=ratio,
         slopes=slopes,
         bends=bends,
         spread=BINARY.spread,
@@ -199,6 +199,7 @@ def _prepared(ordered: Ordered, data: Any, features: int, order: Tensor) -> Rows
         mask=torch.nn.functional.pad(data.mask.repeat_interleave(2, 1), (count - 2, 0), value=True),
         offset=None if offset is None else torch.cat([zero, moved], 1),
         times=torch.cat([between, passed], 1),
+        likely=None,
         constant=0.5 * (passed * moved).sum(1),
         count=2 * data.count + (count - 2),
     )

@@ -226,6 +226,53 @@ def test_fitting_reaches_a_stationary_point_and_predicts() -> None:
     assert float(((y > low) & (y < high))[0, 20:].double().mean()) >= 0.9
 
 
+def mixtures(latents: int, seed: int, units: int = 16) -> tuple[ConvolvedGP, Tensor, Tensor, Tensor]:
+    """Units that mix curves with weights of either sign: (model, x, y, weights `(units, latents)`)."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(units, 16, 1, generator=generator, dtype=DTYPE)
+    weights = torch.randn(units, latents, generator=generator, dtype=DTYPE)
+    t = x[..., 0]
+    curves = torch.stack([(9 * t).cos(), (3 * t).sin() + (22 * t).sin(), (15 * t).sin()][:latents], -1)
+    noise = 0.1 * torch.randn(units, 16, generator=generator, dtype=DTYPE)
+    inducing = torch.linspace(0, 1, 12, dtype=DTYPE)[:, None]
+    gp = ConvolvedGP(inducing, latents=latents, batch_shape=torch.Size([units]))
+    return gp, x, (curves @ weights[..., None])[..., 0] + noise, weights
+
+
+@pytest.mark.parametrize("seed", [2, 4])
+def test_weights_start_where_training_finds_the_latent_processes(seed: int) -> None:
+    """The bound is that of training which starts at the truth; from equal weights it ends 20 and 300 below."""
+    gp, x, y, weights = mixtures(3, seed)
+    found = fit(gp, x, y, iterations=80)
+    told, *_ = mixtures(3, seed)
+    told.start(y)
+    told.kernel.weight.data = weights / told.kernel.scale[:, None]
+    assert float(found) > float(fit(told, x, y, iterations=80, start=False)) - 5
+
+
+def test_initial_weights_are_what_outputs_suggest() -> None:
+    """Of a q that knows curves, ridge regression on them; mirrored with the outputs, and the same in other units."""
+    gp, x, y, weights = mixtures(2, 0)
+    gp.start(y)
+    gp.kernel.weight.data = weights / gp.kernel.scale[:, None]
+    gp.condition(x, y)
+    with torch.no_grad():
+        latent = gp.basis @ gp.posterior_mean.reshape(2, -1, 1)  # (I, J, 1) means at the inducing inputs
+        solved = torch.linalg.solve(gp.basis @ gp.basis.mT, latent)
+        curves = (gp.kernel.cross(x, gp.inducing) / gp.kernel.weight[..., None, None] @ solved)[..., 0].mT
+        noise = gp.likelihood.noise[..., None]
+        ridge = torch.linalg.solve(torch.eye(2) + curves.mT @ curves / noise, curves.mT @ y[..., None] / noise)
+    assert torch.allclose(gp.initial_weights(x, y), ridge[..., 0], rtol=1e-6)
+    gp.rebase()
+    first = gp.initial_weights(x, y)
+    assert torch.allclose(gp.initial_weights(x, -y), -first)
+    gp.kernel.rescale(1e6 * gp.kernel.scale)
+    gp.likelihood.noise = 1e12 * gp.likelihood.noise.detach()
+    assert torch.allclose(gp.initial_weights(x, 1e6 * y), first, rtol=1e-6)
+    gp.kernel.weight.requires_grad_(False)
+    assert not gp.chooses_weights
+
+
 def test_a_new_unit_joins_with_a_handful_of_points() -> None:
     x = torch.linspace(-1, 1, 40, dtype=DTYPE)[:, None]
     wave = (5 * x[:, 0]).sin()

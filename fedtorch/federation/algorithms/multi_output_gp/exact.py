@@ -99,7 +99,7 @@ def fedmgp(
 
     Args:
         module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
-            its own data.
+            its own data, its weights too (`ConvolvedGP.initial_weights`) unless they are frozen or have a prior.
         steps: of Adam on a unit's own hyperparameters in each exchange, at fixed q.
         lr: of these steps.
         server_lr: of the server's Adam step on the shared hyperparameters, once an exchange; 0 keeps them.
@@ -245,7 +245,10 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     def draw(size: int | None, number: int) -> tuple[Tree, Tensor, Tensor]:
         return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
-    unit = tree.where(state.started, state.own, gp.module.initial_units(y, mask, *extra))
+    unit = state.own
+    if not bool(state.started.all()):
+        initial = gp.initial_units(received, (x, y, tuple(extra)), mask, work.steps > 0)
+        unit = tree.where(state.started, unit, initial)
     moments = state.moments
     for step in range(work.steps):
         gradient = gp.gradient(received, unit, gp.trained, *draw(work.batch_size, step))[1]

@@ -96,6 +96,17 @@ class StackedGP:
         with self._swaps[names]([values[name] for name in names]):
             return function()
 
+    def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor, train: bool) -> dict[str, Tensor]:
+        """Return units' own tensors to begin with, `(K, ...)`; weights that are not trained stay the module's."""
+        x, y, extra = rows
+        unit = self.module.initial_units(y, mask, *extra)
+        if train and self.module.chooses_weights:
+            unit["kernel.weight"] = self.on(
+                {**received, **unit},
+                lambda: self.module.initial_weights(x, y, mask, *extra, exact_units=self.exact_units),
+            )
+        return unit
+
     def gradient(
         self,
         fixed: dict[str, Tensor],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -142,6 +144,19 @@ def test_training_comes_near_the_optimum_of_a_central_optimiser(rounds: list[ft.
     assert bounds[-1] > float(best) - 0.005 * (float(best) - bounds[0])  # 1.3 nats of 260
 
 
+def test_training_finds_latent_processes_whose_weights_have_either_sign() -> None:
+    """A start at the truth ends at a bound of 161 to 170; from equal weights it is −100 here, 57 after 100 rounds."""
+    generator = torch.Generator().manual_seed(4)
+    x = torch.rand(16, 16, generator=generator, dtype=DTYPE)
+    weights = torch.randn(16, 3, generator=generator, dtype=DTYPE)
+    curves = torch.stack([(9 * x).cos(), (3 * x).sin() + (22 * x).sin(), (15 * x).sin()], -1)
+    y = (curves @ weights[..., None])[..., 0] + 0.1 * torch.randn(16, 16, generator=generator, dtype=DTYPE)
+    model = ConvolvedGP(torch.linspace(0, 1, 12, dtype=DTYPE)[:, None], latents=3)
+    data = ft.data.from_tensors(list(zip(x[..., None], y)))
+    run = ft.run(exact(model=model), ft.InProcess(data), rounds=30)
+    assert float(run.server.bound) > 130
+
+
 def test_the_same_in_every_chunking_and_order() -> None:
     data, order = signals(), torch.tensor([2, 0, 3, 1])
     one = ft.run(exact(), ft.InProcess(data), rounds=3).last
@@ -234,6 +249,57 @@ def test_sites_of_other_likelihoods_end_at_the_best_gaussian(kind: str, make: An
     assert abs(float(value - final.server.bound)) < 1e-6
 
 
+def slices(covariance: Tensor, log_likelihood: Callable[[Tensor], Tensor], steps: int) -> Tensor:
+    """Draws of f ~ N(0, covariance) given its likelihood, `(steps / 2, 100, N)`: 100 chains of elliptical slices.
+
+    Source: Murray, Adams and MacKay (2010), "Elliptical slice sampling".
+    """
+    generator = torch.Generator().manual_seed(0)
+    root, size = torch.linalg.cholesky(covariance), len(covariance)
+    f, found = torch.zeros(100, size, dtype=DTYPE), []
+    for _ in range(steps):
+        other = torch.randn(100, size, generator=generator, dtype=DTYPE) @ root.mT
+        level = log_likelihood(f) + torch.rand(100, generator=generator, dtype=DTYPE).log()
+        angle = 2 * math.pi * torch.rand(100, generator=generator, dtype=DTYPE)
+        low, high = angle - 2 * math.pi, angle.clone()
+        while True:
+            proposal = f * angle.cos()[:, None] + other * angle.sin()[:, None]
+            outside = log_likelihood(proposal) < level
+            if not bool(outside.any()):
+                break
+            low, high = (
+                torch.where(outside & (angle < 0), angle, low),
+                torch.where(outside & (angle >= 0), angle, high),
+            )
+            drawn = low + (high - low) * torch.rand(100, generator=generator, dtype=DTYPE)
+            angle = torch.where(outside, drawn, angle)
+        f = proposal
+        found.append(f)
+    return torch.stack(found[steps // 2 :])
+
+
+@pytest.mark.parametrize(
+    ("kind", "make"),
+    [("class", gpytorch.likelihoods.BernoulliLikelihood), ("count", gpytorch.likelihoods.PoissonLikelihood)],
+)
+def test_posteriors_of_other_likelihoods_are_those_of_slice_sampling(kind: str, make: Any) -> None:
+    """Inducing inputs are all inputs, so that a Gaussian in place of the posterior is the only approximation.
+
+    Its means are within a fifth of an exact standard deviation, and its 95 % intervals have 0.92 to 0.98 of the draws.
+    """
+    data = signals([25], kind=kind)
+    (x, y), kernel = data[0], gpytorch.kernels.RBFKernel().initialize(lengthscale=0.3)
+    gp = ConvolvedGP(x, kernel, make().to(DTYPE)).requires_grad_(False)
+    unit = ft.run(ft.fedmgp(gp, accept_disclosure=True), ft.InProcess(data), rounds=40).client_module(0)
+    mean, variance = unit.marginals(x)
+    covariance = unit.covariance(x, x) + gp.jitter * torch.eye(len(x), dtype=DTYPE)
+    draws = slices(covariance.detach(), lambda f: gp.likelihood(f).log_prob(y).sum(-1), 300).flatten(0, 1)
+    sd = draws.std(0)
+    assert float(((mean - draws.mean(0)) / sd).abs().max()) < 0.2
+    inside = ((draws - mean).abs() < 1.96 * variance.sqrt()).double().mean(0)
+    assert bool(((inside > 0.92) & (inside < 0.98)).all()), inside
+
+
 def test_sites_of_heavy_tails_end_near_the_best_gaussian() -> None:
     """Rows whose curvature is negative are taken for flat, so the end is near the best q, not at it."""
     data, make = signals(), gpytorch.likelihoods.StudentTLikelihood
@@ -248,9 +314,10 @@ def test_sites_of_heavy_tails_end_near_the_best_gaussian() -> None:
 
 def test_hyperparameters_of_other_likelihoods_are_trained_too() -> None:
     data = signals(kind="count")
-    algorithm = exact(model=module(likelihood=gpytorch.likelihoods.PoissonLikelihood(), mean=True))
-    rounds = list(ft.Run(algorithm, ft.InProcess(data)).rounds(25))
-    assert float(rounds[-1].server.bound) > float(rounds[5].server.bound) + 1
+    model = module(likelihood=gpytorch.likelihoods.PoissonLikelihood(), mean=True)
+    rounds = list(ft.Run(exact(model=model), ft.InProcess(data)).rounds(25))
+    fixed = ft.run(exact(model=model, steps=0, server_lr=0), ft.InProcess(data), rounds=25)
+    assert float(rounds[-1].server.bound) > float(fixed.server.bound) + 1
     assert float(rounds[-1].info["loss"].mean()) < float(rounds[1].info["loss"].mean())
 
 
