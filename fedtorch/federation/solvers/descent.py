@@ -252,7 +252,6 @@ class Descent:
             with hidden(self.loss, before, type(self.module).__name__):
                 solution = train()
             if self.loss.random and torch.initial_seed() != seed:
-                torch.set_rng_state(torch_state)
                 raise Seeded
             refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
@@ -273,7 +272,10 @@ class Descent:
                 return self._alone_from_now(train, turn, SharedDraws(self.module))
             self.loss.host = True
             return self._stackable(train, turn)
-        except (NotCaptured, Seeded, StateRead, StepRefused):
+        except Seeded:
+            torch.set_rng_state(torch_state)
+            raise
+        except (NotCaptured, StateRead, StepRefused):
             raise
         except StepsDiffer as error:
             if HostGenerators.moved(generators):  # from which the difference may come
