@@ -74,10 +74,10 @@ def test_those_who_are_done_are_not_evaluated(monkeypatch: pytest.MonkeyPatch) -
     )
 
     def counted(step: Any) -> Any:
-        def of(self: StackedLoss, values: Any, batch: Batch, *rest: Any) -> Any:
+        def of(self: StackedLoss, values: Any, rows: Any, *rest: Any) -> Any:
             if self is local.solve.__self__.loss:  # type: ignore[attr-defined]  # and no copy that is checked
-                counts.append(len(batch.size))
-            return step(self, values, batch, *rest)
+                counts.append(len(rows.size) if isinstance(rows, Batch) else len(rest[-1]))
+            return step(self, values, rows, *rest)
 
         return of
 
