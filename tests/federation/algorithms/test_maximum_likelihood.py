@@ -295,7 +295,7 @@ def test_a_variance_of_zero_is_said() -> None:
     assert found.noise == pytest.approx(float(pooled.std()), rel=1e-4)
 
 
-@pytest.mark.parametrize("seed", [1, 4])
+@pytest.mark.parametrize("seed", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_correlation_of_one_is_said_and_its_likelihood_is_reached(seed: int) -> None:
     """Clients have intercepts only, and slopes by chance: the maximum has them in proportion to these."""
     generator = np.random.default_rng(seed)
