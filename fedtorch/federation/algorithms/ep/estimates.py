@@ -38,7 +38,8 @@ _ONE_SIDED = (
 )
 _PRIOR = "merge levels, leave the column out, or choose the prior's sd= with care"
 _HELPS = "merge levels, leave the column out, or take ft.ep, whose prior bounds it"
-_NARROW = 0.92  # of the sd of a coefficient that its posterior has; what is found of it is 0.06 off in Gaussian fits, 0.2 in others
+# Of the sd of a coefficient that its posterior has; what is found of it is 0.06 off in Gaussian fits, 0.2 in others.
+_NARROW = 0.92
 _SHOWN = 5  # names in a warning
 _PART = 2**20  # numbers of covariances at a time
 
