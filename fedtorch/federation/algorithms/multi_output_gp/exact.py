@@ -243,9 +243,11 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
         return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
     unit = state.own
-    if not bool(state.started.all()):
+    # Units start twice: by their own outputs, and, before their first step, by what all units say of the curves.
+    stepped = state.moments.steps > 0
+    if not bool(stepped.all()):
         initial = gp.initial_units(received, (x, y, tuple(extra)), mask, work.steps > 0)
-        unit = tree.where(state.started, unit, initial)
+        unit = tree.where(stepped, unit, initial)
     moments = state.moments
     for step in range(work.steps):
         gradient = gp.gradient(received, unit, gp.trained, *draw(work.batch_size, step))[1]
