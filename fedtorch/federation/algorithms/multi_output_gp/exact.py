@@ -45,7 +45,6 @@ class UnitState(NamedTuple):
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: AdamMoments
     told: Contribution
-    started: Tensor  # bool: whether `own` comes from its own data
 
 
 class FedMGPServer(NamedTuple):
@@ -173,9 +172,7 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServe
         own_moments=own_moments.double(),
         bound=zero,
     )
-    return server, UnitState(
-        unit, no_moments({name: unit[name] for name in gp.trained}), contribution, torch.tensor(False)
-    )
+    return server, UnitState(unit, no_moments({name: unit[name] for name in gp.trained}), contribution)
 
 
 def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
@@ -259,7 +256,7 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     contribution = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
     info = {"loss": -bound / data.count.clamp(min=1)}
     message = UnitMessage(Mean(gradient, torch.ones_like(data.count)))
-    return Reply(message, UnitState(unit, moments, contribution, torch.ones_like(state.started)), info)
+    return Reply(message, UnitState(unit, moments, contribution), info)
 
 
 def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:
