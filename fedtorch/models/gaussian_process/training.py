@@ -47,7 +47,9 @@ def fit(
         model.start(y, mask)
         if model.chooses_weights:
             model.rebase()
-            model.kernel.weight.data = model.initial_weights(x, y, mask, exact_units=exact_units)
+            for _ in range(3):
+                model.kernel.weight.data = model.initial_weights(x, y, mask, exact_units=exact_units)
+                model.condition(x, y, mask, exact_units)
     parameters = [p for p in model.parameters() if p.requires_grad]
     _maximise(
         lambda: model.bound(x, y, mask, exact_units) + model.log_prior(True).sum() + model.log_prior(False),

@@ -48,7 +48,6 @@ class UnitState(NamedTuple):
     own: dict[str, Tensor]  # its hyperparameters and scale
     moments: AdamMoments
     told: Contribution
-    started: Tensor  # bool: whether `own` comes from its own data
 
 
 class FedMGPServer(NamedTuple):
@@ -176,9 +175,7 @@ def _init(parameters: Tree, clients: int, *, gp: StackedGP) -> tuple[FedMGPServe
         own_moments=own_moments.double(),
         bound=zero,
     )
-    return server, UnitState(
-        unit, no_moments({name: unit[name] for name in gp.trained}), contribution, torch.tensor(False)
-    )
+    return server, UnitState(unit, no_moments({name: unit[name] for name in gp.trained}), contribution)
 
 
 def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
@@ -246,9 +243,11 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
         return some_rows((x, y, tuple(extra)), mask, size, random.fold_in(key, number))
 
     unit = state.own
-    if not bool(state.started.all()):
+    # Units start twice: by their own outputs, and, before their first step, by what all units say of the curves.
+    stepped = state.moments.steps > 0
+    if not bool(stepped.all()):
         initial = gp.initial_units(received, (x, y, tuple(extra)), mask, work.steps > 0)
-        unit = tree.where(state.started, unit, initial)
+        unit = tree.where(stepped, unit, initial)
     moments = state.moments
     for step in range(work.steps):
         gradient = gp.gradient(received, unit, gp.trained, *draw(work.batch_size, step))[1]
@@ -260,7 +259,7 @@ def _part(inbox: _Outbox, state: UnitState, data: Any, key: Tensor, *, gp: Stack
     contribution = tree.add(tree.scale(state.told, 1 - share), tree.scale(site, share))
     info = {"loss": -bound / data.count.clamp(min=1)}
     message = UnitMessage(Mean(gradient, torch.ones_like(data.count)))
-    return Reply(message, UnitState(unit, moments, contribution, torch.ones_like(state.started)), info)
+    return Reply(message, UnitState(unit, moments, contribution), info)
 
 
 def _posterior(inbox: _Outbox, gp: StackedGP) -> dict[str, Tensor]:

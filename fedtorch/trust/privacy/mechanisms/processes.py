@@ -129,4 +129,4 @@ def _client(gp: StackedGP, inbox: Any, state: UnitState, data: _Released, turn: 
     one = torch.ones_like(data.told.units)
     nothing = {name: gp.values[name].new_zeros(len(one), *gp.values[name].shape) for name in gp.shared}
     message = UnitMessage(Mean(nothing, one.to(torch.float64)))
-    return Reply(message, state._replace(told=data.told, started=torch.ones_like(state.started)), {})
+    return Reply(message, state._replace(told=data.told), {})
