@@ -14,6 +14,7 @@ from fedtorch import wire
 from fedtorch.chained_log import digest
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.budget import Budget
+from fedtorch.federation.disclosure import Field, as_frame, in_brief
 from fedtorch.protocol.halves import Heard
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames
@@ -43,6 +44,7 @@ class SiteRecording:
 
     def __init__(self, record: AuditRecord | None, configuration: SiteConfiguration) -> None:
         self._record = record
+        self._told: Any = None  # the run of which it is on record what leaves the site
         if record is not None:
             rows = int(configuration.data.counts.sum())
             about: dict[str, Any] = {
@@ -81,19 +83,32 @@ class SiteRecording:
             about |= {"server": server, **({} if refused is None else {"refused": refused})}
             self._record.note("begin", digest=digest(frame.payload), durable=True, **about)
 
-    def around(self, do: Do, budget: Callable[[], Budget | None]) -> Do:
+    def around(self, do: Do, budget: Callable[[], Budget | None], leaves: Callable[[], list[Field]]) -> Do:
         """Return what is done in the place of `do`, from a request to its answer: it writes both.
 
         Args:
             do: answers a request.
             budget: of the run, as it is at the answer.
+            leaves: what leaves the site in a round of the run, which is written once, before the first answer.
         """
-        return do if self._record is None else partial(self._answered, self._record, do, budget)
+        return do if self._record is None else partial(self._answered, self._record, do, budget, leaves)
 
-    def _answered(self, record: AuditRecord, do: Do, budget: Callable[[], Budget | None], frame: Frame) -> bytes | None:
+    def _answered(
+        self,
+        record: AuditRecord,
+        do: Do,
+        budget: Callable[[], Budget | None],
+        leaves: Callable[[], list[Field]],
+        frame: Frame,
+    ) -> bytes | None:
         asked = {name: frame.about[name] for name in _ASKS if name in frame.about}
         record.note("request", kind=frame.kind, digest=digest(frame.payload), **asked)
         answer = do(frame)
+        if frame.kind == "round" and frame.about.get("run") != self._told and (fields := leaves()):
+            self._told = frame.about.get("run")
+            brief = in_brief(as_frame(fields))
+            said = brief[["fields", "of", "exactness", "reader"]].values.tolist()
+            record.note("leaves", run=self._told, fields=said)
         about: dict[str, Any] = {"kind": frame.kind, "run": frame.about.get("run")}
         if answer is not None:
             said = wire.metadata(answer)

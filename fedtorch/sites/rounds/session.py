@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fedtorch import _files as files, checkpoint, functional, tree
-from fedtorch.federation.algorithm import first_total, start_of
+from fedtorch.federation.algorithm import Reply, first_total, start_of
+from fedtorch.federation.disclosure import Field, of_reply
 from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
@@ -55,6 +56,7 @@ class SiteSession:
         over: whether the run has ended.
         about: what the server has begun it with.
         versions: of the clients' states.
+        leaves: what leaves the site in a round, field by field; nothing before the first.
 
     Raises:
         Refusal: the site does not offer that, or would run something else under that name.
@@ -101,6 +103,7 @@ class SiteSession:
             anyway = begin.about.get("anyway") is True
             check_begun(self.versions.folder, begin.text("algorithm"), configuration.data, anyway)
         self.versions.put(FIRST, self.clients.state_dict())
+        self.leaves: list[Field] = []
         self._version: int | None = FIRST
         self._wanted: set[int] | None = None  # versions to which the server may go back; None: no others are here
         self._last: frames.Inboxes | None = None
@@ -181,6 +184,9 @@ class SiteSession:
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
         gathered = self.clients.gather(inboxes, cohort, turn, more["lost"])
+        if not self.leaves and gathered.message is not None:
+            reply = Reply(gathered.message, None, gathered.info)
+            self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self.watch.check_cohort(len(gathered.ids))

@@ -15,6 +15,7 @@ import torch
 from fedtorch import checkpoint
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.federation.budget import Budget
+from fedtorch.federation.disclosure import Field
 from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
 from fedtorch.sites.audit.audit import AuditRecord
@@ -184,7 +185,7 @@ class Site:
         self.configuration = self._frame.configuration
         self.watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
-        self._recorded = self.recording.around(self._do, self._budget)
+        self._recorded = self.recording.around(self._do, self._budget, self._leaves)
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
@@ -304,6 +305,10 @@ class Site:
     def _budget(self) -> Budget | None:
         """Return the budget of the algorithm that is run now."""
         return None if self._session is None else self._session.algorithm.budget
+
+    def _leaves(self) -> list[Field]:
+        """Return what leaves the site in rounds of the run that it is in."""
+        return [] if self._session is None else self._session.leaves
 
     def _end(self, frame: Frame) -> None:
         if self._session is not None and self._session.run == run_of(frame):

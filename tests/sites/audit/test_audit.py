@@ -128,6 +128,16 @@ def test_records_say_who_asked_what_of_whom(ran: Place) -> None:
     assert server[-1]["kind"] == "over"
 
 
+def test_what_leaves_a_site_is_on_its_record_once(ran: Place) -> None:
+    (entry,) = [event for event in ran.events("a") if event["event"] == "leaves"]
+    assert [*entry["fields"][0]] == [
+        "change.value.weight, change.value.bias",
+        "a site's sum",
+        "exact",
+        "the server",
+    ]
+
+
 def test_refusals_are_on_both_sides(ran: Place) -> None:
     (refusal,) = [entry for entry in ran.events("c") if entry["event"] == "refusal"]
     (missing,) = [entry for entry in ran.events("server") if entry["event"] == "missing"]
