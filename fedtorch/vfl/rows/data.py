@@ -11,12 +11,14 @@ What does not differ over the batch (folds × models × seeds) has no leading di
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected
+from fedtorch._representation import call, one_line
 
 
 class _Fields(NamedTuple):
@@ -60,6 +62,11 @@ class VerticalData(_Fields):
         made = super().__new__(cls, features, response, offset, weight, present, weight_total, rows)
         _check_parts(made)
         return made
+
+    def __repr__(self) -> str:
+        """Return a line that a log may have: shapes, and no row."""
+        shapes = [tuple(x.shape) for x in self.features]
+        return one_line(partial(call, "VerticalData", [f"features={shapes}"], dict(zip(self._fields[1:], self[1:]))))
 
     @property
     def y(self) -> Tensor:

@@ -13,11 +13,13 @@ import dataclasses
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedtorch._representation import call, one_line
 from fedtorch.data.partition import split_features
 from fedtorch.vfl.rows.data import VerticalData
 from fedtorch.vfl.rows.leakage import warn_of_leakage
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from fedtorch.data import VerticalTable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Party:
     """Data of one party: features, labels, or both.
 
@@ -61,6 +63,11 @@ class Party:
             raise ValueError(
                 f"Expected a column for each of {len(self.features)} names at {self.name!r}, but got {shape}"
             )
+
+    def __repr__(self) -> str:
+        """Return a line that a log may have: sizes and names of columns, and no identifier, row or label."""
+        has = {"x": self.x, "features": list(self.features) or None, "response": self.response}
+        return one_line(partial(call, "Party", [repr(self.name), f"{len(self.identifiers)} rows"], has))
 
     def distinct(self) -> Party:
         """Return its rows without those whose identifier came before."""

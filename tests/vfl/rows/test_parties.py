@@ -13,7 +13,7 @@ from fedtorch.data import VerticalTable
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.rows.data import VerticalData
 from fedtorch.vfl.rows.leakage import LabelLeakageWarning, determines
-from fedtorch.vfl.rows.parties import Party, joined, party_named
+from fedtorch.vfl.rows.parties import Party, align, joined, party_named
 
 ROWS = [f"patient {i}" for i in range(12)]
 X = random.normal(random.key(0), (12, 5))
@@ -150,3 +150,16 @@ def test_rows_that_do_not_fit_are_refused_when_data_are_made(change: dict[str, A
     VerticalData(**good)
     with pytest.raises(ValueError, match=message):
         VerticalData(**{**good, **change})
+
+
+def test_a_party_and_its_rows_on_a_line_say_nothing_of_them() -> None:
+    """What a log may have: identifiers, features and labels are in no repr, also of what holds several parties."""
+    values = torch.tensor([[41.5], [42.5]], dtype=torch.float64)
+    clinic = Party("clinic", ["ann", "bob"], values, ["age"])
+    registry = Party("registry", ["bob", "ann"], response=torch.tensor([7.25, 8.25], dtype=torch.float64))
+    aligned = align([clinic, registry])
+    said = repr((clinic, registry, aligned))
+    assert "Party('clinic', 2 rows, x=Tensor(2, 1), features=['age'])" in said
+    assert "VerticalData(features=[(2, 1)], response=Tensor(2,))" in said
+    for secret in ("ann", "bob", "41.5", "42.5", "7.25", "8.25"):
+        assert secret not in said
