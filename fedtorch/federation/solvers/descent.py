@@ -142,9 +142,10 @@ class Descent:
     def twin(self, module: nn.Module, cast: Callable[[Tensor], Tensor] | None = None) -> StackedLoss:
         """Return the stacked loss of a copy of the module, for steps that leave no trace; its tensors may be cast."""
         loss = vars(self.objective)["loss"]
+        loss = functional.copied(loss) if isinstance(loss, nn.Module) else loss
         if cast is not None:
             module._apply(cast)
-            loss = functional.copied(loss)._apply(cast) if isinstance(loss, nn.Module) else loss
+            loss = loss._apply(cast) if isinstance(loss, nn.Module) else loss
         copy = Objective(training_copy(module, self._ignored), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
