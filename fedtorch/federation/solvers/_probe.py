@@ -138,7 +138,15 @@ def _failure(
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     seeded = HostGenerators.seeded(0)
-    with kept, seeded, warnings.catch_warnings(), torch.enable_grad(), KeyedRandomness(random.key(0).to(own[0].device)):
+    untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
+    with (
+        untouched,
+        kept,
+        seeded,
+        warnings.catch_warnings(),
+        torch.enable_grad(),
+        KeyedRandomness(random.key(0).to(own[0].device)),
+    ):
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
@@ -159,7 +167,8 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
     quiet, draws = warnings.catch_warnings(action="ignore"), KeyedRandomness(random.key(0).to(at.device))
-    with quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
+    untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
+    with untouched, quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
         return stacked.single(leaves, tree.map(lambda leaf: leaf[at % len(leaf)], rows), None, 0)[0].detach()
 
 
