@@ -255,37 +255,44 @@ class PythonState:
 
 def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
     """Return what a module keeps; its parameters and buffers too where it is none of those of `seen`."""
+    lightning, start = loaded("lightning.pytorch", "LightningModule"), f"{path}." if path else ""
     for name, part in module.named_modules():
-        known, prefix = id(part) in seen, "".join(f"{each}." for each in (path, name) if each)
-        if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and known):
+        if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and id(part) in seen):
             continue
         seen.add(id(part))
-        usual = _usual(_is_lightning(part))
+        prefix, usual = f"{start}{name}." if name else start, _usual(isinstance(part, lightning))
         table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
         yield from _entries(prefix, vars(part), table, seen, 0)
-        yield from _entries(prefix, part._modules, dict(part._modules), seen, 0)
+        if part._modules:
+            yield from _entries(prefix, part._modules, dict(part._modules), seen, 0)
         for tensors in (part._parameters, part._buffers) if path else ():
             yield from _entries(prefix, tensors, dict(tensors), seen, 0)
         for key, parameter in part._parameters.items():
-            if parameter is not None:
+            if parameter is not None and vars(parameter):
                 yield from _entries(f"{prefix}{key}.", vars(parameter), dict(vars(parameter)), seen, 0)
+            if parameter is not None and parameter._backward_hooks:
                 yield from _hooked(f"{prefix}{key}", parameter._backward_hooks, seen)
         for key in _HOOKS:
-            yield from _hooked(prefix, vars(part)[key], seen)
-        for kind in type(part).__mro__:
+            if vars(part)[key]:
+                yield from _hooked(prefix, vars(part)[key], seen)
+        for kind in type(part).__mro__ if not _library(type(part)) else ():  # bases of a library's are a library's
             if _library(kind):
                 continue
             own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
             yield from _entries(f"{kind.__name__}.", kind, own, seen, 0)
             for value in vars(kind).values():
-                for function in (value, *(getattr(value, each, None) for each in ("__func__", "fget", "fset"))):
+                if isinstance(value, property):
+                    functions = [value.fget, value.fset]
+                else:
+                    functions = [value.__func__ if isinstance(value, (staticmethod, classmethod)) else value]
+                for function in functions:
                     if isinstance(function, types.FunctionType):
                         yield from _closed_over(function, seen)
 
 
-def _hooked(path: str, hooks: Mapping[Any, Any] | None, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+def _hooked(path: str, hooks: Mapping[Any, Any], seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
     """Return what hooks keep."""
-    for hook in (hooks or {}).values():
+    for hook in hooks.values():
         yield from _within(f"{path.rstrip('.')} hook", hook, seen, 0)
 
 
@@ -463,7 +470,7 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
     function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
     if isinstance(function, types.FunctionType):
         yield from _closed_over(function, seen)
-    if isinstance(value, nn.Module):
+    if isinstance(value, nn.Module) and id(value) not in seen:
         yield from _of_module(path, value, seen)
     simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
     if simple or depth >= _DEPTH or id(value) in seen:
@@ -494,7 +501,8 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
             if not _is_code(value) and not isinstance(value, nn.Module):
                 yield f"{function.__name__}.{name}", cell, "cell_contents", value
             yield from _within(f"{function.__name__}.{name}", value, seen, 0)
-    yield from _entries(f"{function.__name__}.", vars(function), dict(vars(function)), seen, 0)
+    if vars(function):
+        yield from _entries(f"{function.__name__}.", vars(function), dict(vars(function)), seen, 0)
     names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(function.__defaults__ or ()) :]
     for number, value in enumerate(function.__defaults__ or ()):
         yield f"{function.__name__}.{names[number]}", function, number, value
@@ -566,10 +574,6 @@ def _usual(lightning: bool) -> frozenset[str]:
     own = vars(loaded("lightning.pytorch", "LightningModule")()) if lightning else {}
     names = {*vars(nn.Module()), *own, *_TABLES, "log", "log_dict", "trainer", "_trainer", "_fabric"}
     return frozenset(names - {"training"})
-
-
-def _is_lightning(module: nn.Module) -> bool:
-    return isinstance(module, loaded("lightning.pytorch", "LightningModule"))
 
 
 def _content(value: Any) -> Any:
