@@ -137,8 +137,8 @@ class UnchangedTensors:
             TypeError: a tensor was written in whose place the clients' own were.
         """
         thawed = [(name, tensor) for name, tensor in self._frozen if tensor.requires_grad]
-        for _, tensor in thawed:
-            tensor.requires_grad_(False)
+        for _, parameter in thawed:
+            parameter.requires_grad_(False)
         refuse_thawed(self._module, [name for name, _ in thawed])
         changed = self._differing()
         if changed:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedtorch import functional
 from fedtorch.expected import loaded
@@ -579,7 +579,8 @@ def _usual(lightning: bool) -> frozenset[str]:
 def _content(value: Any) -> Any:
     """Return a copy of a container by which a change in place is seen; of a tensor itself and whether it trains."""
     if isinstance(value, Tensor):
-        if torch._C._functorch.is_functorch_wrapped_tensor(value) or isinstance(value, UninitializedTensorMixin):
+        unmade = isinstance(value, (UninitializedBuffer, UninitializedParameter))
+        if unmade or torch._C._functorch.is_functorch_wrapped_tensor(value):
             return None
         numbers = value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized
         return value if numbers else value._version, value.requires_grad

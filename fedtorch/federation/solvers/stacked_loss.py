@@ -35,7 +35,7 @@ _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
 Path = tuple[Any, ...]  # functions of torch that a step has called
 Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], None]
-_GRADIENT = torch._C.TensorBase.grad.__get__  # type: ignore[attr-defined] # as autograd has left it
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # as autograd has left it
 _FEWEST = 3  # clients that are worth a `vmap`
 
 

@@ -188,7 +188,9 @@ class OwnGradients(OwnOptimizer):
 
     def training_step(self, batch: Any) -> Tensor:
         loss = F.mse_loss(self.probe(batch[0]), batch[1])
-        for p, gradient in zip(self.inner.param_groups[0]["params"], torch.autograd.grad(loss, self.probe.parameters())):
+        for p, gradient in zip(
+            self.inner.param_groups[0]["params"], torch.autograd.grad(loss, self.probe.parameters())
+        ):
             p.grad = gradient
         self.inner.step()
         return F.mse_loss(self(batch[0]), batch[1] - self.probe(batch[0]).detach())
@@ -207,7 +209,11 @@ class Listed(Step):
         return super().training_step(batch)
 
 
-ELSEWHERE = {OwnOptimizer: r"calls backward\(\) itself.*probe", OwnGradients: "probe.* another reference", Listed: "each"}
+ELSEWHERE = {
+    OwnOptimizer: r"calls backward\(\) itself.*probe",
+    OwnGradients: "probe.* another reference",
+    Listed: "each",
+}
 
 
 @pytest.mark.parametrize("batched", WAYS)
