@@ -227,7 +227,7 @@ def refuse_thawed(module: nn.Module, names: Sequence[str]) -> None:
     if names:
         raise ValueError(
             f"Training unfreezes the parameters {', '.join(names)} of {type(module).__name__}, which are not sent; set "
-            "requires_grad=True before making the local solver"
+            "requires_grad=True before making the local solver, and let steps of ft.lightning_fit freeze them until then"
         )
 
 
