@@ -152,7 +152,8 @@ def _failure(
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
                 loss = stacked.single(leaves, rows, None, 0)[0]
                 if loss.requires_grad:
-                    torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
+                    trained = [leaf for leaf in leaves[: len(stacked.tensors)] if leaf.requires_grad]
+                    torch.autograd.grad(loss, trained, allow_unused=True)
         except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
             return None if isinstance(error, NotImplementedError) else error
         except Exception:  # the probe says what else a module objects to

@@ -126,7 +126,7 @@ class UnchangedTensors:
                         self._places.append((table, name, path))
         self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a buffer, and a copy of it
         self._replaced = [(name, named[name]) for name in stacked if name in named]
-        self._copies: list[Tensor] = []  # of these
+        self._versions: list[int] = []  # of these
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def check(self) -> None:
@@ -143,14 +143,8 @@ class UnchangedTensors:
         changed = self._differing()
         if changed:
             self._refuse(changed)
-        held = [
-            name
-            for (name, tensor), copy in zip(self._replaced, self._copies)
-            if not (torch.equal(tensor, copy) or _same(tensor, copy))
-        ]
+        held = [name for (name, tensor), version in zip(self._replaced, self._versions) if tensor._version != version]
         if held:
-            for (_, tensor), copy in zip(self._replaced, self._copies):
-                tensor.detach().copy_(copy)
             raise TypeError(
                 f"Expected a step that reaches the tensors of {type(self._module).__name__} by their names, but it "
                 f"writes {', '.join(held)} through another reference, such as a list or an optimiser of its own, which "
@@ -171,8 +165,8 @@ class UnchangedTensors:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """Raise ValueError at the end where a buffer was written; all are put back to what they were."""
-        if not self._copies:
-            self._copies = [tensor.detach().clone() for _, tensor in self._replaced]
+        if not self._versions:
+            self._versions = [tensor._version for _, tensor in self._replaced]
         if not self._places:
             yield
             return
@@ -227,7 +221,7 @@ def refuse_thawed(module: nn.Module, names: Sequence[str]) -> None:
     if names:
         raise ValueError(
             f"Training unfreezes the parameters {', '.join(names)} of {type(module).__name__}, which are not sent; set "
-            "requires_grad=True before making the local solver, and let steps of ft.lightning_fit freeze them until then"
+            "requires_grad=True before making the local solver, and freeze them in the steps of ft.lightning_fit"
         )
 
 

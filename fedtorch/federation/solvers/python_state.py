@@ -470,6 +470,11 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
     function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
     if isinstance(function, types.FunctionType):
         yield from _closed_over(function, seen)
+    if isinstance(value, types.MethodType):
+        yield from _within(path, value.__self__, seen, depth)
+    elif isinstance(value, functools.partial):
+        for given in (value.args, value.keywords):
+            yield from _within(path, given, seen, depth)
     if isinstance(value, nn.Module) and id(value) not in seen:
         yield from _of_module(path, value, seen)
     simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
@@ -482,6 +487,10 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
         for key, each in table.items():
             yield f"{path}[{key!r}]", value, key, each
             yield from _within(f"{path}[{key!r}]", each, seen, depth + 1)
+    elif isinstance(value, (tuple, set, deque)):
+        for number, each in enumerate(value):
+            if not isinstance(each, _SIMPLE):
+                yield from _within(f"{path}[{number}]", each, seen, depth + 1)
     elif hasattr(value, "__dict__") and not _library(type(value)):
         yield from _entries(f"{path}.", vars(value), dict(vars(value)), seen, depth + 1)
 
@@ -603,6 +612,8 @@ def _reduced(value: Any, depth: int) -> Any:
         return [_reduced(each, depth) for each in value]
     if isinstance(value, dict):
         return {key: _reduced(each, depth) for key, each in value.items()}
+    if isinstance(value, Tensor) and not value.is_inference():
+        return value._version
     if depth == 0 or _library(type(value), but=("builtins",)):
         return None
     with warnings.catch_warnings(action="ignore"):  # Python will not copy iterators of itertools from 3.14 on

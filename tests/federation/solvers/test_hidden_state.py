@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -110,6 +111,30 @@ class InAClosure(Follows):
         return self.held()
 
 
+class InATuple(Follows):
+    def keep(self, teacher: nn.Module) -> None:
+        self.held = (teacher, 1)
+
+    def teacher(self) -> nn.Module:
+        return self.held[0]
+
+
+class InAPartial(Follows):
+    def keep(self, teacher: nn.Module) -> None:
+        self.held = functools.partial(dict, teacher=teacher)
+
+    def teacher(self) -> nn.Module:
+        return self.held()["teacher"]
+
+
+class ByAMethod(Follows):
+    def keep(self, teacher: nn.Module) -> None:
+        self.held = teacher.requires_grad_
+
+    def teacher(self) -> nn.Module:
+        return self.held(False)
+
+
 class InAnAveragedModel(Follows):
     def keep(self, teacher: nn.Module) -> None:
         self.held = [torch.optim.swa_utils.AveragedModel(teacher)]
@@ -129,7 +154,7 @@ class InTheFile(Follows):
         return TEACHER
 
 
-TEACHERS = (InAList, InTheDict, InAnObject, InAClosure, InAnAveragedModel, InTheFile)
+TEACHERS = (InAList, InTheDict, InAnObject, InAClosure, InATuple, InAPartial, ByAMethod, InAnAveragedModel, InTheFile)
 
 
 @pytest.mark.parametrize("batched", WAYS)
@@ -209,10 +234,23 @@ class Listed(Step):
         return super().training_step(batch)
 
 
+class InTuple(Step):
+    """Writes a tensor that is in a tuple."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.each = (torch.zeros((), dtype=torch.float64),)
+
+    def training_step(self, batch: Any) -> Tensor:
+        self.each[0].add_(1)
+        return super().training_step(batch) * self.each[0]
+
+
 ELSEWHERE = {
     OwnOptimizer: r"calls backward\(\) itself.*probe",
     OwnGradients: "probe.* another reference",
     Listed: "each",
+    InTuple: "each",
 }
 
 
@@ -251,6 +289,27 @@ def test_a_step_that_unfreezes_is_refused_by_name(batched: Any) -> None:
 def test_a_step_that_freezes_is_refused_by_name(batched: Any) -> None:
     with pytest.raises(TypeError, match=r"freezes net\.bias; use ft\.lightning_fit"):
         trained(Freezes(), batched)
+
+
+class Waits(Step):
+    def training_step(self, batch: Any) -> Tensor:
+        self.net.bias.requires_grad_(self.current_epoch >= 1)
+        return super().training_step(batch)
+
+
+def test_a_step_of_a_trainer_may_freeze_at_first() -> None:
+    local = ft.lightning_fit(Waits(), max_epochs=2)
+    run = ft.run(ft.separate(local), ft.InProcess(ft.data.from_tensors(ROWS)), rounds=1, progress=False)
+    for k, (x, y) in enumerate(ROWS):
+        own = Step()
+        for epoch in range(2):
+            own.net.bias.requires_grad_(epoch >= 1)
+            own.zero_grad()
+            own.training_step((x, y)).backward()
+            sgd(own.parameters()).step()
+        torch.testing.assert_close(run.client_module(k).net.bias, own.net.bias)
+    with pytest.raises(TypeError, match=r"freezes net\.bias; use ft\.lightning_fit"):
+        trained(Waits())
 
 
 class Counts(nn.Module):
