@@ -296,7 +296,11 @@ CASES: list[Case] = [
     elsewhere("a count in a cached iterator", in_a_cache),
     elsewhere("a running mean of a module in the loss's closure", in_a_module(nn.BatchNorm1d(1).double())),
     net("elsewhere: a list of the file that nobody reads", mlp, loss=noting, rowwise=True, compiles=False),
-    net("elsewhere: a parameter that a forward replaces", Replaces, refused=MAY_REFUSE),
+    net(
+        "elsewhere: a parameter that a forward replaces",
+        Replaces,
+        refused=dict.fromkeys(MAY_REFUSE, "another parameter"),
+    ),
     net("elsewhere: a buffer that is the weight, detached", FollowingBuffer, refused=MAY_REFUSE),
     Case("elsewhere: options as attributes of parameters state-spaces/s4", Marked, epochs=3),
     net("elsewhere: a layer in a plain list", Unregistered, rowwise=True),
