@@ -97,12 +97,20 @@ def copied(module: nn.Module) -> nn.Module:
         raise _not_copied(module, error) from error
     _rebind_functions(result, memo)
     for old, new in zip(module.parameters(), result.parameters()):
-        vars(new).update(vars(old))
+        vars(new).update({name: _copied(value, memo) for name, value in vars(old).items()})
         for hook in (old._backward_hooks or {}).values():
             new.register_hook(_rebound(hook, memo))
         for hook in (getattr(old, "_post_accumulate_grad_hooks", None) or {}).values():
             new.register_post_accumulate_grad_hook(_rebound(hook, memo))
     return result
+
+
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy; what cannot be copied, such as a tensor with a history of operations, as it is."""
+    try:
+        return copy.deepcopy(value, memo)
+    except (RuntimeError, TypeError):
+        return value
 
 
 def refuse_shared_memory(module: nn.Module) -> None:

@@ -140,14 +140,16 @@ def _failure(
     seeded = HostGenerators.seeded(0)
     device = own[0].device  # whose generator is put back: to intercept all operations takes longer than they do
     drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with kept, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
+    untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
+    with untouched, kept, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
         torch.default_generator.manual_seed(0)
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):
                 loss = stacked.single(leaves, rows, None, 0)[0]
                 if loss.requires_grad:
-                    torch.autograd.grad(loss, leaves[: len(stacked.tensors)], allow_unused=True)
+                    trained = [leaf for leaf in leaves[: len(stacked.tensors)] if leaf.requires_grad]
+                    torch.autograd.grad(loss, trained, allow_unused=True)
         except (IndexError, KeyError, RuntimeError, UserWarning, ValueError) as error:
             return None if isinstance(error, NotImplementedError) else error
         except Exception:  # the probe says what else a module objects to
@@ -162,7 +164,8 @@ def _loss_of(stacked: StackedLoss, own: list[Tensor], rows: Tree, size: int) -> 
     leaves = [v.clone().requires_grad_(i < len(stacked.tensors)) for i, v in enumerate(own)]
     at = torch.arange(size, device=own[0].device)
     quiet, draws = warnings.catch_warnings(action="ignore"), KeyedRandomness(random.key(0).to(at.device))
-    with quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
+    untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
+    with untouched, quiet, draws, HostGenerators.seeded(0), torch.enable_grad():
         return stacked.single(leaves, tree.map(lambda leaf: leaf[at % len(leaf)], rows), None, 0)[0].detach()
 
 

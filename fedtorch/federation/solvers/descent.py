@@ -99,6 +99,7 @@ class Descent:
         self.parameters = {**trainable, **self.averaged.start}
         self._stacked_buffers = [*self.averaged.start, *self.buffers]
         self.loss = StackedLoss(self.objective, self.trained, self._stacked_buffers, batched, compile, precision)
+        self._outside = PythonState(trained, loss, make)
         self.check = StepCheck(self.module, self.twin)
         self.loss.look = partial(self.check.path, self.loss)
         self._configurations: dict[int | None, Configured] = {}
@@ -142,9 +143,10 @@ class Descent:
     def twin(self, module: nn.Module, cast: Callable[[Tensor], Tensor] | None = None) -> StackedLoss:
         """Return the stacked loss of a copy of the user's module, for steps that leave no trace; it may be cast."""
         loss = vars(self.objective)["loss"]
+        loss = functional.copied(loss) if isinstance(loss, nn.Module) else loss
         if cast is not None:
             module._apply(cast)
-            loss = functional.copied(loss)._apply(cast) if isinstance(loss, nn.Module) else loss
+            loss = loss._apply(cast) if isinstance(loss, nn.Module) else loss
         copy = Objective(training_copy(module, self._ignored, copy=False), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
@@ -246,14 +248,15 @@ class Descent:
             torch.get_rng_state(),
         )
         seed = torch.initial_seed()
-        state = PythonState(self.objective.module, self.objective.loss)
+        state, name = self._outside, type(self.module).__name__
         before = state.snapshot()
         try:
-            with hidden(self.loss, before, type(self.module).__name__):
-                solution = train()
-            if self.loss.random and torch.initial_seed() != seed:
-                raise Seeded
-            refuse_late(type(self.module).__name__, before, state.snapshot(), self.loss.kept)
+            with state.left_alone(before):
+                with hidden(self.loss, before, name):
+                    solution = train()
+                if self.loss.random and torch.initial_seed() != seed:
+                    raise Seeded
+                refuse_late(name, before, state.snapshot(), self.loss.kept)
             if not HostGenerators.moved(generators) or self.loss.host:
                 return solution
             if self.loss.batched:

@@ -103,7 +103,10 @@ def _root(frame: Any) -> str:
 
 
 class UnchangedTensors:
-    """The buffers and frozen parameters of a module that are not stacked, which training must leave as they are.
+    """The tensors of a module that training must leave as they are.
+
+    These are buffers and frozen parameters that are not stacked, and the module's own tensors in whose places the
+    clients' are while they train.
 
     Args:
         module: whose tensors.
@@ -122,12 +125,31 @@ class UnchangedTensors:
                     if path not in stacked and id(table.get(name)) not in shared:
                         self._places.append((table, name, path))
         self._values: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a buffer, and a copy of it
+        self._replaced = [(name, named[name]) for name in stacked if name in named]
+        self._versions: list[int] = []  # of these
+        self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
 
     def check(self) -> None:
-        """Raise ValueError if a buffer is not what it was before the first step; some kernels leave no other trace."""
+        """Raise if a tensor is not what it was before the first step; some kernels leave no other trace.
+
+        Raises:
+            ValueError: a buffer was written, or a frozen parameter has been made one that trains.
+            TypeError: a tensor was written in whose place the clients' own were.
+        """
+        thawed = [(name, tensor) for name, tensor in self._frozen if tensor.requires_grad]
+        for _, parameter in thawed:
+            parameter.requires_grad_(False)
+        refuse_thawed(self._module, [name for name, _ in thawed])
         changed = self._differing()
         if changed:
             self._refuse(changed)
+        held = [name for (name, tensor), version in zip(self._replaced, self._versions) if tensor._version != version]
+        if held:
+            raise TypeError(
+                f"Expected a step that reaches the tensors of {type(self._module).__name__} by their names, but it "
+                f"writes {', '.join(held)} through another reference, such as a list or an optimiser of its own, which "
+                "clients do not have; use ft.lightning_fit"
+            )
 
     def _differing(self) -> list[str]:
         """Return the names of buffers whose values differ from those before the first step, and put these back."""
@@ -142,6 +164,8 @@ class UnchangedTensors:
 
     def __call__(self) -> AbstractContextManager[None]:
         """Raise ValueError at the end where a buffer was written; all are put back to what they were."""
+        if not self._versions:
+            self._versions = [tensor._version for _, tensor in self._replaced]
         return self._watched() if self._places else nullcontext()
 
     @contextmanager
@@ -189,6 +213,15 @@ class UnchangedTensors:
         raise ValueError(
             f"Training changes the buffers {', '.join(changed)} of {type(self._module).__name__}, and averaging them "
             "silently would be wrong; choose buffers='local' (each client keeps its own) or buffers='average'"
+        )
+
+
+def refuse_thawed(module: nn.Module, names: Sequence[str]) -> None:
+    """Raise ValueError for parameters that were frozen, and that training lets train."""
+    if names:
+        raise ValueError(
+            f"Training unfreezes the parameters {', '.join(names)} of {type(module).__name__}, which are not sent; set "
+            "requires_grad=True before making the local solver, and freeze them in the steps of ft.lightning_fit"
         )
 
 

@@ -39,7 +39,7 @@ from fedtorch.federation.solvers.batches import (
     check_drop_last,
     check_last_batches,
 )
-from fedtorch.federation.solvers.host_state import refuse_global_store
+from fedtorch.federation.solvers.host_state import refuse_global_store, refuse_thawed
 from fedtorch.federation.solvers.loaders.client_fit import OrderOfRows, RowsOfClient, client_batches, named
 from fedtorch.federation.solvers.loaders.descending import check_settings
 from fedtorch.federation.solvers.objective import Objective, refuse_own_loaders, training_copy
@@ -363,7 +363,8 @@ class _Fit:
         shared = PythonState(self.module).snapshot()
         now = {key: entry for key, entry in outside.snapshot().items() if key in shared}
         self._shared.add(changed(kept, now))
-        self._refuse_thawed(module)
+        thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
+        refuse_thawed(module, thawed)
         moved = [name for name, p in module.named_parameters() if name in frozen and not torch.equal(p, frozen[name])]
         if moved:
             raise ValueError(
@@ -390,14 +391,6 @@ class _Fit:
         # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.
         plugins = [*as_list(copy.deepcopy(given.pop("plugins", None))), LightningEnvironment()]
         return {**_SILENT, "devices": single, **given, **_ALONE, "callbacks": callbacks, "plugins": plugins}
-
-    def _refuse_thawed(self, module: nn.Module) -> None:
-        thawed = [n for n, p in module.named_parameters() if p.requires_grad and n not in self.trained]
-        if thawed:
-            raise ValueError(
-                f"Training unfreezes the parameters {', '.join(thawed)} of {type(module).__name__}, which are not "
-                "sent; set requires_grad=True before making the local solver"
-            )
 
 
 def _unrecorded(arguments: dict[str, Any]) -> dict[str, Any]:

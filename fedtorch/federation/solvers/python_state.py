@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from fedtorch import functional
 from fedtorch.expected import loaded
@@ -37,7 +38,10 @@ _INSTALLED = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib",
 _WRITES = ("append", "appendleft", "extend", "add", "update", "clear")
 _READS = READING - {"__getitem__"} | {"__delitem__", "__call__", "__enter__", "__exit__"}
 
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
 Slot = tuple[Any, Any]  # (a dict, or a cell of a closure; the key in it)
+Snapshot = dict[tuple[int, Any], tuple[str, Slot, Any, Any]]
 
 
 class StateRead(TypeError):
@@ -176,48 +180,120 @@ class KeptSlots:
 
 
 class PythonState:
-    """The attributes of a module, of its classes, of its loss and of what their functions close over.
+    """What steps could change that is no client's own.
+
+    That are the attributes of a module, of its parameters and classes, of its loss, hooks and maker of optimisers, of
+    what their functions close over, and of modules that are met there and are not among the module's own, with their
+    parameters and buffers.
 
     Args:
         module: whose state.
         loss: of a module that is no LightningModule.
+        make: parameters -> its optimiser, if it is given.
     """
 
-    def __init__(self, module: nn.Module, loss: Any = None) -> None:
-        self._module, self._loss = module, loss
+    def __init__(self, module: nn.Module, loss: Any = None, make: Any = None) -> None:
+        self._module, self._functions = module, {"loss": loss, "optimizer": make}
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # by identity: a tensor, and what it was when last seen
 
-    def snapshot(self) -> dict[tuple[int, Any], tuple[str, Slot, Any, Any]]:
-        """Return (path, slot, value, copy of its content) of every attribute."""
-        seen: set[int] = set()
-        return {
-            (id(place), key): (path, (place, key), value, _content(value))
-            for path, place, key, value in self._walk(seen)
-        }
+    def snapshot(self) -> Snapshot:
+        """Return (path, slot, value, copy of its content) of every attribute; a tensor is copied when it changes."""
+        found: Snapshot = {}
+        copies: dict[int, tuple[Tensor, Tensor]] = {}
+        for path, place, key, value in self._walk():
+            content = _content(value)
+            if isinstance(value, Tensor) and content is not None and content[0] is value:
+                known = copies.get(id(value)) or self._copies.get(id(value))
+                if known is None or not _equal(known[1], value):
+                    known = value, value.detach().clone()
+                copies[id(value)] = known
+                content = known[1], *content[1:]
+            found[id(place), key] = path, (place, key), value, content
+        self._copies = copies
+        return found
 
-    def _walk(self, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-        usual = _usual(_is_lightning(self._module))
-        for name, part in self._module.named_modules():
-            if isinstance(part, (MetricRecorder, CollectionRecorder)):
-                continue
-            prefix = f"{name}." if name else ""
-            table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
-            yield from _entries(prefix, vars(part), table, seen, 0)
+    @contextmanager
+    def left_alone(self, before: Snapshot | None = None) -> Iterator[None]:
+        """Put back what is not the module's own, such as a closure's, the loss's or a global; see `restore`.
+
+        Args:
+            before: to which it is put back after an error only; None: to what it is now, in any case.
+        """
+        start = self.snapshot() if before is None else before
+        try:
+            yield
+        except BaseException:
+            self.restore(start)
+            raise
+        if before is None:
+            self.restore(start)
+
+    def restore(self, before: Snapshot, own: bool = False) -> None:
+        """Put back what is not the module's own, for classes, closures and files are the user's; or its own too.
+
+        Args:
+            before: an earlier snapshot.
+            own: whether attributes of the module are put back that there were.
+        """
+        parts = {id(vars(part)) for part in self._module.modules()}
+        new = [key for key in self.snapshot() if key not in before and key[0] not in parts]
+        _restore({key: entry for key, entry in before.items() if own or key[0] not in parts})
+        after = self.snapshot()
+        for key in new:
+            if key in after and isinstance(after[key][1][0], dict):
+                after[key][1][0].pop(key[1], None)
+
+    def _walk(self) -> Iterator[tuple[str, Any, Any, Any]]:
+        seen = {id(part) for part in self._module.modules()}
+        yield from _of_module("", self._module, seen)
+        for name, function in self._functions.items():
+            if isinstance(function, types.FunctionType):
+                yield from _closed_over(function, seen)
+            elif not _is_code(function):
+                yield from _within(name, function, seen, 0)
+
+
+def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Return what a module keeps; its parameters and buffers too where it is none of those of `seen`."""
+    lightning, start = loaded("lightning.pytorch", "LightningModule"), f"{path}." if path else ""
+    for name, part in module.named_modules():
+        if isinstance(part, (MetricRecorder, CollectionRecorder)) or (path and id(part) in seen):
+            continue
+        seen.add(id(part))
+        prefix, usual = f"{start}{name}." if name else start, _usual(isinstance(part, lightning))
+        table = {key: value for key, value in vars(part).items() if key not in usual and key != "forward"}
+        yield from _entries(prefix, vars(part), table, seen, 0)
+        if part._modules:
             yield from _entries(prefix, part._modules, dict(part._modules), seen, 0)
-            for kind in type(part).__mro__:
-                if _library(kind):
-                    continue
-                own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
-                yield from _entries(f"{kind.__name__}.", kind, own, seen, 0)
-                for function in (v for v in vars(kind).values() if isinstance(v, types.FunctionType)):
-                    yield from _closed_over(function, seen)
-        if self._loss is not None:
-            if isinstance(self._loss, types.FunctionType):
-                yield from _closed_over(self._loss, seen)
-                yield from _entries(f"{self._loss.__name__}.", vars(self._loss), dict(vars(self._loss)), seen, 0)
-            elif not isinstance(self._loss, (nn.Module, types.BuiltinFunctionType)) and hasattr(self._loss, "__dict__"):
-                yield from _entries("loss.", vars(self._loss), dict(vars(self._loss)), seen, 0)
-            elif isinstance(self._loss, nn.Module):
-                yield from PythonState(self._loss)._walk(seen)
+        for tensors in (part._parameters, part._buffers) if path else ():
+            yield from _entries(prefix, tensors, dict(tensors), seen, 0)
+        for key, parameter in part._parameters.items():
+            if parameter is not None and vars(parameter):
+                yield from _entries(f"{prefix}{key}.", vars(parameter), dict(vars(parameter)), seen, 0)
+            if parameter is not None and parameter._backward_hooks:
+                yield from _hooked(f"{prefix}{key}", parameter._backward_hooks, seen)
+        for key in _HOOKS:
+            if vars(part)[key]:
+                yield from _hooked(prefix, vars(part)[key], seen)
+        for kind in type(part).__mro__ if not _library(type(part)) else ():  # bases of a library's are a library's
+            if _library(kind):
+                continue
+            own = {k: v for k, v in vars(kind).items() if not k.startswith("__") and not _is_code(v)}
+            yield from _entries(f"{kind.__name__}.", kind, own, seen, 0)
+            for value in vars(kind).values():
+                if isinstance(value, property):
+                    functions = [value.fget, value.fset]
+                else:
+                    functions = [value.__func__ if isinstance(value, (staticmethod, classmethod)) else value]
+                for function in functions:
+                    if isinstance(function, types.FunctionType):
+                        yield from _closed_over(function, seen)
+
+
+def _hooked(path: str, hooks: Mapping[Any, Any], seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+    """Return what hooks keep."""
+    for hook in hooks.values():
+        yield from _within(f"{path.rstrip('.')} hook", hook, seen, 0)
 
 
 def changed(before: dict[Any, Any], after: dict[Any, Any]) -> dict[Any, tuple[str, Slot, Any]]:
@@ -331,11 +407,11 @@ def refuse_kept(make: Callable[[], Any], name: str) -> tuple[frozenset[str], fro
             refuse_read(name, [path for path, *_ in rest.values()])
         return paths, frozenset(path for path, *_ in again.values())
     finally:
-        _restore(start)
+        state.restore(start, own=True)
 
 
-def _restore(start: dict[Any, Any]) -> None:
-    """Put attributes back to where they were, for classes, closures and files are the user's own."""
+def _restore(start: Snapshot) -> None:
+    """Put attributes back to where they were."""
     for _, slot, value, content in start.values():
         if isinstance(value, list):
             value[:] = content
@@ -345,6 +421,15 @@ def _restore(start: dict[Any, Any]) -> None:
         elif isinstance(value, deque):
             value.clear()
             value.extend(content)
+        elif isinstance(value, Tensor) and content is not None and not _equal(_content(value), content):
+            before, trains = content
+            if not isinstance(before, Tensor):
+                continue
+            if value.shape == before.shape:
+                value.detach().copy_(before)
+            else:
+                value.data = before.clone()
+            value.requires_grad_(trains)
         place, key = slot
         if isinstance(place, list):
             continue  # its content is what it was
@@ -385,6 +470,13 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
     function = getattr(value, "__func__", getattr(value, "func", value))  # of a method, or of a partial
     if isinstance(function, types.FunctionType):
         yield from _closed_over(function, seen)
+    if isinstance(value, types.MethodType):
+        yield from _within(path, value.__self__, seen, depth)
+    elif isinstance(value, functools.partial):
+        for given in (value.args, value.keywords):
+            yield from _within(path, given, seen, depth)
+    if isinstance(value, nn.Module) and id(value) not in seen:
+        yield from _of_module(path, value, seen)
     simple = isinstance(value, (*_SIMPLE, Tensor, nn.Module, type, types.ModuleType)) or _is_code(value)
     if simple or depth >= _DEPTH or id(value) in seen:
         return
@@ -395,6 +487,10 @@ def _within(path: str, value: Any, seen: set[int], depth: int) -> Iterator[tuple
         for key, each in table.items():
             yield f"{path}[{key!r}]", value, key, each
             yield from _within(f"{path}[{key!r}]", each, seen, depth + 1)
+    elif isinstance(value, (tuple, set, deque)):
+        for number, each in enumerate(value):
+            if not isinstance(each, _SIMPLE):
+                yield from _within(f"{path}[{number}]", each, seen, depth + 1)
     elif hasattr(value, "__dict__") and not _library(type(value)):
         yield from _entries(f"{path}.", vars(value), dict(vars(value)), seen, depth + 1)
 
@@ -414,6 +510,8 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
             if not _is_code(value) and not isinstance(value, nn.Module):
                 yield f"{function.__name__}.{name}", cell, "cell_contents", value
             yield from _within(f"{function.__name__}.{name}", value, seen, 0)
+    if vars(function):
+        yield from _entries(f"{function.__name__}.", vars(function), dict(vars(function)), seen, 0)
     names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(function.__defaults__ or ()) :]
     for number, value in enumerate(function.__defaults__ or ()):
         yield f"{function.__name__}.{names[number]}", function, number, value
@@ -430,11 +528,9 @@ def _closed_over(function: types.FunctionType, seen: set[int]) -> Iterator[tuple
                     seen.add(id(value))
                     own = {k: v for k, v in vars(value).items() if not k.startswith("__") and not _is_code(v)}
                     yield from _entries(f"{value.__name__}.", value, own, seen, 0)
-            elif _is_code(value):
+            elif _is_code(value) or isinstance(value, nn.Module):
                 yield from _within(name, value, seen, 0)
-            elif isinstance(value, Tensor) or not (
-                isinstance(value, nn.Module) or _library(type(value), but=("builtins",))
-            ):
+            elif isinstance(value, Tensor) or not _library(type(value), but=("builtins",)):
                 yield from _entries("", place, {name: value}, seen, 0)
 
 
@@ -489,14 +585,14 @@ def _usual(lightning: bool) -> frozenset[str]:
     return frozenset(names - {"training"})
 
 
-def _is_lightning(module: nn.Module) -> bool:
-    return isinstance(module, loaded("lightning.pytorch", "LightningModule"))
-
-
 def _content(value: Any) -> Any:
-    """Return a copy of a container or the version of a tensor, by which a change in place is seen."""
+    """Return a copy of a container by which a change in place is seen; of a tensor itself and whether it trains."""
     if isinstance(value, Tensor):
-        return None if torch._C._functorch.is_functorch_wrapped_tensor(value) else value._version
+        unmade = isinstance(value, (UninitializedBuffer, UninitializedParameter))
+        if unmade or torch._C._functorch.is_functorch_wrapped_tensor(value):
+            return None
+        numbers = value.layout is torch.strided and value.device.type != "meta" and not value.is_quantized
+        return value if numbers else value._version, value.requires_grad
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, (list, set, deque)):
@@ -516,6 +612,8 @@ def _reduced(value: Any, depth: int) -> Any:
         return [_reduced(each, depth) for each in value]
     if isinstance(value, dict):
         return {key: _reduced(each, depth) for key, each in value.items()}
+    if isinstance(value, Tensor) and not value.is_inference():
+        return value._version
     if depth == 0 or _library(type(value), but=("builtins",)):
         return None
     with warnings.catch_warnings(action="ignore"):  # Python will not copy iterators of itertools from 3.14 on

@@ -35,6 +35,7 @@ _BACKWARD = 1  # the purpose of a key: draws of a backward pass
 _DRAWS = "called random operation"  # in what `vmap` says of a draw that it does not expect
 Path = tuple[Any, ...]  # functions of torch that a step has called
 Look = Callable[[Sequence[Tensor], Batch, int, StepKeys, Path, Tensor | None], None]
+_GRADIENT = vars(torch._C.TensorBase)["grad"].__get__  # as autograd has left it
 _FEWEST = 3  # clients that are worth a `vmap`
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -144,7 +145,7 @@ class StackedLoss:
         self.drawing = DrawingModules(objective.module)
         self.swap = functional.Swap(objective.module, [*tensors, *buffers])
         held = dict(objective.module.named_parameters())
-        self._attributes = {i: vars(held[name]) for i, name in enumerate(tensors) if name in held and vars(held[name])}
+        self._attributes = {i: vars(held[name]) for i, name in enumerate(tensors) if name in held}
         self.hooks = ParameterHooks(objective.module, self.tensors)
         self.unchanged = UnchangedTensors(objective.module, [*self.tensors, *self.buffers])
         self.host = self.reads = False
@@ -334,10 +335,11 @@ class StackedLoss:
         self, values: Sequence[Tensor], rows: Tree, weights: Tensor | None, index: int
     ) -> tuple[Tensor, dict[str, Tensor], tuple[Tensor, ...]]:
         """Return one client's (loss, logs, new buffers)."""
-        for i, attributes in self._attributes.items():
-            vars(values[i]).update(attributes)
         if self.slots is not None:
             self.slots.hide()
+        for i, attributes in self._attributes.items():
+            if attributes:
+                vars(values[i]).update(attributes)
         with self.swap(values):
             loss, logs = self.objective.forward(rows, weights, index)
             now, count = self.swap.current(), len(self.tensors)
@@ -349,7 +351,26 @@ class StackedLoss:
                         "torch.no_grad() instead"
                     )
             new = tuple(now[count:])
+        for i, attributes in self._attributes.items():
+            if vars(values[i]):  # for the next step, as those of a module
+                attributes.update(vars(values[i]))
         return loss, logs, new
+
+    def check_trained(self, values: Sequence[Tensor]) -> None:
+        """Raise TypeError for what a step has done to one client's trained tensors that no later step would find."""
+        name = type(self.objective.module).__name__
+        frozen = [each for each, value in zip(self.tensors, values) if not value.requires_grad]
+        if frozen:
+            raise TypeError(
+                f"Expected a step that leaves requires_grad of the parameters of {name} as it is, but it freezes "
+                f"{', '.join(frozen)}; use ft.lightning_fit"
+            )
+        passed = [each for each, value in zip(self.tensors, values) if _GRADIENT(value) is not None]
+        if passed:
+            raise TypeError(
+                f"Expected a step of {name} that returns its loss, but it calls backward() itself, and leaves "
+                f"gradients of {', '.join(passed)} for an optimiser of its own; use ft.lightning_fit"
+            )
 
     @contextmanager
     def computing(self, device: torch.device) -> Iterator[None]:
@@ -432,6 +453,7 @@ class StackedLoss:
         with self.unchanged():
             with self._cast(values[0].device), interception:
                 loss, logs, new = self.single([*trained, *(v.clone() for v in values[count:])], rows, None, index)
+            self.check_trained(trained)
             each = torch.autograd.grad(loss, trained, allow_unused=True)
         gradients = [g.to_dense() if g is not None and g.is_sparse else g for g in each]
         return StepResult(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -210,7 +211,84 @@ class Replaces(nn.Module):
         return self.net(x) * self.scale
 
 
+class Followed(Step):
+    """A teacher that follows the network, in a list or by `__dict__`, so that it is in no state dict."""
+
+    def __init__(self, listed: bool) -> None:
+        super().__init__(mlp(), Followed.follow)
+        self.listed = listed
+        teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.__dict__["teacher"] = [teacher] if listed else teacher
+
+    @property
+    def followed(self) -> nn.Module:
+        return self.teacher[0] if self.listed else self.teacher
+
+    def follow(self, batch: Any) -> Tensor:
+        with torch.no_grad():
+            for old, new in zip(self.followed.parameters(), self.net.parameters()):
+                old.data.mul_(0.9).add_(new, alpha=0.1)
+        return loss_of(self, batch) + F.mse_loss(self(batch[0]), self.followed(batch[0]))
+
+
+class Probed(Step):
+    """A part that the step trains by an optimiser of its own."""
+
+    def __init__(self) -> None:
+        super().__init__(mlp(), Probed.probed)
+        self.probe = nn.Linear(4, 1)
+        self.inner = torch.optim.SGD(self.probe.parameters(), lr=0.1, momentum=0.9)
+
+    def probed(self, batch: Any) -> Tensor:
+        self.inner.zero_grad()
+        F.mse_loss(self.probe(batch[0]), batch[1]).backward()
+        self.inner.step()
+        return F.mse_loss(self(batch[0]), batch[1] - self.probe(batch[0]).detach())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.1)
+
+
+def hold(s: Any, batch: Any) -> Tensor:
+    """A layer that is frozen from the second epoch on."""
+    if s.current_epoch >= 1:
+        s.net[0].requires_grad_(False)
+    return loss_of(s, batch)
+
+
+def release(s: Any, batch: Any) -> Tensor:
+    """A layer that is frozen until the second epoch."""
+    s.net[0].requires_grad_(s.current_epoch >= 1)
+    return loss_of(s, batch)
+
+
+def frozen() -> nn.Module:
+    made = mlp()
+    made[0].requires_grad_(False)
+    return made
+
+
+def momentum(s: Any, batch: Any) -> Tensor:
+    """The parameters of the step before, kept on the parameters."""
+    moved = sum((p - getattr(p, "old", p.detach())).square().sum() for p in s.net.parameters())
+    for p in s.net.parameters():
+        p.old = p.detach().clone()
+    return loss_of(s, batch) + 0.1 * moved
+
+
+def in_an_attribute(output: Tensor, target: Tensor) -> Tensor:
+    in_an_attribute.calls = getattr(in_an_attribute, "calls", 0) + 1  # type: ignore[attr-defined]
+    return F.mse_loss(output, target) * (1.0 if in_an_attribute.calls % 7 < 5 else 3.0)  # type: ignore[attr-defined]
+
+
 CASES: list[Case] = [
+    Case("elsewhere: a teacher in a list that follows", lambda: Followed(True), epochs=3, refused=MAY_REFUSE),
+    Case("elsewhere: a teacher in __dict__ that follows", lambda: Followed(False), epochs=3, refused=MAY_REFUSE),
+    Case("elsewhere: a probe with an optimiser of its own", Probed, epochs=3, refused=MAY_REFUSE),
+    step("elsewhere: a layer that a later epoch freezes", hold, epochs=3, refused=MAY_REFUSE),
+    step("elsewhere: a layer that a later epoch unfreezes", release, frozen, epochs=3, refused=MAY_REFUSE),
+    step("elsewhere: parameters of the step before", momentum, epochs=3, refused=MAY_REFUSE),
+    elsewhere("a count in an attribute of a function", in_an_attribute),
     elsewhere("a count in a buffer of the loss", CountsInABuffer()),
     elsewhere("a count in a table of the file", in_a_table),
     elsewhere("a count that later clients take over a bound", beyond_a_bound),
@@ -218,7 +296,11 @@ CASES: list[Case] = [
     elsewhere("a count in a cached iterator", in_a_cache),
     elsewhere("a running mean of a module in the loss's closure", in_a_module(nn.BatchNorm1d(1).double())),
     net("elsewhere: a list of the file that nobody reads", mlp, loss=noting, rowwise=True, compiles=False),
-    net("elsewhere: a parameter that a forward replaces", Replaces, refused=MAY_REFUSE),
+    net(
+        "elsewhere: a parameter that a forward replaces",
+        Replaces,
+        refused=dict.fromkeys(MAY_REFUSE, "another parameter"),
+    ),
     net("elsewhere: a buffer that is the weight, detached", FollowingBuffer, refused=MAY_REFUSE),
     Case("elsewhere: options as attributes of parameters state-spaces/s4", Marked, epochs=3),
     net("elsewhere: a layer in a plain list", Unregistered, rowwise=True),

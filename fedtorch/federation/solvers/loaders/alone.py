@@ -42,6 +42,7 @@ def evaluated(
         with torch.enable_grad(), unchanged():
             with loss.computing(device):
                 value, logs = objective(batch.alone(0), None, index)
+            loss.check_trained(trained)
             each = torch.autograd.grad(value, trained, allow_unused=True)
         new = {name: value.detach()[None] for name, value in zip(buffers, loss.swap.current()[first:])}
         recorded = [{0: argument} for argument in objective.recorded]
