@@ -191,7 +191,7 @@ class ClientMetric:
         return [torch.cat(each)[back.to(each[0].device)] for each in zip(*parts)]
 
     def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
-        """Return the states after each batch alone, of batches of one shape and form; None if they cannot be had all at once."""
+        """Return the states after each batch alone, of one shape and form; None if they cannot be had all at once."""
         one_shape = [isinstance(tensor, Tensor) for tensor in batches[0].tensors]  # for all clients
         sizes = torch.stack([batch.sizes for batch in batches])
         if not self._states or not one_shape or not all(one_shape) or not bool((sizes > 0).any()):

@@ -246,17 +246,17 @@ class StackedLoss:
             return self._drawn(rows, keys, index, flat)
 
         def step(number: int, *flat: Tensor) -> tuple[Any, ...]:
-            found = tuple(self._mapped(rows, None, number, flat)[:5])
+            found = self._mapped(rows, None, number, flat)
             self._forms[shapes] = self.objective.metrics.form
-            return found
+            return *found[:4], [tensor for each in found.recorded or () for tensor in each.tensors]
 
         name = type(self.objective.module).__name__
         try:
-            result = StepResult(*self._captured(step, *flat))
+            losses, logs, buffers, gradients, tensors = self._captured(step, *flat)
         except Exception as error:
             raise NotCaptured.because(self.objective.module, error) from error
-        recorded = self._called_with(result.recorded, self._forms.get(shapes))
-        result = result._replace(gradients=self.hooks.stacked(result.gradients), recorded=recorded)
+        recorded = self._called_with(tensors, self._forms.get(shapes))
+        result = StepResult(losses, logs, buffers, self.hooks.stacked(gradients), recorded)
         self._replays[shapes] = times + 1
         if times == 2:
             own = self._drawn(rows, keys, index, flat)
@@ -285,8 +285,7 @@ class StackedLoss:
                 work += _FEWEST  # clients alone that a `vmap` is worth
                 result = self._mapped(rows, own[index] if self.random else None, index, some)
                 self._paths.append((self._called, at))
-                recorded = self._called_with(result.recorded)
-                return result._replace(gradients=self.hooks.stacked(result.gradients), recorded=recorded)
+                return result._replace(gradients=self.hooks.stacked(result.gradients))
             work += len(at)
             each = list(zip(*(leaf.unbind() for leaf in some[first:])))
             parts = self.each(some[:first], lambda k: tree.refill(rows, each[k]), index, own, range(len(at)))
@@ -300,7 +299,7 @@ class StackedLoss:
         self.apart = work > _FEWEST and work >= len(result.losses)
         return result
 
-    def _called_with(self, tensors: Any, form: StepForm | None = None) -> list[Recorded]:
+    def _called_with(self, tensors: Sequence[Tensor], form: StepForm | None = None) -> list[Recorded]:
         """Return what the metrics were called with in the last step, or in one of another form; nothing of none."""
         metrics = self.objective.metrics
         return [Recorded(form or metrics.form, tensors)] if metrics.recorders else []
@@ -323,7 +322,8 @@ class StackedLoss:
             gradients = _gradients(losses, trainable)
         logs, last = dict(zip(self.logged, others)), len(others) - len(self.buffers)
         new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
-        return StepResult(losses.detach(), logs, new, gradients, others[len(logs) : last])
+        recorded = self._called_with(others[len(logs) : last])
+        return StepResult(losses.detach(), logs, new, gradients, recorded)
 
     def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
         """Return losses, logs, metrics' arguments and new buffers of tensors, buffers, rows and, if any, weights."""

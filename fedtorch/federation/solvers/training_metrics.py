@@ -67,6 +67,9 @@ class Reduction(NamedTuple):
         return torch.where(there, weights * values, 0.0).sum(0) / weights.sum(0)
 
 
+_OVER_STEPS = Reduction()
+
+
 @dataclass(frozen=True)
 class MetricValue:
     """A value that a metric will have; arithmetic with numbers is done when it has it.
@@ -80,7 +83,7 @@ class MetricValue:
 
     recorder: MetricRecorder
     call: int | None = None
-    reduction: Reduction = Reduction()
+    reduction: Reduction = _OVER_STEPS
     operations: tuple[tuple[Callable[[Any, Any], Any], Any], ...] = ()
 
     def of_last_step(self) -> MetricValue:
