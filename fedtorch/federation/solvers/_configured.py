@@ -134,8 +134,7 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
     settings = {(s["interval"], s["frequency"]) for s in schedulers}
     if len(settings) > 1:
         raise TypeError(
-            f"Expected schedulers of one interval and frequency, but got {sorted(settings)}; use ft.lightning_fit, or "
-            "one torch.optim.lr_scheduler.LambdaLR that counts both"
+            f"Expected schedulers of one interval and frequency, but got {sorted(settings)}; use ft.lightning_fit"
         )
     act_on = [setting["scheduler"] for setting in schedulers]
     described = optimizer_settings(optimizers, schedulers)
