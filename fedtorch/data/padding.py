@@ -89,9 +89,14 @@ def _fill(value: Any, pad: Tree, path: str) -> Tree:
     return _tensors(value, path)
 
 
+def is_dense(leaf: Tensor) -> bool:
+    """Return whether a tensor has its numbers one after the other in memory; not so sparse and nested ones."""
+    return leaf.layout is torch.strided and not leaf.is_nested
+
+
 def _tensors(value: Any, path: str) -> Tree:
     """Return a batch as a tree of tensors."""
-    if value is None or isinstance(value, Tensor):
+    if value is None or (isinstance(value, Tensor) and is_dense(value)):
         return value
     if isinstance(value, Mapping):
         return {str(name): _tensors(child, f"{path}.{name}") for name, child in value.items()}
@@ -99,9 +104,14 @@ def _tensors(value: Any, path: str) -> Tree:
         children = [_tensors(child, f"{path}.{i}") for i, child in enumerate(value)]
         return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
     raise NotTensors(
-        f"Expected batches of tensors, to train clients together, but got {type(value).__name__} in "
+        f"Expected batches of tensors, to train clients together, but got {_kind(value)} in "
         f"{path[1:] or 'a batch'!r}; {_ADVICE}"
     )
+
+
+def _kind(value: Any) -> str:
+    sparse = isinstance(value, Tensor) and value.layout is not torch.strided
+    return "a sparse tensor" if sparse else "a nested tensor" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _child(value: Any, name: Any, path: str) -> Any:

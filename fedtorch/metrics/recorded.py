@@ -53,6 +53,18 @@ class Call(NamedTuple):
         """Return the arguments with these tensors in place of its own."""
         return _put_in(self.form, tensors)
 
+    def alike(self, other: Call) -> bool:
+        """Return whether another call is known to differ in its tensors only.
+
+        Example:
+            >>> take_out(((torch.ones(2), 3), {})).alike(take_out(((torch.zeros(2), 4), {})))
+            False
+        """
+        try:
+            return bool(self.form == other.form)
+        except (RuntimeError, TypeError, ValueError):  # of arguments that cannot be compared, such as arrays
+            return False
+
 
 def take_out(arguments: Any) -> Call:
     """Return the arguments of a call with their tensors apart, detached."""
@@ -162,9 +174,13 @@ class ClientMetric:
     def _states_after(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
         """Return the states after each batch alone, `(S, K, ...)` each; None if they cannot be had all at once."""
         alike: dict[Any, list[int]] = {}
+        calls: list[Call] = []  # one of each form
         for number, batch in enumerate(batches):
             shapes = tuple(t.shape if isinstance(t, Tensor) else None for t in batch.tensors)
-            alike.setdefault((shapes, tuple(batch.padded)), []).append(number)
+            form = next((i for i, call in enumerate(calls) if call.alike(batch.call)), len(calls))
+            if form == len(calls):
+                calls.append(batch.call)
+            alike.setdefault((form, shapes, tuple(batch.padded)), []).append(number)
         parts = []
         for numbers in alike.values():
             states = self._states_of([batches[number] for number in numbers])
@@ -175,7 +191,7 @@ class ClientMetric:
         return [torch.cat(each)[back.to(each[0].device)] for each in zip(*parts)]
 
     def _states_of(self, batches: Sequence[BatchCall]) -> list[Tensor] | None:
-        """Return the states after each batch alone, of batches of one shape; None if they cannot be had all at once."""
+        """Return the states after each batch alone, of one shape and form; None if they cannot be had all at once."""
         one_shape = [isinstance(tensor, Tensor) for tensor in batches[0].tensors]  # for all clients
         sizes = torch.stack([batch.sizes for batch in batches])
         if not self._states or not one_shape or not all(one_shape) or not bool((sizes > 0).any()):

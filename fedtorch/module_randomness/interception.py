@@ -48,13 +48,25 @@ class Seeded(NotImplementedError):
         )
 
 
+def _is_global(generator: torch.Generator) -> bool:
+    """Return whether a generator is torch's own of its device; Python has another object for it at every call."""
+    device, kept = generator.device, generator.get_state()
+    own = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    seed = own.initial_seed() ^ 1
+    try:
+        return generator.manual_seed(seed).initial_seed() == own.initial_seed()
+    finally:
+        generator.set_state(kept)
+
+
 class KeyedRandomness(TorchDispatchMode):
     """A context in which a module's random operations draw from keys.
 
     Enter it around `torch.func.vmap(function, randomness="different")`; `backward` may run inside or outside.
     With one client's key and no `vmap` the whole of every tensor is that client's row. A further `vmap` over
     examples inside draws what the batch as a whole would draw. What has no rule here, such as a gamma variate,
-    one client alone draws by torch, seeded by the call's key. Attention takes its plain kernel, since the
+    one client alone draws by torch, seeded by the call's key; from a generator that is given to the operation, unless
+    it is torch's own, as it is. Attention takes its plain kernel, since the
     fused ones draw their dropout inside. Dropout and `bernoulli` draw the same in every dtype, the others do
     not.
 
@@ -105,11 +117,19 @@ class KeyedRandomness(TorchDispatchMode):
         if torch.initial_seed() != self._seed:
             raise Seeded
         draw = _DRAWS.get(fn.overloadpacket)
-        if draw is None and not self.keys.ndim and arguments.get("generator") is None:
+        generator = arguments.get("generator")
+        if generator is not None and not self.keys.ndim and not _is_global(generator):
+            return fn(*args, **kwargs)
+        if draw is None and not self.keys.ndim and generator is None:
             return self._by_torch(fn, args, kwargs)
-        if draw is None or "out" in arguments or arguments.get("generator") is not None:
+        if generator is not None:
+            raise NotImplementedError(
+                f"Expected {fn} without an explicit generator that clients share; leave generator= away, for clients "
+                "draw from keys of their own, make one in each step with batched='auto', or use ft.lightning_fit"
+            )
+        if draw is None or "out" in arguments:
             supported = ", ".join(sorted({packet.__name__ for packet in _DRAWS}))
-            how = " with an explicit generator or out=" if draw is not None else ""
+            how = " with out=" if draw is not None else ""
             raise NotImplementedError(
                 f"{fn}{how} is not supported on stacked clients; draw it with one of {supported}, "
                 "or use ft.lightning_fit"

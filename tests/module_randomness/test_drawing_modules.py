@@ -133,8 +133,7 @@ def test_draws_that_begin_later_are_those_of_interception_of_everything(keys):
 def test_later_draws_that_are_not_supported_leave_the_generator():
     module = nn.Sequential(nn.Tanh(), nn.Dropout(0.3))
     drawing = observed(module)
-    own = torch.Generator()
-    drawn = lambda: module(X[0]) * torch.rand(4, 1) * torch.rand(4, 1, generator=own)
+    drawn = lambda: module(X[0]) * torch.rand(4, 1) * torch.rand(4, 1, generator=torch.default_generator)
     with pytest.raises(NotImplementedError, match="explicit generator"):
         intercepted(drawing, drawn, KeyedRandomness(KEYS[0]))
 

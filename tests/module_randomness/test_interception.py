@@ -254,7 +254,7 @@ def test_attention_kernels_are_restored(keys):
     with drawn:
         assert not torch.backends.cuda.flash_sdp_enabled()
     with pytest.raises(RuntimeError, match="explicit generator"), drawn:
-        torch.rand(3, generator=torch.Generator())
+        torch.rand(3, generator=torch.default_generator)
     assert before == (
         torch.backends.cuda.flash_sdp_enabled(),
         torch.backends.cuda.mem_efficient_sdp_enabled(),
@@ -298,13 +298,27 @@ def test_a_seed_in_between_is_refused(keys):
     [
         *WITHOUT_A_RULE,
         ("rand.out", lambda x: torch.rand(4, out=x)),
-        ("generator", lambda x: x.normal_(generator=torch.Generator())),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(name, function, keys):
     refusal = rf"{name}.* is not supported on stacked clients.*bernoulli.*lightning_fit"
     with pytest.raises(RuntimeError, match=refusal), KeyedRandomness(keys):
         function(torch.ones(4))
+
+
+def test_a_generator_of_one_client_is_what_it_draws_from(keys):
+    own = torch.Generator().manual_seed(1)
+    with KeyedRandomness(keys[0]) as drawn:
+        several = torch.rand(3, generator=own), torch.rand(2, generator=own)
+    whole = torch.rand(5, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(torch.cat(several), whole)
+    assert drawn.calls == 0
+    state = torch.get_rng_state()
+    for shared, key in ((torch.default_generator, keys[0]), (torch.Generator(), keys)):
+        refusal = r"without an explicit generator.*ft\.lightning_fit"
+        with pytest.raises(NotImplementedError, match=refusal), KeyedRandomness(key):
+            torch.rand(3, generator=shared)
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_clients_must_be_in_front(keys, inputs):

@@ -33,7 +33,7 @@ def test_a_function_that_draws_and_fails():
 
     with pytest.raises(ValueError, match="failed"):
         unless_drawn(fails, lambda: (None, True), torch.device("cpu"))
-    own = torch.Generator()
+    own = torch.default_generator
     with pytest.raises(NotImplementedError, match="explicit generator"):
         each_drawn_if_random(
             lambda _: torch.rand(3) * torch.rand(3, generator=own), len(KEYS), lambda: KEYS, KEYS.device

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from fedtorch.metrics.stacked import StackedMetric
 from fedtorch.tree import Tree
 
 Evaluable = FederatedData | FederatedLoaders  # what clients are scored on
+T = TypeVar("T")
 Split = Callable[[Tree], tuple[Tree, Any]]  # rows -> (inputs, targets)
 
 
@@ -190,9 +191,24 @@ class Sums:
     def _of_parts(self, tensors: Tree, clients: int, parts: Iterable[tuple[Tree, Tensor]]) -> Tree:
         for each in self._pooled.values():
             each.begin(clients)
-        total = functools.reduce(tree.add, (self._of_rows(tensors, rows, mask) for rows, mask in parts))
-        places = {name: each.end().to(tree.leaves(tensors)[0].device) for name, each in self._pooled.items()}
+        device = tree.leaves(tensors)[0].device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # others draw the same without them
+            told = (self._of_rows(tensors, rows, mask) for rows, mask in self._of_one_memory(parts))
+            total = functools.reduce(tree.add, told)
+        places = {name: each.end().to(device) for name, each in self._pooled.items()}
         return {**total, **places}
+
+    def _of_one_memory(self, parts: Iterable[T]) -> Iterator[T]:
+        """Yield the batches of clients; refuse a second one of a module that writes in its buffers."""
+        for number, part in enumerate(parts):
+            writes = sorted(getattr(self._predict, "writes", ()))
+            if number and writes:
+                raise ValueError(
+                    "Expected a module that keeps nothing from batch to batch of its evaluation, where each begins "
+                    f"anew, but it writes in {', '.join(writes)}; evaluate rows without batch_size= and without "
+                    "loaders, or loop over the batches with run.client_module(client)"
+                )
+            yield part
 
     def _of_rows(self, tensors: Tree, rows: Tree, mask: Tensor) -> Tree:
         inputs, target = self._split(rows)

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch.expected import loaded
-from fedtorch.federation.solvers.objective import Reduction, reduction_named
+from fedtorch.federation.solvers.objective import reduction_named
+from fedtorch.federation.solvers.training_metrics import Reduction
 from fedtorch.metrics.joined import value_at_client
 
 

@@ -133,7 +133,9 @@ def configure(module: nn.Module, make: MakeOptimizer | None) -> Configured:
         _check_scheduler(setting)
     settings = {(s["interval"], s["frequency"]) for s in schedulers}
     if len(settings) > 1:
-        raise TypeError(f"Expected schedulers of one interval and frequency, but got {sorted(settings)}")
+        raise TypeError(
+            f"Expected schedulers of one interval and frequency, but got {sorted(settings)}; use ft.lightning_fit"
+        )
     act_on = [setting["scheduler"] for setting in schedulers]
     described = optimizer_settings(optimizers, schedulers)
     schedule = Schedule(optimizer.original, act_on, *settings.pop()) if settings else None

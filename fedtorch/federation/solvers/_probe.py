@@ -16,6 +16,7 @@ from fedtorch._untrained import Remembered, refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
 from fedtorch.data.federated import described_rows
+from fedtorch.data.padding import is_dense
 from fedtorch.federation.solvers._broadcasts import Broadcasts, refuse_broadcast
 from fedtorch.federation.solvers._probed_rows import spread_rows
 from fedtorch.federation.solvers._state import perturbed
@@ -225,11 +226,12 @@ def observe(
 
 
 def all_tensors(batch: Any) -> bool:
-    """Return whether all leaves of a batch are tensors."""
+    """Return whether all leaves of a batch are tensors of rows, not sparse or nested ones."""
     try:
-        return bool(tree.leaves(batch))
+        leaves = tree.leaves(batch)
     except TypeError:
         return False
+    return bool(leaves) and all(is_dense(leaf) for leaf in leaves)
 
 
 def _alone(twin: StackedLoss, own: list[Tensor], rows: Any, key: Tensor) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
 from typing import Any, Literal
@@ -30,7 +29,6 @@ from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever
 from fedtorch.federation.solvers.batches import MODULE, OPTIMIZER, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
-from fedtorch.federation.solvers.loaders.alone import evaluated
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
 from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
@@ -466,28 +464,26 @@ class _Stack:
             answers["estimated_stepping_batches"] = differs
         own_rates = torch.zeros(len(total), dtype=torch.float64)  # sums of those of clients' own optimisers
         rates, seen = [0.0], RoundLogs(loss, len(total), longest if batches.alike else None)
-        loaded = None if isinstance(batches, Batches) else evaluated(loss, batches, self.tensors, self.buffers)
-        with loaded or nullcontext(loss.gradients) as gradients_of:
-            steps: Any = iter(batches)
-            for t, batch in enumerate(steps):
-                if (ended := batches.ended(t)) is not None:
-                    self._leave(ended[self.here], t)
-                position = self.position + t
-                if self.schedule is not None:
-                    self.schedule.apply(self.optimizer, position, per_epoch)
-                for group, rate in zip(self.optimizer.param_groups, cycle(self.rates)):
-                    group["lr"] = rate
-                rates.append(float(self.optimizer.param_groups[0].get("lr", torch.nan)))
-                answers["global_step"] = position if same_steps else differs
-                answers["current_epoch"] = position // per_epoch if same_epochs else differs
-                answers["batch_idx"] = t % per_epoch if same_batches or t < least else differs
-                self._check(batch, t)
-                result = gradients_of(self.tensors, self.buffers, batch, t, self.keys)
-                self.buffers = result.buffers
-                self._descend(result, t)
-                if self.by_client:
-                    own_rates[self.here] += self.optimizer.rates()
-                seen.add(t, result, batch, self.here)
+        steps: Any = iter(batches)
+        for t, batch in enumerate(steps):
+            if (ended := batches.ended(t)) is not None:
+                self._leave(ended[self.here], t)
+            position = self.position + t
+            if self.schedule is not None:
+                self.schedule.apply(self.optimizer, position, per_epoch)
+            for group, rate in zip(self.optimizer.param_groups, cycle(self.rates)):
+                group["lr"] = rate
+            rates.append(float(self.optimizer.param_groups[0].get("lr", torch.nan)))
+            answers["global_step"] = position if same_steps else differs
+            answers["current_epoch"] = position // per_epoch if same_epochs else differs
+            answers["batch_idx"] = t % per_epoch if same_batches or t < least else differs
+            self._check(batch, t)
+            result = loss.gradients(self.tensors, self.buffers, batch, t, self.keys)
+            self.buffers = result.buffers
+            self._descend(result, t)
+            if self.by_client:
+                own_rates[self.here] += self.optimizer.rates()
+            seen.add(t, result, batch, self.here)
         loss.release()
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))

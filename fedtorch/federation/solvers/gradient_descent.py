@@ -61,7 +61,7 @@ def gradient_descent(
     The added `Quadratic` enters as its gradient λx − h, before the optimiser's step. `Local.info` has `loss`, the mean
     training loss over the client's steps, and what the module logs by `self.log`: numbers by their mean over the steps
     (over rows with `on_epoch=True`), or as `reduce_fx` says; a torchmetrics metric by its value over all of the
-    client's batches in the round, and a value that a metric's call returned by its mean over the steps.
+    client's batches in the round, and a value that a metric's call returned as a number.
 
     Args:
         module: an unmodified LightningModule, or an `nn.Module` together with `loss` and `optimizer`. Parameters with

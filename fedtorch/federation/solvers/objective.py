@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,13 @@ from fedtorch.expected import loaded
 from fedtorch.federation.solvers.host_state import refuse_global_store
 from fedtorch.federation.solvers.numbers import NUMBER_OPERATIONS
 from fedtorch.federation.solvers.python_state import refuse_stand_in
-from fedtorch.federation.solvers.training_metrics import StepCalls, replace_metrics
+from fedtorch.federation.solvers.training_metrics import (
+    MetricRecorder,
+    MetricValue,
+    Reduction,
+    StepCalls,
+    replace_metrics,
+)
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -231,31 +237,6 @@ def _output(module: nn.Module, inputs: Any) -> Any:
     return module(*positional, **named)
 
 
-class Reduction(NamedTuple):
-    """How a number that each step logs becomes one of the round: by mean, sum, min, max or last.
-
-    Attributes:
-        name: one of these.
-        weighted: whether a mean is over rows, and not over steps.
-    """
-
-    name: str = "mean"
-    weighted: bool = False
-
-    def of(self, values: Tensor, sizes: Tensor) -> Tensor:
-        """Reduce `(S, K)` values of batches of so many rows, 0 where a client takes no step."""
-        there = sizes > 0
-        if self.name == "last":
-            return values.gather(0, there.sum(0, keepdim=True) - 1)[0]
-        if self.name in ("min", "max"):
-            none = torch.inf if self.name == "min" else -torch.inf
-            return getattr(torch.where(there, values, none), f"a{self.name}")(0)
-        if self.name == "sum":
-            return torch.where(there, values, 0.0).sum(0)
-        weights = sizes if self.weighted else there
-        return torch.where(there, weights * values, 0.0).sum(0) / weights.sum(0)
-
-
 class Objective(nn.Module):
     """The loss of a batch as a module: `forward(batch, weights, index)` -> (loss, logs).
 
@@ -356,16 +337,18 @@ class Objective(nn.Module):
         **options: Any,
     ) -> None:
         forked = on_step is not False and bool(on_epoch)  # a training step's logs are of the step by default
-        if self.metrics.log(name, value, forked):
-            return
+        whole = isinstance(value, MetricRecorder) or (isinstance(value, MetricValue) and value.call is None)
+        reduction = Reduction("mean" if whole else reduction_named(name, reduce_fx), weighted=bool(on_epoch))
         size = options.get("batch_size")
-        if on_epoch and size is not None:
+        if on_epoch and size is not None and not whole:
             lengths = {len(leaf) for leaf in tree_leaves(self._batch) if isinstance(leaf, Tensor) and leaf.ndim}
             if lengths and size not in lengths:
                 raise TypeError(
                     f"Expected self.log({name!r}, …, on_epoch=True) to count the rows of a batch of {min(lengths)}, "
                     f"but got batch_size={size}; leave it away, or use ft.lightning_fit"
                 )
+        if self.metrics.log(name, value, reduction, forked):
+            return
         if isinstance(value, (int, float)):
             value = torch.tensor(float(value))
         if not isinstance(value, Tensor) or value.numel() != 1:
@@ -373,7 +356,6 @@ class Objective(nn.Module):
             raise TypeError(
                 f"Expected self.log({name!r}, …) of one number or a torchmetrics metric of the module, but got {got}"
             )
-        reduction = Reduction(reduction_named(name, reduce_fx), weighted=bool(on_epoch))
         self._add_log(name, value, reduction)
         if forked:
             self._add_log(f"{name}_step", value, Reduction("last"))

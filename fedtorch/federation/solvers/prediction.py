@@ -3,14 +3,20 @@
 Clients are stacked with those of as many rows, for a module may couple the rows that it is given. Where it is known
 that the prediction for a row depends on that row alone, the predictor is `Rowwise`, and clients of any sizes share a
 stack, filled up with zeros. The first stack of every shape of a row is held against two of its clients alone; where
-they differ, clients go one by one from then on.
+they differ, or `vmap` cannot run the module, clients go one by one from then on.
+
+Every call of a client begins from the client's own tensors, and leaves nothing in them: neither what the module writes
+in its buffers, nor what it keeps in Python. Clients that are predicted one by one all draw from where torch's
+generators were, so that none depends on the others.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -27,11 +33,24 @@ Predict = Callable[[Tree, Tree], Tree]  # (tensors (K, ...), inputs (K, N, ...))
 
 
 @dataclass(frozen=True)
-class Rowwise:
-    """A predictor whose prediction for a row depends on that row alone.
+class Predictor:
+    """A predictor of stacked clients.
 
     Attributes:
         function: (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)`.
+        writes: names of buffers that it has been seen to write in, of which the next call knows nothing.
+    """
+
+    function: Predict
+    writes: set[str] = field(default_factory=set)
+
+    def __call__(self, tensors: Tree, inputs: Tree) -> Tree:
+        """Return the outputs."""
+        return self.function(tensors, inputs)
+
+
+class Rowwise(Predictor):
+    """A predictor whose prediction for a row depends on that row alone.
 
     Example:
         >>> import torch
@@ -39,12 +58,6 @@ class Rowwise:
         >>> scaled({"w": torch.tensor([2.0])}, torch.tensor([[1.0, 3.0]]))
         tensor([[2., 6.]])
     """
-
-    function: Predict
-
-    def __call__(self, tensors: Tree, inputs: Tree) -> Tree:
-        """Return the outputs."""
-        return self.function(tensors, inputs)
 
 
 def shared_sizes(predict: Predict, counts: Tensor, width: int) -> Iterator[tuple[Tensor, int]]:
@@ -95,9 +108,7 @@ def _filled(leaf: Tensor, mask: Tensor) -> Tensor:
     return full.masked_fill(~tree.along(mask, full), 0)
 
 
-def predictor(
-    module: nn.Module, batched: Callable[[], bool] = lambda: True, rowwise: bool = False
-) -> Predict | Rowwise:
+def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, rowwise: bool = False) -> Predictor:
     """Return (tensors `(K, ...)`, inputs `(K, N, ...)`) -> outputs `(K, N, ...)` of `module` in evaluation mode.
 
     Args:
@@ -105,24 +116,66 @@ def predictor(
         batched: returns whether it is called on all clients together; otherwise it is client by client.
         rowwise: whether the output for a row depends on that row alone; then the predictor is `Rowwise`.
     """
-    template = functional.copied(module).eval()
+    template, name = functional.copied(module).eval(), type(module).__name__
+    own_buffers = [name for name, _ in template.named_buffers()]
     checked: set[Any] = set()  # shapes of rows
-    stacks = [True]  # until a stack is found to differ
+    writes: set[str] = set()
+    stacks = [True]  # until a stack is found to differ, or to be impossible
+
+    def written(tensors: Tree, names: Iterable[str]) -> Tree:
+        """Return the tensors with copies of those of some names, in which the module may write."""
+        return {**tensors, **{name: tensors[name].clone() for name in names if name in tensors}}
+
+    def anew() -> nn.Module:
+        """Return a module that may write in its buffers, and keep what it computes, as those of GPyTorch do."""
+        return functional.with_tensors(template, written(dict(template.named_buffers()), own_buffers))
 
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
         some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))
-        new = functional.with_tensors(template, {})  # which may keep what it computes
+        form: list[Tree] = []
+        new = anew()
 
-        def one(tensors: Tree, inputs: Tree) -> Tree:
-            return functional_call(new, tensors, *functional.arguments(new, inputs))
+        def one(tensors: Tree, inputs: Tree) -> tuple[Tensor, ...]:
+            output = _as_tree(functional_call(new, tensors, *functional.arguments(new, inputs)), name)
+            form[:] = [output]
+            return tuple(tree.leaves(output))
 
         with stacked_layers.StackedOperations():
-            return vmap(one, randomness="error")(*some)
+            leaves = vmap(one, randomness="error")(written(some[0], own_buffers), some[1])
+        return tree.refill(form[0], leaves)
 
     def alone(tensors: Tree, inputs: Tree) -> Tree:
-        # A module may keep what it has computed in evaluation mode, as those of GPyTorch do: a new one for everybody.
         positional, named = functional.arguments(template, inputs)
-        return functional.with_tensors(template, tensors)(*positional, **named)
+        own = functional.with_tensors(anew(), written(tensors, tensors))
+        before = {name: (buffer, buffer._version) for name, buffer in own.named_buffers()}
+        output = _as_tree(own(*positional, **named), name)
+        after = dict(own.named_buffers())
+        writes.update(n for n, (b, version) in before.items() if after.get(n) is not b or b._version != version)
+        return output
+
+    def each(tensors: Tree, inputs: Tree) -> Tree:
+        """Return the outputs of clients one by one, each of whom draws from where the generators are."""
+        device, outputs = tree.leaves(inputs)[0].device, []
+        count, generators = len(tree.leaves(inputs)[0]), [device] if device.type == "cuda" else []
+        for k in range(count):
+            with torch.random.fork_rng(generators) if k + 1 < count else nullcontext():  # the last may go on
+                outputs.append(alone(*tree.map(lambda x, k=k: x[k], (tensors, inputs))))
+        try:
+            return tree.stack(outputs)
+        except (RuntimeError, ValueError) as error:
+            shapes = [[tuple(leaf.shape) for leaf in tree.leaves(output)] for output in outputs]
+            raise UnlikeOutputs(
+                f"Expected outputs of {name} that have one shape for clients of as many rows, a prediction for each "
+                f"row, but got {shapes[0]} and {next((s for s in shapes if s != shapes[0]), 'others')}; return one for "
+                "every row, or evaluate each client by run.client_module(client)"
+            ) from error
+
+    def stacked(tensors: Tree, inputs: Tree) -> tuple[Tree, str]:
+        """Return the outputs of clients together; or None, and why they cannot be had."""
+        try:
+            return stacked_layers.by_branches(partial(together, tensors, inputs), _joined), ""
+        except Exception as error:  # of `vmap`, or of the rows: then it is raised one by one, too
+            return None, str(error).splitlines()[0] if str(error) else type(error).__name__
 
     def predict(tensors: Tree, inputs: Tree) -> Tree:
         leaf = tree.leaves(inputs)[0]
@@ -130,24 +183,57 @@ def predictor(
         if first is not None and first.device != leaf.device:
             template.to(leaf.device)
         with torch.no_grad():
-            if len(leaf) and batched() and stacks[-1]:
-                outputs = stacked_layers.by_branches(partial(together, tensors, inputs), _joined)
-                shape = tuple((part.shape[2:], part.dtype) for part in tree.leaves(inputs))
-                if shape in checked or len(leaf) == 1:
-                    return outputs
-                checked.add(shape)
-                if _agree(outputs, lambda k: alone(*tree.map(lambda x: x[k], (tensors, inputs))), len(leaf)):
-                    return outputs
+            if not len(leaf):  # one of zeros tells the shape
+                one = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
+                return tree.take(each(*one), slice(0, 0))
+            if len(leaf) == 1 or not (batched() and stacks[-1]):
+                return each(tensors, inputs)
+            outputs, why = stacked(tensors, inputs)
+            if outputs is None:
+                outputs = each(tensors, inputs)  # whose error is that of the rows, if there is one
+                _LOG.info("the clients of %s are predicted one by one: %s", name, why)
                 stacks.append(False)
-                name = type(module).__name__
-                _LOG.warning("stacked predictions of %s differ from those of clients alone, who go one by one", name)
-            count = max(len(leaf), 1)  # without clients, one of zeros tells the shape
-            if not len(leaf):
-                tensors, inputs = tree.map(lambda x: x.new_zeros(1, *x.shape[1:]), (tensors, inputs))
-            outputs = tree.stack([alone(*tree.map(lambda x, k=k: x[k], (tensors, inputs))) for k in range(count)])
-            return tree.take(outputs, slice(0, len(leaf)))
+                return outputs
+            shape = tuple((part.shape[2:], part.dtype) for part in tree.leaves(inputs))
+            if shape in checked:
+                return outputs
+            checked.add(shape)
+            if _agree(outputs, lambda k: alone(*tree.map(lambda x: x[k], (tensors, inputs))), len(leaf)):
+                return outputs
+            stacks.append(False)
+            _LOG.warning("stacked predictions of %s differ from those of clients alone, who go one by one", name)
+            return each(tensors, inputs)
 
-    return Rowwise(predict) if rowwise else predict
+    return Rowwise(predict, writes) if rowwise else Predictor(predict, writes)
+
+
+class UnlikeOutputs(ValueError):
+    """What a module returns for clients cannot be stacked."""
+
+
+def _as_tree(output: Any, name: str) -> Tree:
+    """Return an output of a module as a tree; dataclasses become dicts, as all mappings do.
+
+    Raises:
+        UnlikeOutputs: it holds something else than tensors and None.
+
+    Example:
+        >>> _as_tree([torch.ones(1), None], "Net")
+        (tensor([1.]), None)
+    """
+    if output is None or isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return {key: _as_tree(value, name) for key, value in output.items()}
+    if dataclasses.is_dataclass(output) and not isinstance(output, type):
+        return {field.name: _as_tree(getattr(output, field.name), name) for field in dataclasses.fields(output)}
+    if isinstance(output, (list, tuple)):
+        parts = [_as_tree(part, name) for part in output]
+        return type(output)(*parts) if hasattr(output, "_fields") else tuple(parts)
+    raise UnlikeOutputs(
+        f"Expected outputs of {name} in evaluation that are tensors and None, in dicts, lists, tuples or dataclasses, "
+        f"but got {type(output).__name__}; return a tensor instead"
+    )
 
 
 def _agree(outputs: Tree, alone: Callable[[int], Tree], count: int) -> bool:

@@ -20,11 +20,11 @@ from fedtorch.captured import CapturedStep
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.host_state import HostGenerators, UnchangedTensors
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch
-from fedtorch.federation.solvers.objective import Objective, Reduction
+from fedtorch.federation.solvers.objective import Objective
 from fedtorch.federation.solvers.parameter_hooks import ParameterHooks
 from fedtorch.federation.solvers.python_state import KeptSlots
 from fedtorch.federation.solvers.step_check import relative_gap, tolerance
-from fedtorch.federation.solvers.training_metrics import RoundMetrics
+from fedtorch.federation.solvers.training_metrics import Recorded, Reduction, RoundMetrics, StepForm, joined_calls
 from fedtorch.module_randomness.drawing_modules import DrawingModules, Interception
 from fedtorch.module_randomness.step_draws import Draws, StepKeys
 from fedtorch.module_randomness.watched_generators import each_drawn_if_random
@@ -83,7 +83,7 @@ class StepResult(NamedTuple):
         logs: `(K,)` by name.
         buffers: the stacked buffers after the step, `(K, ...)` by name.
         gradients: `(K, ...)` in the order of the trained tensors; None of a tensor that no client's loss depends on.
-        recorded: arguments of the module's metrics; None where they stay private.
+        recorded: what the module's metrics were called with; None where that stays private.
         missing: `(K,)` bool by name of a trained tensor: clients whose loss does not depend on it.
         unlogged: `(K,)` bool by name of a log: clients that have not logged it.
     """
@@ -92,7 +92,7 @@ class StepResult(NamedTuple):
     logs: dict[str, Tensor]
     buffers: dict[str, Tensor]
     gradients: Sequence[Tensor | None]
-    recorded: Sequence[Any] | None
+    recorded: Sequence[Recorded] | None
     missing: Mapping[str, Tensor] = {}
     unlogged: Mapping[str, Tensor] = {}
 
@@ -151,6 +151,7 @@ class StackedLoss:
         self.host = self.reads = False
         self.apart = False
         self._captured, self._replays = CapturedStep(), dict[Any, int]()
+        self._forms: dict[Any, StepForm] = {}  # of the metrics' calls, by shapes: captured steps run no Python
         self._of: Sequence[Tensor] = ()
         self._rows: tuple[list[list[nn.Parameter]], list[list[int]]] = [], []
 
@@ -244,13 +245,19 @@ class StackedLoss:
         if times == 0 or self.eager is not None:
             self._replays[shapes] = 1
             return self._drawn(rows, keys, index, flat)
-        step = lambda number, *flat: tuple(self._mapped(rows, None, number, flat)[:5])
+
+        def step(number: int, *flat: Tensor) -> tuple[Any, ...]:
+            found = self._mapped(rows, None, number, flat)
+            self._forms[shapes] = self.objective.metrics.form
+            return *found[:4], [tensor for each in found.recorded or () for tensor in each.tensors]
+
         name = type(self.objective.module).__name__
         try:
-            result = StepResult(*self._captured(step, *flat))
+            losses, logs, buffers, gradients, tensors = self._captured(step, *flat)
         except Exception as error:
             raise NotCaptured.because(self.objective.module, error) from error
-        result = result._replace(gradients=self.hooks.stacked(result.gradients))
+        recorded = self._called_with(tensors, self._forms.get(shapes))
+        result = StepResult(losses, logs, buffers, self.hooks.stacked(gradients), recorded)
         self._replays[shapes] = times + 1
         if times == 2:
             own = self._drawn(rows, keys, index, flat)
@@ -293,6 +300,11 @@ class StackedLoss:
         self.apart = work > _FEWEST and work >= len(result.losses)
         return result
 
+    def _called_with(self, tensors: Sequence[Tensor], form: StepForm | None = None) -> list[Recorded]:
+        """Return what the metrics were called with in the last step, or in one of another form; nothing of none."""
+        metrics = self.objective.metrics
+        return [Recorded(form or metrics.form, tensors)] if metrics.recorders else []
+
     def _mapped(self, rows: Tree, draws: Draws | None, index: int, flat: Sequence[Tensor]) -> StepResult:
         step = partial(self._step, rows, index, flat, "error" if draws is None else "different")
         if draws is None:
@@ -311,7 +323,8 @@ class StackedLoss:
             gradients = _gradients(losses, trainable)
         logs, last = dict(zip(self.logged, others)), len(others) - len(self.buffers)
         new = {name: leaf.detach() for name, leaf in zip(self.buffers, others[last:])}
-        return StepResult(losses.detach(), logs, new, gradients, others[len(logs) : last])
+        recorded = self._called_with(others[len(logs) : last])
+        return StepResult(losses.detach(), logs, new, gradients, recorded)
 
     def stacked(self, flat: Sequence[Tensor], rows: Tree, index: int, randomness: str) -> tuple[Tensor, ...]:
         """Return losses, logs, metrics' arguments and new buffers of tensors, buffers, rows and, if any, weights."""
@@ -461,7 +474,7 @@ class StackedLoss:
             {name: log.detach()[None] for name, log in logs.items()},
             {name: leaf.detach()[None] for name, leaf in zip(self.buffers, new)},
             [None if gradient is None else gradient[None] for gradient in self.hooks.alone(gradients)],
-            [argument[None] for argument in self.objective.recorded],
+            self._called_with([argument[None] for argument in self.objective.recorded]),
         )
 
 
@@ -513,16 +526,11 @@ def joined(
         )
 
 
-def _recorded(parts: Sequence[StepResult], places: Sequence[Sequence[int]]) -> Sequence[Any] | None:
-    """Return the arguments of metrics by the client that they are of."""
+def _recorded(parts: Sequence[StepResult], places: Sequence[Sequence[int]]) -> Sequence[Recorded] | None:
+    """Return what metrics were called with, by the client."""
     if any(part.recorded is None for part in parts):
         return None
-
-    def by_client(each: Sequence[Any]) -> dict[int, Tensor]:
-        pairs = ((client, part[row]) for part, at in zip(each, places) for row, client in enumerate(at))
-        return dict(pairs)
-
-    return [by_client(each) for each in zip(*(part.recorded or () for part in parts))]
+    return joined_calls([each.at(at) for part, at in zip(parts, places) for each in part.recorded or ()])
 
 
 class RoundLogs:
@@ -537,8 +545,7 @@ class RoundLogs:
     def __init__(self, loss: StackedLoss, clients: int, everywhere: int | None = None) -> None:
         self._loss, self._clients, self._everywhere = loss, clients, everywhere
         self._numbers: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
-        calls = loss.objective.metrics
-        self._metrics = RoundMetrics(calls, clients) if calls.recorders else None
+        self._metrics = RoundMetrics(clients) if loss.objective.metrics.recorders else None
 
     def add(self, step: int, result: StepResult, batch: Step, here: Tensor) -> None:
         """Take in the numbers of one step, and the arguments of metrics, of clients at places `here` `(M,)`."""
@@ -554,11 +561,8 @@ class RoundLogs:
                 sizes = torch.where(whole(result.unlogged[name]), 0, rows)
             self._numbers.setdefault(name, []).append((step, whole(value.detach()), sizes))
         if self._metrics is not None and result.recorded is not None:
-            recorded = result.recorded
-            if not everybody:
-                pairs = ((part, range(len(here)) if isinstance(part, Tensor) else part) for part in recorded)
-                recorded = [{int(here[k]): part[k] for k in clients} for part, clients in pairs]
-            self._metrics.add(step, recorded, rows, self._loss.batched and batch.weights is not None)
+            recorded = result.recorded if everybody else [each.at(here.tolist()) for each in result.recorded]
+            self._metrics.add(step, recorded, rows)
 
     def reduced(self) -> dict[str, Tensor]:
         """Return what the clients have logged, `(K,)` each; NaN for a client that has not logged it."""

@@ -6,13 +6,18 @@ trained therefore has a `MetricRecorder` in place of each metric: it keeps the a
 begins anew with every round. The module may log
 
 - the metric, or its `compute()`: its value over all of the client's batches in the round;
-- the value that a call returned: that of the batch, averaged over the client's steps as numbers are.
+- the value that a call returned: that of the batch, reduced over the client's steps as numbers are.
+
+Whatever a call is given besides tensors, and what is done to its value, may differ from step to step: it is kept for
+each (`StepForm`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,6 +30,46 @@ if TYPE_CHECKING:
     import torchmetrics
 
 
+class Reduction(NamedTuple):
+    """How a number that each step logs becomes one of the round: by mean, sum, min, max or last.
+
+    Attributes:
+        name: one of these.
+        weighted: whether a mean is over rows, and not over steps.
+    """
+
+    name: str = "mean"
+    weighted: bool = False
+
+    def of(self, values: Tensor, sizes: Tensor) -> Tensor:
+        """Reduce `(S, K)` values of batches of so many rows, 0 where a client takes no step; NaN without steps.
+
+        Example:
+            >>> values, sizes = torch.tensor([[1.0, 5.0], [4.0, 9.0]]), torch.tensor([[2, 0], [1, 0]])
+            >>> Reduction("mean", weighted=True).of(values, sizes), Reduction("last").of(values, sizes)
+            (tensor([2., nan]), tensor([4., nan]))
+        """
+        there = sizes > 0
+        reduced = self._of(values, sizes, there)
+        some = there.any(0)
+        return reduced if bool(some.all()) else torch.where(some, reduced, torch.nan)
+
+    def _of(self, values: Tensor, sizes: Tensor, there: Tensor) -> Tensor:
+        if self.name == "last":
+            steps = 1 + torch.arange(len(values), device=values.device)[:, None]
+            return values.gather(0, (there * steps).argmax(0, keepdim=True))[0]
+        if self.name in ("min", "max"):
+            none = torch.inf if self.name == "min" else -torch.inf
+            return getattr(torch.where(there, values, none), f"a{self.name}")(0)
+        if self.name == "sum":
+            return torch.where(there, values, 0.0).sum(0)
+        weights = sizes if self.weighted else there
+        return torch.where(there, weights * values, 0.0).sum(0) / weights.sum(0)
+
+
+_OVER_STEPS = Reduction()
+
+
 @dataclass(frozen=True)
 class MetricValue:
     """A value that a metric will have; arithmetic with numbers is done when it has it.
@@ -32,44 +77,49 @@ class MetricValue:
     Attributes:
         recorder: of the metric.
         call: the number of the call in the step that it is of; None for all calls of the round.
-        last: whether it is that of a client's last step, not of all.
-        functions: applied to the value, one after the other.
+        reduction: over a client's steps, of a call's values.
+        operations: of two numbers, applied to the value and another number, one after the other.
     """
 
     recorder: MetricRecorder
     call: int | None = None
-    last: bool = False
-    functions: tuple[Callable[[Tensor], Tensor], ...] = ()
+    reduction: Reduction = _OVER_STEPS
+    operations: tuple[tuple[Callable[[Any, Any], Any], Any], ...] = ()
 
     def of_last_step(self) -> MetricValue:
         """Return the value of a client's last step: of its call there, or of the step's last call."""
         call = len(self.recorder.calls) - 1 if self.call is None else self.call
-        return replace(self, call=call, last=True)
+        return replace(self, call=call, reduction=Reduction("last"))
 
-    def then(self, function: Callable[[Tensor], Tensor]) -> MetricValue:
-        """Return the value with a function applied to it."""
-        return replace(self, functions=(*self.functions, function))
+    def after(self, value: Tensor) -> Tensor:
+        """Return a value after the operations."""
+        for operation, other in self.operations:
+            value = operation(value, other)
+        return value
+
+    def _then(self, operation: Callable[[Any, Any], Any], other: Any) -> MetricValue:
+        return replace(self, operations=(*self.operations, (operation, _number(other))))
 
     def __add__(self, other: Any) -> MetricValue:
-        return self.then(lambda value: value + _number(other))
+        return self._then(operator.add, other)
 
     def __sub__(self, other: Any) -> MetricValue:
-        return self.then(lambda value: value - _number(other))
+        return self._then(operator.sub, other)
 
     def __rsub__(self, other: Any) -> MetricValue:
-        return self.then(lambda value: _number(other) - value)
+        return -self + other
 
     def __mul__(self, other: Any) -> MetricValue:
-        return self.then(lambda value: value * _number(other))
+        return self._then(operator.mul, other)
 
     def __truediv__(self, other: Any) -> MetricValue:
-        return self.then(lambda value: value / _number(other))
+        return self._then(operator.truediv, other)
 
     def __rtruediv__(self, other: Any) -> MetricValue:
-        return self.then(lambda value: _number(other) / value)
+        return self._then(_divided_into, other)
 
     def __neg__(self) -> MetricValue:
-        return self.then(torch.neg)
+        return self * -1
 
     __radd__, __rmul__ = __add__, __mul__
 
@@ -78,6 +128,10 @@ class MetricValue:
         return self
 
     item = cpu = detach
+
+
+def _divided_into(value: Any, other: Any) -> Any:
+    return other / value
 
 
 def _number(other: Any) -> Any:
@@ -163,15 +217,97 @@ class CollectionRecorder(nn.Module):
 
 
 def replace_metrics(module: nn.Module) -> None:
-    """Put recorders in place of the metrics of a module."""
-    collection, metric = loaded("torchmetrics", "MetricCollection"), loaded("torchmetrics", "Metric")
-    for name, child in list(module.named_children()):
-        if isinstance(child, collection):
-            setattr(module, name, CollectionRecorder(child))
-        elif isinstance(child, metric):
-            setattr(module, name, MetricRecorder(child))
-        else:
-            replace_metrics(child)
+    """Put recorders in place of the metrics of a module, those in its dicts, lists and tuples too.
+
+    Raises:
+        TypeError: a metric is where none can be put in its place: an attribute of another object, or of a class.
+    """
+    known: dict[int, nn.Module] = {}
+    for part in list(module.modules()):
+        for name, child in list(part._modules.items()):
+            if child is not None and (recorder := _replaced(child, known)) is not child:
+                setattr(part, name, recorder)
+        for name, value in list(vars(part).items()):
+            if name not in _TABLES and (new := _replaced(value, known)) is not value:
+                vars(part)[name] = new
+    for path, part in module.named_modules():
+        for name, value in () if isinstance(part, MetricRecorder) else _attributes(part):
+            found = next(_hidden(value, name, set()), None)
+            if found is not None:
+                where = ".".join(filter(None, (path, found)))
+                raise TypeError(
+                    f"Expected metrics that are parts of {type(module).__name__}, but {where} is one of another "
+                    "object or of a class, whose state clients would share; register it in __init__, for example "
+                    "self.accuracy = …, an nn.ModuleDict or nn.ModuleList, or a dict or list of the module"
+                )
+
+
+_TABLES = ("_modules", "_parameters", "_buffers")
+_PLAIN = {bool, bytes, complex, float, int, str, type(None), Tensor}
+_NO_OBJECTS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+
+
+def _replaced(value: Any, known: dict[int, nn.Module]) -> Any:
+    """Return a value with recorders in place of the metrics in it, one for each metric; dicts and lists are changed."""
+    if isinstance(value, loaded("torchmetrics", "MetricCollection")):
+        return known.setdefault(id(value), CollectionRecorder(value))
+    if isinstance(value, loaded("torchmetrics", "Metric")):
+        return known.setdefault(id(value), MetricRecorder(value))
+    if isinstance(value, (dict, list)) and not hasattr(value, "_metadata"):
+        for key, child in list(value.items() if isinstance(value, dict) else enumerate(value)):
+            if type(child) not in _PLAIN and (new := _replaced(child, known)) is not child:
+                value[key] = new
+    if isinstance(value, tuple):
+        children = [_replaced(child, known) for child in value]
+        if any(new is not child for new, child in zip(children, value)):
+            return type(value)(*children) if hasattr(value, "_fields") else tuple(children)
+    return value
+
+
+def _attributes(part: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the attributes of a part of a module, and of the user's classes that it is of."""
+    yield from ((name, value) for name, value in vars(part).items() if name not in _TABLES)
+    for cls in type(part).__mro__:
+        if not _of_a_library(cls):
+            yield from vars(cls).items()
+
+
+def _of_a_library(cls: type) -> bool:
+    return cls.__module__.partition(".")[0] in ("builtins", "lightning", "pytorch_lightning", "torch", "torchmetrics")
+
+
+def _hidden(value: Any, path: str, seen: set[int]) -> Iterator[str]:
+    """Yield where metrics are in a value, also among the attributes of objects."""
+    if isinstance(value, (loaded("torchmetrics", "Metric"), loaded("torchmetrics", "MetricCollection"))):
+        yield path
+    if type(value) in _PLAIN or isinstance(value, _NO_OBJECTS) or id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Mapping):
+        for key, child in list(value.items()):
+            yield from _hidden(child, f"{path}[{key!r}]", seen)
+    elif isinstance(value, (list, tuple)):
+        for i, child in enumerate(value):
+            yield from _hidden(child, f"{path}[{i}]", seen)
+    elif not _of_a_library(type(value)):
+        for name, child in list(getattr(value, "__dict__", {}).items()):
+            yield from _hidden(child, f"{path}.{name}", seen)
+
+
+def _recorders(value: Any) -> Iterator[MetricRecorder]:
+    """Yield the recorders in a module, a dict, a list or a tuple."""
+    if isinstance(value, nn.Module):
+        for part in value.modules():
+            if isinstance(part, MetricRecorder):
+                yield part
+            else:
+                for name, child in vars(part).items():
+                    if name not in _TABLES and isinstance(child, (dict, list, tuple)):
+                        yield from _recorders(child)
+    elif isinstance(value, (dict, list, tuple)):
+        for child in value.values() if isinstance(value, dict) else value:
+            if isinstance(child, (MetricRecorder, CollectionRecorder, dict, list, tuple)):
+                yield from _recorders(child)
 
 
 class StepCalls:
@@ -179,42 +315,44 @@ class StepCalls:
 
     Attributes:
         recorders: of the module.
-        logged: what the module has logged of them, by name.
-        forms: the calls of a step without (False) and with (True) padding, kept because compiled steps run no Python.
+        form: of the last step.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self.recorders = [part for part in module.modules() if isinstance(part, MetricRecorder)]
-        self.logged: dict[str, MetricValue] = {}
-        self.forms: dict[bool, StepForm] = {}
+        self.recorders = list(dict.fromkeys(_recorders(module)))
+        self.form = StepForm([], [], {})
+        self._logged: dict[str, MetricValue] = {}
 
     def begin(self) -> None:
         """Forget the calls of the step before."""
+        self._logged = {}
         for recorder in self.recorders:
             recorder.calls = []
 
-    def log(self, name: str, value: Any, forked: bool = False) -> bool:
+    def log(self, name: str, value: Any, reduction: Reduction, forked: bool = False) -> bool:
         """Take note of a metric, or a value of one, under a name; return False for anything else.
 
         Args:
             name: of the log.
             value: anything.
+            reduction: over the steps, of a call's value.
             forked: whether the last step's and the epoch's value are logged beside it, as `name_step` and `name_epoch`.
         """
         if isinstance(value, MetricRecorder):
             value = value.compute()
         if not isinstance(value, MetricValue):
             return False
-        self.logged[name] = value
+        value = replace(value, reduction=reduction)
+        self._logged[name] = value
         if forked:
-            self.logged[f"{name}_step"], self.logged[f"{name}_epoch"] = value.of_last_step(), value
+            self._logged[f"{name}_step"], self._logged[f"{name}_epoch"] = value.of_last_step(), value
         return True
 
     def end(self) -> list[Tensor]:
         """Return the tensors among the arguments of the step's calls."""
         calls = [(r, i, take_out(call)) for r in self.recorders for i, call in enumerate(r.calls)]
         tensors = [tensor for _, _, call in calls for tensor in call.tensors]
-        self.forms[False] = StepForm(calls, [False] * len(tensors))
+        self.form = StepForm(calls, [False] * len(tensors), self._logged)
         return tensors
 
     def of_rows(self, tensors: Sequence[Tensor], weights: Tensor) -> list[Tensor]:
@@ -222,7 +360,7 @@ class StepCalls:
 
         What is one number a batch, such as its loss, is the rows' mean.
         """
-        self.forms[True] = StepForm(self.forms[False].calls, [tensor.ndim > 1 for tensor in tensors])
+        self.form = self.form._replace(padded=[tensor.ndim > 1 for tensor in tensors])
         mean = lambda values: torch.where(weights > 0, weights * values, 0.0).sum().to(values.dtype)
         return [tensor.flatten(0, 1) if tensor.ndim > 1 else mean(tensor) for tensor in tensors]
 
@@ -233,59 +371,109 @@ class StepForm(NamedTuple):
     Attributes:
         calls: with the recorder of each and its number in the step.
         padded: whether each tensor has a row for each row of the batch, padding included.
+        logged: what the step has logged of the metrics, by name.
     """
 
     calls: list[tuple[MetricRecorder, int, Call]]
     padded: list[bool]
+    logged: dict[str, MetricValue]
+
+    def same(self, other: StepForm) -> bool:
+        """Return whether another form is known to be the same."""
+        return self is other or (
+            [(recorder, number) for recorder, number, _ in self.calls]
+            == [(recorder, number) for recorder, number, _ in other.calls]
+            and all(mine.alike(theirs) for (_, _, mine), (_, _, theirs) in zip(self.calls, other.calls))
+            and self.padded == other.padded
+            and self.logged == other.logged
+        )
+
+
+class Recorded(NamedTuple):
+    """What the metrics of some clients were called with in one step.
+
+    Attributes:
+        form: of the calls.
+        tensors: among the arguments, `(K, ...)` each, or by the number of a client.
+        clients: whose they are; None for all.
+    """
+
+    form: StepForm
+    tensors: Sequence[Any]
+    clients: Sequence[int] | None = None
+
+    def at(self, places: Sequence[int]) -> Recorded:
+        """Return it with the numbers of clients in a larger stack."""
+        rows = range(len(places)) if self.clients is None else self.clients
+        tensors = [{places[row]: tensor[row] for row in rows} for tensor in self.tensors]
+        return Recorded(self.form, tensors, [places[row] for row in rows])
+
+
+def joined_calls(parts: Sequence[Recorded]) -> list[Recorded]:
+    """Return what several clients' metrics were called with, those of one form together; see `Recorded.at`."""
+    whole: list[Recorded] = []
+    for part in parts:
+        place = next((i for i, other in enumerate(whole) if other.form.same(part.form)), None)
+        if place is None:
+            whole.append(Recorded(part.form, [dict(tensor) for tensor in part.tensors], list(part.clients or ())))
+            continue
+        for mine, theirs in zip(whole[place].tensors, part.tensors):
+            mine.update(theirs)
+        list.extend(whole[place].clients, part.clients or ())  # type: ignore[arg-type]
+    return whole
 
 
 class RoundMetrics:
     """Collects the calls of a round, and computes what is logged of the metrics.
 
     Args:
-        calls: of the module's steps.
         clients: K.
     """
 
-    def __init__(self, calls: StepCalls, clients: int) -> None:
-        self._step, self._clients = calls, clients
-        self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, BatchCall]]] = {}
+    def __init__(self, clients: int) -> None:
+        self._clients = clients
+        self._batches: dict[tuple[MetricRecorder, int], list[tuple[int, BatchCall, dict[str, MetricValue]]]] = {}
+        self._logged: dict[str, MetricValue] = {}
 
-    def add(self, step: int, tensors: Sequence[Any], sizes: Tensor, weighted: bool) -> None:
+    def add(self, step: int, recorded: Sequence[Recorded], sizes: Tensor) -> None:
         """Take in one step.
 
         Args:
             step: its number.
-            tensors: arguments of metrics, as of `StepCalls`, `(K, ...)` or by client.
+            recorded: what the metrics were called with.
             sizes: `(K,)` rows of each client's batch, 0 of a client that takes no step.
-            weighted: whether the batch is padded, and its rows have weights.
         """
-        calls, padded = self._step.forms[weighted]
-        given = iter(zip(tensors, padded))
-        for recorder, number, call in calls:
-            pairs = [next(given) for _ in call.tensors]
-            batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], sizes)
-            self._batches.setdefault((recorder, number), []).append((step, batch))
+        for (calls, padded, logged), tensors, clients in recorded:
+            own = sizes
+            if clients is not None:
+                own = torch.zeros_like(sizes)
+                own[list(clients)] = sizes[list(clients)]
+            self._logged.update(logged)
+            given = iter(zip(tensors, padded))
+            for recorder, number, call in calls:
+                pairs = [next(given) for _ in call.tensors]
+                batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], own)
+                self._batches.setdefault((recorder, number), []).append((step, batch, logged))
 
     def values(self) -> dict[str, Tensor]:
         """Return what the module has logged of its metrics, `(K,)` each in float64."""
-        return {name: self._value(logged) for name, logged in self._step.logged.items() if self._batches}
+        return {name: self._value(name, logged) for name, logged in self._logged.items() if self._batches}
 
-    def _value(self, logged: MetricValue) -> Tensor:
-        batches = [
-            pair
-            for (recorder, number), pairs in self._batches.items()
+    def _value(self, name: str, logged: MetricValue) -> Tensor:
+        found = [
+            each
+            for (recorder, number), batches in self._batches.items()
             if recorder is logged.recorder and logged.call in (None, number)
-            for pair in pairs
+            for each in batches
         ]
-        ordered = [batch for _, batch in sorted(batches, key=lambda pair: pair[0])]
-        if not ordered:
+        ordered = sorted(found, key=lambda each: each[0])
+        batches = [batch for _, batch, _ in ordered]
+        if not batches:
             return torch.full((self._clients,), torch.nan, dtype=torch.float64)
-        values, of_batches = logged.recorder.values, logged.call is not None
-        value = values.of_batches(ordered) if of_batches else values.of_round(ordered)
-        for function in logged.functions:
-            value = function(value)
-        if logged.last:
-            steps = torch.stack([batch.sizes > 0 for batch in ordered]).long()  # (S, K)
-            return value.gather(0, (steps * torch.arange(len(steps))[:, None]).argmax(0)[None])[0]
-        return value.nanmean(0) if of_batches else value
+        if logged.call is None:
+            return logged.after(logged.recorder.values.of_round(batches))
+        values = logged.recorder.values.of_batches(batches)
+        for row, (_, _, own) in zip(values, ordered):
+            row.copy_(own[name].after(row) if name in own else torch.nan * row)
+        sizes = torch.stack([batch.sizes for batch in batches])
+        return logged.reduction.of(values, torch.where(values.isnan(), 0, sizes.to(values.device)))

@@ -111,7 +111,7 @@ def lit(answer):
         (lambda lit: SGD([nn.Parameter(torch.zeros(7))]), r"hold the module's parameters, but got .*\(7,\)"),
         (
             lambda lit: ([o := SGD(lit.parameters())], [StepLR(o, 1), {"scheduler": StepLR(o, 1), "interval": "step"}]),
-            "schedulers of one interval and frequency",
+            r"schedulers of one interval and frequency.*use ft\.lightning_fit",
         ),
         (lambda lit: ([SGD(lit.parameters())], [print]), "LRScheduler, but got builtin_function_or_method"),
         (

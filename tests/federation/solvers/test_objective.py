@@ -124,7 +124,7 @@ def test_metrics_are_recorded_in_the_copy_only():
     objective = Objective(training_copy(module))
     loss, logs = objective((X, Y), None, 0)
     assert logs == {}
-    assert set(objective.metrics.logged) == {"accuracy", "error", "inner", "MulticlassF1Score", "one"}
+    assert set(objective.metrics.form.logged) == {"accuracy", "error", "inner", "MulticlassF1Score", "one"}
     assert len(objective.recorded) == 2 * 4  # two tensors of each call
     torch.testing.assert_close(loss, module.net(X).sum())
     assert isinstance(module.accuracy, torchmetrics.Metric)

@@ -613,3 +613,42 @@ class Unnumbered:
 
     def __iter__(self) -> Any:
         return (batch for batch, *_ in self.loader)
+
+
+@pytest.mark.parametrize("sizes", [(4, 4, 4), (4, 7, 4, 3)])
+def test_draws_are_the_same_one_by_one_and_stacked(sizes: tuple[int, ...]) -> None:
+    module = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+    rows = [random.normal(random.key(k), (n, 4), torch.float64) for k, n in enumerate(sizes)]
+    loaders = {str(k): DataLoader(TensorDataset(each[:, :3], each[:, 3:]), batch_size=2) for k, each in enumerate(rows)}
+
+    def trained(chunk: int | None = None, **says: Any) -> dict[str, Tensor]:
+        local = ft.gradient_descent(module, epochs=1, loss=F.mse_loss, optimizer=torch.optim.SGD, **says)
+        population = ft.InProcess(ft.data.from_loaders(loaders), chunk=chunk)
+        return ft.run(ft.fedavg(local), population, rounds=2, progress=False).global_module().state_dict()
+
+    stacked = trained()
+    for other in (trained(batched=False), trained(chunk=1)):
+        torch.testing.assert_close(other, stacked, **CLOSE)
+
+
+@pytest.mark.parametrize("says", [{}, {"batched": False}])
+def test_sparse_batches_go_one_by_one(says: dict[str, Any]) -> None:
+    class Dense(Lit):
+        def training_step(self, batch: Any, index: int) -> Tensor:
+            return super().training_step((batch[0].to_dense(), batch[1]), index)
+
+    def sparse_first(items: list[Any]) -> tuple[Tensor, Tensor]:
+        return torch.stack([x for x, _ in items]).to_sparse(), torch.stack([y for _, y in items])
+
+    rows = [(random.normal(random.key(k), (n, 3)), torch.arange(n) % 2) for k, n in enumerate((4, 5, 4))]
+
+    def trained(kind: type[Lit], collate: Any, **says: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        loaders = {
+            str(k): DataLoader(TensorDataset(*each), batch_size=2, collate_fn=collate) for k, each in enumerate(rows)
+        }
+        local = ft.gradient_descent(kind(), epochs=1, **says)
+        population = ft.InProcess(ft.data.from_loaders(loaders))
+        return ft.run(ft.fedavg(local), population, rounds=1, progress=False).global_module().state_dict()
+
+    torch.testing.assert_close(trained(Dense, sparse_first, **says), trained(Lit, None))
