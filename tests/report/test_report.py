@@ -297,7 +297,7 @@ def test_diagnostics_are_arviz_s(tmp_path: Path) -> None:
 
 def test_expectation_propagation_tells_its_posterior(tmp_path: Path) -> None:
     x = torch.ones(20, 1, dtype=torch.float64)
-    data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0)])
+    data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0) * 4])
     run = ft.run(ft.ep(hierarchical.linear(hierarchical.normal(1), noise=0.1)), ft.InProcess(data), rounds=2)
     (told,) = found(run)
     assert "Not converged after 2 rounds" in told["warnings"][0]

@@ -151,7 +151,10 @@ class Answers:
         if not quantity.log:
             return values
         if bool((values <= 0).any()):
-            raise Refused(f"the site's column {quantity.column!r} has numbers that have no logarithm; leave log out")
+            raise Refused(
+                f"the site's column {quantity.column!r} has others than positive numbers for log; leave log out, "
+                "or add a constant"
+            )
         return numpy.log(values)
 
     def _levels(self, column: str, minimum: int) -> list[str]:
