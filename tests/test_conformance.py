@@ -55,12 +55,12 @@ K = len(SIZES)
 ROUNDS = 3
 READS = {  # numbers read from what a device would hold in a round, where they are more than two, and what for
     "ep": 7,  # clients: whether to start or to go back; nodes: twice whether they have settled; server: version, pace
-    "fedmgp": 3,  # whether factors of units were found, and that of the server, which may be elsewhere
+    "fedmgp": 4,  # whether units have yet to start; whether factors were found, theirs and the server's
     "feddyn": 3,  # which least squares are open or inexact, as an exact local solver must know; the total weight
     "gtv_regressors": 5,  # scikit-learn's arguments: rows x and y, what neighbours say, and their weights
     "maximum_likelihood": 4,  # client: whether to start; server: whether all answered, twice to start; messages finite
     "matrix_normal": 4,  # the rank and the steps of a bisection, both sizes; whether the noise is known
-    "shared_body": 9,  # those of its heads, here HM1's, and of their rows that are made anew; finite features
+    "shared_body": 10,  # those of its heads, here HM1's, and of their rows that are made anew; finite features
     "without_server": 8,  # the sums at six nodes; whether they are whole numbers, and messages finite
 }
 REORDERED = 1e-8  # relative: sums in another order, through systems with condition numbers of up to 10⁶

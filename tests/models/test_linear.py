@@ -183,9 +183,10 @@ def test_units_of_columns_do_not_matter() -> None:
     assert torch.allclose(residual_variance(scaled), residual_variance(plain), rtol=1e-9)
     spread = torch.linalg.inv(plain.gram).diagonal(dim1=1, dim2=2) / UNITS.square()
     assert torch.allclose(least_norm(scaled).spread, spread.mean(1), rtol=1e-9)
-    root, response, rest, _ = reduced(scaled)
+    root, fit, response, rest, _ = reduced(scaled)
     assert distance(root @ root.mT / UNITS / UNITS[:, None], plain.gram) < ROUNDING
-    assert distance((root @ response[..., None])[..., 0] / UNITS, plain.cross) < ROUNDING
+    cross = (scaled.gram @ fit[..., None] + root @ response[..., None])[..., 0]
+    assert distance(cross / UNITS, plain.cross) < ROUNDING
     assert torch.allclose(rest, reduced(plain).rest, rtol=1e-9)
     order = torch.tensor([0, 3, 2, 1])  # large columns first, as which the root is triangular
     assert not root[:, order].triu(1).any()

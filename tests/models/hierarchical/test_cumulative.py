@@ -79,7 +79,7 @@ def test_slopes_are_derivatives_also_where_thresholds_cross() -> None:
     family = module._family(4)
     eta = torch.linspace(-3, 3, 90).double().reshape(9, 1, 10).transpose(0, 1).requires_grad_()  # gaps of both signs
     found = torch.ones_like(eta) * rows.times[:, None]  # type: ignore[index]
-    times, value = found, family.cumulant(eta, rows)
+    times, value = found, -family.ratio(eta, rows)
     (first,) = torch.autograd.grad(value.sum(), eta, create_graph=True)
     (second,) = torch.autograd.grad(first.sum(), eta)
     slope, bend = family.slopes(eta.detach().clone())
