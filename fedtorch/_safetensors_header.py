@@ -140,7 +140,7 @@ def make_file_header(fields: Fields, text: str | None, digits: str) -> bytes:
 
 
 def has_digest(start: bytes) -> bool:
-    """Return whether a file has a digest, by its first bytes, of which `DIGEST_AT` are needed.
+    """Return whether a file has a digest; `start` is at least its first `DIGEST_AT` bytes.
 
     >>> has_digest(make_file_header(fields_of(()), None, 64 * "0")), has_digest(make_header(fields_of(()), "{}"))
     (True, False)

@@ -3,8 +3,8 @@
 Twelve sites of 25 rows, yes or no, one covariate and an intercept that differs between sites. Parameters are drawn anew
 for each data set from the prior that the fit has: log-odds N(log-odds of the rate, 0.7²), slope N(0, 0.7²), logarithm
 of the variance over sites N(−1, 0.8²). So intervals of 90 % of the posterior itself cover 90 %, whatever the rate: what
-differs from it by more than the noise of so many data sets is the approximation's. At 1 % half of the sites have no
-event.
+differs from it by more than the noise of so many data sets is the approximation's. At 1 % three fifths of the
+sites have no event.
 """
 
 from __future__ import annotations

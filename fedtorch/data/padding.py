@@ -90,7 +90,7 @@ def _fill(value: Any, pad: Tree, path: str) -> Tree:
 
 
 def is_dense(leaf: Tensor) -> bool:
-    """Return whether a tensor has its numbers one after the other in memory; not so sparse and nested ones."""
+    """Return whether a tensor is neither sparse nor nested, so that its numbers follow each other in memory."""
     return leaf.layout is torch.strided and not leaf.is_nested
 
 

@@ -36,7 +36,9 @@ CLIENT, SITE = "a client", "a site"
 EXACT, NOISED = "exact", "noised"
 SERVER = "the server"
 WEIGHT = Learns("how many rows the client has, or how heavy it is")
-INFO = Learns("the losses and what a module logs: how well single rows are predicted", "membership", "masks, or noise")
+INFO = Learns(
+    "the losses and what a module logs: how well single rows are predicted", "attacks.membership", "masks, or noise"
+)
 
 
 class Field(NamedTuple):

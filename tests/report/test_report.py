@@ -295,6 +295,14 @@ def test_diagnostics_are_arviz_s(tmp_path: Path) -> None:
     assert f"R-hat at most {max(r['rhat'] for r in told['rows'] if not math.isnan(r['rhat'])):.4g}" in words
 
 
+def test_what_leaves_is_told_in_whole_sentences(tmp_path: Path) -> None:
+    data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+    run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), rounds=1)
+    words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
+    for sentence in run.disclosure()["learns"]:
+        assert sentence in words
+
+
 def test_expectation_propagation_tells_its_posterior(tmp_path: Path) -> None:
     x = torch.ones(20, 1, dtype=torch.float64)
     data = ft.data.from_tensors([(x, x[:, 0] * level) for level in (1.0, 2.0, 3.0, 2.0) * 4])

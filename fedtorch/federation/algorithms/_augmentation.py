@@ -107,7 +107,7 @@ def _client(inbox: tuple[SiteNormal, Tensor], state: Any, data: Gaps, turn: Turn
 
 
 def _observed(data: Gaps, rows: Tensor, mean: Tensor) -> _Sums:
-    """Return the sums of what is observed about the start `(K, M, p)`."""
+    """Return sums over the observed cells of values less the start `(K, M, p)`."""
     seen = (data.observed & rows[..., None]).to(data.values.dtype)
     values = (data.values[:, None] - mean[:, :, None]) * seen[:, None]
     first, square = (leaf.sum(2) for leaf in (values, values.square()))
@@ -131,7 +131,7 @@ def _server(state: NormalDraws, aggregate: Sum, key: Tensor, *, between: bool) -
 
 
 def far(moved: Tensor, mean: Tensor, variance: Tensor) -> bool:
-    """Return whether means `(p,)` are so far from where sums were taken about that these lose digits of variances.
+    """Return whether sums about the start lose digits of the variances, for the means `(p,)` are too far from it.
 
     >>> one = torch.ones(1, dtype=torch.float64)
     >>> far(1e4 * one, 1e4 * one, one), far(1e-16 * one, one, 0 * one)  # the second has moved by rounding

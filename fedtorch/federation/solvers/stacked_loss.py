@@ -422,9 +422,8 @@ class StackedLoss:
                 own = trained[place] if buffers is None else (*trained[place], *buffers[place])
                 result = self.alone(own, rows(place), index, interception)
             if [parameter.data_ptr() for parameter in trained[place]] != pointers[place]:
-                for whole, parameter in zip(
-                    values, trained[place]
-                ):  # the module has given it other memory, `.data = …`
+                # The module has given some of them other memory, `.data = …`.
+                for whole, parameter in zip(values, trained[place]):
                     whole.detach()[place].copy_(parameter.detach())
                 self._of = ()
             return result

@@ -419,7 +419,7 @@ def joined_calls(parts: Sequence[Recorded]) -> list[Recorded]:
             continue
         for mine, theirs in zip(whole[place].tensors, part.tensors):
             mine.update(theirs)
-        list.extend(whole[place].clients, part.clients or ())  # type: ignore[arg-type]
+        whole[place] = whole[place]._replace(clients=[*(whole[place].clients or ()), *(part.clients or ())])
     return whole
 
 

@@ -19,7 +19,7 @@ from support.sites import Carried, carry_of, offers, parts
 from test_conformance import ALGORITHMS, POOLED, STARTS, population
 
 import fedtorch as ft
-from fedtorch import tree
+from fedtorch import tree, trust
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.federation.disclosure import Field
 from fedtorch.models import hierarchical
@@ -255,6 +255,18 @@ PRIVATE = {
         privacy.sufficient_statistics(linear(), clip_features=1.0, clip_targets=1.0, noise=4.0, delta=1e-3)
     ),
 }
+
+
+def test_attacks_that_are_named_are_there() -> None:
+    every = {
+        field.learns.attack
+        for name in ALGORITHMS
+        for field in disclosed(ft.Run(ALGORITHMS[name](), population(name), STARTS.get(name)))
+    } - {""}
+    assert every
+    for attack in every:
+        package, _, name = attack.partition(".")
+        assert callable(getattr(getattr(trust, package), name))
 
 
 @pytest.mark.parametrize("name", PRIVATE)
