@@ -7,7 +7,7 @@ import torch
 
 import fedtorch as ft
 from fedtorch.models.hierarchical import penalised
-from fedtorch.models.hierarchical.integrals.modes import Problem
+from fedtorch.models.hierarchical.integrals.modes import Problem, White
 
 
 def rows(features: int, sizes: tuple[int, ...], family: str, weighted: bool = False) -> penalised.Rows:
@@ -41,3 +41,17 @@ def test_rows_are_summed_as_at_many_nodes(features: int, sizes: tuple[int, ...])
     many = Problem.of(penalised.FAMILIES["poisson"], given, features).about(theta[:, None])
     for one, other in zip(penalised.score_and_information("poisson", given, theta), many, strict=True):
         torch.testing.assert_close(one, other[:, 0], rtol=1e-12, atol=1e-12)
+
+
+def test_modes_are_those_of_a_prior_that_all_nodes_share_and_lies_in_memory_once() -> None:
+    """PyTorch returns memory that nobody has written as the median of an expanded dimension."""
+    given = rows(3, (6, 4), "logistic")
+    problem = Problem.of(penalised.FAMILIES["logistic"], given, 3)
+    mean = torch.zeros(2, 1, 3, dtype=torch.float64)
+    root = torch.diag(torch.tensor([40.0, 1.0, 9.0], dtype=torch.float64)).expand(2, 1, 3, 3)
+    shared = White(mean.expand(2, 25, 3), root.expand(2, 25, 3, 3))
+    written = White(*(part.contiguous() for part in shared))
+    torch.full((5000,), 1e3, dtype=torch.float64)  # what is read then
+    found = [problem.mode(prior, exact=False) for prior in (shared, written)]
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)

@@ -103,7 +103,8 @@ class Problem(NamedTuple):
         if not size:  # nothing is uncertain
             nothing = prior.mean[..., :0]
             return Expansion(nothing, nothing, prior.root[..., :0, :])
-        middle = White(*(part.nanmedian(1, keepdim=True).values for part in prior))
+        # contiguous, for torch reads what was never written in the median of an expanded dimension
+        middle = White(*(part.contiguous().nanmedian(1, keepdim=True).values for part in prior))
         nowhere = torch.zeros_like(middle.mean[..., :size])
         start = self._newton(middle, self.expanded(middle, nowhere), _STILL)
         at = middle.at(start.u)
