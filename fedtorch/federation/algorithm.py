@@ -211,6 +211,9 @@ class Algorithm:
         module: whose copies `client_module` and `global_module` return.
         budget: what its rounds spend; a run asks it before every round.
         schedule: that of the clients' local solver; None where they have none.
+        weight: data -> `(K,)` the weights with which messages count in a `Mean`; a server holds the number of rows against
+            what sites say they have. None where messages have others.
+        wrapped: stages of the wrappers that have been applied, by name, the innermost first.
         posterior: what a fit can answer, such as named quantities, of which `Run.summary` makes a table: the algorithm
             alone knows what its server's state says, and how surely. None where there are parameters only.
 
@@ -237,6 +240,8 @@ class Algorithm:
     module: nn.Module | None = None
     budget: Budget | None = None
     schedule: LocalSchedule | None = None
+    weight: Callable[[Any], Tensor] | None = None
+    wrapped: Mapping[str, int] = field(default_factory=dict)
     posterior: Posterior | None = None
 
     def __repr__(self) -> str:
@@ -253,11 +258,14 @@ class Algorithm:
         return wrapper(self)
 
 
-def solved_by(local: LocalSolver, **settings: Any) -> dict[str, Any]:
-    """Return the fields of an algorithm whose clients solve with `local`: start, prediction and all settings."""
+def solved_by(
+    local: LocalSolver, *, weight: Callable[[Any], Tensor] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Return the fields of an algorithm whose clients solve with `local`: start, prediction, weight and settings."""
+    settings = settings if weight is None else {**settings, "weight": weight}
     settings = {**settings, **{f"local.{name}": value for name, value in local.settings.items()}}
     same = {"start": local.parameters, "predict": local.predict, "module": local.module, "budget": local.budget}
-    return {"settings": settings, "schedule": local.schedule, **same}
+    return {"settings": settings, "schedule": local.schedule, "weight": weight, **same}
 
 
 def start_of(algorithm: Algorithm, parameters: Tree = None) -> Tree:

@@ -25,7 +25,7 @@ from typing import Any
 
 from fedtorch.federation.algorithm import Algorithm
 
-APPLIED = "wrap"  # the name in `Algorithm.settings` of the wrappers that have been applied
+APPLIED = "wrap"  # the name in `Algorithm.settings` under which `Algorithm.wrapped` is described
 
 
 class Stage(IntEnum):
@@ -83,12 +83,12 @@ class Wrapper:
         Raises:
             ValueError: it stands in the wrong place, or does not fit the algorithm or what wraps it already.
         """
-        applied = algorithm.settings.get(APPLIED, {})
-        _check_place(self, applied)
+        _check_place(self, algorithm.wrapped)
         wrapped = self.wrap(algorithm)
         settings = {f"{self.name}.{name}": value for name, value in self.settings.items()}
-        settings[APPLIED] = {**applied, self.name: int(self.stage)}
-        return dataclasses.replace(wrapped, settings={**wrapped.settings, **settings})
+        applied = {**algorithm.wrapped, self.name: int(self.stage)}
+        described = {**wrapped.settings, **settings, APPLIED: applied}
+        return dataclasses.replace(wrapped, settings=described, wrapped=applied)
 
 
 def line(names: Mapping[str, int]) -> str:

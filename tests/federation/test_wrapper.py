@@ -85,7 +85,7 @@ def test_each_wrong_order_prints_the_right_line() -> None:
         inner, outer = WRAPPERS[one]("gtv"), WRAPPERS[other]("gtv")
         if inner.stage == outer.stage:
             continue
-        marked = dataclasses.replace(AVERAGE, settings={"wrap": {"robust.rule": int(outer.stage)}})
+        marked = dataclasses.replace(AVERAGE, wrapped={"robust.rule": int(outer.stage)})
         with pytest.raises(ValueError, match=r"write algorithm \| [\w.]+\(…\) \| robust\.rule\(…\)$"):
             marked | dataclasses.replace(
                 ft.Wrapper(inner.stage, f"mine.{one}", lambda algorithm: algorithm), settings={"size": 1}
@@ -94,6 +94,13 @@ def test_each_wrong_order_prints_the_right_line() -> None:
         AVERAGE | WRAPPERS["rule"]("fedavg") | WRAPPERS["lie"]("fedavg")
     with pytest.raises(ValueError, match=r"each wrapper once, but got robust\.rule twice; write algorithm \| robust"):
         AVERAGE | WRAPPERS["rule"]("fedavg") | robust.rule(robust.krum(1))
+
+
+def test_the_order_holds_whatever_settings_say() -> None:
+    """Settings are words for people: replaced ones switch no check off."""
+    plain = dataclasses.replace(AVERAGE | WRAPPERS["rule"]("fedavg"), settings={})
+    with pytest.raises(ValueError, match=r"attacks\.sign_flip after robust\.rule"):
+        plain | WRAPPERS["lie"]("fedavg")
 
 
 def test_what_is_no_wrapper_is_refused() -> None:

@@ -238,7 +238,7 @@ class ServerSession:
         every = weights(partial)
         if any(float(weight) < 0 if weight.ndim == 0 else bool((weight < 0).any()) for weight in every):
             raise frame.refused("weights of at least 0", "negative ones")
-        if self.algorithm.settings.get("weight") is not rows_weight:
+        if self.algorithm.weight is not rows_weight:
             return
         rows = sum(self._rows_of(site, ids))
         for weight in every:

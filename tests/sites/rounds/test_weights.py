@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -68,6 +69,17 @@ def test_a_site_that_counts_for_too_much_or_less_than_nothing_is_left_out(
     begun = run(lambda: ft.fedavg(sgd(0.1), weight=weight), sent)
     assert begun.step().ids.tolist() == [0, 1, 4, 5]
     assert expected in begun.population.troubles["b"]
+
+
+@pytest.mark.parametrize("make", [ft.fedavg, ft.scaffold, lambda local: ft.feddyn(local, 0.1)])
+def test_rows_are_held_against_weights_whatever_settings_say(make: Any) -> None:
+    """Settings are words for people: replaced ones switch no check off."""
+    algorithm = make(sgd(0.1))
+    assert algorithm.weight is rows_weight
+    if make is ft.fedavg:
+        begun = run(lambda: dataclasses.replace(make(sgd(0.1)), settings={}), 13.5)
+        assert begun.step().ids.tolist() == [0, 1, 4, 5]
+        assert "the weight of 13 rows" in begun.population.troubles["b"]
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

@@ -130,10 +130,12 @@ def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
 def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
     """Return whether the function is finite around the new point and no less than at the old one, if any, `()`.
 
-    A first point is also to be one where it is curved downwards in the means.
+    A first point is also to be one where it is curved downwards in the means; of some of them it may say nothing, as of
+    the coefficient of an empty column.
     """
+    curved = new.curvature.diagonal()[:means]
     finite = new.gradient.isfinite().all() & new.curvature.isfinite().all() & new.value.isfinite()
-    finite &= old.value.isfinite() | (new.curvature.diagonal()[:means] > 0).all()
+    finite &= old.value.isfinite() | (curved >= 0).all() & ((curved > 0).any() | (means == 0))
     return finite & ((new.value >= old.value - _NOISE * old.value.abs()) | ~old.value.isfinite())
 
 
