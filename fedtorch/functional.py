@@ -26,6 +26,7 @@ from torch._functorch.vmap import lazy_load_decompositions
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
     """Return copies of the trainable parameters by name; frozen ones (`requires_grad=False`) stay with the module."""
+    check_made(module)
     return {name: p.detach().clone() for name, p in module.named_parameters() if p.requires_grad}
 
 
@@ -90,6 +91,7 @@ def copied(module: nn.Module) -> nn.Module:
             f"Expected a module of Python, but {', '.join(scripted)} of {type(module).__name__} is scripted, whose "
             "tensors cannot be a client's; give the module before torch.jit.script"
         )
+    check_made(module)
     memo: dict[int, Any] = {}
     try:
         result = copy.deepcopy(module, memo)
@@ -111,6 +113,23 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(value, memo)
     except (RuntimeError, TypeError):
         return value
+
+
+def check_made(module: nn.Module) -> None:
+    """Raise RuntimeError for lazy parameters and buffers, which torch makes of a first batch.
+
+    Example:
+        >>> check_made(nn.LazyLinear(1))
+        Traceback (most recent call last):
+        RuntimeError: Expected LazyLinear with its parameters made, but weight, bias wait for a first batch; ...
+    """
+    kinds = nn.parameter.UninitializedParameter, nn.parameter.UninitializedBuffer
+    lazy = [name for name, each in (*module.named_parameters(), *module.named_buffers()) if isinstance(each, kinds)]
+    if lazy:
+        raise RuntimeError(
+            f"Expected {type(module).__name__} with its parameters made, but {', '.join(lazy)} wait for a first batch; "
+            "call the module once on one, for example module(x[:2])"
+        )
 
 
 def refuse_shared_memory(module: nn.Module) -> None:
@@ -174,12 +193,6 @@ def _rebind_functions(module: nn.Module, memo: Mapping[int, Any]) -> None:
 def _not_copied(module: nn.Module, error: Exception) -> Exception:
     """Return the error of a module that cannot be copied."""
     name = type(module).__name__
-    lazy = [path for path, p in module.named_parameters() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        return RuntimeError(
-            f"Expected {name} with its parameters made, but {', '.join(lazy)} wait for a first batch; call the module "
-            "once on one, for example module(x[:2])"
-        )
     parts = [path or name for path, part in module.named_modules() if _derived(part)]
     if parts:
         return RuntimeError(

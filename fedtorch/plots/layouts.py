@@ -32,7 +32,8 @@ def node_places(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 def _smoothed(network: Network) -> np.ndarray[Any, np.dtype[np.float64]]:
     """Return random places, each often moved halfway to its neighbours' mean: near the slowest modes, orthonormal."""
-    adjacency, degrees = network.scipy_adjacency, network.degrees.clamp(min=1e-12).numpy()[:, None]
+    degrees = torch.where(network.degrees > 0, network.degrees, 1.0).numpy()[:, None]  # weights have units of their own
+    adjacency = network.scipy_adjacency
     places = torch.randn(network.nodes, 2, generator=torch.Generator().manual_seed(0), dtype=torch.float64).numpy()
     for step in range(_SMOOTHED):
         places = (places + adjacency @ places / degrees) / 2

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedtorch as ft
+from fedtorch.trust import privacy
 from situations.case import Step, labelled, mlp, regression, sgd, tokens
 from situations.loop import seeded
 
@@ -129,7 +130,21 @@ REFUSED: dict[str, tuple[Callable[[], Any], Any, str]] = {
     "a lazy module never called": (
         plain(lambda: nn.Sequential(nn.LazyLinear(1))),
         regression(),
-        "(?i)call it|one batch|lazy",
+        "wait for a first batch; call the module once",
+    ),
+    "a lazy module of single layer never called": (
+        plain(lambda: nn.LazyLinear(1)), regression(), "wait for a first batch; call the module once"
+    ),
+    "a lazy module under privacy never called": (
+        lambda: privacy.example_level(
+            nn.LazyLinear(1), clip=1.0, noise=1.0, sampling_rate=0.5, steps=1, delta=1e-3, loss=F.mse_loss,
+            optimizer=sgd(),
+        ),
+        regression(),
+        "wait for a first batch; call the module once",
+    ),
+    "a lazy layer solved in closed form": (
+        lambda: ft.least_squares(nn.LazyLinear(1)), regression(), "wait for a first batch; call the module once"
     ),
     "nothing trains opacus#687": (plain(all_frozen), regression(), "requires_grad|train"),
     "a loss that reads the module itself": (outside, regression(), "depends on"),

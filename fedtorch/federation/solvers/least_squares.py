@@ -22,7 +22,6 @@ the units of the features as given: along a feature that is small beside the oth
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -80,7 +79,7 @@ def least_squares(
         >>> ft.Run(ft.fedavg(local), ft.InProcess(data)).step().server
         {'coefficients': tensor([1.])}
     """
-    module = copy.deepcopy(module)
+    module = functional.copied(module)
     form = linear_form(module)
     body = getattr(module, "feature_map", None)
     within = {f"feature_map.{name}" for name, _ in body.named_parameters()} if isinstance(body, nn.Module) else set()

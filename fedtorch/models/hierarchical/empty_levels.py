@@ -19,6 +19,7 @@ from fedtorch.models.hierarchical.families import Ordered
 _NONE = 0.1  # of a row, below which there is none: with one the numbers above are one or more
 _APART = 1.0  # sds between thresholds
 _END, _FAR = 0.7, 3.0  # sd and mean of what two thresholds are apart, beyond which there is a row or none
+_DEPENDENT = 1e-6  # information on a combination of slopes, relative, below which columns are dependent
 _HELPS = "leave such levels out of levels=, or merge them with a neighbour"
 
 
@@ -73,12 +74,24 @@ def refuse_without_maximum(ordered: Ordered, mean: Tensor, information: Tensor) 
     moved = torch.linalg.pinv(thresholds).mT[[0, -1]]  # coefficients that move one threshold by one
     ends = (moved @ information * moved).sum(1) < _NONE
     known = information + thresholds[[0, -1]].mT @ (ends[:, None] * thresholds[[0, -1]])
+    known = known + _of_slopes(thresholds, information)
     apart, unsure = _differences(ordered, mean, torch.linalg.inv_ex(known).inverse)
     ratio = 1 / apart.expm1()
     between = ~(_NONE * unsure.square() * ratio * (1 + ratio) < 1) | ~(apart > 0)
     empty = torch.cat([ends[:1], between, ends[1:]])
     if bool(empty.any()):
         raise ValueError(_refusal(_named(ordered.levels, empty), "the likelihood has no maximum"))
+
+
+def _of_slopes(thresholds: Tensor, information: Tensor) -> Tensor:
+    """Return information `(d, d)` on combinations of slopes on which there is none; thresholds do not rest on them."""
+    slopes = (thresholds == 0).all(0).to(information)
+    inner = information * torch.outer(slopes, slopes)
+    root = torch.where(slopes > 0, inner.diagonal(), 1.0).clamp(min=0).sqrt()
+    unit = torch.where(root > 0, 1 / root, 1.0)
+    values, vectors = torch.linalg.eigh(inner * torch.outer(unit, unit) + torch.diag(1 - slopes))
+    null = torch.where(root > 0, root, 1.0)[:, None] * vectors * (values < _DEPENDENT)
+    return null @ null.mT
 
 
 def _differences(ordered: Ordered, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ _LARGE = 2.5  # of a coefficient per standard deviation of its column, an odds r
 _UNSURE = 0.2  # standard error or deviation, as a part of the coefficient
 _PRIOR = 0.07  # of the variance before, what rows leave of it
 _CUT = 1.5  # of a coefficient as above of which rows leave `_HALF`: a prior of sd 2.5 that is cut off has mean 2.0
+_MOVED = 1e-3  # of a coefficient as above, below which rows have not moved it: one of a million moves it by more
 _HALF = 0.1  # of the variance before; half a normal density has 0.36
 
 
@@ -61,7 +62,7 @@ def warn_of_separation(
         cut = (size > _CUT) & (sds.square() > _HALF * before.square())
         far |= cut & torch.tensor(fixed, device=cut.device)
     if alone is not None:
-        far |= alone & (size > 0)  # rows had moved it; of a column that is zero nothing ever does
+        far |= alone & (size > _MOVED)  # rows had moved it; of a column that is zero nothing ever does
     if bool(far.any()):
         found = ", ".join(repr(name) for name, each in zip(names, far.tolist()) if each)
         warnings.warn(

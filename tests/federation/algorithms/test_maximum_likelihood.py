@@ -399,3 +399,36 @@ def test_restricted_likelihood_of_dependent_columns_is_refused_with_the_reason()
     run = fit(hierarchical.linear(hierarchical.normal(3, random=[0])), data, restricted=True)
     with pytest.raises(RuntimeError, match=r"columns are linearly dependent, which \[.*\] are here\. Leave such"):
         estimates(run)
+
+
+@pytest.mark.parametrize("family", ["gaussian", "logistic", "cumulative"])
+def test_an_empty_cell_is_named_and_all_else_is_as_without_its_column(family: str) -> None:
+    """Of a product of factors one cell has no rows, so that its column is zero and rows say nothing of it."""
+    generator = np.random.default_rng(0)
+    rows = pandas.DataFrame({"d": generator.choice(["d0", "d1"], 300), "e": generator.choice(["e0", "e1", "e2"], 300)})
+    rows["site"], rows["y"] = np.repeat(list("abcdef"), 50), generator.normal(size=300)
+    rows = rows[~((rows["d"] == "d1") & (rows["e"] == "e2"))]
+    rows["y"] = {
+        "gaussian": rows["y"],
+        "logistic": (rows["y"] > 0.3).astype(int),
+        "cumulative": pandas.cut(rows["y"], [-9, -0.5, 0.5, 9], labels=["low", "middle", "high"]),
+    }[family]
+    tables = []
+    for formula in ("y ~ d * e", "y ~ d + e + other"):
+        data = ft.data.from_frame(
+            rows.assign(other=((rows["d"] == "d1") & (rows["e"] == "e1")).astype(float)), client="site", formula=formula
+        )
+        model = hierarchical.regression(data.design, family)
+        run = ft.run(ft.maximum_likelihood(model), ft.InProcess(data), rounds=20, until=maximised())
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            tables.append(run.summary())
+        words = " ".join(str(each.message) for each in seen)
+        assert ("those of 'd[T.d1]:e[T.e2]' are dependent" in words) == (formula == "y ~ d * e"), words
+        assert "separated" not in words
+        assert "flat" not in words
+    empty, without = tables[0].loc["d[T.d1]:e[T.e2]"], tables[1].rename({"other": "d[T.d1]:e[T.e1]"})
+    assert math.isnan(empty["sd"])
+    np.testing.assert_allclose(tables[0].loc[without.index, "estimate"], without["estimate"], rtol=1e-5, atol=1e-6)
+    named = [name for name in without.index if name != "sigma"]
+    np.testing.assert_allclose(tables[0].loc[named, "sd"], without.loc[named, "sd"], rtol=1e-3)

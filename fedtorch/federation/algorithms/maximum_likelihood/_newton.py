@@ -15,7 +15,7 @@ _BITS = 14  # of a step between nodes
 _LEAST = 1e-10  # curvature in squared standard errors that a direction is said to have at the least
 _LONGEST = 3.0  # step of a log variance, a correlation's parameter or log σ²
 _WIDEST = 1.0  # standard error of these that nodes are placed by
-_NOISE = 1e-12  # relative, of sums in float64
+NOISE = 1e-12  # relative, of sums in float64
 _CUBIC = 1e-6  # third differences, relative
 
 
@@ -111,7 +111,9 @@ def expansion(point: Point, means: int, restricted: bool) -> Expansion:
 def _expanded(point: Point) -> Expansion:
     more, gradient, second = differences(point.relative, len(point.at))
     units = torch.outer(point.steps, point.steps)
-    return Expansion(point.at, point.value + more, gradient / point.steps, -second / units)
+    felt = second.diagonal() != 0  # what has no curvature, as an empty column, has none with others, but rounding
+    curvature = torch.where(torch.outer(felt, felt), -second / units, 0.0)
+    return Expansion(point.at, point.value + more, gradient / point.steps, curvature)
 
 
 def quadratic(relative: Tensor, means: int, scales: int) -> Tensor:
@@ -136,7 +138,7 @@ def usable(new: Expansion, old: Expansion, means: int) -> Tensor:
     curved = new.curvature.diagonal()[:means]
     finite = new.gradient.isfinite().all() & new.curvature.isfinite().all() & new.value.isfinite()
     finite &= old.value.isfinite() | (curved >= 0).all() & ((curved > 0).any() | (means == 0))
-    return finite & ((new.value >= old.value - _NOISE * old.value.abs()) | ~old.value.isfinite())
+    return finite & ((new.value >= old.value - NOISE * old.value.abs()) | ~old.value.isfinite())
 
 
 def apart(best: Expansion, means: int, before: Tensor) -> Tensor:

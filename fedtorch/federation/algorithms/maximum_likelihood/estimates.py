@@ -18,6 +18,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
     shown_coefficients,
     units,
 )
+from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
@@ -137,7 +138,7 @@ def named(run: Run, *, tolerance: float = 1e-8) -> Estimates:
         sizes += [clients] * (1 + len(pairs))
     if found.noise is not None:
         own, values, sizes = [*own, "sigma"], [*values, found.noise], [*sizes, rows]
-    normal = Moments(design @ found.mean[:m], design @ found.covariance[:m, :m] @ design.mT)
+    normal = Moments(design @ found.mean[:m], _of_known(design, found.covariance[:m, :m]))
     labels, counts = (*shown, *own_names(own, shown)), (*(rows,) * len(shown), *sizes)
     return Estimates(labels, torch.tensor([[*means, *values]]).to(found.mean), None, len(shown), normal, counts)
 
@@ -254,7 +255,8 @@ def _unidentified(run: Run, model: Model) -> str:
 def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Tensor:
     """Return the covariance of φ, with NaN for what the likelihood does not know, of which it may warn."""
     means, curvature = problem.means, best.curvature
-    known = torch.cat([curvature.new_ones(means, dtype=torch.bool), curvature.diagonal()[means:] > _FLAT])
+    seen = curvature.diagonal() * run.server.best.steps.square()  # of an empty column there is rounding only
+    known = torch.cat([seen[:means].abs() > newton.NOISE * best.value.abs(), curvature.diagonal()[means:] > _FLAT])
     place = known.nonzero()[:, 0]
     factor, failed = torch.linalg.cholesky_ex(curvature[place[:, None], place])
     if bool(failed):
@@ -277,6 +279,12 @@ def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Ten
     unknown = (slopes[:, ~known] != 0).any(1)
     covariance = slopes @ inverse @ slopes.mT
     return covariance.masked_fill(unknown[:, None] | unknown, torch.nan)
+
+
+def _of_known(design: Tensor, covariance: Tensor) -> Tensor:
+    """Return the covariance of combinations `(q, m)` of coefficients, NaN where unknown ones have a part."""
+    unknown = (design[:, covariance.diagonal().isnan()] != 0).any(1)
+    return (design @ covariance.nan_to_num() @ design.mT).masked_fill(unknown[:, None] | unknown, torch.nan)
 
 
 def _scale_names(run: Run, problem: Problem, places: list[int]) -> list[str]:
