@@ -211,8 +211,8 @@ class Algorithm:
         module: whose copies `client_module` and `global_module` return.
         budget: what its rounds spend; a run asks it before every round.
         schedule: that of the clients' local solver; None where they have none.
-        weight: data -> `(K,)` weights of messages in a `Mean`; a server holds numbers of rows against what sites say they
-            have. None where messages have others.
+        weight: data -> `(K,)` weights of messages in a `Mean`; a server holds numbers of rows against those that sites
+            say they have. None where messages have others.
         wrapped: stages of the wrappers that have been applied, by name, the innermost first.
         posterior: what a fit can answer, such as named quantities, of which `Run.summary` makes a table: the algorithm
             alone knows what its server's state says, and how surely. None where there are parameters only.

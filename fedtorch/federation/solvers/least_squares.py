@@ -22,6 +22,7 @@ the units of the features as given: along a feature that is small beside the oth
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,7 +80,8 @@ def least_squares(
         >>> ft.Run(ft.fedavg(local), ft.InProcess(data)).step().server
         {'coefficients': tensor([1.])}
     """
-    module = functional.copied(module)
+    functional.check_made(module)
+    module = copy.deepcopy(module)
     form = linear_form(module)
     body = getattr(module, "feature_map", None)
     within = {f"feature_map.{name}" for name, _ in body.named_parameters()} if isinstance(body, nn.Module) else set()

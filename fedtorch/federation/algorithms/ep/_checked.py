@@ -10,7 +10,7 @@ import torch
 
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._server import EPServer
-from fedtorch.federation.algorithms.ep.fitting import converged
+from fedtorch.federation.algorithms.ep.fitting import converged, unidentified
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
@@ -69,7 +69,7 @@ def _warnings(run: Run, server: EPServer, tolerance: float) -> Iterator[str]:
     """List what a user must know: that q still moves, and which sites are no longer renewed."""
     moved = server.moved
     if not converged(run, tolerance):
-        yield (
+        yield unidentified(run, "the prior decides between them, by steps that may never settle") or (
             f"Not converged after {run.number} rounds: the last moved a mean by {float(moved.mean_change):.2g} sd and "
             f"an sd by {float(moved.sd_change):.2g} of itself; allow more rounds or less damping="
         )

@@ -1,4 +1,4 @@
-"""When a run of expectation propagation has settled."""
+"""When a run of expectation propagation has settled, and when rows leave it nowhere to settle at."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from fedtorch.federation.populations.population import row_counts
+from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
+from fedtorch.models.hierarchical import Model
 
 _LARGEST = 10  # change of a last round, in tolerances
 _READ = "mean_change", "sd_change", "damping", "remaining"
@@ -71,3 +74,28 @@ def _still(history: Any, row: int, tolerance: float) -> bool:
 def converged(run: Run, tolerance: float = 0.01, patience: int = 1) -> bool:
     """Return whether a run's last rounds have `settled`."""
     return run.number > 0 and settled(tolerance, patience)(run.log)
+
+
+def unidentified(run: Run, shown: str = "what is shown is where the steps have ended") -> str:
+    """Say which variances rows cannot tell apart, whatever they are; "" where they can.
+
+    Args:
+        run: of a hierarchical model.
+        shown: what estimates are then.
+    """
+    model = posterior_of(run.algorithm).model
+    if not isinstance(model, Model) or not model.hierarchy.random:
+        return ""
+    names, learnt = model.hierarchy.coefficients, len(model.names) > len(model.hierarchy.names)
+    sds = ", ".join(f"sd({names[j]})" for j in model.hierarchy.random) if names else "the variances between clients"
+    if len(run.population.names) < 2:
+        return (
+            f"Expected several clients for {sds}, but got one, of which rows say nothing of how clients differ: "
+            f"{shown}; leave the random terms out"
+        )
+    if learnt and int(row_counts(run.population).max()) < 2:
+        return (
+            f"Expected several rows of some clients, but got one of each, so that {sds} and sigma are not told apart "
+            f"(only the variance of a row is known), and {shown}: leave the random terms out"
+        )
+    return ""

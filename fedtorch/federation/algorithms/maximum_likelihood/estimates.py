@@ -18,6 +18,7 @@ from fedtorch.federation.algorithms.ep.estimates import (
     shown_coefficients,
     units,
 )
+from fedtorch.federation.algorithms.ep.fitting import unidentified
 from fedtorch.federation.algorithms.maximum_likelihood import _newton as newton
 from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
@@ -204,8 +205,8 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
         m = means.shape[1]
         back = torch.linalg.pinv(means)  # fixed effects and means over clients are coefficients, one each
         refuse_without_maximum(model.ordered, means @ best.at[:m], back.mT @ best.curvature[:m, :m] @ back)
-    if unidentified := _unidentified(run, model):
-        warnings.warn(unidentified, RuntimeWarning, stacklevel=3)
+    if unknown := unidentified(run):
+        warnings.warn(unknown, RuntimeWarning, stacklevel=3)
     elif not maximised(tolerance)({"gain": [float(server.gain)]}):
         warnings.warn(
             f"Not converged after {run.number} rounds: another step would add {float(server.gain):.2g} to the log "
@@ -231,25 +232,6 @@ def _of_dependence(run: Run, model: Model) -> str:
         f"; restricted likelihood is not where columns are linearly dependent{found}. Leave such terms out, or of a "
         "product of factors with an empty cell make one factor of the cells that there are"
     )
-
-
-def _unidentified(run: Run, model: Model) -> str:
-    """Say which variances rows cannot tell apart, whatever they are; "" where they can."""
-    random, learnt = model.hierarchy.random, len(model.names) > len(model.hierarchy.names)
-    if not random:
-        return ""
-    names = ", ".join(f"sd({coefficient_names(run)[j]})" for j in random)
-    if len(run.population.names) < 2:
-        return (
-            f"Expected several clients for {names}, but got one, of which rows say nothing of how clients differ: what "
-            "is shown is where the steps have ended; leave the random terms out"
-        )
-    if learnt and int(row_counts(run.population).max()) < 2:
-        return (
-            f"Expected several rows of some clients, but got one of each, so that {names} and sigma are not told apart "
-            "(only the variance of a row is known): leave the random terms out"
-        )
-    return ""
 
 
 def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Tensor:

@@ -109,3 +109,15 @@ def test_nodes_of_a_correction_know_all_covariances(size: int, points: int) -> N
     away = white - weights @ white
     error = ((away * weights[:, None]).mT @ away - torch.eye(size, dtype=torch.float64)).abs().max()
     assert float(error) < 2 * float(weights.square().sum().sqrt())
+
+
+def test_one_row_a_client_is_told_in_place_of_more_rounds() -> None:
+    """Of N(0, τ² + σ²) only the sum is known, and steps wander along it: no number of rounds ends them."""
+    generator = np.random.default_rng(101)
+    x = generator.normal(size=60)
+    y = 0.3 + 0.7 * x + 0.8 * generator.normal(size=60) + 0.5 * generator.normal(size=60)
+    frame = pd.DataFrame({"site": [f"s{k:02d}" for k in range(60)], "x": x, "y": y})
+    data = ft.data.from_frame(frame, client="site", formula="y ~ x + (1 | site)")
+    run = ft.run(ft.ep(hierarchical.regression(data.design, "gaussian")), ft.InProcess(data), rounds=30)
+    with pytest.warns(RuntimeWarning, match=r"one of each, so that sd\(Intercept\) and sigma are not told apart"):
+        run.summary()
