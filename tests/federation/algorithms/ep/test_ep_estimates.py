@@ -121,3 +121,22 @@ def test_one_row_a_client_is_told_in_place_of_more_rounds() -> None:
     run = ft.run(ft.ep(hierarchical.regression(data.design, "gaussian")), ft.InProcess(data), rounds=30)
     with pytest.warns(RuntimeWarning, match=r"one of each, so that sd\(Intercept\) and sigma are not told apart"):
         run.summary()
+
+
+def test_rows_that_say_nothing_of_a_coefficient_leave_it_and_all_others_alone() -> None:
+    """Rules of few nodes over six coefficients seem to widen what a client's rows leave as it was."""
+    generator = np.random.default_rng(0)
+    frame = pd.DataFrame({"d": generator.choice(["d0", "d1"], 400), "e": generator.choice(["e0", "e1", "e2"], 400)})
+    frame["site"], frame["y"] = np.repeat(list("abcdefgh"), 50), (generator.random(400) < 0.4).astype(float)
+    frame = frame[~((frame["d"] == "d1") & (frame["e"] == "e2"))]
+    frame["other"] = ((frame["d"] == "d1") & (frame["e"] == "e1")).astype(float)
+    found = []
+    for formula in ("y ~ d * e", "y ~ d + e + other"):
+        data = ft.data.from_frame(frame, client="site", formula=formula)
+        algorithm = ft.ep(hierarchical.regression(data.design, "logistic"))
+        run = ft.run(algorithm, ft.InProcess(data), rounds=40, until=settled())
+        assert float(run.last.info["failed"].sum()) == 0
+        found.append(posterior(run))
+    np.testing.assert_allclose(found[0].mean[:5], found[1].mean, atol=0.02)
+    np.testing.assert_allclose(found[0].stddev[:5], found[1].stddev, rtol=0.03)
+    np.testing.assert_allclose(found[0].stddev[5], 2.5, rtol=1e-6)
