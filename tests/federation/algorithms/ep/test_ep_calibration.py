@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.oracles import calibration, stacked_ep
@@ -93,3 +95,59 @@ def test_sds_of_coefficients_are_right_or_a_summary_says_by_how_much_they_are_no
         said.append(SAID in messages)
     assert said[0]
     assert not said[-1]
+
+
+def tiny(seed: int) -> tuple[ft.data.FederatedData, np.ndarray]:
+    """Logistic responses of three to eight clients with three to eight rows each, and whose each row is."""
+    generator = np.random.default_rng(seed)
+    clients, rows = int(generator.integers(3, 9)), int(generator.integers(3, 9))
+    group, x = np.repeat(np.arange(clients), rows), generator.normal(size=(2, clients * rows))
+    x[1] = x[1] > 0.5 if seed % 2 else x[1]
+    own = generator.normal(size=clients) * generator.choice([0.3, 1.0])
+    a, b, c = generator.normal(size=3) * [1.0, 1.2, 1.2]
+    y = (generator.random(clients * rows) < 1 / (1 + np.exp(-a - b * x[0] - c * x[1] - own[group]))).astype(float)
+    frame = pd.DataFrame({"site": [f"s{k}" for k in group], "x": x[0], "z": x[1], "y": y})
+    return ft.data.from_frame(frame, client="site", formula="y ~ x + z + (1 | site)"), group
+
+
+def sds_by_draws(model: Model, data: ft.data.FederatedData, group: np.ndarray, draws: int = 20_000) -> torch.Tensor:
+    """The posterior sds by importance sampling with t draws, intercepts integrated by forty Gauss–Hermite nodes."""
+    (x, y), prior = data.rows, gaussian.moments(model.prior.completed())
+    t, weights = (torch.as_tensor(part) for part in np.polynomial.hermite_e.hermegauss(40))
+    weights = (weights / weights.sum()).log()
+
+    def log_density(phi: torch.Tensor) -> torch.Tensor:
+        value = torch.distributions.MultivariateNormal(prior.mean, prior.covariance).log_prob(phi)
+        for k in range(group.max() + 1):
+            rows = torch.as_tensor(group == k)
+            eta = (phi[:, :3] @ x[rows].T)[..., None] + (phi[:, 3] / 2).exp()[:, None, None] * t
+            value = value + ((y[rows][:, None] * eta - eta.logaddexp(0 * eta)).sum(1) + weights).logsumexp(1)
+        return value
+
+    generator = torch.Generator().manual_seed(0)
+    mean, covariance = prior.mean, prior.covariance
+    for count in (4000, 4000, 4000, draws):
+        z = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+        z = z / (torch.randn(count, 5, generator=generator, dtype=torch.float64).square().mean(1).sqrt()[:, None])
+        phi = mean + z @ torch.linalg.cholesky(1.2 * covariance).T
+        share = torch.cat([log_density(part) for part in phi.split(2000)]) + 4.5 * (z.square().sum(1) / 5).log1p()
+        share = share.softmax(0)
+        mean, away = share @ phi, phi - share @ phi
+        covariance = away.T @ (share[:, None] * away)
+    assert float(1 / share.square().sum()) > 0.3 * draws
+    return covariance.diagonal().sqrt()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(24))
+def test_sds_of_tiny_logistic_designs_are_right_or_the_summary_says_so(seed: int) -> None:
+    data, group = tiny(seed)
+    model = hierarchical.regression(data.design, "logistic")
+    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=60, until=settled())
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        run.summary()
+    said = any("given=corrected(run)" in str(each.message) for each in seen)
+    sd = gaussian.moments(run.server.posterior).covariance.diagonal().sqrt()
+    ratio = (sd / sds_by_draws(model, data, group))[:3]
+    assert said or (float(ratio.min()) > 0.88 and float(ratio.max()) < 1.12), ratio  # 0.9, and two errors of draws
