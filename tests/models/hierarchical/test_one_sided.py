@@ -22,7 +22,7 @@ from fedtorch.federation.runs.run import Run
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import factor, generalised, hyperpriors
-from fedtorch.models.hierarchical.integrals.slices import outward, placed
+from fedtorch.models.hierarchical.integrals.slices import mixture, outward, placed
 from fedtorch.models.quadrature import gauss_hermite
 
 LEVELS = {"device": ["old", "new"]}
@@ -280,3 +280,18 @@ def test_nodes_go_where_a_density_bends(slope: float, rows: int) -> None:
     moments = lambda at, density: [density.sum().log(), (density @ at) / density.sum()]
     exact, found = moments(fine, log(fine).exp() * (fine[1] - fine[0])), moments(nodes, (log(nodes) + weights).exp())
     np.testing.assert_allclose(found, exact, atol=2e-3)
+
+
+def test_a_straight_tail_has_nodes() -> None:
+    """One event of many rows under a wide prior: the log density of a log rate falls evenly, without a bend."""
+    wide = 30.0  # prior sd
+
+    def rows(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return wide * t - (wide * t).exp(), t[..., None], torch.zeros(*t.shape, 1, 1, dtype=t.dtype)
+
+    zero = torch.zeros(1, 1, dtype=torch.float64)
+    _, mean, spread = mixture(rows, zero, zero + 1 / wide)
+    t = torch.linspace(-40.0, 5.0, 200_001, dtype=torch.float64) / wide
+    share = (rows(t)[0] - 0.5 * t.square()).softmax(0)
+    assert float(mean) == pytest.approx(float(share @ t), rel=2e-3)
+    assert float(spread.sqrt()) == pytest.approx(float((share @ (t - share @ t).square()).sqrt()), rel=2e-3)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 _FIRST = 25  # nodes from the mode outwards
 _PANELS, _POINTS = 10, 4  # then so many intervals with so many nodes each
+_FALLS = 0.25  # of a breakpoint's share that the log density's fall by one has: a tail may be straight, as a count's
 _DROP = 14.0  # of the log density, beyond which nothing is left: about 1e-6
 
 
@@ -48,7 +49,8 @@ def placed(t: Tensor, log: Tensor) -> tuple[Tensor, Tensor]:
     bend = torch.cat([bend[..., :1], bend, bend[..., -1:]], -1).clamp(min=0)
     seen = log > top - _DROP
     either = seen[..., 1:] | seen[..., :-1]
-    length = width * (torch.maximum(bend[..., 1:], bend[..., :-1]) * either).sqrt()
+    length = width * torch.maximum(bend[..., 1:], bend[..., :-1]).sqrt() + _FALLS * log.diff(dim=-1).abs()
+    length = length * either
     passed = torch.nn.functional.pad(length.cumsum(-1), (1, 0))
     shares = torch.linspace(0, 1, _PANELS + 1, dtype=t.dtype, device=t.device) * passed[..., -1:]
     after = torch.searchsorted(passed.contiguous(), shares.contiguous()).clamp(1, t.shape[-1] - 1)
