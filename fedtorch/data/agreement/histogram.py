@@ -13,7 +13,8 @@ squares have no such bound, rounded or not: with a histogram beside them, or val
 of which counts are the solution. So a site tells none, and mean and sd follow from histograms, also those of logarithms.
 
 Bins of whole numbers end half-way between two of these, and rows of a bin are spread over its whole numbers. The outer
-two end where they would if rows were as dense in them as in the bins beside them.
+two have no end of their own, for that would tell where the smallest and the largest value are: they end where they would
+if rows got exponentially fewer from the density in the bins beside them.
 
 >>> values = numpy.arange(1.0, 101.0)
 >>> ours = histogram(values, minimum=10)
@@ -35,6 +36,7 @@ from typing import NamedTuple
 import numpy
 
 _HALVED = 6  # times, at most: bins are 64 at most
+_TAIL = 2  # widths over which rows that get exponentially fewer would be spread evenly, with the same mean
 
 
 class Histogram(NamedTuple):
@@ -78,10 +80,17 @@ def histogram(values: numpy.ndarray, minimum: int) -> Histogram | None:
     shift = 0.5 if whole else 0.0
     lower, *inner, upper = (end - shift for end in (halved.lower, *halved.ends, halved.upper))
     if len(inner) > 1:
-        dense = (inner[1] - inner[0]) / counts[1], (inner[-1] - inner[-2]) / counts[-2]
-        lower = max(lower, inner[0] - max(dense[0] * counts[0], float(whole)))
-        upper = min(upper, inner[-1] + max(dense[1] * counts[-1], float(whole)))
+        lower = max(lower, inner[0] - _tail(counts[0], inner[1] - inner[0], counts[1], whole))
+        upper = min(upper, inner[-1] + _tail(counts[-1], inner[-1] - inner[-2], counts[-2], whole))
     return Histogram((lower, *inner, upper), tuple(counts), whole)
+
+
+def _tail(count: int, width: float, beside: int, whole: bool) -> float:
+    """Return the width of an outer bin, from the width and the rows of the bin beside it."""
+    even = count / beside * width
+    if whole and width == 1:  # classes, beyond which there are no others
+        return max(even, 1.0)
+    return _TAIL * even
 
 
 def _halved(values: numpy.ndarray, low: float, high: float, minimum: int, times: int) -> _Halved | None:
@@ -110,7 +119,7 @@ def logarithm(part: Histogram) -> Histogram | None:
     inner = [math.log(end) for end in part.ends[1:]]
     if len(inner) < 3:
         return None
-    lower = inner[0] - (inner[1] - inner[0]) * part.counts[0] / part.counts[1]
+    lower = inner[0] - _tail(part.counts[0], inner[1] - inner[0], part.counts[1], whole=False)
     return part._replace(ends=(lower, *inner), whole=False)
 
 

@@ -59,7 +59,7 @@ def question(formula: str, **more: Any) -> dict[str, Any]:
 # -- beside pooled rows ------------------------------------------------------------------------------------------------
 
 
-def near(found: Any, values: pandas.Series, part: float = 0.05) -> bool:
+def near(found: Any, values: pandas.Series, part: float = 0.06) -> bool:
     """Return whether a mean and an sd are those of values, to a part of an sd, and round numbers of 1 % of it."""
     whole = [number / (10.0 ** numpy.floor(numpy.log10(found.sd / 100))) for number in found]
     assert numpy.abs(numpy.round(whole) - whole).max() < 1e-6
@@ -96,7 +96,7 @@ def test_the_scale_of_a_response_with_offsets_is_of_the_response_alone() -> None
     encoding = agreed(Request("los ~ age + offset(bmi)", offset="sbp"), sites(FRAMES)).encoding
     assert encoding.response is not None
     assert encoding.response.mean == pytest.approx((POOLED["los"] - POOLED["bmi"] - POOLED["sbp"]).mean(), abs=0.5)
-    assert encoding.response.sd == pytest.approx(POOLED["los"].std(), rel=0.05)
+    assert encoding.response.sd == pytest.approx(POOLED["los"].std(), rel=0.1)
 
 
 def test_whole_numbers_held_as_objects_are_asked_about() -> None:
