@@ -19,7 +19,7 @@ if rows got exponentially fewer from the density in the bins beside them.
 >>> values = numpy.arange(1.0, 101.0)
 >>> ours = histogram(values, minimum=10)
 >>> ours.ends, ours.counts
-((0.5, 15.5, 31.5, 47.5, 63.5, 79.5, 100.5), (15, 16, 16, 16, 16, 21))
+((-0.5, 15.5, 31.5, 47.5, 63.5, 79.5, 121.5), (15, 16, 16, 16, 16, 21))
 >>> mean_and_squares([ours])
 (50.5, 83325.0)
 >>> quantiles([ours], [0.25, 0.5])
@@ -87,10 +87,9 @@ def histogram(values: numpy.ndarray, minimum: int) -> Histogram | None:
 
 def _tail(count: int, width: float, beside: int, whole: bool) -> float:
     """Return the width of an outer bin, from the width and the rows of the bin beside it."""
-    even = count / beside * width
-    if whole and width == 1:  # classes, beyond which there are no others
-        return max(even, 1.0)
-    return _TAIL * even
+    if whole and width == 1:  # classes, of which the last is the last
+        return 1.0
+    return _TAIL * count / beside * width
 
 
 def _halved(values: numpy.ndarray, low: float, high: float, minimum: int, times: int) -> _Halved | None:

@@ -18,7 +18,7 @@ ValueError: Expected sites that agree on 'y ~ scale(age) + sex', but got from si
 nothing of fewer than 10 rows, but was asked for 5
 >>> design = agreed(Request("y ~ scale(age) + sex"), {"a": Answers(frame), "b": Answers(frame)})
 >>> design.columns, design.encoding.scales["scale(age)"].mean
-(('Intercept', 'scale(age)', 'sex[T.m]'), 59.5)
+(('Intercept', 'scale(age)', 'sex[T.m]'), 57.6)
 """
 
 from __future__ import annotations

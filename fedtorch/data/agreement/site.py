@@ -7,7 +7,7 @@
 >>> question = {"step": "describe", "minimum": 5, "declared": [], "also": [], "offset": []}
 >>> said = site.answer({**question, "formula": "y ~ scale(age) + sex"})
 >>> said["levels"], said["histograms"]["age"]
-({'sex': ['f', 'm']}, [[49.5, 55.5, 63.5, 69.5], [6, 8, 6], True])
+({'sex': ['f', 'm']}, [[43.5, 55.5, 63.5, 75.5], [6, 8, 6], True])
 >>> site.answer({**question, "formula": "y ~ I(age)"})["refused"]
 "Expected column names, ..., but got the function I(…) at character 4 of the formula, near 'y ~ I(age)'"
 """

@@ -77,7 +77,7 @@ def agree(
         >>> site.start()
         >>> design = agree(host, ["clinic"], "score ~ age + (1 | ward)", client="ward")
         >>> design.columns, design.encoding.standard["age"].mean
-        (('Intercept', 'age'), 59.5)
+        (('Intercept', 'age'), 57.6)
     """
     expected.positive(seconds=seconds, timeout=timeout)
     request: Request | Design = formula if isinstance(formula, Design) else Request(
