@@ -21,7 +21,7 @@ if rows got exponentially fewer from the density in the bins beside them.
 >>> ours.ends, ours.counts
 ((-0.5, 15.5, 31.5, 47.5, 63.5, 79.5, 121.5), (15, 16, 16, 16, 16, 21))
 >>> mean_and_squares([ours])
-(50.5, 83325.0)
+(52.63, 105601.31)
 >>> quantiles([ours], [0.25, 0.5])
 [25.5..., 50...]
 """
