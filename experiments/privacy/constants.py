@@ -1,8 +1,8 @@
 """What round constants cost: fits by means and sds that clients agree on, beside fits by exact ones.
 
-With `minimum=` clients tell histograms, and means and sds that follow from these are round numbers. A fit goes back to
-the columns' own scale, so that without priors nothing changes but rounding. Default priors are in units of the sds: they
-change as much as these. Rows: diabetes progression (scikit-learn) at clients that are drawn at random, with
+With `minimum=` clients tell histograms, and means and sds that follow from these are round numbers. A fit goes back
+to the columns' own scale, so that without priors nothing changes but rounding. Default priors are in units of the
+sds: they change as much as these. Rows: diabetes progression (scikit-learn) at clients that are drawn at random, with
 a level each: a linear model, and a logistic one of more than the median, with intercepts that differ.
 
 - *sds off*: by how much a constant differs from the exact one, at most, in exact sds.
@@ -39,6 +39,7 @@ def frame(clients: int, seed: int) -> Any:
 
 def fitted(data: ft.data.FederatedData, family: str, way: str) -> Any:
     """The table of a fit, by maximum likelihood or under default priors."""
+    assert data.design is not None
     model = hierarchical.regression(data.design, family)
     algorithm = ft.maximum_likelihood(model) if way == "without priors" else ft.ep(model)
     until = maximised(1e-14) if way == "without priors" else None
@@ -54,7 +55,7 @@ def compared(clients: int, family: str, way: str, seed: int) -> dict[str, float]
     response, kind = FAMILIES[family]
     settings: dict[str, Any] = {"client": "clinic", "formula": FORMULA.format(response)}
     exact, agreed = (ft.data.from_frame(frame(clients, seed), minimum=minimum, **settings) for minimum in (None, 10))
-    scales = [data.design.encoding.standard for data in (exact, agreed)]
+    scales = [data.design.encoding.standard for data in (exact, agreed) if data.design is not None]
     off = [abs(scales[1][name].sd / scale.sd - 1) for name, scale in scales[0].items()]
     first, second = (fitted(data, kind, way) for data in (exact, agreed))
     return {

@@ -1,20 +1,21 @@
 """Histograms of a column of which nothing of few rows can be learnt, and what follows from those of all sites.
 
-Cells are halves of halves of the numbers: [0, 128) of [0, 64) and [64, 128), and so on, alike for every column and site.
-A cell is halved where both halves have `minimum` rows, at most six times over. Where one has fewer, its rows count with
-the other's, which is halved on: so the rare ends of a column take no part in where bins end. A histogram says where cells
-were halved, and how many rows lie between.
+Cells are halves of halves of the numbers: [0, 128) of [0, 64) and [64, 128), and so on, alike for every column and
+site. A cell is halved where both halves have `minimum` rows, at most six times over. Where one has fewer, its rows
+count with the other's, which is halved on: so the rare ends of a column take no part in where bins end. A histogram
+says where cells were halved, and how many rows lie between.
 
-*What that tells.* Whatever a set of values is, the rows that are surely in it are none, or at least `minimum`: each bin has
-a cell that is left when it is halved no more, with `minimum` rows of its own, and all rows of the bin might have any one
-value of this cell. Then they are halved in the same places, into the same counts. So nobody finds, of any value or tail,
-that some rows have it and fewer than `minimum`, whatever he knows of the values that a column may have. Means and sums of
-squares have no such bound, rounded or not: with a histogram beside them, or values that may be few, they are equations
-of which counts are the solution. So a site tells none, and mean and sd follow from histograms, also those of logarithms.
+*What that tells.* Whatever a set of values is, the rows that are surely in it are none, or at least `minimum`: each bin
+has a cell that is left when it is halved no more, with `minimum` rows of its own, and all rows of the bin might have
+any one value of this cell. Then they are halved in the same places, into the same counts. So nobody finds, of any value
+or tail, that some rows have it and fewer than `minimum`, whatever he knows of the values that a column may have. Means
+and sums of squares have no such bound, rounded or not: with a histogram beside them, or values that may be few, they
+are equations of which counts are the solution. So a site tells none, and mean and sd follow from histograms, also those
+of logarithms.
 
 Bins of whole numbers end half-way between two of these, and rows of a bin are spread over its whole numbers. The outer
-two have no end of their own, for that would tell where the smallest and the largest value are: they end where they would
-if rows got exponentially fewer from the density in the bins beside them.
+two have no end of their own, for that would tell where the smallest and the largest value are: they end where they
+would if rows got exponentially fewer from the density in the bins beside them.
 
 >>> values = numpy.arange(1.0, 101.0)
 >>> ours = histogram(values, minimum=10)

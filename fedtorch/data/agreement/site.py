@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 
 from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
-from fedtorch.data.agreement.histogram import histogram
+from fedtorch.data.agreement.histogram import Histogram, histogram
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.design import Design
@@ -137,10 +137,18 @@ class Answers:
                 f"the site has told which levels of {column!r} are common, and does not tell its histogram too; write "
                 "it as a factor"
             )
-        told: list[Any] | None = self._log.once(
-            f"bins of {column!r}", minimum, lambda: histogram(self._values(Quantity(column)), minimum)
-        )
+        told: list[Any] | None = self._log.once(f"bins of {column!r}", minimum, lambda: self._bins(column, minimum))
         return told
+
+    def _bins(self, column: str, minimum: int) -> Histogram | None:
+        """Return the histogram of a column; where few cells are missing, they count in the bin of most rows."""
+        values = self._values(Quantity(column))
+        made, missing = histogram(values, minimum), len(self._cells) - len(values)
+        if made is None or missing >= minimum:
+            return made
+        counts = list(made.counts)
+        counts[counts.index(max(counts))] += missing
+        return made._replace(counts=tuple(counts))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
         """Return the numbers of a quantity that are there."""
@@ -164,8 +172,8 @@ class Answers:
     def _levels(self, column: str, minimum: int) -> list[str]:
         if self._log.has_told(f"bins of {column!r}"):
             raise Refused(
-                f"the site has told its histogram of {column!r}, and does not tell which levels are common too; declare "
-                f"them, levels={{{column!r}: [...]}}"
+                f"the site has told its histogram of {column!r}, and does not tell which levels are common too; "
+                f"declare them, levels={{{column!r}: [...]}}"
             )
         return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 

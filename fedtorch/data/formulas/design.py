@@ -145,7 +145,9 @@ class Design:
         known = {self.response: self.encoding.response}
         for variable in self.parsed.variables:
             scale = self.encoding.standard.get(variable.name)
-            known[variable.quantity.name] = self.encoding.scales.get(variable.name) or (None if variable.number else scale)
+            known[variable.quantity.name] = self.encoding.scales.get(variable.name) or (
+                None if variable.number else scale
+            )
         shown = {name: scale for name, scale in known.items() if scale is not None and rounded(scale) == scale}
         return tuple(f"{name}: {scale.mean:g} ± {scale.sd:g}" for name, scale in shown.items())
 

@@ -230,8 +230,8 @@ class Run(Scored, Resumable):
         Rows are named by coefficient. `sd(age)` is the sd of a coefficient over clients, `cor(age, sex)` a correlation
         there, `sigma` the sd of the noise; `n` counts the rows that a number is estimated from, and clients, of what
         differs between them. Of draws there are `r_hat` and `ess`, ArviZ's. The frame writes itself as a table:
-        `to_markdown()`, `to_html()`, `to_latex()`. Where clients have agreed on a formula, means and sds of its columns are
-        printed below it, "age: 50 ± 10", and are in `attrs["scales"]`.
+        `to_markdown()`, `to_html()`, `to_latex()`. Where clients have agreed on a formula, means and sds of its columns
+        are printed below it, "age: 50 ± 10", and are in `attrs["scales"]`.
 
         Args:
             level: of the intervals.

@@ -348,6 +348,12 @@ def test_scales_that_are_none_are_refused(scales: Any, why: str) -> None:
         agreed(Request("los ~ age", scales=scales), sites(FRAMES))
 
 
+@pytest.mark.parametrize(("missing", "told"), [(0, 300), (3, 300), (9, 300), (10, 290), (100, 200)])
+def test_how_many_cells_are_missing_is_told_of_at_least_the_minimum(missing: int, told: int) -> None:
+    holes = FRAMES["a"].assign(age=FRAMES["a"]["age"].where(numpy.arange(300) >= missing))
+    assert sum(Answers(holes).answer(question("los ~ scale(age)"))["histograms"]["age"][1]) == told
+
+
 def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
     site = Answers(FRAMES["a"])
     asked = question("los ~ scale(age)")
