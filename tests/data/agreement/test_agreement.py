@@ -428,6 +428,23 @@ def test_the_outer_ends_do_not_follow_the_smallest_and_the_largest_value() -> No
     assert first.ends == second.ends
 
 
+@pytest.mark.parametrize("name", ["normal", "lognormal", "years", "two values", "one value far away"])
+@pytest.mark.parametrize("minimum", [3, 10])
+def test_a_histogram_is_the_same_where_nobody_has_a_value_that_few_rows_have(name: str, minimum: int) -> None:
+    """A bin's rows might all have one other value, so that no value and no tail of few rows is sure to be there."""
+    values = numpy.sort(DRAWS[name](numpy.random.default_rng(1), 90))
+    part = histogram(values, minimum)
+    assert part is not None
+    shift = 0.5 if part.whole else 0.0
+    places = numpy.searchsorted(numpy.array(part.ends[1:-1]) + shift, values, side="right")
+    for place in range(len(part.counts)):
+        within, one = values[places == place], list[float]()
+        for value in numpy.unique(within):
+            if len(one) < 2 and histogram(numpy.where(places == place, value, values), minimum) == part:
+                one.append(value)
+        assert len(one) == 2 or (within == one[0]).sum() >= minimum
+
+
 def test_a_column_of_which_few_rows_differ_is_not_told() -> None:
     rare = changed("b", ill=[1.0] * 3 + [0.0] * 197)
     rare = {
