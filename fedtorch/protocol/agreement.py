@@ -13,7 +13,7 @@ a frame and then run by it.
 >>> from fedtorch.data.agreement.server import Request, agreed
 >>> from fedtorch.data.agreement.site import Answers
 >>> from fedtorch.protocol.halves import together
->>> frames = {j: pandas.DataFrame({"age": [50.0 + i + j for i in range(20)], "y": [0.0, 1.0] * 10}) for j in (1, 2)}
+>>> frames = {j: pandas.DataFrame({"age": [30.0 + i + j for i in range(60)], "y": [0.0, 1.0] * 30}) for j in (1, 2)}
 >>> request, sites = Request("y ~ scale(age)"), {j: Answers(frame) for j, frame in frames.items()}
 >>> results, traffic = together({0: server_half(request, [1, 2]), **{j: site_half(sites[j]) for j in (1, 2)}})
 >>> results[0] == results[1] == results[2] == agreed(request, sites)

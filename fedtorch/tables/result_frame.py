@@ -28,7 +28,10 @@ _MOST = 8  # digits behind the point
 
 
 class ResultFrame(pd.DataFrame):
-    """A frame of estimates, whose columns `low` and `high` are the ends of intervals; `attrs` has their level."""
+    """A frame of estimates, whose columns `low` and `high` are the ends of intervals; `attrs` has their level.
+
+    What columns were scaled by, `attrs["scales"]`, is printed below it.
+    """
 
     @property
     def _constructor(self) -> type[ResultFrame]:
@@ -43,6 +46,10 @@ class ResultFrame(pd.DataFrame):
         frame = ResultFrame(dict(columns), index=rows)
         frame.attrs |= {"level": level, "about": about}
         return frame
+
+    def __repr__(self) -> str:
+        scales = self.attrs.get("scales")
+        return f"{super().__repr__()}\nscaled by {'; '.join(scales)}" if scales else super().__repr__()
 
     def to_markdown(self, *, caption: str | None = None) -> str:
         """Return a table in Markdown."""

@@ -4,11 +4,11 @@ What a site has said of a column it says again, to the bit, and with one minimum
 rows that came meanwhile, by another minimum or other bins, would together tell what neither does. So it keeps them.
 
 >>> log = AnswerLog(None)
->>> log.once("mean of age", 10, lambda: [200, 61.5]), log.once("mean of age", 10, lambda: [201, 61.6])
+>>> log.once("bins of age", 10, lambda: [200, 61.5]), log.once("bins of age", 10, lambda: [201, 61.6])
 ([200, 61.5], [200, 61.5])
->>> log.once("mean of age", 20, lambda: [201, 61.6])
+>>> log.once("bins of age", 20, lambda: [201, 61.6])
 Traceback (most recent call last):
-fedtorch.data.agreement.disclosure.Refused: the site has told its mean of age with a minimum of 10 rows, and ...
+fedtorch.data.agreement.disclosure.Refused: the site has told its bins of age with a minimum of 10 rows, and ...
 """
 
 from __future__ import annotations
@@ -81,6 +81,11 @@ class AnswerLog:
                 *(what, self._path or "what it remembers, by starting again,"),
             )
         return before["answer"]
+
+    def has_told(self, what: str) -> bool:
+        """Return whether something was told."""
+        with self._lock():
+            return self._read()["answers"].get(what, {"answer": None})["answer"] is not None
 
     def count(self, design: str, most: int) -> None:
         """Count a design that rows are made by; raise `Refused` for one too many."""

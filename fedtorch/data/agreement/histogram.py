@@ -1,17 +1,30 @@
-"""Histograms of a column in which every bin has at least so many rows, and the quantiles of all sites' together.
+"""Histograms of a column of which nothing of few rows can be learnt, and what follows from those of all sites.
 
-A site's bins end at multiples of a round number (1, 2 or 5 times a power of ten) near an eighth of its standard
-deviation, within four of them on either side of its mean; bins of fewer rows than the minimum are merged with the next.
-The outer two have no end of their own, for that would tell where the smallest and the largest value are: they end where
-they would if rows were as dense in them as in the bins beside them, and a row beyond is counted in them. Nothing of it
-is chosen by who asks, so that no two questions give bins that differ by few rows.
+Cells are halves of halves of the numbers: [0, 128) of [0, 64) and [64, 128), and so on, alike for every column and
+site. A cell is halved where both halves have `minimum` rows, at most six times over. Where one has fewer, its rows
+count with the other's, which is halved on: so the rare ends of a column take no part in where bins end. A histogram
+says where cells were halved, and how many rows lie between.
+
+*What that tells.* Whatever a set of values is, the rows that are surely in it are none, or at least `minimum`: each bin
+has a cell that is left when it is halved no more, with `minimum` rows of its own, and all rows of the bin might have
+any one value of this cell. Then they are halved in the same places, into the same counts. So nobody finds, of any value
+or tail, that some rows have it and fewer than `minimum`, whatever he knows of the values that a column may have. Means
+and sums of squares have no such bound, rounded or not: with a histogram beside them, or values that may be few, they
+are equations of which counts are the solution. So a site tells none, and mean and sd follow from histograms, also those
+of logarithms.
+
+Bins of whole numbers end half-way between two of these, and rows of a bin are spread over its whole numbers. The outer
+two have no end of their own, for that would tell where the smallest and the largest value are: they end where they
+would if rows got exponentially fewer from the density in the bins beside them.
 
 >>> values = numpy.arange(1.0, 101.0)
 >>> ours = histogram(values, minimum=10)
->>> ours.ends[:3], min(ours.counts), sum(ours.counts)
-((1.0, 12.0, 22.0), 10, 100)
+>>> ours.ends, ours.counts
+((-0.5, 15.5, 31.5, 47.5, 63.5, 79.5, 121.5), (15, 16, 16, 16, 16, 21))
+>>> mean_and_squares([ours])
+(52.63, 105601.31)
 >>> quantiles([ours], [0.25, 0.5])
-[26.0, 51.0]
+[25.5..., 50...]
 """
 
 from __future__ import annotations
@@ -23,60 +36,76 @@ from typing import NamedTuple
 
 import numpy
 
-from fedtorch.data.agreement.moments import Moments, moments
-
-_WITHIN = 4  # standard deviations on either side of the mean
-_FINE = 8  # bins in a standard deviation, at least
-_FLAT_ENOUGH = 1e-9  # an sd beside the mean, below which rows count as equal
-_FLAT = math.sqrt(3.0)  # half the width of evenly spread rows, in standard deviations
+_HALVED = 6  # times, at most: bins are 64 at most
+_TAIL = 2  # widths over which rows that get exponentially fewer would be spread evenly, with the same mean
 
 
 class Histogram(NamedTuple):
-    """The ends of bins, ascending, and how many rows are in each."""
+    """The ends of bins, ascending, how many rows are in each, and whether they are whole numbers."""
 
     ends: tuple[float, ...]  # (bins + 1,)
     counts: tuple[int, ...]  # (bins,)
+    whole: bool = False
+
+
+class _Halved(NamedTuple):
+    """Where a cell and its halves were halved, and the ends of the first that was."""
+
+    ends: list[float]
+    lower: float
+    upper: float
 
 
 def histogram(values: numpy.ndarray, minimum: int) -> Histogram | None:
-    """Return a site's histogram, None where it has fewer rows than `minimum`, or all but fewer have one value.
+    """Return a site's histogram, None where it would have fewer than three bins, which say nothing of scale.
+
+    Of two whole numbers beside each other, as of yes and no, two bins are enough.
 
     >>> histogram(numpy.array([1.0, 2.0, 3.0]), minimum=10) is None
     True
+    >>> histogram(numpy.array([0.0, 1.0] * 10), minimum=10)
+    Histogram(ends=(-0.5, 0.5, 1.5), counts=(10, 10), whole=True)
     """
-    known = moments(values, minimum)
-    if known is None or known.sd <= _FLAT_ENOUGH * abs(known.mean):
+    if len(values) < 2 * minimum:
         return None
-    step = _round_down(known.sd / _FINE)
-    first, last = (math.floor((known.mean + sign * _WITHIN * known.sd) / step) for sign in (-1, 1))
-    grid = numpy.array([number * step for number in range(first, last + 2)])
-    places = numpy.clip(numpy.searchsorted(grid, values, side="right") - 1, 0, len(grid) - 2)
-    counts = numpy.bincount(places, minlength=len(grid) - 1)
-    return _closed(*_merged(grid.tolist(), counts.tolist(), minimum), known)
+    values = numpy.sort(values)
+    top = math.ldexp(1.0, min(math.frexp(max(abs(values[0]), abs(values[-1])))[1], 1023))
+    halved = _halved(values, -top, top, minimum, _HALVED)
+    if halved is None:
+        return None
+    whole = bool((values != numpy.floor(values)).sum() < minimum)
+    if len(halved.ends) < 2 and not (whole and halved.upper - halved.lower == 2):
+        return None
+    below = numpy.searchsorted(values, halved.ends).tolist()
+    counts = [high - low for low, high in itertools.pairwise([0, *below, len(values)])]
+    shift = 0.5 if whole else 0.0
+    lower, *inner, upper = (end - shift for end in (halved.lower, *halved.ends, halved.upper))
+    if len(inner) > 1:
+        lower = max(lower, inner[0] - _tail(counts[0], inner[1] - inner[0], counts[1], whole))
+        upper = min(upper, inner[-1] + _tail(counts[-1], inner[-1] - inner[-2], counts[-2], whole))
+    return Histogram((lower, *inner, upper), tuple(counts), whole)
 
 
-def _merged(grid: list[float], counts: list[int], minimum: int) -> tuple[list[float], list[int]]:
-    """Return the inner ends and the counts of bins, merged from the left until each has enough rows."""
-    ends, sums, waiting = list[float](), list[int](), 0
-    for end, count in zip(grid[1:], counts, strict=True):
-        waiting += count
-        if waiting >= minimum:
-            ends.append(end)
-            sums.append(waiting)
-            waiting = 0
-    sums[-1] += waiting
-    return ends[:-1], sums
+def _tail(count: int, width: float, beside: int, whole: bool) -> float:
+    """Return the width of an outer bin, from the width and the rows of the bin beside it."""
+    if whole and width == 1:  # classes, of which the last is the last
+        return 1.0
+    return _TAIL * count / beside * width
 
 
-def _closed(inner: list[float], counts: list[int], known: Moments) -> Histogram:
-    """Return the histogram with outer ends that follow from the rest."""
-    lower, upper = (known.mean + sign * _FLAT * known.sd for sign in (-1, 1))
-    if len(counts) > 2:
-        lower = inner[0] - (inner[1] - inner[0]) * counts[0] / counts[1]
-        upper = inner[-1] + (inner[-1] - inner[-2]) * counts[-1] / counts[-2]
-    elif inner:  # two bins
-        lower, upper = min(lower, 2 * inner[0] - upper), max(upper, 2 * inner[0] - lower)
-    return Histogram((lower, *inner, upper), tuple(counts))
+def _halved(values: numpy.ndarray, low: float, high: float, minimum: int, times: int) -> _Halved | None:
+    """Return where the cell of some ascending values is halved, None where it is not."""
+    while times and len(values) >= 2 * minimum and values[0] < values[-1]:
+        middle = (low + high) / 2
+        if not low < middle < high:
+            break
+        left, right = numpy.split(values, [numpy.searchsorted(values, middle)])
+        if len(left) >= minimum and len(right) >= minimum:
+            parts = _halved(left, low, middle, minimum, times - 1), _halved(right, middle, high, minimum, times - 1)
+            first, second = ([] if part is None else part.ends for part in parts)
+            return _Halved([*first, middle, *second], low, high)
+        values, low, high = (left, low, middle) if len(left) > len(right) else (right, middle, high)
+    return None
 
 
 def logarithm(part: Histogram) -> Histogram | None:
@@ -86,11 +115,32 @@ def logarithm(part: Histogram) -> Histogram | None:
     (5, 5)
     """
     if part.ends[0] > 0:
-        return part._replace(ends=tuple(map(math.log, part.ends)))
+        return part._replace(ends=tuple(map(math.log, part.ends)), whole=False)
     inner = [math.log(end) for end in part.ends[1:]]
     if len(inner) < 3:
         return None
-    return part._replace(ends=(inner[0] - (inner[1] - inner[0]) * part.counts[0] / part.counts[1], *inner))
+    lower = inner[0] - _tail(part.counts[0], inner[1] - inner[0], part.counts[1], whole=False)
+    return part._replace(ends=(lower, *inner), whole=False)
+
+
+def mean_and_squares(parts: Sequence[Histogram]) -> tuple[float, float]:
+    """Return the mean of all rows and the sum of squares about it; the same bits in any order of sites.
+
+    >>> mean_and_squares([Histogram((-0.5, 0.5, 1.5), (10, 10), whole=True)])
+    (0.5, 5.0)
+    """
+    bins = [
+        (count, (low + high) / 2, max((high - low) ** 2 - part.whole, 0.0) / 12)
+        for part in parts
+        for (low, high), count in zip(itertools.pairwise(part.ends), part.counts, strict=True)
+    ]
+    mean = math.fsum(count * middle for count, middle, _ in bins) / rows(parts)
+    return mean, math.fsum(count * ((middle - mean) ** 2 + within) for count, middle, within in bins)
+
+
+def rows(parts: Sequence[Histogram]) -> int:
+    """Return how many rows there are."""
+    return sum(sum(part.counts) for part in parts)
 
 
 def quantiles(parts: Sequence[Histogram], probabilities: Sequence[float]) -> list[float]:
@@ -122,9 +172,3 @@ def power_sums(parts: Sequence[Histogram], mean: float, sd: float, degree: int) 
             for p, terms in enumerate(sums, start=1):
                 terms.append(count * (high**p - low**p) / (p * (high - low)))
     return [math.fsum(terms) for terms in sums]
-
-
-def _round_down(value: float) -> float:
-    """Return the largest of 1, 2 and 5 times a power of ten that is at most `value`."""
-    power = 10.0 ** math.floor(math.log10(value))
-    return max(factor * power for factor in (1.0, 2.0, 5.0) if factor * power <= value * (1 + 1e-9))

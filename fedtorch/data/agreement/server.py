@@ -11,14 +11,14 @@ design. Questions and answers are JSON.
 
 >>> import pandas
 >>> from fedtorch.data.agreement.site import Answers, Disclosure
->>> frame = pandas.DataFrame({"age": [50.0 + i for i in range(20)], "sex": ["f", "m"] * 10, "y": [0.5, 1.5] * 10})
+>>> frame = pandas.DataFrame({"age": [30.0 + i for i in range(60)], "sex": ["f", "m"] * 30, "y": [0.5, 1.5] * 30})
 >>> design = agreed(Request("y ~ scale(age) + sex", minimum=5), {"a": Answers(frame), "b": Answers(frame)})
 Traceback (most recent call last):
 ValueError: Expected sites that agree on 'y ~ scale(age) + sex', but got from site 'a', 'b': the site tells
 nothing of fewer than 10 rows, but was asked for 5
 >>> design = agreed(Request("y ~ scale(age) + sex"), {"a": Answers(frame), "b": Answers(frame)})
 >>> design.columns, design.encoding.scales["scale(age)"].mean
-(('Intercept', 'scale(age)', 'sex[T.m]'), 59.5)
+(('Intercept', 'scale(age)', 'sex[T.m]'), 57.6)
 """
 
 from __future__ import annotations
@@ -35,7 +35,13 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.data.formulas.encoding import Encoding, Levels, Scale
 from fedtorch.data.formulas.grammar import Formula, Quantity
 from fedtorch.data.formulas.parsing import parse
-from fedtorch.data.formulas.requirements import declared_levels, requirements, unordered_response, warn_of_numbers
+from fedtorch.data.formulas.requirements import (
+    declared_levels,
+    requirements,
+    rounded,
+    unordered_response,
+    warn_of_numbers,
+)
 
 _NONE: Mapping[str, Any] = MappingProxyType({})
 Conversation = Generator[dict[str, Any], Mapping[str, Any], Design]
@@ -50,6 +56,7 @@ class Request(NamedTuple):
     levels: Mapping[str, Sequence[Any]] = _NONE  # declared, by column, the reference first
     other: Mapping[str, str] = _NONE  # by column, the level as which rows count whose own is too rare
     bounds: Mapping[str, tuple[float, float]] = _NONE  # by column, the outer knots of splines
+    scales: Mapping[str, tuple[float, float]] = _NONE  # declared means and sds, by column or "log(column)"
     standardise: bool = True  # whether columns of x that are numbers as they are get centred and scaled
     offset: str | None = None
     weights: str | None = None
@@ -67,6 +74,12 @@ class Request(NamedTuple):
         for name, part in {"levels": self.levels, "other": self.other, "bounds": self.bounds}.items():
             if unknown := [column for column in part if column not in formula.columns]:
                 raise ValueError(f"Expected {name}= of columns {list(formula.columns)}, but got {unknown}")
+        quantities = [formula.response, *(variable.quantity for variable in formula.variables)]
+        if unknown := [name for name in self.scales if name not in [quantity.name for quantity in quantities]]:
+            raise ValueError(f"Expected scales= of {[quantity.name for quantity in quantities]}, but got {unknown}")
+        for name, (mean, sd) in self.scales.items():
+            if not (math.isfinite(mean) and 0 < sd < math.inf):
+                raise ValueError(f"Expected a mean and a positive sd of {name!r}, but got {mean} and {sd}")
         for column, (lower, upper) in self.bounds.items():
             if not lower < upper:
                 raise ValueError(f"Expected bounds of {column!r} in ascending order, but got {lower} and {upper}")
@@ -156,9 +169,12 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
     for column in text:
         _check_alike(column, known.where_text(column), list(known.answers))
     wanted = described(formula, needs, _also(request, formula))
-    told = [quantity for quantity in wanted if quantity in needs.quantities or known.tells(quantity)]
-    flat = [] if formula.response in needs.quantities else [formula.response]  # of which no scale is needed
-    scales = {quantity: known.scale(quantity) for quantity in told if quantity not in flat or known.varies(quantity)}
+    given = {name: Scale(float(mean), float(sd)) for name, (mean, sd) in request.scales.items()}
+    scales = {
+        quantity: given.get(quantity.name) or known.scale(quantity)
+        for quantity in wanted
+        if quantity != formula.response
+    }
     levels = {
         column: declared.get(column) or known.levels(column, request.other.get(column)) for column in needs.levels
     }
@@ -174,10 +190,23 @@ def _design(request: Request, formula: Formula, declared: Mapping[str, Levels], 
             variable.name: known.polynomial(variable, scales[variable.quantity]) for variable in needs.polynomials
         },
         scales={variable.name: scales[variable.quantity] for variable in needs.scales},
-        response=scales.get(formula.response),
+        response=given.get(formula.response.name) or _response(request, formula, wanted, known),
     )
     design = Design(request.formula, encoding, request.group, request.offset, request.weights, request.trials)
     return _standardised(design, scales, known) if request.standardise else design
+
+
+def _response(request: Request, formula: Formula, wanted: Sequence[Quantity], known: SiteAnswers) -> Scale | None:
+    """Return the scale of a response less its offsets; None where no site tells of it, as where it does not vary.
+
+    Its sd is the response's alone. A histogram of the difference would be a second one of the same rows, and which
+    offsets make it is for who asks to say.
+    """
+    offsets = [*formula.offset, *([] if request.offset is None else [Quantity(request.offset)])]
+    if formula.response not in wanted or not all(map(known.tells, [formula.response, *offsets])):
+        return None
+    scale = known.scale(formula.response)
+    return rounded(Scale(math.fsum([scale.mean, *(-known.scale(each).mean for each in offsets)]), scale.sd))
 
 
 def _also(request: Request, formula: Formula) -> list[str]:
@@ -197,7 +226,7 @@ def _standardised(design: Design, scales: Mapping[Quantity, Scale], known: SiteA
         if variable.function == "center" and scale is not None:
             chosen[variable.name] = Scale(0.0, scale.sd)
         if variable.function == "poly":  # whose sum of squares is about 1
-            sd = 1.0 / math.sqrt(max(known.moments(variable.quantity).rows - 1, 1))
+            sd = rounded(Scale(0.0, 1.0 / math.sqrt(max(known.rows(variable.quantity) - 1, 1)))).sd
             chosen |= {f"{variable.name}[{i + 1}]": Scale(0.0, sd) for i in range(variable.number)}
     every = [chosen.get(name, Scale(0.0, 0.0)) for name in design.columns]
     return design.standardised([scale.mean for scale in every], [scale.sd for scale in every])

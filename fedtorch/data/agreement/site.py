@@ -6,8 +6,8 @@
 >>> site = Answers(frame, Disclosure(minimum=5))
 >>> question = {"step": "describe", "minimum": 5, "declared": [], "also": [], "offset": []}
 >>> said = site.answer({**question, "formula": "y ~ scale(age) + sex"})
->>> said["levels"], said["moments"]["age"]
-({'sex': ['f', 'm']}, [20, 59.5, 665.0])
+>>> said["levels"], said["histograms"]["age"]
+({'sex': ['f', 'm']}, [[43.5, 55.5, 63.5, 75.5], [6, 8, 6], True])
 >>> site.answer({**question, "formula": "y ~ I(age)"})["refused"]
 "Expected column names, ..., but got the function I(…) at character 4 of the formula, near 'y ~ I(age)'"
 """
@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
-from fedtorch.data.agreement.histogram import histogram
-from fedtorch.data.agreement.moments import moments
+from fedtorch.data.agreement.histogram import Histogram, histogram
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.design import Design
@@ -76,20 +75,18 @@ class Answers:
         offset = _texts(question, "offset")
         self._has(offset)
         self.disclosure.check(minimum, (*formula.columns, *offset))
-        offsets = {formula.response: (*formula.offset, *map(Quantity, offset))}
         text = [column for column in formula.columns if not self._cells.numeric(column)]
         needs = _needs(formula, {*text, *declared})
-        means, spreads = described(formula, needs, also), spread(needs)
-        {quantity: self._values(quantity) for quantity in dict.fromkeys([*means, *spreads])}
+        offsets = (*formula.offset, *map(Quantity, offset))
+        asked = dict.fromkeys([*described(formula, needs, also), *spread(needs), *offsets])
+        for quantity in asked:
+            self._values(quantity)
         undeclared = [column for column in needs.levels if column not in declared]
-        columns = dict.fromkeys(Quantity(quantity.column) for quantity in spreads)
+        columns = dict.fromkeys(quantity.column for quantity in asked)
         return {
             "text": [column for column in text if column not in declared],
             "objects": [column for column in needs.levels if column not in declared and self._cells.objects(column)],
-            "moments": {
-                each.name: self._once("mean of", each, minimum, moments, offsets.get(each, ())) for each in means
-            },
-            "histograms": {each.name: self._once("histogram of", each, minimum, histogram) for each in columns},
+            "histograms": {column: self._histogram(column, minimum) for column in columns},
             "levels": {column: self._levels(column, minimum) for column in undeclared},
         }
 
@@ -130,17 +127,32 @@ class Answers:
                 f"the site has no column {absent[0]!r} that the formula reads; correct it, or leave the site out"
             )
 
-    def _once(
-        self, what: str, quantity: Quantity, minimum: int, tell: Callable[..., Any], less: Sequence[Quantity] = ()
-    ) -> Any:
-        whose = " less ".join(map(_whose, (quantity, *less)))
-        return self._log.once(f"{what} {whose}", minimum, lambda: tell(self._values(quantity, less), minimum))
+    def _histogram(self, column: str, minimum: int) -> list[Any] | None:
+        """Return the histogram of a column as it was told before, or as it is.
 
-    def _values(self, quantity: Quantity, less: Sequence[Quantity] = ()) -> numpy.ndarray:
-        """Return the numbers of a quantity that are there, less those of others."""
+        Beside the names of its common levels, its counts would be those of the others.
+        """
+        if self._log.has_told(f"levels of {column!r}"):
+            raise Refused(
+                f"the site has told which levels of {column!r} are common, and does not tell its histogram too; write "
+                "it as a factor"
+            )
+        told: list[Any] | None = self._log.once(f"bins of {column!r}", minimum, lambda: self._bins(column, minimum))
+        return told
+
+    def _bins(self, column: str, minimum: int) -> Histogram | None:
+        """Return the histogram of a column; where few cells are missing, they count in the bin of most rows."""
+        values = self._values(Quantity(column))
+        made, missing = histogram(values, minimum), len(self._cells) - len(values)
+        if made is None or missing >= minimum:
+            return made
+        counts = list(made.counts)
+        counts[counts.index(max(counts))] += missing
+        return made._replace(counts=tuple(counts))
+
+    def _values(self, quantity: Quantity) -> numpy.ndarray:
+        """Return the numbers of a quantity that are there."""
         values = self._numbers(quantity)
-        for other in less:
-            values = values - self._numbers(other)
         return values[~numpy.isnan(values)]
 
     def _numbers(self, quantity: Quantity) -> numpy.ndarray:
@@ -158,6 +170,11 @@ class Answers:
         return numpy.log(values)
 
     def _levels(self, column: str, minimum: int) -> list[str]:
+        if self._log.has_told(f"bins of {column!r}"):
+            raise Refused(
+                f"the site has told its histogram of {column!r}, and does not tell which levels are common too; "
+                f"declare them, levels={{{column!r}: [...]}}"
+            )
         return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
@@ -191,10 +208,6 @@ def described(formula: Formula, needs: Requirements, also: Sequence[str]) -> tup
     every = dict.fromkeys([formula.response, *(variable.quantity for variable in formula.variables)])
     wanted = {*needs.quantities, *(each for each in every if each.name in also and each.column in needs.numbers)}
     return tuple(each for each in every if each in wanted)
-
-
-def _whose(quantity: Quantity) -> str:
-    return f"the logarithm of {quantity.column!r}" if quantity.log else repr(quantity.column)
 
 
 def spread(needs: Requirements) -> tuple[Quantity, ...]:

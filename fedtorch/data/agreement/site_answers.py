@@ -11,14 +11,23 @@ from typing import Any, NamedTuple
 
 import numpy
 
-from fedtorch.data.agreement.histogram import Histogram, bounds, logarithm, power_sums, quantiles
-from fedtorch.data.agreement.moments import Moments, joined
+from fedtorch.data.agreement.histogram import (
+    Histogram,
+    bounds,
+    logarithm,
+    mean_and_squares,
+    power_sums,
+    quantiles,
+    rows,
+)
 from fedtorch.data.formulas.cells import ordered_levels, shown
 from fedtorch.data.formulas.encoding import MOST_LEVELS, Levels, Polynomial, Scale, Spline
 from fedtorch.data.formulas.grammar import Quantity, Variable
 from fedtorch.data.formulas.requirements import (
     knot_probabilities,
+    nearest,
     polynomial_of_sums,
+    rounded,
     scale_of_sums,
     spline_of_quantiles,
 )
@@ -30,10 +39,10 @@ _MOST_BINS = 100_000
 class SiteAnswers(NamedTuple):
     """Answers of all sites, and what follows from them.
 
-    >>> by_site = {"a": {"moments": {"age": [20, 50.0, 1900.0]}}, "b": {"moments": {"age": None}}}
-    >>> answers = SiteAnswers(by_site, minimum=10)
+    >>> told = [[30.0, 40.0, 50.0, 60.0, 70.0], [20, 30, 40, 20], False]
+    >>> answers = SiteAnswers({"a": {"histograms": {"age": told}}, "b": {"histograms": {"age": None}}}, minimum=10)
     >>> answers.scale(Quantity("age"))
-    Scale(mean=50.0, sd=10.0)
+    Scale(mean=50.5, sd=10.3)
     """
 
     answers: Mapping[str, Mapping[str, Any]]  # by site
@@ -41,35 +50,40 @@ class SiteAnswers(NamedTuple):
     bounds: Mapping[str, tuple[float, float]] = MappingProxyType({})  # declared, by column
 
     def scale(self, quantity: Quantity) -> Scale:
-        """Return mean and sd of all rows.
+        """Return mean and sd of all rows of the sites that tell their histogram, as round numbers.
 
         Raises:
-            ValueError: no site tells them, or they do not vary.
+            ValueError: no site does, or they do not vary.
         """
-        return scale_of_sums(quantity.name, *self.moments(quantity))
+        parts = self._histograms(quantity)
+        mean, squares = mean_and_squares(parts)
+        return rounded(scale_of_sums(quantity.name, rows(parts), mean, squares))
 
-    def moments(self, quantity: Quantity) -> Moments:
-        """Return the moments of all rows of the sites that tell them; raise ValueError where none does."""
-        return joined(self._parts("moments", quantity.name, self._moments))
-
-    def varies(self, quantity: Quantity) -> bool:
-        """Return whether a quantity is not the same in all rows."""
-        return self.moments(quantity).squares > 0
+    def rows(self, quantity: Quantity) -> int:
+        """Return how many rows the sites have that tell their histogram."""
+        return rows(self._histograms(quantity))
 
     def tells(self, quantity: Quantity) -> bool:
-        """Return whether any site tells the mean of a quantity."""
-        return any(self._entry(site, "moments", quantity.name) is not None for site in self.answers)
+        """Return whether any site tells the histogram of a quantity."""
+        return bool(self._told(quantity))
 
     def spline(self, variable: Variable) -> Spline:
-        """Return knots at quantiles of the sites' histograms, between declared bounds or their outer ends."""
-        parts = self._histograms(variable)
-        lower, upper = self._bounds(variable.quantity, bounds(parts))
-        inner = [min(max(knot, lower), upper) for knot in quantiles(parts, knot_probabilities(variable.number))]
+        """Return knots at quantiles of the sites' histograms, between declared bounds or their outer ends.
+
+        They are round numbers as means are.
+        """
+        parts = self._histograms(variable.quantity)
+        mean, squares = mean_and_squares(parts)
+        sd = scale_of_sums(variable.quantity.name, rows(parts), mean, squares).sd
+        near = [nearest(end, sd) for end in bounds(parts)]
+        lower, upper = self._bounds(variable.quantity, (near[0], near[1]))
+        knots = [nearest(knot, sd) for knot in quantiles(parts, knot_probabilities(variable.number))]
+        inner = [min(max(knot, lower), upper) for knot in knots]
         return spline_of_quantiles(variable, inner, lower, upper)
 
     def polynomial(self, variable: Variable, scale: Scale) -> Polynomial:
         """Return polynomials that are orthogonal over the rows as the sites' histograms have them."""
-        sums = power_sums(self._histograms(variable), scale.mean, scale.sd, variable.number)
+        sums = power_sums(self._histograms(variable.quantity), scale.mean, scale.sd, variable.number)
         return polynomial_of_sums(variable, scale, numpy.array(sums))
 
     def levels(self, column: str, other: str | None) -> Levels:
@@ -118,29 +132,24 @@ class SiteAnswers(NamedTuple):
         lower, upper = self.bounds[quantity.column]
         return (math.log(lower), math.log(upper)) if quantity.log else (lower, upper)
 
-    def _histograms(self, variable: Variable) -> list[Histogram]:
-        parts = self._parts("histograms", variable.quantity.column, self._histogram)
-        if variable.quantity.log:
-            parts = [each for each in map(logarithm, parts) if each is not None]
+    def _histograms(self, quantity: Quantity) -> list[Histogram]:
+        """Return the histograms that the sites tell; raise ValueError where none does."""
+        parts = self._told(quantity)
         if not parts:
-            raise self._nobody("histogram", variable.quantity.name)
+            example = f"scales={{{quantity.name!r}: (2, 1)}}"
+            raise ValueError(
+                f"Expected a site that tells its histogram of {quantity.name!r}, but got none: at each, too few rows "
+                f"have different values to make bins of at least {self.minimum} rows. Declare a mean and an sd, round "
+                f"numbers such as {example}; write it as a factor, C({quantity.column}), or leave it out"
+            )
         return parts
 
-    def _parts(self, kind: str, name: str, read: Any) -> list[Any]:
-        """Return what the sites tell that tell it."""
-        entries = {site: self._entry(site, kind, name) for site in self.answers}
+    def _told(self, quantity: Quantity) -> list[Histogram]:
+        entries = {site: self._entry(site, "histograms", quantity.column) for site in self.answers}
         if silent := [site for site, entry in entries.items() if entry is None]:
-            _LOG.info("%s of %r: without %s, where too few rows are behind it", kind, name, silent)
-        parts = [read(site, name, entry) for site, entry in entries.items() if entry is not None]
-        if not parts:
-            raise self._nobody(kind, name)
-        return parts
-
-    def _nobody(self, kind: str, name: str) -> ValueError:
-        return ValueError(
-            f"Expected a site that tells its {kind} of {name!r}, but got none: at each fewer than {self.minimum} rows "
-            "have a value, or all but fewer have the same one; leave it out, or write it as a factor"
-        )
+            _LOG.info("histograms of %r: without %s, where too few rows are behind it", quantity.column, silent)
+        parts = [self._histogram(site, quantity.column, entry) for site, entry in entries.items() if entry is not None]
+        return [each for each in map(logarithm, parts) if each is not None] if quantity.log else parts
 
     def _entry(self, site: str, kind: str, name: str) -> Any:
         entries = self.answers[site].get(kind)
@@ -148,20 +157,14 @@ class SiteAnswers(NamedTuple):
             raise _wrong(site, f"{kind} of {name!r}", entries)
         return entries[name]
 
-    def _moments(self, site: str, name: str, entry: Any) -> Moments:
-        good = isinstance(entry, list) and len(entry) == 3 and _numbers(entry) and type(entry[0]) is int
-        if not good or entry[0] < self.minimum or entry[2] < 0:
-            raise _wrong(site, f"rows, mean and squares of {name!r}", entry)
-        return Moments(*entry)
-
     def _histogram(self, site: str, name: str, entry: Any) -> Histogram:
-        good = isinstance(entry, list) and len(entry) == 2 and all(isinstance(part, list) for part in entry)
-        ends, counts = entry if good else ([], [])
+        good = isinstance(entry, list) and len(entry) == 3 and all(isinstance(part, list) for part in entry[:2])
+        ends, counts, whole = entry if good else ([], [], None)
         good = good and _numbers(ends) and 1 <= len(counts) <= _MOST_BINS and len(ends) == len(counts) + 1
-        good = good and all(low < high for low, high in itertools.pairwise(ends))
+        good = good and type(whole) is bool and all(low < high for low, high in itertools.pairwise(ends))
         if not good or not all(type(count) is int and self.minimum <= count < 2**53 for count in counts):
             raise _wrong(site, f"a histogram of {name!r}", entry)
-        return Histogram(tuple(map(float, ends)), tuple(counts))
+        return Histogram(tuple(map(float, ends)), tuple(counts), whole)
 
 
 def _numbers(values: list[Any]) -> bool:

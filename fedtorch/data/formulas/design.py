@@ -32,6 +32,7 @@ from fedtorch.data.formulas.evaluation import design_matrix, outside
 from fedtorch.data.formulas.grammar import INTERCEPT, Formula
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.random_terms import random_columns
+from fedtorch.data.formulas.requirements import rounded
 
 _FAR = 30.0  # sds from 0 at which slopes that are not correlated with intercepts are no model that anybody means
 _SERIAL = ("formula", "group", "offset", "weights", "trials")
@@ -132,6 +133,23 @@ class Design:
         """Return the columns of a frame that the design reads, that of clients left out: the response first."""
         more = [column for column in (self.offset, self.weights, self.trials) if column is not None]
         return tuple(dict.fromkeys([*self.parsed.columns, *more]))
+
+    @property
+    def constants(self) -> tuple[str, ...]:
+        """Return what numbers are centred and scaled by, where these are the round numbers that clients agree on.
+
+        >>> encoding = Encoding(standard={"age": Scale(50.0, 10.0)}, response=Scale(1.234567, 2.0))
+        >>> Design("y ~ age", encoding).constants
+        ('age: 50 ± 10',)
+        """
+        known = {self.response: self.encoding.response}
+        for variable in self.parsed.variables:
+            scale = self.encoding.standard.get(variable.name)
+            known[variable.quantity.name] = self.encoding.scales.get(variable.name) or (
+                None if variable.number else scale
+            )
+        shown = {name: scale for name, scale in known.items() if scale is not None and rounded(scale) == scale}
+        return tuple(f"{name}: {scale.mean:g} ± {scale.sd:g}" for name, scale in shown.items())
 
     def original(self, mean: Tensor, covariance: Tensor) -> tuple[Tensor, Tensor]:
         """Return mean `(..., d)` and covariance `(..., d, d)` of coefficients in the units of the columns.

@@ -17,6 +17,7 @@ import math
 import re
 import warnings
 from collections.abc import Collection, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import numpy
@@ -162,6 +163,29 @@ def scale_of_sums(name: str, count: float, mean: float, squares: float) -> Scale
             "of the formula"
         )
     return Scale(mean, sd)
+
+
+def nearest(value: float, sd: float) -> float:
+    """Return a round number near a value: a multiple of 1, 2 or 5 times a power of ten, at most 1 % of an sd.
+
+    >>> nearest(61.5432, 9.87), nearest(-0.0, 3.0)
+    (61.55, 0.0)
+    """
+    if not sd > 0:
+        return value
+    exponent = math.floor(math.log10(sd / 100))
+    step = max(factor for factor in (1, 2, 5) if factor * 10.0**exponent <= sd / 100 * (1 + 1e-9))
+    ticks = Fraction(value) / (step * Fraction(10) ** exponent)
+    return float(round(ticks) * step * Fraction(10) ** exponent)
+
+
+def rounded(scale: Scale) -> Scale:
+    """Return a mean and an sd as round numbers.
+
+    >>> rounded(Scale(61.5432, 9.8765))
+    Scale(mean=61.55, sd=9.9)
+    """
+    return Scale(nearest(scale.mean, scale.sd), nearest(scale.sd, scale.sd))
 
 
 def power_sums(values: numpy.ndarray, scale: Scale, degree: int) -> numpy.ndarray:

@@ -27,6 +27,7 @@ from fedtorch.tree import Tree
 if TYPE_CHECKING:
     import pandas
 
+_AGREED = ("other", "bounds", "scales")  # that only clients who agree by a minimum need
 _MISSING = ("refuse", "drop", "impute")
 
 
@@ -46,6 +47,7 @@ def from_frame(
     minimum: int | None = None,
     other: Mapping[str, str] | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
+    scales: Mapping[str, tuple[float, float]] | None = None,
     design: Design | None = None,
     dtype: torch.dtype | None = None,
 ) -> FederatedData:
@@ -81,10 +83,13 @@ def from_frame(
             `data.missing()` and [missing values](../howto/missing.md).
         minimum: with a formula, clients agree on levels, knots, means and scales as sites of other organisations do,
             where nothing is told of fewer rows: a level counts if one client has so many rows of it, levels are in the
-            order of their names, and knots are quantiles of histograms. Default: those of all rows together.
+            order of their names, means, sds and knots are round numbers (1 % of the sd) that follow from histograms.
+            Default: those of all rows together, exactly.
         other: with a minimum, the level of a factor as which rows count whose own is too rare, column -> name. It comes
             last, so that the first of the other levels is the reference.
         bounds: with a minimum, the outer knots of splines, column -> (lower, upper).
+        scales: with a minimum, declared means and sds of columns of which clients tell too little, by column or
+            "log(column)", also of the response: `{"nyha": (2, 1)}`.
         design: in place of a formula, that of other rows, such as the training set's: the same encoding.
         dtype: of x, and of y when the target is a float; default: float32, with a formula float64.
 
@@ -106,7 +111,7 @@ def from_frame(
     """
     if missing not in _MISSING:
         raise ValueError(f"Expected missing= as one of {list(_MISSING)}, but got {missing!r}")
-    agreement = {"minimum": minimum, "other": other, "bounds": bounds}
+    agreement = {"minimum": minimum, "other": other, "bounds": bounds, "scales": scales}
     by_formula = {"levels": levels, "offset": offset, "weights": weights, "trials": trials, **agreement}
     if formula is None and design is None:
         if features is None or target is None:
@@ -146,10 +151,10 @@ def from_frame(
 
 
 def _pooled(formula: Formula, table: pandas.DataFrame, client: str, settings: dict[str, Any]) -> Design:
-    given = [name for name in ("other", "bounds") if settings[name] is not None]
+    given = [name for name in _AGREED if settings[name] is not None]
     if given:
         raise TypeError(f"Expected {given} with a minimum, but got none; pass minimum=10, or declare levels=")
-    settings = {name: value for name, value in settings.items() if name not in ("minimum", "other", "bounds")}
+    settings = {name: value for name, value in settings.items() if name not in ("minimum", *_AGREED)}
     return pooled_design(formula, Cells(table, client), **settings)
 
 

@@ -230,7 +230,8 @@ class Run(Scored, Resumable):
         Rows are named by coefficient. `sd(age)` is the sd of a coefficient over clients, `cor(age, sex)` a correlation
         there, `sigma` the sd of the noise; `n` counts the rows that a number is estimated from, and clients, of what
         differs between them. Of draws there are `r_hat` and `ess`, ArviZ's. The frame writes itself as a table:
-        `to_markdown()`, `to_html()`, `to_latex()`.
+        `to_markdown()`, `to_html()`, `to_latex()`. Where clients have agreed on a formula, means and sds of its columns
+        are printed below it, "age: 50 ± 10", and are in `attrs["scales"]`.
 
         Args:
             level: of the intervals.
@@ -252,7 +253,10 @@ class Run(Scored, Resumable):
             | level | 1.57 | 0.47 | 0.79 to 2.35 | 80 |
             | sd(level) | 1.05 | 0.37 | 0.56 to 1.73 | 4 |
         """
-        return posterior_of(self.algorithm).estimates(self, **options).table(level)
+        table = posterior_of(self.algorithm).estimates(self, **options).table(level)
+        if self.design is not None and self.design.constants:
+            table.attrs["scales"] = self.design.constants
+        return table
 
     def disclosure(self, brief: bool = False) -> pd.DataFrame:
         """Return what leaves a client or a site in this run, a row for each field of what it says.

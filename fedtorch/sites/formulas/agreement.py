@@ -28,6 +28,7 @@ def agree(
     levels: Mapping[str, Sequence[Any]] | None = None,
     other: Mapping[str, str] | None = None,
     bounds: Mapping[str, tuple[float, float]] | None = None,
+    scales: Mapping[str, tuple[float, float]] | None = None,
     standardise: bool = True,
     offset: str | None = None,
     weights: str | None = None,
@@ -51,6 +52,8 @@ def agree(
         levels: declared levels of factors, column -> values, the reference first; sites tell those of others.
         other: the level of a factor as which rows count whose own is too rare to be told, column -> name.
         bounds: the outer knots of splines, column -> (lower, upper).
+        scales: declared means and sds of columns of which sites tell too little, by column or `"log(column)"`:
+            `{"nyha": (2, 1)}`.
         standardise, offset, weights, trials: see `ft.data.from_frame`.
         seconds: the longest wait for answers.
         timeout: the longest wait for sites to connect.
@@ -67,18 +70,19 @@ def agree(
         >>> from fedtorch.sites import Hub, SiteConfiguration, agree, join
         >>> from fedtorch.sites.streams import memory
         >>> host, algorithms = Hub(), {"regression": lambda design: ft.ep(hierarchical.regression(design))}
-        >>> frame = pandas.DataFrame({"ward": "7", "age": [50.0 + i for i in range(20)], "score": [0.5, 1.5] * 10})
+        >>> frame = pandas.DataFrame({"ward": "7", "age": [30.0 + i for i in range(60)], "score": [0.5, 1.5] * 30})
         >>> configuration = SiteConfiguration.of_frame(frame, "ward", algorithms)
         >>> dial = lambda: memory.link(host, "clinic")
         >>> site = threading.Thread(target=join, args=(dial, configuration), daemon=True)
         >>> site.start()
         >>> design = agree(host, ["clinic"], "score ~ age + (1 | ward)", client="ward")
         >>> design.columns, design.encoding.standard["age"].mean
-        (('Intercept', 'age'), 59.5)
+        (('Intercept', 'age'), 57.6)
     """
     expected.positive(seconds=seconds, timeout=timeout)
     request: Request | Design = formula if isinstance(formula, Design) else Request(
-        formula, minimum, client, levels or {}, other or {}, bounds or {}, standardise, offset, weights, trials
+        formula, minimum, client, levels or {}, other or {}, bounds or {}, scales or {}, standardise, offset, weights,
+        trials,
     )  # fmt: skip
     asked = Sites(host, sites, alike=False)
     asked.meet(timeout)

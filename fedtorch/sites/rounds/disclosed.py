@@ -32,7 +32,6 @@ _COLUMN = "what at least `minimum` rows of a site have in common; of fewer, that
 _AGREED = {
     "text": Learns("which columns are text"),
     "objects": Learns("which columns hold whole numbers among other things"),
-    "moments.*": Learns("of a column of few values, how many rows have each", helps="levels, Policy(columns=…)"),
     "histograms.*": Learns(_COLUMN, helps="Policy(columns=…, minimum=…)"),
     "levels.*": Learns(_COLUMN, helps="declared levels"),
     "rows": Learns("how many rows the site has"),

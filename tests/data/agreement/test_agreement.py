@@ -59,20 +59,44 @@ def question(formula: str, **more: Any) -> dict[str, Any]:
 # -- beside pooled rows ------------------------------------------------------------------------------------------------
 
 
-def test_means_and_scales_are_those_of_pooled_rows() -> None:
+def near(found: Any, values: pandas.Series, part: float = 0.06) -> bool:
+    """Return whether a mean and an sd are those of values, to a part of an sd, and round numbers of 1 % of it."""
+    whole = [number / (10.0 ** numpy.floor(numpy.log10(found.sd / 100))) for number in found]
+    assert numpy.abs(numpy.round(whole) - whole).max() < 1e-6
+    return bool(numpy.abs(numpy.array(found) - (values.mean(), values.std())).max() < part * values.std())
+
+
+def test_means_and_scales_are_near_those_of_pooled_rows_and_round() -> None:
     encoding = agreed(Request(FORMULA), sites(FRAMES)).encoding
-    crp = numpy.log(POOLED["crp"])
-    assert encoding.scales["scale(log(crp))"] == pytest.approx((crp.mean(), crp.std()), rel=1e-12)
-    assert encoding.standard["age"] == pytest.approx((POOLED["age"].mean(), POOLED["age"].std()), rel=1e-12)
-    assert encoding.response == pytest.approx((POOLED["los"].mean(), POOLED["los"].std()), rel=1e-12)
+    assert near(encoding.scales["scale(log(crp))"], numpy.log(POOLED["crp"]))
+    assert near(encoding.standard["age"], POOLED["age"])
+    assert near(encoding.response, POOLED["los"])
+
+
+def test_of_columns_of_few_common_values_means_and_scales_are_exact_but_for_rounding() -> None:
+    draws = numpy.random.default_rng(0)
+    ill = {name: each.assign(ill=draws.choice(2, len(each), p=[0.7, 0.3])) for name, each in FRAMES.items()}
+    assert near(
+        agreed(Request("los ~ ill"), sites(ill)).encoding.standard["ill"], pandas.concat(ill.values())["ill"], 0.01
+    )
 
 
 @pytest.mark.parametrize("standardise", [True, False])
 def test_the_scale_of_the_response_is_known_for_priors(standardise: bool) -> None:
     settings: dict[str, Any] = {"client": "site", "formula": "los ~ age + (1 | site)", "standardise": standardise}
     people = pandas.concat([each.assign(site=name) for name, each in FRAMES.items()], ignore_index=True)
-    federated = ft.data.from_frame(people, minimum=10, **settings).design.encoding.response
-    assert federated == pytest.approx(ft.data.from_frame(people, **settings).design.encoding.response, rel=1e-12)
+    assert near(ft.data.from_frame(people, minimum=10, **settings).design.encoding.response, people["los"])
+    assert ft.data.from_frame(people, **settings).design.encoding.response == pytest.approx(
+        (people["los"].mean(), people["los"].std()), rel=1e-12
+    )
+
+
+def test_the_scale_of_a_response_with_offsets_is_of_the_response_alone() -> None:
+    """A histogram of the difference would be another one of the same rows."""
+    encoding = agreed(Request("los ~ age + offset(bmi)", offset="sbp"), sites(FRAMES)).encoding
+    assert encoding.response is not None
+    assert encoding.response.mean == pytest.approx((POOLED["los"] - POOLED["bmi"] - POOLED["sbp"]).mean(), abs=0.5)
+    assert encoding.response.sd == pytest.approx(POOLED["los"].std(), rel=0.1)
 
 
 def test_whole_numbers_held_as_objects_are_asked_about() -> None:
@@ -102,7 +126,7 @@ def test_knots_are_quantiles_to_the_width_of_a_bin() -> None:
     exact = numpy.quantile(values, [0.25, 0.5, 0.75])
     parts = [histogram(each["sbp"].to_numpy(), 10) for each in FRAMES.values()]
     width = max(max(b - a for a, b in pairwise(part.ends[1:-1])) for part in parts if part)
-    assert numpy.abs(numpy.array(spline.knots) - exact).max() < width <= values.std() / 2 + 0.1
+    assert numpy.abs(numpy.array(spline.knots) - exact).max() < width < 2 * values.std()
     assert not {spline.lower, spline.upper} & {values.min(), values.max()}
     assert ((values < spline.lower) | (values > spline.upper)).mean() < 0.03
 
@@ -121,8 +145,10 @@ def test_values_that_are_missing_are_left_out_of_the_sums_of_their_column_alone(
     holes = changed("b", age=FRAMES["b"]["age"].where(numpy.arange(200) % 4 > 0))
     design = agreed(Request("los ~ scale(age) + scale(bmi)"), sites(holes))
     ages = pandas.concat(holes.values())["age"]
-    assert design.encoding.scales["scale(age)"] == pytest.approx((ages.mean(), ages.std()), rel=1e-12)
-    assert design.encoding.scales["scale(bmi)"] == pytest.approx((POOLED["bmi"].mean(), POOLED["bmi"].std()), rel=1e-12)
+    assert near(design.encoding.scales["scale(age)"], ages)
+    assert near(design.encoding.scales["scale(bmi)"], POOLED["bmi"])
+    whole = agreed(Request("los ~ scale(age) + scale(bmi)"), sites(FRAMES))
+    assert design.encoding.scales["scale(bmi)"] == whole.encoding.scales["scale(bmi)"]
 
 
 def test_the_order_of_the_sites_changes_no_bit() -> None:
@@ -257,7 +283,7 @@ def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
     first = Answers(frames[0], folder=tmp_path).answer(asked)
     assert "of other rows" not in caplog.text
     assert Answers(frames[1], folder=tmp_path).answer(asked) == first
-    assert "mean of 'age' as it told it before, of other rows than it has now; delete" in caplog.text
+    assert "bins of 'age' as it told it before, of other rows than it has now; delete" in caplog.text
     finer = Answers(FRAMES["a"], folder=tmp_path).answer({**asked, "minimum": 11})
     assert "with a minimum of 10 rows, and tells it with no other" in finer["refused"]
 
@@ -273,17 +299,73 @@ def test_a_site_hears_of_nothing_that_could_move_an_answer() -> None:
     assert alone["histograms"] == among["histograms"]
 
 
+@pytest.mark.parametrize(
+    ("first", "second"), [("stage", "C(stage)"), ("C(stage)", "stage"), ("C(stage)", "bs(stage, 4)")]
+)
+def test_a_column_is_told_as_numbers_or_by_its_levels(first: str, second: str) -> None:
+    """Bins beside the names of common levels would count the rare ones."""
+    site = Answers(FRAMES["a"].assign(stage=numpy.arange(300) % 5))
+    also = {"also": ["stage"]}
+    assert "refused" not in site.answer(question(f"los ~ {first}", **also))
+    assert "'stage'" in site.answer(question(f"los ~ {second}", **also))["refused"]
+    if second == "C(stage)":
+        assert "refused" not in site.answer(question(f"los ~ {second}", declared=["stage"]))
+
+
+def test_a_column_of_which_no_site_tells_enough_is_refused_with_what_to_declare() -> None:
+    """60 of class 1, 37 of 2, 2 of 3 and one of 4: the classes, and the mean of them, are counts."""
+    nyha = pandas.DataFrame(
+        {"score": numpy.random.default_rng(0).normal(size=100), "nyha": [1] * 60 + [2] * 37 + [3, 3, 4]}
+    )
+    for formula in (
+        "score ~ nyha",
+        "score ~ scale(nyha) + scale(log(nyha))",
+        "score ~ poly(nyha, 2)",
+        "score ~ bs(nyha, 4)",
+    ):
+        with pytest.raises(ValueError, match=r"histogram of 'nyha', .* Declare .* scales=\{'nyha': \(2, 1\)\}"):
+            agreed(Request(formula), sites({"a": nyha}))
+    scales = {"nyha": (2, 1), "log(nyha)": (0.5, 0.5)}
+    design = agreed(Request("score ~ scale(nyha) + scale(log(nyha))", scales=scales), sites({"a": nyha}))
+    assert design.encoding.scales == {"scale(nyha)": (2.0, 1.0), "scale(log(nyha))": (0.5, 0.5)}
+    settings: dict[str, Any] = {"client": "site", "formula": "score ~ nyha", "scales": {"nyha": (2, 1)}}
+    data = ft.data.from_frame(nyha.assign(site="a"), minimum=10, **settings)
+    assert data.design.encoding.standard["nyha"] == (2.0, 1.0)
+    with pytest.raises(TypeError, match=r"\['scales'\] with a minimum"):
+        ft.data.from_frame(nyha.assign(site="a"), **settings)
+
+
+@pytest.mark.parametrize(
+    ("scales", "why"),
+    [
+        ({"hiv": (0, 1)}, "scales= of .*but got"),
+        ({"age": (60, 0)}, "positive sd of 'age'"),
+        ({"age": (float("nan"), 1)}, "a mean"),
+    ],
+)
+def test_scales_that_are_none_are_refused(scales: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        agreed(Request("los ~ age", scales=scales), sites(FRAMES))
+
+
+@pytest.mark.parametrize(("missing", "told"), [(0, 300), (3, 300), (9, 300), (10, 290), (100, 200)])
+def test_how_many_cells_are_missing_is_told_of_at_least_the_minimum(missing: int, told: int) -> None:
+    holes = FRAMES["a"].assign(age=FRAMES["a"]["age"].where(numpy.arange(300) >= missing))
+    assert sum(Answers(holes).answer(question("los ~ scale(age)"))["histograms"]["age"][1]) == told
+
+
 def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
     site = Answers(FRAMES["a"])
     asked = question("los ~ scale(age)")
-    assert site.answer({**asked, "minimum": 301})["moments"] == {"age": None}
-    assert site.answer(asked)["moments"]["age"][0] == 300
+    assert site.answer({**asked, "minimum": 301})["histograms"] == {"age": None}
+    assert sum(site.answer(asked)["histograms"]["age"][1]) == 300
 
 
 def test_a_column_whose_name_is_that_of_a_logarithm_is_another() -> None:
     site = Answers(FRAMES["a"].assign(**{"log(crp)": 1.0 * numpy.arange(300)}))
     first, second = (site.answer(question(f"los ~ scale({name})")) for name in ("log(crp)", "`log(crp)`"))
-    assert first["moments"] != second["moments"]
+    assert first["histograms"].keys() == {"crp"}
+    assert second["histograms"].keys() == {"log(crp)"}
 
 
 def test_the_logarithm_of_a_column_has_the_bins_of_the_column() -> None:
@@ -346,13 +428,30 @@ def test_the_outer_ends_do_not_follow_the_smallest_and_the_largest_value() -> No
     assert first.ends == second.ends
 
 
+@pytest.mark.parametrize("name", ["normal", "lognormal", "years", "two values", "one value far away"])
+@pytest.mark.parametrize("minimum", [3, 10])
+def test_a_histogram_is_the_same_where_nobody_has_a_value_that_few_rows_have(name: str, minimum: int) -> None:
+    """A bin's rows might all have one other value, so that no value and no tail of few rows is sure to be there."""
+    values = numpy.sort(DRAWS[name](numpy.random.default_rng(1), 90))
+    part = histogram(values, minimum)
+    assert part is not None
+    shift = 0.5 if part.whole else 0.0
+    places = numpy.searchsorted(numpy.array(part.ends[1:-1]) + shift, values, side="right")
+    for place in range(len(part.counts)):
+        within, one = values[places == place], list[float]()
+        for value in numpy.unique(within):
+            if len(one) < 2 and histogram(numpy.where(places == place, value, values), minimum) == part:
+                one.append(value)
+        assert len(one) == 2 or (within == one[0]).sum() >= minimum
+
+
 def test_a_column_of_which_few_rows_differ_is_not_told() -> None:
     rare = changed("b", ill=[1.0] * 3 + [0.0] * 197)
     rare = {
         name: each if name == "b" else each.assign(ill=numpy.arange(len(each)) % 2.0) for name, each in rare.items()
     }
     every = said(rare, Request("los ~ scale(ill)"))
-    assert [every[0][name]["moments"]["ill"] is None for name in "abc"] == [False, True, False]
+    assert [every[0][name]["histograms"]["ill"] is None for name in "abc"] == [False, True, False]
 
 
 def test_a_small_site_tells_nothing_and_takes_part() -> None:
@@ -361,8 +460,7 @@ def test_a_small_site_tells_nothing_and_takes_part() -> None:
     assert every[0]["d"] == {
         "text": ["sex", "stage"],
         "objects": [],
-        "moments": {"los": None, "age": None, "log(crp)": None, "bmi": None},
-        "histograms": {"sbp": None, "bmi": None},
+        "histograms": {"los": None, "age": None, "crp": None, "sbp": None, "bmi": None},
         "levels": {"sex": [], "stage": []},
     }
     assert every[1]["d"] == {"rows": 9}
@@ -371,8 +469,9 @@ def test_a_small_site_tells_nothing_and_takes_part() -> None:
 @pytest.mark.parametrize(
     ("part", "entry"),
     [
-        ("moments", {"age": [3, 50.0, 10.0]}), ("moments", {"age": [20, float("nan"), 1.0]}), ("moments", {}),
-        ("histograms", {"sbp": [[1.0, 0.0], [20]]}), ("histograms", {"sbp": [[0.0, 1.0], [3]]}),
+        ("histograms", {"age": [[0.0, float("nan")], [20], False]}), ("histograms", {}), ("histograms", None),
+        ("histograms", {"age": [[1.0, 0.0], [20], False]}), ("histograms", {"age": [[0.0, 1.0], [3], False]}),
+        ("histograms", {"age": [[0.0, 1.0], [20]]}), ("histograms", {"age": [[0.0, 1.0], [20], 1]}),
         ("levels", {"sex": "f"}), ("text", None), ("objects", "sex"),
     ],
 )  # fmt: skip

@@ -261,8 +261,9 @@ def test_levels_that_are_not_in_order_or_not_there() -> None:
     words = frame.assign(rating=frame["rating"].map(dict(enumerate(["", "no", "bit", "yes", "very"]))))
     for minimum in (None, 1):
         with pytest.raises(ValueError, match=r"two levels, but got 4 levels of 'rating'; .*, levels=\{'rating'"):
-            read(words, levels=None, minimum=minimum)
-    declared = read(words, levels={"rating": ["no", "bit", "yes", "very"]}, minimum=5)
+            read(words, levels=None, minimum=minimum, scales=minimum and {"period": (4, 1)})
+    levels = {"rating": ["no", "bit", "yes", "very"]}
+    declared = read(words, levels=levels, minimum=5, scales={"period": (4, 1)})
     assert declared.design.encoding.levels["rating"].names == ("no", "bit", "yes", "very")
     ordered = pd.Categorical(words["rating"], ["no", "bit", "yes", "very"], ordered=True)
     model = hierarchical.regression(read(words.assign(rating=ordered), levels=None).design, "cumulative")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,24 @@ def test_sites_agree_on_the_bits_of_one_process_and_run_by_them() -> None:
     assert distance(runs[0].server, runs[1].server) < ROUNDING
     saved = bytes(runs[0].state_dict()["design"].tolist()).decode()
     assert ft.data.Design.from_json(saved) == design
+
+
+def test_a_summary_prints_the_round_numbers_that_sites_have_agreed_on() -> None:
+    host = loopback()
+    design = agree(host, NAMES, "y ~ age + (1 | clinic)", client="clinic", scales={"y": (6, 2)})
+    scale = design.encoding.standard["age"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of rounds that are too few
+        run = ft.run(regression(design), Remote(host, NAMES, "it"), rounds=2)
+        table = run.summary(tolerance=torch.inf)
+    assert str(table).endswith(f"scaled by y: 6 ± 2; age: {scale.mean:g} ± {scale.sd:g}")
+    together = pandas.concat(FRAMES.values())
+    exact = ft.data.from_frame(together, client="clinic", formula="y ~ age + (1 | clinic)")
+    assert exact.design is not None
+    assert exact.design.constants == ()
+    assert exact.design.encoding.standard["age"] == pytest.approx(
+        (together["age"].mean(), together["age"].std()), rel=1e-12
+    )
 
 
 def test_nothing_of_single_rows_is_in_what_sites_send() -> None:

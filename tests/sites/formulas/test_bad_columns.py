@@ -24,7 +24,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def frame(**changes: Any) -> pd.DataFrame:
     """Falls on a ward, of which the fourth row is changed."""
     draw = np.random.default_rng(0)
-    made = pd.DataFrame({"ward": "secret ward", "age": draw.normal(60, 10, 30), "falls": draw.poisson(2.0, 30)})
+    made = pd.DataFrame({"ward": "secret ward", "age": draw.normal(60, 10, 90), "falls": draw.poisson(2.0, 90)})
     made = made.assign(days=7.0, w=1.0, n=9).astype({"falls": float, "n": float})
     for column, value in changes.items():
         made.loc[3, column] = value
