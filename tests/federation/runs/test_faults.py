@@ -278,8 +278,8 @@ def test_refusals() -> None:
 
 def test_fates_are_disjoint_when_everything_hits() -> None:
     everybody = lambda key, ids: torch.ones(len(ids), dtype=torch.bool)
-    found = faults.fates(ft.Faults(after=everybody, late=everybody), random.key(0), None, 3)
+    found = faults.fates(ft.Faults(after=everybody, late=everybody), random.key(0), None, torch.arange(3))
     assert (found.late.tolist(), found.after.tolist()) == ([0, 1, 2], [])
-    found = faults.fates(ft.Faults(everybody, everybody, everybody), random.key(0), torch.tensor([1]), 3)
+    found = faults.fates(ft.Faults(everybody, everybody, everybody), random.key(0), torch.tensor([1]), torch.arange(3))
     assert [ids.tolist() for ids in (found.before, found.late, found.after)] == [[1], [], []]
     assert tree.leaves(found.hear)[0].tolist() == []

@@ -56,7 +56,7 @@ class Spending:
         self._check, self._rate, self._size, self.expected = check, sampling_rate, size, 0.0
         self._clients = 0
         self._purpose: Purpose | None = None
-        self._turns: tuple[Tensor, Tensor] | None = None  # the open round's key and its clients
+        self._turns: Tensor | None = None  # what the open round's clients draw with
         self._begun = torch.zeros(0, dtype=torch.int64)
         self._drawn: set[tuple[str, bytes]] = set()
 
@@ -83,14 +83,14 @@ class Spending:
         """Return whether the ledger's budget has room for another round."""
         return self.ledger.allows(self.release, self.count)
 
-    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+    def spend(self, round: int, asked: Tensor | None, keys: Tensor) -> None:
         """Write a round down; from here on its noise can be drawn, once; see `Budget.spend`."""
         self._purpose = None
         self.ledger.spend(round, self.release, self.count)
         ids = torch.arange(self._clients) if asked is None else asked
         roster = hashlib.sha256(ids.numpy().tobytes()).digest()
         self._purpose, self._drawn = self.purpose(round, "", roster), set()
-        self._turns, self._begun = (key, ids), torch.zeros(0, dtype=torch.int64)
+        self._turns, self._begun = keys.cpu(), torch.zeros(0, dtype=torch.int64)
 
     def begin(self, keys: Tensor, purpose: int | None = None) -> None:
         """Note that the clients with these keys `(K,)` begin their work of the open round, which each may do once.
@@ -104,8 +104,7 @@ class Spending:
         """
         if not len(keys):
             return
-        keys = keys.cpu()
-        theirs = None if self._turns is None else random.fold_in(*self._turns)
+        keys, theirs = keys.cpu(), self._turns
         if theirs is not None and purpose is not None:
             theirs = random.fold_in(theirs, purpose)
         if theirs is None or not bool(torch.isin(keys, theirs).all()) or bool(torch.isin(keys, self._begun).any()):
