@@ -105,7 +105,8 @@ def test_of_two_shares_the_smaller_counts_and_other_faults_stay() -> None:
     both = ft.partial_work(1.0, shares=SHARES) | ft.partial_work(1.0, shares=1.2 - SHARES) | ft.dropouts(0.5)
     assert both.before is not None
     assert both.work is not None
-    assert both.work(ft.random.fold_in(ft.random.key(0), torch.arange(4)), torch.arange(4)).tolist() == pytest.approx([0.2, 0.2, 0.55, 0.4])
+    keys = ft.random.fold_in(ft.random.key(0), torch.arange(4))
+    assert both.work(keys, torch.arange(4)).tolist() == pytest.approx([0.2, 0.2, 0.55, 0.4])
 
 
 class Scheduled(L.LightningModule):
