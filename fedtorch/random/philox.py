@@ -223,7 +223,8 @@ def _drawn(
     """
     check_key(key)
     if elements is not None:
-        return convert(_words_at(key, elements, words)).to(dtype)
+        parts = elements.split(max(BLOCK // max(key.numel(), 1) // 8, 1))
+        return torch.cat([convert(_words_at(key, part, words)).to(dtype) for part in parts], -1)
     if (library := _library(key)) is not None:
         return philox_loop.draw(library, form, key, shape, dtype, argument)
     count, queries = math.prod(shape), key.numel()
