@@ -48,8 +48,8 @@ class ByName:
     Example:
         >>> import torch, fedtorch as ft
         >>> cohort, key = uniform_cohort(2, clients=4), ft.random.key(0)
-        >>> cohort(key, 0), cohort.of(torch.tensor([3, 2, 1, 0]))(key, 0)  # the same clients in another order
-        (tensor([0, 1]), tensor([2, 3]))
+        >>> cohort(key, 0), cohort.of(torch.tensor([1, 0, 2, 3]))(key, 0)  # the same clients in another order
+        (tensor([0, 3]), tensor([1, 3]))
     """
 
     draw: Callable[[Tensor, Tensor | None], Tensor]

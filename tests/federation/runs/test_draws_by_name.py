@@ -143,6 +143,15 @@ def test_cohorts_follow_names(name: str) -> None:
         assert cohort.of(torch.arange(len(NAMES)))(key, 0).equal(cohort(key, 0))  # of clients without names
 
 
+def test_cohorts_of_clients_without_names_are_what_they_were() -> None:
+    for number in range(20):
+        key = random.fold_in(random.key(1), number)
+        assert COHORTS["uniform"](key, 0).equal(random.choice(key, len(NAMES), 3))
+        assert COHORTS["coins"](key, 0).equal(random.bernoulli(key, 0.5, (len(NAMES),)).nonzero()[:, 0])
+        arrival = random.exponential(key, (len(NAMES),), torch.float64)
+        assert COHORTS["weights"](key, 0).equal(arrival.argsort()[:3].sort().values)
+
+
 def test_of_fewer_clients_the_smallest_are_asked() -> None:
     """Who was asked and is still there, is asked again."""
     run = lambda names: ft.Run(ft.fedavg(descent()), ft.InProcess(of(names)), cohort=3, seed=5)
