@@ -434,7 +434,7 @@ def test_inputs_are_not_changed(name: str, chunk: int | None) -> None:
 @every_algorithm
 def test_a_lost_message_leaves_no_trace(name: str) -> None:
     algorithm, clients = ALGORITHMS[name](), population(name)
-    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.5))
+    lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.5))
     run = ft.Run(algorithm, clients, start(name, algorithm), faults=lost)
     everybody = slice(0, len(clients.data))
     before = copy_of(run.clients.table.read(everybody))
@@ -464,8 +464,8 @@ def test_the_total_is_that_of_everybody_whoever_answers(name: str, monkeypatch: 
     everybody = slice(0, len(population(name).data))
     for others in (ft.Faults(), ft.duplicated()):
         clients = population(name, 3)
-        hears = ft.Faults(before=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2) | (ids == 1))
-        arrives = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.2))
+        hears = ft.Faults(before=lambda keys, ids: random.bernoulli(keys, 0.2) | (ids == 1))
+        arrives = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.2))
         run = ft.Run(algorithm, clients, moved(start(name, algorithm), algorithm), faults=hears | arrives | others)
         assert distance(run.server.total, run.clients.total()) < ROUNDING
         for round in run.rounds(4):

@@ -75,16 +75,17 @@ def generate(between: tuple[float, float] | None, seed: int) -> tuple[ft.data.Fe
 
 
 def stragglers(share: float, drops: bool) -> ft.Faults | None:
-    """So many of the devices of a round, drawn from its key, are dropped or do 1 to 19 of 20 epochs."""
+    """So many of the devices of a round, those of the smallest draws, are dropped or do 1 to 19 of 20 epochs."""
 
-    def slow(key: Tensor, ids: Tensor) -> Tensor:
+    def slow(keys: Tensor, ids: Tensor) -> Tensor:
         hit = torch.zeros(len(ids), dtype=torch.bool)
-        hit[ft.random.choice(ft.random.fold_in(key, 0), len(ids), round(share * len(ids)))] = True
+        order = ft.random.uniform(ft.random.fold_in(keys, 0), (), torch.float64).argsort()
+        hit[order[: round(share * len(ids))]] = True
         return hit
 
-    def part(key: Tensor, ids: Tensor) -> Tensor:
-        epochs = 1 + (ft.random.uniform(ft.random.fold_in(key, 1), (len(ids),)) * (EPOCHS - 1)).floor()
-        return torch.where(slow(key, ids), epochs / EPOCHS, 1.0)
+    def part(keys: Tensor, ids: Tensor) -> Tensor:
+        epochs = 1 + (ft.random.uniform(ft.random.fold_in(keys, 1)) * (EPOCHS - 1)).floor()
+        return torch.where(slow(keys, ids), epochs / EPOCHS, 1.0)
 
     if share == 0:
         return None

@@ -45,13 +45,13 @@ class Budget(Protocol):
         """Return whether another round may begin; a loop over rounds ends where it may not."""
         ...
 
-    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+    def spend(self, round: int, asked: Tensor | None, keys: Tensor) -> None:
         """Count a round, before anything of it is computed; raise where it may not begin.
 
         Args:
             round: rounds done before.
             asked: ids of the clients that are asked, None for all.
-            key: of the round, into which clients fold their ids.
+            keys: `(M,)` that they draw with in this round.
         """
         ...
 

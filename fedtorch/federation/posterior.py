@@ -114,7 +114,7 @@ class Draws(NamedTuple):
     """Hold draws of a joint posterior, as they are made where rows are."""
 
     family: Family  # of one response
-    at: Callable[[ClientData, Tensor], Any]  # (a block of clients, their numbers) -> `runs.posterior_draws.Drawn`
+    at: Callable[[ClientData, Tensor, Tensor], Any]  # as `runs.posterior_draws.DrawnAt`
     sent: Mapping[str, Tensor] = {}  # to other holders of rows, who make the same of it by `Posterior.received`
 
 

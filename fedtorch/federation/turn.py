@@ -23,6 +23,8 @@ class Turn:
         refused: ways of sharing steps that no client of the round takes, "padded" or "stacked": a solver has found that
             they are not what clients alone do, here or on another rank. Solvers add to it; it is one set for all
             blocks of the round.
+        names: `(K,)` the numbers of all clients' names, by which they draw, see `fedtorch.random.named`; None where
+            these are the clients' ids.
 
     Example:
         >>> import fedtorch as ft
@@ -38,9 +40,11 @@ class Turn:
         limit: float | None = None,
         share: Tensor | Callable[[Tensor], Tensor] | None = None,
         refused: set[str] | None = None,
+        names: Tensor | None = None,
     ) -> None:
         self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
         self.refused: set[str] = set() if refused is None else refused
+        self.names = names
 
     @property
     def key(self) -> Tensor:
@@ -63,13 +67,17 @@ class Turn:
 
     def with_key(self, key: Tensor | Callable[[], Tensor]) -> Turn:
         """Return the turn with another key."""
-        return Turn(key, self.round, self.rates, self.limit, self._share, self.refused)
+        return Turn(key, self.round, self.rates, self.limit, self._share, self.refused, self.names)
 
     def of_clients(self, ids: Callable[[], Tensor], device: torch.device) -> Turn:
-        """Return the part of the clients with these ids, whose keys are folded from the round's, on their device."""
+        """Return the part of the clients with these ids; their keys are folded from the round's, by their names."""
         share = self._share(ids()) if callable(self._share) else self._share
-        key = lambda: random.fold_in(self.key, ids()).to(device)
+        key = lambda: self.keys(ids()).to(device)
         return Turn(key, self.round, self.rates, self.limit, share, self.refused)
+
+    def keys(self, ids: Tensor) -> Tensor:
+        """Return what clients with these ids draw with, `(M,)`, of a turn that is that of all."""
+        return random.fold_in(self.key, ids if self.names is None else self.names[ids])
 
     def __repr__(self) -> str:
         return f"Turn(round={self.round})"

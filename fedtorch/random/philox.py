@@ -54,14 +54,14 @@ def bits(key: Tensor, count: int) -> Tensor:
     return _drawn("BITS", key, (count,), torch.int64, 1, lambda words: words)
 
 
-def integers(key: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return 63 bits of two words each, `(*key.shape, *shape)`."""
-    return _drawn("INTEGERS", key, shape, torch.int64, 2, _joined_words)
+def integers(key: Tensor, shape: Sequence[int], elements: Tensor | None = None) -> Tensor:
+    """Return 63 bits of two words each, `(*key.shape, *shape)`; or these elements `(n,)` alone of a longer draw."""
+    return _drawn("INTEGERS", key, shape, torch.int64, 2, _joined_words, elements=elements)
 
 
-def coins(key: Tensor, shape: Sequence[int], threshold: int) -> Tensor:
-    """Return whether words are less than `threshold`, `(*key.shape, *shape)`."""
-    return _drawn("COINS", key, shape, torch.bool, 1, lambda words: words < threshold, threshold)
+def coins(key: Tensor, shape: Sequence[int], threshold: int, elements: Tensor | None = None) -> Tensor:
+    """Return whether words are less than `threshold`, `(*key.shape, *shape)`; or these elements alone."""
+    return _drawn("COINS", key, shape, torch.bool, 1, lambda words: words < threshold, threshold, elements)
 
 
 def uniform(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -86,11 +86,10 @@ def normal(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return _drawn("NORMAL", key, shape, dtype, _words_per(dtype), convert)
 
 
-def exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return exponential numbers of rate one, `(*key.shape, *shape)`."""
-    return _drawn(
-        "EXPONENTIAL", key, shape, dtype, _words_per(dtype), lambda words: _between(words, dtype).log_().neg_()
-    )
+def exponential(key: Tensor, shape: Sequence[int], dtype: torch.dtype, elements: Tensor | None = None) -> Tensor:
+    """Return exponential numbers of rate one, `(*key.shape, *shape)`; or these elements alone."""
+    convert = lambda words: _between(words, dtype).log_().neg_()
+    return _drawn("EXPONENTIAL", key, shape, dtype, _words_per(dtype), convert, elements=elements)
 
 
 def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,6 +147,14 @@ def _words(key: Tensor, start: int, count: int) -> Tensor:
     """Return words `start` to `start + count` of each key, `(*key.shape, count)`; `start` is a multiple of four."""
     blocks = torch.arange(start // 4, start // 4 + -(-count // 4), device=key.device, dtype=torch.int64)
     return block_words(key.unsqueeze(-1), blocks, 0, DRAW).flatten(-2)[..., :count]
+
+
+def _words_at(key: Tensor, elements: Tensor, words: int) -> Tensor:
+    """Return the one or two words of each of these elements `(n,)` of a draw, `(*key.shape, n * words)`."""
+    each = 4 // words  # elements of a block
+    blocks = block_words(key.unsqueeze(-1), elements // each, 0, DRAW)
+    place = (elements % each * words).unsqueeze(-1) + torch.arange(words, device=elements.device)
+    return blocks.gather(-1, place.expand(*blocks.shape[:-1], words)).flatten(-2)
 
 
 def _fill(
@@ -208,12 +215,16 @@ def _drawn(
     words: int,
     convert: Callable[[Tensor], Tensor],
     argument: int = 0,
+    elements: Tensor | None = None,
 ) -> Tensor:
     """Draw `(*key.shape, *shape)` by the program of this form, or by `convert` of `words` words an element.
 
-    The argument is the threshold of coins, or the digits of uniform numbers.
+    The argument is the threshold of coins, or the digits of uniform numbers. Elements are numbers below 2⁶³.
     """
     check_key(key)
+    if elements is not None:
+        parts = elements.split(max(BLOCK // max(key.numel(), 1) // 8, 1))
+        return torch.cat([convert(_words_at(key, part, words)).to(dtype) for part in parts], -1)
     if (library := _library(key)) is not None:
         return philox_loop.draw(library, form, key, shape, dtype, argument)
     count, queries = math.prod(shape), key.numel()

@@ -30,6 +30,7 @@ from fedtorch.federation.exchanges.rows import private_rows
 from fedtorch.federation.turn import Turn
 from fedtorch.federation.wrapper import Stage, Wrapper
 from fedtorch.networks.network import Network
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 _LOST, _DELAY, _SERVER = range(3)  # purposes of a round's key
@@ -77,9 +78,8 @@ def unreliable_edges(network: Network, *, loss: float = 0.0, delay: int = 0) -> 
         raise ValueError(f"Expected a probability of loss of at least 0 and below 1, but got {loss}")
     if delay < 0:
         raise ValueError(f"Expected a delay of at least 0 rounds, but got {delay}")
-    return Wrapper(
-        Stage.EDGES, "unreliable_edges", partial(_unreliable, network, loss, delay), {"loss": loss, "delay": delay}
-    )
+    settings = {"loss": loss, "delay": delay, "drawn": "by names of nodes"}
+    return Wrapper(Stage.EDGES, "unreliable_edges", partial(_unreliable, network, loss, delay), settings)
 
 
 def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm) -> Algorithm:
@@ -160,13 +160,14 @@ def _arrive(state: Edges, network: Network, loss: float, delay: int) -> tuple[Tr
     weight = network.weights.to(device).repeat(2)
     change = tree.map(lambda leaf: leaf.new_zeros(len(state.sent), *leaf.shape[1:]), state.last)
     last, sequence = state.last, state.sequence
-    edges = torch.arange(len(sender))
+    names = numbers(network.names)
+    edge = torch.stack((names[sender.cpu()], names[receiver.cpu()]))
     for age in range(min(len(state.keys), int(state.round)) - 1, -1, -1):  # the oldest first
         slot = (int(state.round) - 1 - age) % len(state.keys)
         key = state.keys[slot].cpu()
         number = state.numbers[slot, sender]
-        comes = random.randint(random.fold_in(random.fold_in(key, _DELAY), edges), delay + 1) == age
-        comes &= ~random.bernoulli(random.fold_in(random.fold_in(key, _LOST), edges), loss)
+        comes = random.randint(_of_edges(key, _DELAY, edge), delay + 1) == age
+        comes &= ~random.bernoulli(_of_edges(key, _LOST, edge), loss)
         taken = (comes.to(device) & (number > sequence)).nonzero()[:, 0]
 
         def hear(change: Tensor, last: Tensor, values: Tensor, slot: int = slot, taken: Tensor = taken) -> Tensor:
@@ -181,3 +182,9 @@ def _arrive(state: Edges, network: Network, loss: float, delay: int) -> tuple[Tr
         )
         sequence = sequence.index_copy(0, taken, number[taken])
     return change, state._replace(last=last, sequence=sequence)
+
+
+def _of_edges(key: Tensor, purpose: int, edge: Tensor) -> Tensor:
+    """Return a key for each directed edge, `(2E,)`, of the numbers of its sender's and its receiver's name."""
+    sender, receiver = edge
+    return random.fold_in(random.fold_in(random.fold_in(key, purpose), sender), receiver)

@@ -3,6 +3,10 @@
 They are called once a round, when it begins. A cohort is computed from integers and exact comparisons, so that every
 rank draws the same one, and its ids are distinct and ascending. One that is empty is a round in which nothing happens.
 
+Each client has a number of the round's draw by its name, see `fedtorch.random.named`, whoever else is there: so a run
+gives the cohorts here the clients' names (`ByName.of`). Those asked are the clients of the smallest numbers, or of all
+numbers below a bound. By themselves they are of clients without names.
+
 >>> from fedtorch import random
 >>> from fedtorch.federation.runs import cohorts as sampling
 >>> key = random.key(0)
@@ -15,18 +19,60 @@ tensor([1, 4])
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random
+from fedtorch.random import philox
 
 _KEYS_AHEAD = 64  # rounds whose keys are made in one call, which costs what the keys of one round do
 
 Cohort = Callable[[Tensor, int], Tensor | None]  # (key, rounds before) -> ascending ids of those asked, None for all
 Asked = int | Sequence[int] | Cohort | None  # how many clients, which, or a function; None for all
+
+
+@dataclass(frozen=True)
+class ByName:
+    """A cohort that is drawn by the clients' names.
+
+    Attributes:
+        draw: (key, numbers of the names `(K,)`, or None where they are 0, …, K − 1) -> places of those asked.
+        clients: K, how many there are to draw from.
+        names: `(K,)`; default: those of clients without names.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> cohort, key = uniform_cohort(2, clients=4), ft.random.key(0)
+        >>> cohort(key, 0), cohort.of(torch.tensor([1, 0, 2, 3]))(key, 0)  # the same clients in another order
+        (tensor([0, 3]), tensor([1, 3]))
+    """
+
+    draw: Callable[[Tensor, Tensor | None], Tensor]
+    clients: int
+    names: Tensor | None = None
+
+    def __call__(self, key: Tensor, round: int) -> Tensor:
+        """Return ids, ascending."""
+        return self.draw(key, self.names)
+
+    def of(self, names: Tensor) -> ByName:
+        """Return the cohort of the first clients of a population with these numbers of names.
+
+        Raises:
+            ValueError: there are fewer.
+        """
+        if self.clients > len(names):
+            raise ValueError(
+                f"Expected a cohort of at most the population's {len(names)} clients, but got one of {self.clients}; "
+                f"make it with clients={len(names)}, or a weight for each of them"
+            )
+        names = names[: self.clients]
+        return self if names.equal(torch.arange(self.clients)) else replace(self, names=names)
 
 
 def uniform_cohort(size: int, clients: int) -> Cohort:
@@ -43,7 +89,15 @@ def uniform_cohort(size: int, clients: int) -> Cohort:
     expected.kind(size, int, "a cohort of a whole number of clients", "for a share of them see ft.poisson_cohort")
     if not 1 <= size <= clients:
         raise ValueError(f"Expected a cohort between 1 and the population's {clients} clients, but got {size}")
-    return lambda key, round: random.choice(key, clients, size)
+
+    def draw(key: Tensor, names: Tensor | None) -> Tensor:
+        return _smallest(philox.integers(key, (clients,), names), size)
+
+    return ByName(draw, clients)
+
+
+def _smallest(numbers: Tensor, size: int) -> Tensor:
+    return numbers.topk(size, dim=-1, largest=False, sorted=False).indices.sort(dim=-1).values
 
 
 def fixed_cohort(ids: Tensor | Sequence[int]) -> Cohort:
@@ -94,7 +148,8 @@ def poisson_cohort(rate: float, clients: int) -> Cohort:
         raise ValueError(f"Expected a rate above 0 and at most 1, but got {rate}")
     if clients < 1:
         raise ValueError(f"Expected at least one client, but got {clients}")
-    return lambda key, round: random.bernoulli(key, rate, (clients,)).nonzero()[:, 0]
+    bound = math.ceil(rate * 2**32)
+    return ByName(lambda key, names: philox.coins(key, (clients,), bound, names).nonzero()[:, 0], clients)
 
 
 def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
@@ -127,11 +182,10 @@ def weighted_cohort(weights: Tensor | Sequence[float], size: int) -> Cohort:
     if not 1 <= size <= len(known):
         raise ValueError(f"Expected a cohort between 1 and the {len(known)} clients with weights, but got {size}")
 
-    def draw(key: Tensor, round: int) -> Tensor:
-        arrival = random.exponential(key, (len(known),), torch.float64) / known
-        return arrival.argsort(dim=-1, stable=True)[..., :size].sort(dim=-1).values
+    def draw(key: Tensor, names: Tensor | None) -> Tensor:
+        return _smallest(philox.exponential(key, (len(known),), torch.float64, names) / known, size)
 
-    return draw
+    return ByName(draw, len(known))
 
 
 def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
@@ -159,8 +213,13 @@ def cohort_function(cohort: Asked, clients: int) -> Cohort | None:
     return uniform_cohort(cohort, clients)
 
 
-def checked_draws(cohort: Asked, clients: int) -> Cohort | None:
+def checked_draws(cohort: Asked, clients: int, names: Tensor | None = None) -> Cohort | None:
     """Return `cohort` as a function whose every draw is checked when it is made, None for everybody.
+
+    Args:
+        cohort: as a run has it.
+        clients: of the population.
+        names: the numbers of their names `(K,)`, by which the cohorts of this module are drawn.
 
     Raises:
         ValueError: ids of clients that are not there; a function's are refused in the round that it asks for them.
@@ -175,6 +234,8 @@ def checked_draws(cohort: Asked, clients: int) -> Cohort | None:
     draw = cohort_function(cohort, clients)
     if draw is None:
         return None
+    if names is not None and isinstance(draw, ByName):
+        draw = draw.of(names)
 
     def checked(key: Tensor, round: int) -> Tensor | None:
         ids = draw(key, round)

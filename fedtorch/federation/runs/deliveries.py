@@ -24,7 +24,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.random.draws import bits
 from fedtorch.tree import Rows, Tree
 
-_NETWORK = -1  # folded into a round's key; clients fold in their ids, which are not negative
+_NETWORK = -1  # folded into a round's key; clients fold in the numbers of their names, which are not negative
 
 
 class Receiver:
@@ -78,14 +78,14 @@ class Deliveries:
         self._exchange, self._twice = algorithm.exchange, twice
         self.algorithm = dataclasses.replace(algorithm, exchange=algorithm.exchange._replace(gather=self._gather))
         self._round: int | None = None  # None between rounds, when nothing is delivered
-        self._key = random.key(0)
+        self._turn = Turn(random.key(0), 0)  # the network's, which draws for each client by its name
         self._waiting: list[_Delivery] = []  # second deliveries that come with the next block or round
 
     def step(
         self, clients: Clients, outbox: Tree, cohort: Tensor | None, turn: Turn, lost: Tensor | None = None
     ) -> Pending:
         """Run the clients of a cohort and deliver their messages; see `Clients.step`."""
-        self._round, self._key = int(turn.key), random.fold_in(turn.key, _NETWORK)
+        self._round, self._turn = int(turn.key), turn.with_key(random.fold_in(turn.key, _NETWORK))
         self.receiver.open(self._round)
         try:
             pending = clients.step(outbox, cohort, turn, lost)
@@ -95,7 +95,10 @@ class Deliveries:
 
     def _repeats(self, ids: Tensor) -> Tensor:
         """Return which clients' messages are delivered twice, `(M,)` bool."""
-        return self._twice(random.fold_in(self._key, 0), ids)
+        return self._twice(self._keys(0, ids), ids)
+
+    def _keys(self, purpose: int, ids: Tensor) -> Tensor:
+        return self._turn.with_key(random.fold_in(self._turn.key, purpose)).keys(ids)
 
     def _gather(self, messages: Tree, ids: Rows) -> Tree:
         """Return the partial aggregate of the messages that the receiver takes, which are all but repetitions."""
@@ -116,9 +119,9 @@ class Deliveries:
         """Return (messages that arrive with this block, second deliveries that arrive with the next)."""
         now: list[_Delivery] = []
         later: list[_Delivery] = []
-        arrivals = bits(random.fold_in(random.fold_in(self._key, 1), ids), 2).tolist()
+        arrivals = bits(self._keys(1, ids), 2).tolist()
         twice = self._repeats(ids).tolist()
-        at_once = random.bernoulli(random.fold_in(random.fold_in(self._key, 2), ids), 0.5).tolist()
+        at_once = random.bernoulli(self._keys(2, ids), 0.5).tolist()
         for row, client in enumerate(ids.tolist()):
             message = tree.map(lambda leaf, row=row: leaf[row], messages)
             payload = wire.encode(message, {"client": client, "round": round})

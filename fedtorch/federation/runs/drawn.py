@@ -172,7 +172,7 @@ class Sampled(Posterior):
         if family.precise:
             every[:, -1] = sites.posterior.log_noise.mean(1)
 
-        def own(block: ClientData, clients: Tensor) -> DevicePosterior:
+        def own(block: ClientData, clients: Tensor, names: Tensor) -> DevicePosterior:
             x, y = (part.to(torch.float64) for part in block.batch)
             x = torch.cat([torch.ones_like(x[..., :1]), x], -1) if sites.intercept else x
             phi, prepared = every[clients][:, None].to(x), model.prepare(ClientData((x, y), block.count))
@@ -192,11 +192,11 @@ class Sampled(Posterior):
             scale = 1 / joined(sampler_of(run).draws()[f"{SITES}noise"])
         key, efficiency = random.fold_in(random.key(seed), 0), _efficiency(total, theta.shape[1])
 
-        def at(block: ClientData, clients: Tensor) -> Drawn:
+        def at(block: ClientData, clients: Tensor, names: Tensor) -> Drawn:
             rows = observations(block, extras=())
             if theta.shape[-1] == rows.x.shape[-1] + 1:
                 rows = rows._replace(x=torch.cat([torch.ones_like(rows.x[..., :1]), rows.x], -1))
-            keys = random.fold_in(key, clients)
+            keys = random.fold_in(key, names)
             return Drawn(family, rows, block.mask, theta[clients], scale[clients], keys, efficiency)
 
         return Draws(family, at)

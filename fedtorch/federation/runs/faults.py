@@ -1,9 +1,9 @@
 """Faults between server and clients, as values: drop-outs, stragglers, partial work, lost and duplicated messages.
 
-A fault says, from a key and the clients' ids, whom it hits; the clients' draws are independent of the cohort, the
-population and the order of blocks. A silent client is rolled back: its state is what it was before the round. Faults
-are joined with `|`, and a client that several of them hit is counted once, by the first in the order before, late,
-after.
+A fault says, from the clients' keys and ids, whom it hits. A client's key is made by its name, and so its draws are
+independent of the cohort, the population and the order of clients and blocks. A silent client is rolled back: its
+state is what it was before the round. Faults are joined with `|`, and a client that several of them hit is counted
+once, by the first in the order before, late, after.
 
 >>> import torch, fedtorch as ft
 >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=8, seed=0)
@@ -27,14 +27,16 @@ from torch import Tensor
 from fedtorch import random
 from fedtorch.federation.algorithm import Algorithm
 
-Hit = Callable[[Tensor, Tensor], Tensor]  # (key, ids (M,)) -> (M,) bool
-Share = Callable[[Tensor, Tensor], Tensor]  # (key, ids (M,)) -> (M,) in (0, 1]
+Hit = Callable[[Tensor, Tensor], Tensor]  # (keys (M,), ids (M,)) -> (M,) bool
+Share = Callable[[Tensor, Tensor], Tensor]  # (keys (M,), ids (M,)) -> (M,) in (0, 1]
 Noise = Callable[[Tensor], Tensor]  # keys (M,) -> (M,) positive factors of mean one
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The clients that faults hit in a round; functions take (key, ids `(M,)`) and return `(M,)` bool, `work` numbers.
+    """The clients that faults hit in a round; functions of (keys, ids), `(M,)` each, to `(M,)` bool, `work` to numbers.
+
+    Keys are the clients' own in this round, to draw with: `ft.random.bernoulli(keys, 0.3)`.
 
     Attributes:
         before: the client does not hear the server, and does nothing.
@@ -45,7 +47,7 @@ class Faults:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> nights = ft.Faults(before=lambda key, ids: ids % 2 == 0)  # who has an even number is away
+        >>> nights = ft.Faults(before=lambda keys, ids: ids % 2 == 0)  # who has an even number is away
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
         >>> ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), faults=nights).step().ids
         tensor([1, 3])
@@ -87,7 +89,9 @@ def dropouts(probability: float) -> Faults:
 
     Example:
         >>> import torch, fedtorch as ft
-        >>> int(ft.dropouts(0.3).before(ft.random.key(0), torch.arange(1000)).sum())  # of a thousand clients
+        >>> clients = torch.arange(1000)
+        >>> keys = ft.random.fold_in(ft.random.key(0), clients)
+        >>> int(ft.dropouts(0.3).before(keys, clients).sum())
         297
     """
     return lost_messages(before=probability)
@@ -103,7 +107,8 @@ def lost_messages(before: float = 0.0, after: float = 0.0) -> Faults:
     Example:
         >>> import torch, fedtorch as ft
         >>> faults = ft.lost_messages(after=1.0)  # every client works in vain
-        >>> faults.before is None, bool(faults.after(ft.random.key(0), torch.arange(5)).all())
+        >>> clients = torch.arange(5)
+        >>> faults.before is None, bool(faults.after(ft.random.fold_in(ft.random.key(0), clients), clients).all())
         (True, True)
     """
     return Faults(_coin(before), _coin(after))
@@ -128,7 +133,7 @@ def duplicated(probability: float = 0.5) -> Faults:
         (2, 12)
     """
     _check_probability(probability)
-    return Faults(twice=lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability))
+    return Faults(twice=lambda keys, ids: random.bernoulli(keys, probability))
 
 
 def exponential_noise(keys: Tensor) -> Tensor:
@@ -175,7 +180,8 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
     Example:
         >>> import torch, fedtorch as ft
         >>> slow = ft.stragglers(deadline=2.0, seconds=torch.tensor([1.0, 5.0]), noise=lognormal_noise(0.0))
-        >>> slow.late(ft.random.key(0), torch.arange(2))
+        >>> clients = torch.arange(2)
+        >>> slow.late(ft.random.fold_in(ft.random.key(0), clients), clients)
         tensor([False,  True])
     """
     if not deadline > 0:
@@ -183,7 +189,7 @@ def stragglers(deadline: float, seconds: Tensor, noise: Noise = exponential_nois
     mean = torch.as_tensor(seconds, dtype=torch.float64, device="cpu")
     if mean.ndim != 1 or not bool(((mean > 0) & mean.isfinite()).all()):
         raise ValueError(f"Expected positive finite seconds (K,), but got {mean.tolist()}")
-    return Faults(late=lambda key, ids: mean[ids] * noise(random.fold_in(key, ids)) > deadline)
+    return Faults(late=lambda keys, ids: mean[ids] * noise(keys) > deadline)
 
 
 def partial_work(probability: float, *, shares: Tensor | None = None) -> Faults:
@@ -210,7 +216,9 @@ def partial_work(probability: float, *, shares: Tensor | None = None) -> Faults:
         ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         >>> slow = ft.partial_work(0.5)
         >>> run = ft.run(ft.fedprox(local, mu=1.0), ft.InProcess(data), rounds=3, faults=slow)
-        >>> (20 * slow.work(ft.random.key(0), torch.arange(6))).ceil()  # epochs of six clients in a round
+        >>> clients = torch.arange(6)
+        >>> keys = ft.random.fold_in(ft.random.key(0), clients)
+        >>> (20 * slow.work(keys, clients)).ceil()  # epochs of six clients in a round
         tensor([ 7., 20., 20., 15., 17.,  9.], dtype=torch.float64)
     """
     _check_probability(probability)
@@ -218,8 +226,7 @@ def partial_work(probability: float, *, shares: Tensor | None = None) -> Faults:
     if known is not None and (known.ndim != 1 or not bool(((known > 0) & (known <= 1)).all())):
         raise ValueError(f"Expected shares (K,) above 0 and at most 1, but got {known.tolist()}")
 
-    def work(key: Tensor, ids: Tensor) -> Tensor:
-        keys = random.fold_in(key, ids)
+    def work(keys: Tensor, ids: Tensor) -> Tensor:
         some = random.bernoulli(random.fold_in(keys, 0), probability)
         part = 1 - random.uniform(random.fold_in(keys, 1), (), torch.float64) if known is None else known[ids]
         return torch.where(some, part, 1.0)
@@ -238,7 +245,7 @@ def check_work(faults: Faults, algorithm: Algorithm) -> None:
 
 
 def shares_of_work(
-    faults: Faults | None, key: Tensor, hear: Tensor | None, clients: int
+    faults: Faults | None, key: Tensor, hear: Tensor | None, names: Tensor
 ) -> Callable[[Tensor], Tensor] | None:
     """Return ids -> the share of the round's work of these clients, of faults that have any.
 
@@ -246,12 +253,12 @@ def shares_of_work(
         faults: of the run.
         key: of the round's faults.
         hear: the clients that work in the round, ascending, None for all; they are drawn together.
-        clients: of the population.
+        names: `(K,)` the numbers of the population's names.
     """
     if faults is None or faults.work is None:
         return None
-    ids = torch.arange(clients) if hear is None else hear
-    share = faults.work(random.fold_in(key, 3), ids).to(torch.float64)
+    ids = torch.arange(len(names)) if hear is None else hear
+    share = faults.work(random.fold_in(random.fold_in(key, 3), names[ids]), ids).to(torch.float64)
     if share.shape != ids.shape or not bool(((share > 0) & (share <= 1)).all()):
         raise ValueError(
             f"Expected a share of work above 0 and at most 1 of {len(ids)} clients, but got {share.tolist()}"
@@ -259,15 +266,15 @@ def shares_of_work(
     return lambda asked: share[torch.searchsorted(ids, asked)]
 
 
-def fates(faults: Faults, key: Tensor, asked: Tensor | None, clients: int) -> Fates:
-    """Draw the faults of a round for the clients that are `asked`, None for all."""
-    ids = torch.arange(clients) if asked is None else asked
+def fates(faults: Faults, key: Tensor, asked: Tensor | None, names: Tensor) -> Fates:
+    """Draw the faults of a round for the clients that are `asked`, None for all, by the numbers of all names `(K,)`."""
+    ids = torch.arange(len(names)) if asked is None else asked
 
     def split(hit: Hit | None, purpose: int, among: Tensor) -> tuple[Tensor, Tensor]:
         """Return (hit, the others)."""
         if hit is None or len(among) == 0:
             return among[:0], among
-        chosen = hit(random.fold_in(key, purpose), among)
+        chosen = hit(random.fold_in(random.fold_in(key, purpose), names[among]), among)
         return among[chosen], among[~chosen]
 
     before, hear = split(faults.before, 0, ids)
@@ -286,10 +293,10 @@ def _coin(probability: float) -> Hit | None:
     _check_probability(probability)
     if probability == 0:
         return None
-    return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)
+    return lambda keys, ids: random.bernoulli(keys, probability)
 
 
 def _joined(first: Hit | None, second: Hit | None, join: Callable[[Tensor, Tensor], Tensor]) -> Hit | None:
     if first is None or second is None:
         return first or second
-    return lambda key, ids: join(first(random.fold_in(key, 0), ids), second(random.fold_in(key, 1), ids))
+    return lambda keys, ids: join(first(random.fold_in(keys, 0), ids), second(random.fold_in(keys, 1), ids))

@@ -25,6 +25,7 @@ from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 _MOST = 2**24  # numbers of one tensor that is sent
@@ -40,6 +41,7 @@ class Holder(NamedTuple):
 
     algorithm: Algorithm
     data: FederatedData  # the rows of its clients
+    names: Tensor  # (K,) the numbers of their names, by which they draw
     evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  # see `Clients.evaluate`
     first: int = 0  # the number of its first client among all
     frame: Any = None  # of which rows were made, or rows to average over
@@ -130,7 +132,8 @@ def _described(run: Run) -> dict[str, Any]:
 
 def local_holder(run: Run, frame: Any = None) -> Holder:
     """Return this process as the holder of a run's rows; raise ValueError where they are at sites."""
-    return Holder(run.algorithm, rows_at_hand(run), partial(run.clients.evaluate, run.outbox), 0, frame)
+    rows, names = rows_at_hand(run), numbers(tuple(run.population.names))
+    return Holder(run.algorithm, rows, names, partial(run.clients.evaluate, run.outbox), 0, frame)
 
 
 def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from fedtorch.models.hierarchical.families import Family
 from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
-DrawnAt = Callable[[ClientData, Tensor], Any]
+DrawnAt = Callable[[ClientData, Tensor, Tensor], Any]  # (a block of clients, their ids, numbers of their names)
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
@@ -77,9 +77,9 @@ class Drawn(NamedTuple):
 def given_shared(model: Model, phi: Tensor, key: Tensor) -> Draws:
     """Return draws of a hierarchical model at draws of what all clients share, φ `(S, p)`, who draw θ_k given each."""
 
-    def at(block: ClientData, clients: Tensor) -> Drawn:
+    def at(block: ClientData, clients: Tensor, names: Tensor) -> Drawn:
         prepared, rows = model.prepare(block), observations(block)
-        for_theta, for_rows = random.split(random.fold_in(key, clients), 2)
+        for_theta, for_rows = random.split(random.fold_in(key, names), 2)
         each = tree.expand(phi.to(rows.x), len(block.count))
         posterior = model.given(each, torch.full_like(each[..., 0], 1 / each.shape[1]), prepared)
         white = random.normal(for_theta, posterior.means.shape[1:], torch.float64).to(rows.x)
@@ -103,7 +103,7 @@ def summed(
     Args:
         holder: whose clients compute.
         every: the rows that each source is of; the same clients with as many rows each.
-        drawn: (a block of clients, their numbers) -> draws at these, such as `Draws.at`.
+        drawn: (a block of clients, their ids, numbers of their names) -> draws at these, such as `Draws.at`.
         function: all draws at some clients -> a tree of `(K, ...)`.
     """
     return tree.map(lambda leaf: leaf.sum(0), by_client(holder, every, drawn, function))
@@ -114,9 +114,10 @@ def by_client(
 ) -> Tree:
     """Return a function's sums over the rows of each client, `(K, ...)` in their order; see `summed`."""
     first = every[0]
-    numbers = torch.tensor(holder.numbers).repeat_interleave(first.counts).to(first.device)
+    who = torch.stack([torch.tensor(holder.numbers), holder.names], 1)
+    of_rows = who.repeat_interleave(first.counts, 0).to(first.device)
     joined = FederatedData(
-        {"client": numbers, "rows": tuple(data.rows for data in every)},
+        {"client": of_rows, "rows": tuple(data.rows for data in every)},
         first.counts,
         first.names,
         allow_empty=True,
@@ -124,9 +125,9 @@ def by_client(
     )
 
     def own(model: Tree, block: ClientData) -> Tree:
-        clients = block.batch["client"][:, 0] if block.mask.shape[1] else block.count
+        who = block.batch["client"][:, 0] if block.mask.shape[1] else block.count[:, None].expand(-1, 2)
         parts = [ClientData(rows, block.count) for rows in block.batch["rows"]]
-        return function([draw(part, clients) for draw, part in zip(drawn, parts)])
+        return function([draw(part, *who.unbind(1)) for draw, part in zip(drawn, parts)])
 
     return holder.evaluate(joined, own)
 

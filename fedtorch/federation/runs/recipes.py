@@ -41,6 +41,7 @@ from fedtorch.networks.solvers import LinearProblem, Solution, linear_problem
 from fedtorch.networks.solvers.admm import admm
 from fedtorch.networks.solvers.penalties import equal, norm2
 from fedtorch.networks.solvers.primal_dual import primal_dual
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 __all__ = ["clustered", "clustered_by_gtv"]
@@ -284,7 +285,7 @@ def trained_from(local: LocalSolver, starts: Tree, data: FederatedData, key: Ten
     nodes = torch.arange(len(data))
     state = tree.expand(local.init(local.parameters), len(data))
     return local.solve(
-        starts, state, local.prepare(data.stack(nodes)), None, Turn(random.fold_in(key, nodes), 0)
+        starts, state, local.prepare(data.stack(nodes)), None, Turn(random.fold_in(key, numbers(tuple(data.names))), 0)
     ).parameters
 
 

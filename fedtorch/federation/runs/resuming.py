@@ -28,9 +28,11 @@ from fedtorch.federation.runs.cohorts import Asked
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.server_module import Modules
 from fedtorch.history import History, Recorder, Round
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 _COUNTS = ("number", "bytes_up", "bytes_down")
+_MANY = 2**14  # of so many clients, a few were once drawn one after the other
 
 
 class Resumable:
@@ -104,8 +106,7 @@ class Resumable:
         _check_number(before, now, joined)
         checkpoint.check_structure(flat, self.state_dict(), "server." if before < now else None)
         if not anyway:
-            mine = {**self.fingerprint(), "clients": describe(self.population.names[:before])}
-            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), mine)
+            checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint(before))
             self._check_rows(below("rows.", flat), before)
         if before > now:
             raise ValueError(
@@ -127,14 +128,22 @@ class Resumable:
         self.last, self.ended = None, bytes(flat["ended"].tolist()).decode() if "ended" in flat else ""
         self.clients.introduce(lambda: {**self.fingerprint(), "round": str(self.number)})
 
-    def fingerprint(self) -> dict[str, str]:
-        """Return the settings that a checkpoint belongs to, by name."""
+    def fingerprint(self, clients: int | None = None) -> dict[str, str]:
+        """Return the settings that a checkpoint belongs to, by name; of the first clients, default all."""
+        names = self.population.names[:clients]
         about = {**self.algorithm.settings, "seed": self.seed, "cohort": self.cohort, "faults": self.faults}
         about.update(agreed(self.population.carry))
-        return {
-            **{name: describe(value) for name, value in about.items()},
-            "clients": describe(self.population.names),
-        }
+        about.update(self._drawn(names))
+        return {**{name: describe(value) for name, value in about.items()}, "clients": describe(names)}
+
+    def _drawn(self, names: tuple[str, ...]) -> dict[str, str]:
+        """Return how draws are made, where they are not what they were when clients' places made them.
+
+        Those of clients without names are, but for faults and for a few of very many clients.
+        """
+        few = isinstance(self.cohort, int) and len(names) >= _MANY
+        same = self.faults is None and not few and numbers(names).equal(torch.arange(len(names)))
+        return {} if same else {"draws": "by the clients' names"}
 
     def save(self, path: Path | str) -> None:
         """Write a safetensors file that appears whole under its name; over ranks, called on all of them.

@@ -33,6 +33,7 @@ from fedtorch.federation.runs.server_module import Modules
 from fedtorch.federation.turn import Turn
 from fedtorch.history import History, Recorder, Round, headline
 from fedtorch.progress import Progress
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -107,7 +108,8 @@ class Run(Scored, Resumable):
         self.recorders = tuple(record) if isinstance(record, Sequence) else (record,)
         if algorithm.budget is not None:
             cohort, self.recorders = algorithm.budget.cohort(cohort, clients), (*self.recorders, algorithm.budget)
-        self._draw = checked_draws(cohort, clients)
+        self._names = numbers(tuple(population.names))
+        self._draw = checked_draws(cohort, clients, self._names)
         self.number = self.bytes_up = self.bytes_down = 0
         self.last: Round | None = None
         self.ended = ""
@@ -134,9 +136,10 @@ class Run(Scored, Resumable):
             check_round(algorithm.schedule, done + 1)
         asked = None if self._draw is None else self._draw(keys.cohort, done)
         if algorithm.budget is not None:
-            algorithm.budget.spend(self.number, asked, keys.client)
-        fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, len(everybody))
-        turn = Turn(keys.client, done, **ask, share=shares_of_work(self.faults, keys.faults, fate.hear, len(everybody)))
+            drawing = self._turn(done).keys(everybody if asked is None else asked)
+            algorithm.budget.spend(self.number, asked, drawing)
+        fate = Fates(asked) if self.faults is None else fates(self.faults, keys.faults, asked, self._names)
+        turn = self._turn(done, **ask, share=shares_of_work(self.faults, keys.faults, fate.hear, self._names))
         pending = self._step(algorithm.outbox(self.server), fate.hear, turn, fate.silent)
         if pending.refused or pending.failed:
             pending.check(self.population.names, self.number + 1, self.on_bad_message)
@@ -172,6 +175,10 @@ class Run(Scored, Resumable):
         for recorder in self.recorders:
             recorder.record(self.last)
         return self.last
+
+    def _turn(self, done: int, **ask: Any) -> Turn:
+        """Return the turn of all clients after so many rounds."""
+        return Turn(self._keys(done).client, done, **ask, names=self._names)
 
     def rounds(self, rounds: int | None = None, until: Until | None = None) -> Iterator[Round]:
         """Go on, and yield after each round, until `rounds` are done in all or `until(history)` holds.
@@ -275,8 +282,8 @@ class Run(Scored, Resumable):
             >>> set(run.disclosure()["reader"])
             {'the server'}
         """
-        turn = Turn(self._keys(self.number).client, self.number)
-        table = as_frame(self.clients.disclosed(self.algorithm, self.population.carry, self.outbox, turn))
+        turn, carry = self._turn(self.number), self.population.carry
+        table = as_frame(self.clients.disclosed(self.algorithm, carry, self.outbox, turn))
         return in_brief(table) if brief else table
 
     @property

@@ -24,6 +24,7 @@ from fedtorch.federation.runs.evaluation import (
 )
 from fedtorch.federation.runs.own_steps import AloneTrainer, OwnSteps, has_step
 from fedtorch.metrics.scores import Score
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 _TOGETHER = 64  # clients whose tensors are asked for at once
@@ -182,9 +183,9 @@ def client_batches(
         )
     if batch_size is not None and isinstance(data, FederatedLoaders):
         raise ValueError(f"Expected batch_size=None for clients with loaders, which have theirs, but got {batch_size}")
-    key = random.fold_in(random.key(run.seed), _KEY)
+    keys = random.fold_in(random.fold_in(random.key(run.seed), _KEY), numbers(tuple(data.names)))
     for ids in torch.arange(len(data))[slice(None) if some is None else list(some)].split(_TOGETHER):
-        tensors, seeds = _models(run, ids, unseen), random.fold_in(key, ids).tolist()
+        tensors, seeds = _models(run, ids, unseen), keys[ids].tolist()
         for row, (client, seed) in enumerate(zip(ids.tolist(), seeds)):
             model = tree.map(lambda leaf, row=row: leaf[row], tensors)
             batches = (

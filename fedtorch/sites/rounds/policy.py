@@ -127,7 +127,7 @@ class Watch:
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")
-            budget.spend(turn.round, ids, turn.key)
+            budget.spend(turn.round, ids, turn.keys(ids))
             if policy.epsilon is not None and budget.report()["epsilon"] > policy.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
 

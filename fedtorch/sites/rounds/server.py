@@ -24,6 +24,7 @@ from fedtorch.federation.populations.clients import LocalClients, joined
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Receive, Send
+from fedtorch.random.named import numbers
 from fedtorch.sites.audit.recording import ServerRecording
 from fedtorch.sites.envelopes.envelopes import Envelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, Keyring
@@ -336,4 +337,6 @@ class ServerSession:
             **({"anyway": True} if self.anyway else {}),
             "first": self._own[site].start,
         }
-        return self._recording.begin(site, about, {"state": self.local.table.initial})
+        own = slice(self._own[site].start, self._own[site].stop)
+        tensors = {"state": self.local.table.initial, "names": numbers(self.plan.names)[own]}
+        return self._recording.begin(site, about, tensors)

@@ -87,7 +87,10 @@ class SiteSession:
             server = server._replace(total=first_total(self.algorithm, like, total))
         first = self.algorithm.exchange.scatter(self.algorithm.outbox(server), slice(self.first, self.first + 1))
         self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
-        state = begin.tree({"state": like}, finite=False)["state"]
+        sent = begin.tree({"state": like, "names": torch.zeros(self._count, dtype=torch.int64)}, finite=False)
+        state = sent["state"]
+        self._names = torch.zeros(total, dtype=torch.int64)  # by which the clients draw: those that the server knows
+        self._names[self.first : self.first + self._count] = sent["names"]
         self._past = PastSums(folder, configuration.policy.remember_sums) if past is None else past
         self._keys = self._hide(identity, total)
         self._part: Part | None = None
@@ -179,7 +182,7 @@ class SiteSession:
         silent = frame.integer("lost", 0, self._count)
         more = {"key": _KEY, "lost": torch.zeros(silent, dtype=torch.int64) if silent else None}
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
-        turn = Turn(more["key"], frame.integer("round"))
+        turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
@@ -296,7 +299,8 @@ class SiteSession:
         configuration, minimum = self.configuration, self.watch.policy.minimum
         self.watch.after_fit(kind.tells, configuration.data.counts, kind.by_client)
         evaluate = partial(after_fit.by_client, self.clients, inboxes)
-        holder = Holder(self.algorithm, configuration.data, evaluate, self.first, configuration.frame, minimum)
+        data, names = configuration.data, self._names[self._everybody]
+        holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         return after_fit.answer(frame, kind, sent, holder, beside)
 
     def end(self, frame: Frame) -> None:

@@ -1,6 +1,6 @@
 r"""Wrong rows: data poisoning of some clients, `data | poison`.
 
-Rows are (x, y). What is done to a client's rows depends on the poison's seed and on the client alone.
+Rows are (x, y). What is done to a client's rows depends on the poison's seed and on the client's name alone.
 
 Source: Jung, "Federated learning: from theory to practice", sections 10.2 and 10.3; Fang, Cao, Jia and Gong (2020),
 "Local model poisoning attacks to Byzantine-robust federated learning", section 5.1, for flipped labels; Gu,
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedtorch import random, tree
 from fedtorch.data import FederatedData
+from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 Trigger = Callable[[Tensor], Tensor]  # features (n, ...) -> features with the pattern, (n, ...)
@@ -50,9 +51,9 @@ class Poison:
         """Return the data, with wrong rows."""
         if not all(0 <= client < len(data) for client in self.clients):
             raise ValueError(f"Expected clients between 0 and {len(data) - 1}, but got {list(self.clients)}")
-        keys, parts = random.key(self.seed), list(data)
+        keys, parts = random.fold_in(random.key(self.seed), numbers(tuple(data.names))), list(data)
         for client in self.clients:
-            parts[client] = self.change(parts[client], random.fold_in(keys, client))
+            parts[client] = self.change(parts[client], keys[client])
         counts = torch.tensor([len(tree.leaves(part)[0]) for part in parts])
         empty = data.allow_empty or bool((counts == 0).any())
         return dataclasses.replace(data, rows=tree.concatenate(parts), counts=counts, allow_empty=empty)

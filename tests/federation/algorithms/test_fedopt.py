@@ -187,7 +187,7 @@ def test_those_who_answer_are_the_federation_and_silence_is_no_step() -> None:
     some = ft.run(ft.fedyogi(local), ft.InProcess(data), start, faults=lost, rounds=3).last
     others = ft.run(ft.fedyogi(local), ft.InProcess(data.select([0, 2, 3, 5])), start, rounds=3).last
     assert distance(some.server, others.server) < 100 * ROUNDING
-    nobody = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 1.0))
+    nobody = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 1.0))
     silent = ft.run(ft.fedyogi(local), ft.InProcess(data), start, faults=nobody, rounds=3).last
     assert same_bits(silent.server.parameters, start)
     assert int(silent.server.steps) == 0

@@ -330,7 +330,7 @@ def test_a_device_that_never_answers_is_as_if_it_were_not_there() -> None:
 
 def test_lost_messages_do_not_move_the_fixed_point() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head()), covariance=inverse_wishart(scale=3))
-    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     start = {"coefficients": torch.full((3,), 2.0, dtype=torch.float64)}
     one = ft.run(algorithm, ft.InProcess(data), start, faults=lost, rounds=150).last.server
     two = ft.run(algorithm, ft.InProcess(data), rounds=100).last.server
@@ -340,7 +340,7 @@ def test_lost_messages_do_not_move_the_fixed_point() -> None:
 
 def test_the_server_s_rows_are_all_that_was_told() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=3))
-    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     start = {"coefficients": torch.ones(3, dtype=torch.float64)}
     run = ft.Run(algorithm, ft.InProcess(data), start, faults=lost)
     before = run.server.parameters

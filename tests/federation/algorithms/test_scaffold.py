@@ -134,7 +134,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
 
 def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None:
     data, algorithm = linear_clients(SIZES), ft.scaffold(sgd(0.05, steps=3))
-    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     start = tree.map(lambda leaf: leaf + 3, algorithm.start)
     for round in ft.Run(algorithm, ft.InProcess(data), start, cohort=4, faults=lost).rounds(20):
         assert distance(round.server.total, sum_of_sent(round, K)) < ROUNDING

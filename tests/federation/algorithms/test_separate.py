@@ -141,7 +141,7 @@ def test_how_the_rows_were_shared_out_does_not_matter() -> None:
 
 def test_a_lost_message_changes_nothing() -> None:
     data = linear_clients(SIZES)
-    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.5))
+    lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.5))
     previous, changes = copy_of(sgd(0.1).parameters), []
     for round in ft.Run(ft.pooled(sgd(0.1)), ft.InProcess(data.pool()), faults=lost).rounds(12):
         now = client_tensors(round.clients, {}, 0)

@@ -65,7 +65,7 @@ def test_as_many_epochs_or_steps_as_the_share_says(
 
 def test_drawn_shares_are_uniform_over_whole_epochs() -> None:
     count = 20_000
-    shares = shares_of_work(ft.partial_work(0.9), ft.random.key(3), None, count)
+    shares = shares_of_work(ft.partial_work(0.9), ft.random.key(3), None, torch.arange(count))
     assert shares is not None
     epochs = (shares(torch.arange(count)) * 20).ceil()
     expected = torch.full((20,), 0.9 / 20)
@@ -76,7 +76,7 @@ def test_drawn_shares_are_uniform_over_whole_epochs() -> None:
 
 def test_company_does_not_matter() -> None:
     slow, key = ft.partial_work(0.5), ft.random.key(1)
-    some, everybody = shares_of_work(slow, key, torch.tensor([2, 7]), 9), shares_of_work(slow, key, None, 9)
+    some, everybody = (shares_of_work(slow, key, who, torch.arange(9)) for who in (torch.tensor([2, 7]), None))
     assert some is not None
     assert everybody is not None
     assert some(torch.tensor([7])).tolist() == everybody(torch.arange(9))[[7]].tolist()
@@ -105,7 +105,8 @@ def test_of_two_shares_the_smaller_counts_and_other_faults_stay() -> None:
     both = ft.partial_work(1.0, shares=SHARES) | ft.partial_work(1.0, shares=1.2 - SHARES) | ft.dropouts(0.5)
     assert both.before is not None
     assert both.work is not None
-    assert both.work(ft.random.key(0), torch.arange(4)).tolist() == pytest.approx([0.2, 0.2, 0.55, 0.4])
+    keys = ft.random.fold_in(ft.random.key(0), torch.arange(4))
+    assert both.work(keys, torch.arange(4)).tolist() == pytest.approx([0.2, 0.2, 0.55, 0.4])
 
 
 class Scheduled(L.LightningModule):

@@ -53,7 +53,7 @@ def running_sum() -> ft.Algorithm:
 
 
 def sometimes(probability: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda key, ids: random.bernoulli(random.fold_in(key, ids), probability)
+    return lambda keys, ids: random.bernoulli(keys, probability)
 
 
 def states(round: ft.Round | ft.Run) -> Tree:

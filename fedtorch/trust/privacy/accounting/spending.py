@@ -16,6 +16,7 @@ from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.random.entropy import Entropy, Purpose
 from fedtorch.trust.privacy.accounting.accountant import Release
 from fedtorch.trust.privacy.accounting.ledger import NO_GUARANTEE, SYSTEM, Claim, Ledger
+from fedtorch.trust.privacy.noise import Uniforms
 
 _GRID = 20  # noised numbers are rounded to this many bits below the noise
 _NONE = bytes(16)
@@ -56,7 +57,7 @@ class Spending:
         self._check, self._rate, self._size, self.expected = check, sampling_rate, size, 0.0
         self._clients = 0
         self._purpose: Purpose | None = None
-        self._turns: tuple[Tensor, Tensor] | None = None  # the open round's key and its clients
+        self._turns: Tensor | None = None  # what the open round's clients draw with
         self._begun = torch.zeros(0, dtype=torch.int64)
         self._drawn: set[tuple[str, bytes]] = set()
 
@@ -83,14 +84,14 @@ class Spending:
         """Return whether the ledger's budget has room for another round."""
         return self.ledger.allows(self.release, self.count)
 
-    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+    def spend(self, round: int, asked: Tensor | None, keys: Tensor) -> None:
         """Write a round down; from here on its noise can be drawn, once; see `Budget.spend`."""
         self._purpose = None
         self.ledger.spend(round, self.release, self.count)
         ids = torch.arange(self._clients) if asked is None else asked
         roster = hashlib.sha256(ids.numpy().tobytes()).digest()
         self._purpose, self._drawn = self.purpose(round, "", roster), set()
-        self._turns, self._begun = (key, ids), torch.zeros(0, dtype=torch.int64)
+        self._turns, self._begun = keys.cpu(), torch.zeros(0, dtype=torch.int64)
 
     def begin(self, keys: Tensor, purpose: int | None = None) -> None:
         """Note that the clients with these keys `(K,)` begin their work of the open round, which each may do once.
@@ -104,8 +105,7 @@ class Spending:
         """
         if not len(keys):
             return
-        keys = keys.cpu()
-        theirs = None if self._turns is None else random.fold_in(*self._turns)
+        keys, theirs = keys.cpu(), self._turns
         if theirs is not None and purpose is not None:
             theirs = random.fold_in(theirs, purpose)
         if theirs is None or not bool(torch.isin(keys, theirs).all()) or bool(torch.isin(keys, self._begun).any()):
@@ -161,14 +161,33 @@ class Spending:
         uniforms = partial(self.entropy.uniforms, self.open(phase))
         return self.release.mechanism.draw(uniforms, len(scales)).mul_(scales)
 
+    def of_each(
+        self, phase: str, keys: Tensor, count: int, draw: Callable[[Uniforms, int], Tensor] | None = None
+    ) -> Tensor:
+        """Draw for the clients with these keys `(K,)`, each by itself, so that no company changes what one draws.
+
+        Args:
+            phase: of the open round.
+            keys: what the clients draw with.
+            count: D, of each client's numbers.
+            draw: (a source of uniform numbers, D) -> `(D,)`; default: noise of unit scale.
+
+        Returns:
+            `(K, D)` float64.
+        """
+        drawn, draw = torch.zeros(len(keys), count, dtype=torch.float64), draw or self.release.mechanism.draw
+        for row, key in zip(drawn, keys.tolist()):
+            client = key.to_bytes(8, "big", signed=True)
+            purpose = self.open(phase, client)._replace(roster=client)  # and not of the round's other clients
+            row.copy_(draw(partial(self.entropy.uniforms, purpose), count))
+        return drawn
+
     def noised(self, phase: str, keys: Tensor, numbers: Tensor, scale: float) -> Tensor:
         """Add noise of this scale to numbers `(K, D)` float64 of the clients with these keys `(K,)`, each its own."""
         if not len(keys):
             return numbers
-        roster = hashlib.sha256(keys.cpu().numpy().tobytes()).digest()
-        uniforms, size = partial(self.entropy.uniforms, self.open(phase, roster)), torch.tensor(scale).double()
-        noise = self.release.mechanism.draw(uniforms, numbers.numel()).reshape(numbers.shape) * size
-        return on_grid(numbers + noise, size)
+        size = torch.tensor(scale).double()
+        return on_grid(numbers + self.of_each(phase, keys, numbers.shape[1]) * size, size)
 
     def __repr__(self) -> str:
         return f"Spending({self.release}, epsilon={self.ledger.epsilon:.4g} at {self.ledger.delta}, {self.entropy})"

@@ -19,11 +19,9 @@ model at small cost", for the single backward pass.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -91,17 +89,16 @@ class PrivateLoss(StackedLoss):
             buffers: none.
             batch: all of the clients' rows.
             index: of the step.
-            keys: the clients', for the module's draws and to tell blocks apart.
+            keys: the clients', for the module's draws and those of rows and noise.
         """
         assert isinstance(batch, Batch), "clients with loaders are refused when a run begins"
         if index == 0:
             self.spending.begin(keys.keys, MODULE)
-        roster = hashlib.sha256(keys.keys.cpu().numpy().tobytes()).digest()
-        drawn = self._draw(batch, index, roster)
+        drawn = self._draw(batch, index, keys.keys)
         rows, taken = poisson_batch(batch.rows, drawn)
         values = [tensors[name].detach() for name in self.tensors]
         sums, losses = self.clipped(values, rows, taken, index, keys[index].keys if self.random else None)
-        noised = self._noised(sums, [value.dtype for value in values], batch.size, index, roster)
+        noised = self._noised(sums, [value.dtype for value in values], batch.size, index, keys.keys)
         if self.spending.entropy.guarantees:
             losses = torch.full_like(losses, torch.nan)
         # Logs and metrics of rows have no noise; a step without rows has no loss.
@@ -245,11 +242,10 @@ class PrivateLoss(StackedLoss):
         norm = torch.where(squares.isfinite() & taken, squares, torch.inf).sqrt()
         return (self.clip * SLACK / norm).clamp(max=1)
 
-    def _draw(self, batch: Batch, index: int, roster: bytes) -> Tensor:
+    def _draw(self, batch: Batch, index: int, keys: Tensor) -> Tensor:
         """Return which rows take part, `(K, N)` bool on the CPU."""
-        clients, width = batch.leaves[0].shape[:2]
-        purpose = self.spending.open(f"rows of step {index}", roster)
-        coins = self.spending.entropy.uniforms(purpose, clients * width).reshape(clients, width)
+        width = batch.leaves[0].shape[1]
+        coins = self.spending.of_each(f"rows of step {index}", keys, width, lambda uniforms, count: uniforms(count))
         drawn = (coins < self.sampling_rate) & (torch.arange(width) < batch.size[:, None])
         if self.most is None or width <= self.most:
             return drawn
@@ -257,14 +253,13 @@ class PrivateLoss(StackedLoss):
         return drawn & (coins <= last)
 
     def _noised(
-        self, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], counts: Tensor, index: int, roster: bytes
+        self, sums: Sequence[Tensor], dtypes: Sequence[torch.dtype], counts: Tensor, index: int, keys: Tensor
     ) -> list[Tensor]:
         """Return sums with noise, divided by the expected numbers of rows, each in its tensor's dtype."""
         sizes = [leaf[0].numel() for leaf in sums]
         flat = torch.cat([leaf.flatten(1).to("cpu", torch.float64) for leaf in sums], 1)
         scale = torch.tensor(self.spending.release.noise * self.clip, dtype=torch.float64)
-        uniforms = partial(self.spending.entropy.uniforms, self.spending.open(f"noise of step {index}", roster))
-        noise = self.spending.release.mechanism.draw(uniforms, flat.numel()).reshape(flat.shape)
+        noise = self.spending.of_each(f"noise of step {index}", keys, flat.shape[1])
         noised = on_grid(flat + scale * noise, scale) / (self.sampling_rate * counts[:, None])
         parts = noised.split(sizes, 1)
         return [part.reshape(leaf.shape).to(leaf.device, d) for part, leaf, d in zip(parts, sums, dtypes)]

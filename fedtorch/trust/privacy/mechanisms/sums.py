@@ -56,7 +56,7 @@ class _SpentOnce(Spending):
     def cohort(self, cohort: Any, clients: int) -> Any:
         """Write the release down; the cohort is the run's."""
         super().cohort(cohort, clients)
-        super().spend(0, None, torch.tensor(0))
+        super().spend(0, None, torch.zeros(0, dtype=torch.int64))
         self._blocks = 0
         return cohort
 
@@ -69,7 +69,7 @@ class _SpentOnce(Spending):
         """Allow every round: rounds release nothing further."""
         return True
 
-    def spend(self, round: int, asked: Tensor | None, key: Tensor) -> None:
+    def spend(self, round: int, asked: Tensor | None, keys: Tensor) -> None:
         """Allow every round: rounds release nothing further.
 
         Raises:

@@ -36,9 +36,9 @@ def masked(minimum: int = 3, bits: int = 30) -> Masked:
     return secure_masked(secure.Grid(bits, 2.0**20), minimum, dropouts=0)
 
 
-def released(algorithm: ft.Algorithm, carry: Carry = plain()) -> torch.Tensor:  # noqa: B008
+def released(algorithm: ft.Algorithm, carry: Carry = plain(), data: ft.data.FederatedData = DATA) -> torch.Tensor:  # noqa: B008
     """The mean of what clients send in a round, as numbers."""
-    run = ft.run(algorithm, ft.InProcess(DATA, carry=carry), rounds=1)
+    run = ft.run(algorithm, ft.InProcess(data, carry=carry), rounds=1)
     return torch.cat([(leaf - local().start[name]).flatten() for name, leaf in run.server.items()])
 
 
@@ -62,11 +62,13 @@ def test_without_noise_it_is_the_plain_mean_of_clipped_messages() -> None:
     assert float((change - torch.stack(each).mean(0)).abs().max()) < 1e-7  # clips are cut by 2⁻²⁰ of themselves
 
 
-def test_noise_is_fresh_in_every_block_and_every_run() -> None:
+def test_noise_is_fresh_for_every_client_and_every_run() -> None:
     one, other = (private(seed=None), private(seed=None))
     assert float((released(one) - released(other)).abs().max()) > 0.1
     runs = [ft.run(private(), ft.InProcess(DATA, chunk), rounds=1) for chunk in (1, None)]
-    assert distance(runs[0].server, runs[1].server) > 0.1  # drawn for the clients of a block together
+    assert distance(runs[0].server, runs[1].server) < 1e-12  # of a seed it is each client's own, whatever its block
+    first, second = (released(private(), data=DATA.select([k])) for k in (0, 1))
+    assert float((first - second).abs().max()) > 0.1
 
 
 def test_all_rounds_count_for_all_clients(tmp_path: Path) -> None:

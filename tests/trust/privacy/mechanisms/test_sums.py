@@ -155,7 +155,7 @@ def test_what_does_not_fit_is_refused_when_a_run_is_made() -> None:
 
 WIDE = linear_clients([80, 60, 90, 70, 75])
 BOUNDS = {"clip_features": 1.5, "clip_targets": 2.0}
-WIDE_CUT = ft.data.from_tensors([(cut(x, 1.5), y.clamp(-2, 2)) for x, y in WIDE])
+WIDE_CUT = ft.data.from_tensors([(cut(x, 1.5), y.clamp(-2, 2)) for x, y in WIDE], WIDE.names)
 
 
 def sums(noise: float = 1e-9, seed: int | None = 0, **settings) -> privacy.NoisedSums:
