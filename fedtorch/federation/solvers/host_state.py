@@ -86,7 +86,9 @@ class SetGenerators:
         return self
 
     def __exit__(self, *error: Any) -> None:
-        sys.setprofile(self._before)
+        sys.setprofile(self._before if callable(self._before) else None)
+        if not callable(self._before) and self._before is not None:
+            self._before.enable()  # cProfile, which is not a function until Python 3.12
 
     def _profile(self, frame: Any, event: str, function: Any) -> None:
         if event != "c_call" or getattr(function, "__name__", "") not in self._SETTING:
