@@ -270,3 +270,27 @@ def test_sparse_tensors_become_dense() -> None:
     sparsely = [(x.to_sparse(), y) for x, y in ROWS]
     refusal(lambda: trained(ft.fedavg(descent()), ft.data.from_tensors(sparsely)), "to_dense")
     assert trained(ft.fedavg(descent()), ft.data.from_tensors([(x.to_dense(), y) for x, y in sparsely])).number == 1
+
+
+class FreezesLater(L.LightningModule):
+    """A module whose third step freezes a layer, which no `vmap` lets it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def training_step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        if self.global_step == 2:
+            self.layer.bias.requires_grad_(False)
+        return nn.functional.mse_loss(self.layer(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def test_an_error_of_torch_in_a_later_step_comes_with_advice_that_leads_to_the_next() -> None:
+    said = refusal(lambda: trained(ft.fedavg(descent(FreezesLater(), steps=4, batched=True))), "batched='auto'")
+    assert "functorch" in said  # torch's own words stay
+    refusal(lambda: trained(ft.fedavg(descent(FreezesLater(), steps=4))), "ft.lightning_fit")
+    fit = ft.lightning_fit(FreezesLater(), max_epochs=4)
+    assert trained(ft.fedavg(fit)).number == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import traceback
 from typing import Any
 
 import torch
@@ -27,6 +28,10 @@ _TABLE = (
     (r"gather\(\): Expected dtype int64|index.*dtype", _LABELS),
     (r"does not require grad", _FROZEN),
     (r"[Uu]ninitialized|LazyModule", "call the module once on a batch, so that its lazy layers have parameters"),
+    (
+        r"escaped from inside a function being vmapped|function being transformed by a functorch",
+        "use batched='auto' or batched=False, which call the loss client by client",
+    ),
     (r"sparse", "make the layer without sparse=True, whose gradients stacked clients cannot have"),
     (
         r"ParameterList|deepcopy protocol",
@@ -53,6 +58,20 @@ def explained(error: Exception, module: nn.Module, batch: Any, dtype: torch.dtyp
     """
     layer = _layer(error, module)
     return f"{f'in {layer}: ' if layer else ''}{error}; {_advice(error, batch, dtype)}"
+
+
+def of_torch(error: Exception) -> bool:
+    """Return whether an error is torch's, or of the same kind: not raised by a line of this package.
+
+    Example:
+        >>> of_torch(ValueError())
+        False
+    """
+    if type(error) not in (RuntimeError, IndexError):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    called = [frame for frame in frames if frame.f_code.co_name != "__torch_function__"]  # these pass calls on
+    return bool(called) and called[-1].f_globals.get("__name__", "").split(".")[0] != __name__.split(".")[0]
 
 
 def _layer(error: Exception, module: nn.Module) -> str:

@@ -26,6 +26,7 @@ from fedtorch.federation.solvers._fused import FusedSteps, by_parameter
 from fedtorch.federation.solvers._probe import check_batch, check_rows, failure_on_one_row, observe
 from fedtorch.federation.solvers._probed_rows import first_rows
 from fedtorch.federation.solvers._state import LocalState, divided_buffers, ever_trained, joined
+from fedtorch.federation.solvers.advice import explained, of_torch
 from fedtorch.federation.solvers.batches import MODULE, OPTIMIZER, Batches, check_last_batches, is_ragged
 from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
@@ -296,6 +297,9 @@ class Descent:
     def _alone_from_now(self, train: Callable[[], Local], turn: Turn, error: Exception) -> Local:
         """Train clients one by one, after an error of their stack, where the user leaves it open."""
         if not (self.loss.automatic and self.loss.batched):
+            if of_torch(error):
+                dtype = next(iter(self.parameters.values())).dtype
+                raise type(error)(explained(error, self.module, (), dtype)) from error
             raise error
         self.loss.batched = False
         turn.refused.add("stacked")

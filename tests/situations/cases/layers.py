@@ -392,6 +392,7 @@ CASES: list[Case] = [
         "BatchNorm that stays in evaluation",
         lambda: nn.Sequential(nn.Linear(4, 4), Frozen(), nn.Linear(4, 1)),
         rowwise=True,
+        refused={"lightning_fit": "buffers="},  # Lightning's Trainer never calls train(), and so trains the statistics
     ),
     image("BatchNorm2d, averaged", lambda: nn.BatchNorm2d(2), 32, False, **AVERAGE),
     signal("BatchNorm1d of signals, averaged", lambda: nn.BatchNorm1d(2), 12, False, **AVERAGE),
