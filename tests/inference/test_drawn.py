@@ -84,7 +84,7 @@ def test_fewer_draws_are_spread_over_the_chains(runs: dict[bool, ft.Run]) -> Non
     every = runs[False].recorders[0].draws()["sites.theta"]  # (2, 16, 3, 2)
     run = runs[False]
     draws = run.algorithm.posterior.draws(run, 16, None, 0.01, 0)
-    found = draws.at(run.population.data.stack([0, 1, 2]), torch.arange(3))
+    found = draws.at(run.population.data.stack([0, 1, 2]), torch.arange(3), torch.arange(3))
     torch.testing.assert_close(found.theta, every[:, ::2].flatten(0, 1).transpose(0, 1))
     assert 0 < found.efficiency <= 1
 

@@ -58,7 +58,7 @@ def test_sites_find_what_one_process_finds(method: str, monkeypatch: pytest.Monk
     brought = {name: SiteConfiguration.of_frame(each, "ward", {"it": offered}, policy=POLICY)
                for name, each in parts.items()}  # fmt: skip
     host: Any = Loopback(brought, None)
-    design = agree(host, list(parts), FORMULA, client="ward", levels=LEVELS)
+    design = agree(host, list(parts), FORMULA, client="ward", levels=LEVELS, minimum=1)
     there = fit(Remote(host, list(parts), "it", {"method": method}), design, method)
     here = fit(ft.InProcess(ft.data.from_frame(FRAME, client="ward", design=design)), design, method)
     assert distance(there.server, here.server) < (ROUNDING if method == "ep" else 1e-8)  # of differences over steps

@@ -60,7 +60,7 @@ def test_nothing_measured_is_passed_over() -> None:
     assert watched([1.0, None, 1.0, None, 4.0])[0] == [5]
     data = linear_clients([3, 4])
     drift = DriftAlarm(threshold=1e-6)
-    nobody = ft.Faults(before=lambda key, ids: torch.ones_like(ids, dtype=torch.bool))
+    nobody = ft.Faults(before=lambda keys, ids: torch.ones_like(ids, dtype=torch.bool))
     run = ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1).double())), ft.InProcess(data), rounds=2,
         record=drift, faults=nobody)  # fmt: skip
     assert training_loss(run.last) is None

@@ -118,7 +118,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
 def test_a_client_whose_message_is_lost_keeps_its_start(when: str) -> None:
     data, local = linear_clients(SIZES), sgd(0.1, steps=2)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
-    silent = ft.Faults(**{when: lambda key, ids: ids == 2})
+    silent = ft.Faults(**{when: lambda keys, ids: ids == 2})
     final = ft.run(ft.ditto(local, 0.5), ft.InProcess(data), start, faults=silent, rounds=3).last
     others = data.select([0, 1, 3, 4, 5])
     without = ft.run(ft.ditto(local, 0.5), ft.InProcess(others), start, rounds=3).last

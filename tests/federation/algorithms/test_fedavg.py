@@ -173,8 +173,8 @@ def test_those_who_answer_are_the_federation(local: ft.LocalSolver, how: str) ->
     others = torch.tensor([0, 2, 3, 5])
     settings: dict[str, Any] = {
         "cohort": {"cohort": lambda key, round: others},
-        "before": {"faults": ft.Faults(before=lambda key, ids: torch.isin(ids, silent))},
-        "after": {"faults": ft.Faults(after=lambda key, ids: torch.isin(ids, silent))},
+        "before": {"faults": ft.Faults(before=lambda keys, ids: torch.isin(ids, silent))},
+        "after": {"faults": ft.Faults(after=lambda keys, ids: torch.isin(ids, silent))},
     }[how]
     some = ft.run(ft.fedprox(local, 0.3), ft.InProcess(data), **settings, rounds=3).last
     all_of_them = ft.run(ft.fedprox(local, 0.3), ft.InProcess(data.select(others)), rounds=3).last

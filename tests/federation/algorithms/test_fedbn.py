@@ -106,7 +106,7 @@ def test_one_step_follows_the_gradient_of_the_joint_loss() -> None:
 def test_the_order_of_the_clients_and_silent_ones_do_not_matter() -> None:
     data, order = linear_clients(SIZES), torch.tensor([3, 5, 0, 1, 4])
     start = tree.map(lambda leaf: leaf + 0.5, local().parameters)
-    silent = ft.Faults(after=lambda key, ids: ids == 2)
+    silent = ft.Faults(after=lambda keys, ids: ids == 2)
     one = ft.run(ft.fedbn(local()), ft.InProcess(data), start, faults=silent, rounds=3).last
     two = ft.run(ft.fedbn(local()), ft.InProcess(data.select(order)), start, rounds=3).last
     assert distance(one.server, two.server) < ROUNDING

@@ -112,7 +112,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
 
 def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None:
     data, algorithm = linear_clients(SIZES), ft.feddyn(ft.least_squares(linear()), 3.0)
-    lost = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    lost = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     start = tree.map(lambda leaf: leaf + 3, algorithm.start)
     for round in ft.Run(algorithm, ft.InProcess(data), start, cohort=4, faults=lost).rounds(20):
         sent = round.clients.table.read(slice(0, K)).controls
@@ -121,7 +121,7 @@ def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None
 
 def test_a_client_that_never_answers_is_not_in_the_optimum() -> None:
     data, algorithm = linear_clients([30, 12, 50, 9]), ft.feddyn(ft.least_squares(linear()), 2.0)
-    silent = ft.Faults(before=lambda key, ids: ids == 2)
+    silent = ft.Faults(before=lambda keys, ids: ids == 2)
     found = ft.run(algorithm, ft.InProcess(data), faults=silent, rounds=90).last
     others = data.select([0, 1, 3])
     assert distance(joined(found.server.parameters), pooled_optimum(others, others.counts)) < 10 * ROUNDING

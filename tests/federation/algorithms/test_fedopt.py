@@ -183,7 +183,7 @@ def test_the_order_of_the_clients_does_not_matter() -> None:
 def test_those_who_answer_are_the_federation_and_silence_is_no_step() -> None:
     data, local = linear_clients(SIZES), sgd(0.1, steps=2)
     start = tree.map(lambda leaf: leaf + 2, local.parameters)
-    lost = ft.Faults(after=lambda key, ids: (ids == 1) | (ids == 4))
+    lost = ft.Faults(after=lambda keys, ids: (ids == 1) | (ids == 4))
     some = ft.run(ft.fedyogi(local), ft.InProcess(data), start, faults=lost, rounds=3).last
     others = ft.run(ft.fedyogi(local), ft.InProcess(data.select([0, 2, 3, 5])), start, rounds=3).last
     assert distance(some.server, others.server) < 100 * ROUNDING

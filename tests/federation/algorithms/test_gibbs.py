@@ -16,6 +16,7 @@ import fedtorch as ft
 from fedtorch import exact, random, tree
 from fedtorch.federation.runs import run as running
 from fedtorch.models.gibbs import deviations, global_priors, sparse
+from fedtorch.random.named import numbers
 
 SIZES = [12, 5, 9, 30]
 K = len(SIZES)
@@ -87,7 +88,7 @@ def central(data: ft.data.FederatedData, rounds: int, sweeps: int, chains: int, 
     variables, sites = shared.init(start), tree.expand(local.init(start), len(data))
     for number in range(rounds):
         key = random.fold_in(random.fold_in(random.key(seed), number), torch.arange(4))
-        keys = random.fold_in(random.fold_in(key[1], torch.arange(len(data)))[:, None], torch.arange(chains))
+        keys = random.fold_in(random.fold_in(key[1], numbers(tuple(data.names)))[:, None], torch.arange(chains))
         sites = local.sweep(tree.expand(shared.send(variables), len(data)), sites, block, keys, sweeps)
         sums = {name: sum(exact.limbs(t) for t in terms).sum(0) for name, terms in local.report(sites).items()}
         variables = shared.update(variables, sums, random.fold_in(key[2], torch.arange(chains)))
@@ -145,7 +146,7 @@ def test_permuted_clients_and_covariates() -> None:
 
 def test_a_client_that_never_answers_is_not_in_the_model() -> None:
     """Nor in the number of sites: with the others' keys it is the sampler of the others, to the bit."""
-    data, silent = linear_clients(SIZES), ft.Faults(after=lambda key, ids: ids == K - 1)
+    data, silent = linear_clients(SIZES), ft.Faults(after=lambda keys, ids: ids == K - 1)
     found = ft.run(sparse_algorithm(), ft.InProcess(data), START, faults=silent, rounds=5).last
     others = ft.run(sparse_algorithm(), ft.InProcess(data.select(range(K - 1))), START, rounds=5).last
     assert same_bits(found.server, others.server)
@@ -155,14 +156,14 @@ def test_a_client_that_never_answers_is_not_in_the_model() -> None:
 def test_clients_that_answer_now_and_then_do_not_bias_the_posterior() -> None:
     """A block that is not visited in a round stays where it is; the sums know it about any centre."""
     data = linear_clients(SIZES)
-    faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    faults = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     base = means(conjugate(1, 16), data)["theta"]
     assert close(base, means(conjugate(1, 16), data, seed=1, faults=faults)["theta"])
 
 
 def test_the_server_keeps_the_sum_of_what_was_sent_exactly() -> None:
     data = linear_clients(SIZES)
-    faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    faults = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     for round in ft.Run(sparse_algorithm(), ft.InProcess(data), torch.full((3,), 2.0), faults=faults).rounds(30):
         sent = round.clients.table.read(slice(0, K)).told
         assert same_bits(round.server.total, tree.map(lambda leaf: leaf.sum(0), sent))

@@ -320,7 +320,7 @@ def test_the_order_of_the_devices_does_not_matter() -> None:
 
 def test_a_device_that_never_answers_is_as_if_it_were_not_there() -> None:
     data, algorithm = related(SIZES), matrix_normal(ft.least_squares(head(), steps=5))
-    silent = ft.Faults(after=lambda key, ids: ids == 2)
+    silent = ft.Faults(after=lambda keys, ids: ids == 2)
     one = ft.run(algorithm, ft.InProcess(data), faults=silent, rounds=15).last.server
     others = [0, 1, 3, 4, 5]
     two = ft.run(algorithm, ft.InProcess(data.select(others)), rounds=15).last.server

@@ -115,7 +115,7 @@ def test_only_the_shared_part_is_sent() -> None:
 
 def test_clients_that_never_answered_predict_with_the_start() -> None:
     data = linear_clients(SIZES)
-    silent = ft.Faults(after=lambda key, ids: ids == 2)
+    silent = ft.Faults(after=lambda keys, ids: ids == 2)
     local = sgd(0.1, network())
     final = ft.run(ft.personal_layers(local, "2.*"), ft.InProcess(data), faults=silent, rounds=3).last
     others = data.select([0, 1, 3, 4, 5])

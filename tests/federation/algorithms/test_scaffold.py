@@ -143,7 +143,7 @@ def test_the_server_keeps_the_sum_of_all_that_was_sent_whoever_answers() -> None
 
 def test_a_client_that_never_answers_is_not_in_the_optimum() -> None:
     data, algorithm = linear_clients([30, 12, 50, 9]), ft.scaffold(sgd(0.1, steps=5))
-    silent = ft.Faults(after=lambda key, ids: ids == 2)
+    silent = ft.Faults(after=lambda keys, ids: ids == 2)
     found = ft.run(algorithm, ft.InProcess(data), faults=silent, rounds=150).last
     others = data.select([0, 1, 3])
     assert distance(joined(found.server.parameters), pooled_optimum(others, others.counts)) < 10 * ROUNDING

@@ -76,7 +76,7 @@ def test_the_others_do_not_matter() -> None:
 
 
 def test_a_silent_client_stays_where_it_is() -> None:
-    data, silent = linear_clients(SIZES), ft.Faults(after=lambda key, ids: ids == 2)
+    data, silent = linear_clients(SIZES), ft.Faults(after=lambda keys, ids: ids == 2)
     start = tree.map(lambda leaf: leaf + 2, sgd(0.1).parameters)
     final = ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), start, faults=silent, rounds=3).last
     whole = ft.run(ft.separate(sgd(0.1)), ft.InProcess(data), start, rounds=3).last

@@ -89,7 +89,7 @@ def test_early_stopping_on_a_validation_metric() -> None:
     assert float(stop.best_score) == 3.0
 
 
-@pytest.mark.parametrize("faults", [None, ft.Faults(after=lambda key, ids: ids % 2 == 0)])
+@pytest.mark.parametrize("faults", [None, ft.Faults(after=lambda keys, ids: ids % 2 == 0)])
 def test_a_trainer_gives_the_bits_of_run(local: ft.LocalSolver, faults: ft.Faults | None) -> None:
     model = federation(local, cohort=3, seed=4, faults=faults)
     trainer(max_epochs=4).fit(model)

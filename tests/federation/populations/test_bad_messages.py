@@ -67,7 +67,7 @@ def test_dropped_it_is_as_if_the_message_were_lost(chunk: int | None, make: Any)
     population = ft.InProcess(linear_clients(SIZES), chunk)
     algorithm = make(sgd(0.05, steps=2))
     dropped = ft.Run(spoiled(algorithm, math.nan), population, on_bad_message="drop")
-    lost = ft.run(algorithm, population, faults=ft.Faults(after=lambda key, ids: ids == BAD), rounds=3)
+    lost = ft.run(algorithm, population, faults=ft.Faults(after=lambda keys, ids: ids == BAD), rounds=3)
     for round in dropped.rounds(3):
         assert round.refused.tolist() == [BAD]
         assert round.ids.tolist() == [0, 1, 3]

@@ -278,7 +278,7 @@ def test_refusals() -> None:
 
 
 def test_fates_are_disjoint_when_everything_hits() -> None:
-    everybody = lambda key, ids: torch.ones(len(ids), dtype=torch.bool)
+    everybody = lambda keys, ids: torch.ones(len(ids), dtype=torch.bool)
     found = faults.fates(ft.Faults(after=everybody, late=everybody), random.key(0), None, torch.arange(3))
     assert (found.late.tolist(), found.after.tolist()) == ([0, 1, 2], [])
     found = faults.fates(ft.Faults(everybody, everybody, everybody), random.key(0), torch.tensor([1]), torch.arange(3))

@@ -101,10 +101,10 @@ def test_a_client_whose_message_was_lost_keeps_its_state(faults: ft.Faults | Non
 def test_messages_that_never_left_cost_nothing() -> None:
     algorithm, population = running_sum(), ft.InProcess(linear_clients(SIZES))
     each = ft.Run(algorithm, population, START, cohort=1).step()
-    heard = ft.Run(algorithm, population, START, faults=ft.Faults(before=lambda key, ids: ids >= 3)).step()
+    heard = ft.Run(algorithm, population, START, faults=ft.Faults(before=lambda keys, ids: ids >= 3)).step()
     assert heard.ids.sort().values.tolist() == [0, 1, 2]
     assert (heard.bytes_up, heard.bytes_down) == (3 * each.bytes_up, 3 * each.bytes_down)
-    sent = ft.Run(algorithm, population, START, faults=ft.Faults(after=lambda key, ids: ids >= 3)).step()
+    sent = ft.Run(algorithm, population, START, faults=ft.Faults(after=lambda keys, ids: ids >= 3)).step()
     assert sent.ids.sort().values.tolist() == [0, 1, 2]
     assert (sent.bytes_up, sent.bytes_down) == (K * each.bytes_up, K * each.bytes_down)
     assert same_bits(sent.server, heard.server)
@@ -116,7 +116,7 @@ def test_if_nobody_answers_the_server_is_not_called(when: str) -> None:
         raise AssertionError("called")
 
     algorithm = dataclasses.replace(running_sum(), server=server)
-    faults = ft.Faults(**{when: lambda key, ids: torch.ones(len(ids), dtype=torch.bool)})
+    faults = ft.Faults(**{when: lambda keys, ids: torch.ones(len(ids), dtype=torch.bool)})
     population = ft.InProcess(linear_clients(SIZES))
     run = ft.Run(algorithm, population, START, faults=faults)
     numbers, before = [], run.server

@@ -23,7 +23,7 @@ def told(rounds: int = 4) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     """A round of two chains, and the sites' rows."""
     data = linear_clients(SIZES)
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
-    faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    faults = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     return ft.run(algorithm, ft.InProcess(data), torch.zeros(3), faults=faults, rounds=rounds).last, list(data)
 
 

@@ -88,7 +88,7 @@ def test_sums_of_silent_sites_are_those_of_their_scales() -> None:
     """What a site told before a move stays true after it: its scales are those that it told times the factors."""
     data = linear_clients(SIZES)
     algorithm = ft.gibbs(sparse.regression(), sparse.hierarchy(), sweeps=2, chains=2)
-    faults = ft.Faults(after=lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.4))
+    faults = ft.Faults(after=lambda keys, ids: random.bernoulli(keys, 0.4))
     round = ft.run(algorithm, ft.InProcess(data), torch.zeros(3), faults=faults, rounds=30).last
     sites, shared = round.clients.table.read(slice(0, len(SIZES))).variables, round.server.variables
     told = exact.value(round.server.total["levels"]) * torch.stack((shared.factors.prod(1), shared.factors[:, 1]), 1)

@@ -84,7 +84,7 @@ def test_an_answer_that_is_lost_leaves_the_site_where_it_was() -> None:
     made.host.after = lambda name, reply: reply
     made.host.frames.append(("b", made.host.sites["b"].hello()))  # it has connected anew
     run.step()
-    away = ft.Faults(before=lambda key, ids: (ids == 2) | (ids == 3))
+    away = ft.Faults(before=lambda keys, ids: (ids == 2) | (ids == 3))
     wanted = ft.Run(scaffold(), ft.InProcess(DATA), seed=3)
     wanted.step()
     wanted.faults = away

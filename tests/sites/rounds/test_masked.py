@@ -137,7 +137,7 @@ def test_sites_add_up_what_one_process_does(name: str) -> None:
 def test_the_same_operations_under_masks_give_the_same_bits(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Clients of one size, two at a site, also where some are silent, and where the total is made anew."""
     monkeypatch.setattr(running, "TOTAL_ANEW", 2)
-    data, silent = linear_clients([8] * 6), ft.Faults(after=lambda key, ids: ids == 2)
+    data, silent = linear_clients([8] * 6), ft.Faults(after=lambda keys, ids: ids == 2)
     made = Federation(masked(make), data)
     run = made.run(faults=silent)
     wanted = ft.Run(made.make(), alone(made.make, data, chunk=2), seed=3, faults=silent)
@@ -164,7 +164,7 @@ def test_a_site_that_drops_out(phase: int, tmp_path: Path) -> None:
     made.host.start("c")
     run.step()
     assert run.last.ids.tolist() == list(range(6))
-    fate = ft.Faults(after=lambda key, ids: (ids == 2) & (phase <= MASKED))
+    fate = ft.Faults(after=lambda keys, ids: (ids == 2) & (phase <= MASKED))
     wanted = ft.Run(made.make(), alone(made.make, DATA), seed=3)
     wanted.step()
     wanted.faults = fate

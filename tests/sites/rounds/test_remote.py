@@ -37,7 +37,7 @@ def federation(name: str, **more: Any) -> Iterator[tuple[ft.Algorithm, Remote, M
 
 def faults() -> ft.Faults:
     """Clients that do not hear, and messages that are lost."""
-    coin = lambda key, ids: random.bernoulli(random.fold_in(key, ids), 0.3)
+    coin = lambda keys, ids: random.bernoulli(keys, 0.3)
     return ft.Faults(before=coin) | ft.Faults(after=coin)
 
 

@@ -165,7 +165,7 @@ def test_a_site_that_is_away_is_heard_as_it_was() -> None:
     assert run.step().ids.tolist() == list(range(6))
     wanted = ft.Run(gtv(), ft.InProcess(DATA), seed=3)
     wanted.step()
-    wanted.faults = ft.Faults(after=lambda key, ids: (ids == 2) | (ids == 3))
+    wanted.faults = ft.Faults(after=lambda keys, ids: (ids == 2) | (ids == 3))
     wanted.step()
     wanted.faults = None
     wanted.step()

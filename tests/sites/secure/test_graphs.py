@@ -55,7 +55,7 @@ def test_a_round_in_which_nodes_are_silent_is_no_sum() -> None:
     plain, under = ft.gtv(ft.least_squares(linear()), WHEEL, 0.2), ft.InProcess(data, carry=masked(WHEEL))
     with pytest.raises(Aborted, match="all 7 nodes, but got 3"):
         ft.run(plain, under, rounds=1, cohort=3)
-    silent = ft.Faults(after=lambda key, ids: ids == 2)
+    silent = ft.Faults(after=lambda keys, ids: ids == 2)
     with pytest.raises(Aborted, match="all 7 nodes, but got 6"):
         ft.run(plain, under, rounds=1, faults=silent)
 

@@ -213,7 +213,7 @@ def test_neighbourhoods_are_as_small_as_their_tails_allow() -> None:
 
 
 def test_numbers_beyond_the_grid_name_client_and_field() -> None:
-    rows = [(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 1.0, 1e7, 1.0)]
+    rows = [(torch.ones(1, 1), torch.full((1,), y)) for y in (1.0, 1.0, 1.1e7, 1.0)]
     data = ft.data.from_tensors(rows, names=["north", "east", "south", "west"])
     algorithm = ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1, bias=False)))
     said = r"Client 'south': expected numbers of at most 1048576\.0 .* but got 1\d*\.0 in 'change\.value\.weight'"
@@ -271,7 +271,7 @@ def test_rounds_whose_sums_could_be_subtracted_end_a_run_that_asks_for_it() -> N
     data = linear_clients([5, 3, 8, 4, 6])
     for make in (ft.fedavg, ft.scaffold):
         masked = lambda apart: secure_masked(Grid(30, 2.0**20), apart=apart, dropouts=0.2)
-        silent = ft.Faults(after=lambda key, ids: ids == 2)
+        silent = ft.Faults(after=lambda keys, ids: ids == 2)
         for apart in (1, 3):
             run = ft.Run(make(sgd(0.1)), ft.InProcess(data, carry=masked(apart)))
             run.step()

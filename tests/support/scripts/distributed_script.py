@@ -103,7 +103,7 @@ def cases() -> dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, An
     fedavg = ft.fedavg(sgd(0.05, steps=3, batch_size=4), mu=0.1)
     robust_star = fedavg | robust.rule(robust.krum(1))
     robust_gtv = ft.gtv(sgd(0.05), NETWORK, 0.3) | robust.rule(robust.median(), NETWORK)
-    half = ft.Faults(after=lambda key, ids: ids % 2 == 0)
+    half = ft.Faults(after=lambda keys, ids: ids % 2 == 0)
     faults = ft.dropouts(0.2) | ft.stragglers(1.0, 0.1 * LINEAR.counts) | ft.lost_messages(after=0.2)
     return {
         "everybody": (fedavg, LINEAR, {}),
@@ -114,12 +114,12 @@ def cases() -> dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, An
         "personal layers": (personal, CLASSES, {"cohort": 2}),
         "separate": (ft.separate(solver(dtype=torch.float64)), CLASSES, {"cohort": 2}),
         "rank 0 loses all": (fedavg, LINEAR, {"faults": half}),
-        "some do not hear": (personal, CLASSES, {"faults": ft.Faults(before=lambda key, ids: ids == 1)}),
-        "nobody answers": (fedavg, LINEAR, {"faults": ft.Faults(after=lambda key, ids: ids >= 0)}),
+        "some do not hear": (personal, CLASSES, {"faults": ft.Faults(before=lambda keys, ids: ids == 1)}),
+        "nobody answers": (fedavg, LINEAR, {"faults": ft.Faults(after=lambda keys, ids: ids >= 0)}),
         "a cohort of coins": (fedavg, LINEAR, {"cohort": ft.poisson_cohort(0.3, len(LINEAR))}),
         "a cohort by weights": (fedavg, LINEAR, {"cohort": ft.weighted_cohort(LINEAR.counts, 3)}),
         "all faults": (fedavg, LINEAR, {"cohort": 5, "faults": faults}),
-        "nobody hears": (fedavg, LINEAR, {"faults": ft.Faults(before=lambda key, ids: ids >= 0)}),
+        "nobody hears": (fedavg, LINEAR, {"faults": ft.Faults(before=lambda keys, ids: ids >= 0)}),
         "SCAFFOLD": (ft.scaffold(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": 3}),
         "SCAFFOLD on rank 0": (ft.scaffold(sgd(0.05, steps=3, batch_size=4)), LINEAR, {"cohort": only(0, 4)}),
         "FedDyn": (ft.feddyn(sgd(0.05, steps=3, batch_size=4), alpha=2.0), LINEAR, {"faults": faults}),
@@ -153,7 +153,7 @@ def cases() -> dict[str, tuple[ft.Algorithm, ft.data.FederatedData, dict[str, An
         "rows": (remembers(), LINEAR, {"parameters": {}}),
         "rows of a cohort": (remembers(), LINEAR, {"parameters": {}, "cohort": 2}),
         "rows of rank 1": (remembers(), LINEAR, {"parameters": {}, "cohort": only(1, 5)}),
-        "no rows": (remembers(), LINEAR, {"parameters": {}, "faults": ft.Faults(after=lambda key, ids: ids >= 0)}),
+        "no rows": (remembers(), LINEAR, {"parameters": {}, "faults": ft.Faults(after=lambda keys, ids: ids >= 0)}),
     }
 
 

@@ -187,7 +187,7 @@ def test_permuted_clients_and_a_silent_one() -> None:
         ft.run(algorithm(model), ft.InProcess(d), rounds=8).server.posterior for d in (data, data.select(order))
     )
     assert distance(first, second) < 1000 * ROUNDING  # rounding, through eight rounds of a nonlinear map
-    silent = ft.Faults(after=lambda key, ids: ids == 3)
+    silent = ft.Faults(after=lambda keys, ids: ids == 3)
     without = ft.run(algorithm(model), ft.InProcess(data), faults=silent, rounds=8).server.posterior
     others = data.select([0, 1, 2, 4, 5, 6, 7])
     alone = ft.run(algorithm(model), ft.InProcess(others), rounds=8).server.posterior
@@ -298,7 +298,7 @@ def test_no_silent_non_convergence() -> None:
 
 def test_rounds_without_an_answer_do_not_count_as_rounds_that_stand_still() -> None:
     data = devices(5, 1)
-    gone = ft.Faults(before=lambda key, ids: torch.full_like(ids, run.number > 5, dtype=torch.bool))
+    gone = ft.Faults(before=lambda keys, ids: torch.full_like(ids, run.number > 5, dtype=torch.bool))
     run = ft.Run(algorithm(linear(1)), ft.InProcess(data), faults=gone)
     for _ in run.rounds(6):
         pass

@@ -114,7 +114,7 @@ def test_it_converges_though_nodes_fail(faults: ft.Faults) -> None:
 def test_a_node_that_never_answers_counts_with_its_start() -> None:
     """The others minimise as if its parameters were fixed."""
     start = torch.tensor([[0.5, -1.0, 2.0]], dtype=torch.float64)
-    algorithm, silent = relax(), ft.Faults(before=lambda key, ids: ids == 2)
+    algorithm, silent = relax(), ft.Faults(before=lambda keys, ids: ids == 2)
     found = models(ft.run(algorithm, ft.InProcess(BARE), {"weight": start}, faults=silent, rounds=60).last, algorithm)
     assert torch.equal(found[2], start[0])
     problem = solvers.linear_problem(BARE, NETWORK, ALPHA)

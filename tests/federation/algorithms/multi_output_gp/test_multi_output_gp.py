@@ -177,7 +177,7 @@ def test_parts_of_a_block_are_the_block(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_unit_that_drops_out_is_remembered_and_one_that_never_answers_is_not_missed() -> None:
     data, algorithm = signals(), exact(steps=0, server_lr=0.0)
     full = ft.run(algorithm, ft.InProcess(data), rounds=1).last
-    gone = ft.Faults(before=lambda key, ids: (ids == 1) & bool(random.uniform(key) < 2))
+    gone = ft.Faults(before=lambda keys, ids: (ids == 1) & (random.uniform(keys) < 2))
     others = ft.run(algorithm, ft.InProcess(data), faults=gone, rounds=3).last
     alone = ft.run(algorithm, ft.InProcess(data.select([0, 2, 3])), rounds=1).last
     assert distance(others.server.mean, alone.server.mean) < CLOSE

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 import fedtorch as ft
 from fedtorch import random
 from fedtorch.federation.solvers.batches import PERMUTATIONS
+from fedtorch.random.named import numbers
 
 SIZES, BATCH, EPOCHS = (4, 9, 13, 7), 4, 2  # the second and third end with a batch of one row
 
@@ -60,10 +61,10 @@ def local(solver: str, **options: Any) -> ft.LocalSolver:
 def test_the_batches_are_those_of_a_loader(solver: str) -> None:
     data = clients()
     run = ft.Run(ft.separate(local(solver, batch_size=BATCH, drop_last=True)), ft.InProcess(data))
-    key = run._keys(0).client
+    keys = random.fold_in(run._keys(0).client, numbers(tuple(data.names)))
     run.step()
     for k in range(len(SIZES)):
-        expected = plain_loop(data[k], random.fold_in(key, torch.tensor([k]))[0]).state_dict()
+        expected = plain_loop(data[k], keys[k]).state_dict()
         torch.testing.assert_close(run.client_module(k).state_dict(), expected, rtol=1e-10, atol=1e-12)
 
 

@@ -17,6 +17,7 @@ import fedtorch as ft
 from fedtorch import random
 from fedtorch.data.items import seeded as draws
 from fedtorch.federation.solvers.batches import MODULE
+from fedtorch.random.named import numbers
 
 Item = tuple[dict[str, Any], tuple[Tensor, None]]
 
@@ -102,7 +103,7 @@ def test_a_round_is_that_of_plain_loops(kind: type[Series], make: Any, pad: Any)
     given = {f"shop {place}": kind(place, windows).to_dataloader(4) for place, windows in enumerate((9, 6, 4))}
     module = seeded(Forecaster)
     run = ft.run(ft.fedavg(make(module)), ft.InProcess(ft.data.from_loaders(given, pad=pad), chunk=3), rounds=1, seed=2)
-    keys = random.fold_in(run._keys(0).client, torch.arange(3))
+    keys = random.fold_in(run._keys(0).client, numbers(tuple(given)))
     each = [loop(module, loader, key) for loader, key in zip(given.values(), keys)]
     for name, value in run.server.items():
         mean = sum(count * alone[name] for count, alone in zip((9, 6, 4), each)) / 19

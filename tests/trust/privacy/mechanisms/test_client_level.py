@@ -96,7 +96,7 @@ def test_noised_sums_lie_on_a_grid_far_below_the_noise() -> None:
 
 
 def test_weights_do_not_count_and_the_silent_are_zeros() -> None:
-    silent = ft.Faults(after=lambda key, ids: ids == 2)
+    silent = ft.Faults(after=lambda keys, ids: ids == 2)
     clip = 0.7 * (1 - 2**-20)
     cut = [tree.scale(change, min(1.0, clip / norm(change))) for change in changes()]
     expected = tree.map(lambda *each: sum(each) / K, *(cut[:2] + cut[3:]))
@@ -107,7 +107,7 @@ def test_weights_do_not_count_and_the_silent_are_zeros() -> None:
 
 def test_one_client_changes_the_sum_by_no_more_than_the_clip() -> None:
     """Whatever it sends, also what overflows: the neighbour has zeros in its place."""
-    without = step(noiseless(), faults=ft.Faults(after=lambda key, ids: ids == 1))
+    without = step(noiseless(), faults=ft.Faults(after=lambda keys, ids: ids == 1))
     x, y = DATA[1]
     for factor in (1.0, 1e3, 1e100, 1e200):
         rows = list(DATA)

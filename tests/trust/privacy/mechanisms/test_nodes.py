@@ -45,7 +45,7 @@ def test_without_clipping_and_noise_it_is_the_algorithm(cohort: int | None) -> N
 def test_neighbours_hear_what_was_last_told_whoever_answers_in_any_blocks() -> None:
     """The total stays what the exchange makes of the noised values: a lost message is told in the next one's place."""
     for chunk in (None, 1, 2):
-        silent = ft.Faults(after=lambda key, ids: ids == 3)
+        silent = ft.Faults(after=lambda keys, ids: ids == 3)
         run = ft.run(private(0.5, clip=0.4), ft.InProcess(DATA, chunk), rounds=9, cohort=3, faults=silent)
         heard = sum_over(run.algorithm.exchange, told(run), slice(0, N))
         assert distance(run.server.total, heard) < 1e-12

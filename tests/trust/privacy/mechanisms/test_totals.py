@@ -55,7 +55,7 @@ def test_a_total_is_of_clipped_numbers_whoever_answers_in_any_blocks() -> None:
     ends = []
     for chunk in (None, 1):
         algorithm = private(MAKE["scaffold"](), noise=0.5, clip_told=0.05, size=4)
-        silent = ft.Faults(after=lambda key, ids: ids == 2)
+        silent = ft.Faults(after=lambda keys, ids: ids == 2)
         run = ft.run(algorithm, ft.InProcess(DATA, chunk), rounds=7, faults=silent)
         told = algorithm.told.of(run.clients.table.read(slice(0, K)))
         sizes = torch.cat([leaf.flatten(1) for leaf in tree.leaves(told.weighted)], 1).norm(dim=1)
@@ -98,7 +98,7 @@ def test_one_client_changes_every_total_by_no_more_than_the_clip() -> None:
         rows[4] = (x, y * factor)
         run = ft.Run(private(MAKE["scaffold"](), clip_told=0.1), ft.InProcess(ft.data.from_tensors(rows)))
         totals.append(numbers(run.step().server.total))
-    silent = ft.Faults(after=lambda key, ids: ids == 4)
+    silent = ft.Faults(after=lambda keys, ids: ids == 4)
     run = ft.Run(private(MAKE["scaffold"](), clip_told=0.1), ft.InProcess(DATA), faults=silent)
     without = numbers(run.step().server.total)
     assert all(float((total - without).norm()) <= 0.1 + 1e-12 for total in totals)
