@@ -20,7 +20,7 @@ from fedtorch.sites.rounds import session
 from fedtorch.sites.rounds.one_process.in_use import InUse
 from fedtorch.sites.streams import memory
 
-DATA = linear_clients([5, 3, 8, 4])
+DATA = linear_clients([5, 7, 8, 4])
 
 
 class Meeting(nn.Linear):
