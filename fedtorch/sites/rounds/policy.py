@@ -40,7 +40,7 @@ class Policy(NamedTuple):
     rounds: int | None = None  # answered in all, over all runs
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
-    remember_sums: bool = True  # under masks, in its folder of states; else only as long as its process runs
+    remember_sums: bool = True  # in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
     minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all

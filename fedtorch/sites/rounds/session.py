@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from fedtorch import _files as files, checkpoint, functional, tree
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import Field, of_reply
-from fedtorch.federation.populations.clients import LocalClients
+from fedtorch.federation.populations.clients import Gathered, LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
 from fedtorch.protocol.versions import FIRST, Versions
@@ -26,10 +26,10 @@ from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_begun
-from fedtorch.sites.rounds.fingerprint import built
+from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.one_process.in_use import take
-from fedtorch.sites.rounds.past_sums import PastSums, Step
+from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
 from fedtorch.sites.rounds.policy import Refusal, Watch, in_one
 from fedtorch.tree import Tree
 
@@ -194,6 +194,7 @@ class SiteSession:
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self.watch.check_cohort(len(gathered.ids))
         self._check_rows(gathered.ids)  # some may be lost, or refused
+        self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
         self.clients.commit(gathered.states)
@@ -264,6 +265,15 @@ class SiteSession:
         """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known."""
         if self._carry.masks is None:
             self._rows.check(ids, self.algorithm.exchange.additive)
+
+    def _remember(self, inbox: Tree, gathered: Gathered) -> None:
+        """Refuse a sum that tells of few rows with earlier ones over the same start; remember it otherwise."""
+        adds = self.algorithm.exchange.additive and self._carry.masks is None and tree.leaves(gathered.partial)
+        if adds and len(self._rows.few(self._everybody)):
+            start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
+            names, rows = self.names, dict(zip(self.names, self.configuration.data.counts.tolist()))
+            asked = [names[client - self.first] for client in gathered.ids.tolist()]
+            self._past.cohorts.add(start, asked, rows, self._rows.least)
 
     def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""
@@ -374,3 +384,8 @@ class SiteSession:
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs
+
+
+def _differs(inbox: Tree) -> bool:
+    """Return whether clients are sent different things `(K, ...)`."""
+    return not all(torch.equal(leaf, leaf[:1].expand_as(leaf)) for leaf in tree.leaves(inbox))

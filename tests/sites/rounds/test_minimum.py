@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,9 +19,12 @@ from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
 from support.sites import Carried, carry_of, offers
 
 import fedtorch as ft
+from fedtorch import tree
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked, sealed
 from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites.rounds.past_cohorts import PastCohorts
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.trust import robust, secure
 
 TEN = Policy()
@@ -192,6 +196,85 @@ def test_scores_of_few_validation_rows_are_told_as_one_sum_of_all_clients() -> N
     assert together.clients.isnan().tolist() == [False] + [True] * 5
     with pytest.raises(RuntimeError, match="all clients of the site, some of which have few validation rows"):
         scored(TEN, slice(0, 5))
+
+
+# -- sums over one start -----------------------------------------------------------------------------------------------
+
+
+def sum_of(run: ft.Run, clients: list[int]) -> dict[str, torch.Tensor]:
+    """What the clients' changes of a round over the first start add up to, as the server knows it."""
+    before = tree.to(run.server, copy=True)
+    run._draw = lambda key, number: torch.tensor(clients)
+    run.step()
+    rows = sum(int(DATA.counts[client]) for client in clients)
+    found = {name: rows * (leaf - before[name]) for name, leaf in run.server.items()}
+    run.server = before
+    return found
+
+
+def test_two_cohorts_over_one_start_tell_a_client_and_by_default_nothing() -> None:
+    run = on_sites(policy=Policy(minimum=1))
+    one, other = sum_of(run, [0, 1, 2, 4]), sum_of(run, [1, 2, 4])
+    alone = sum_of(ft.Run(fedavg(), ft.InProcess(DATA), seed=3), [0])
+    assert distance({name: one[name] - other[name] for name in one}, alone) < 1e-12
+    run = on_sites()
+    sum_of(run, [0, 1, 2, 4])
+    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+        sum_of(run, [1, 2, 4])
+    sum_of(run, [0, 1, 2, 4])  # the same may be asked again
+    sum_of(run, [5])  # and others
+    run.server = tree.map(lambda leaf: leaf + 1.0, run.server)
+    sum_of(run, [1, 2, 4])  # and from another start
+
+
+def test_sets_that_differ_by_enough_rows() -> None:
+    run = on_sites()
+    sum_of(run, [0, 1, 2, 3, 4, 5])
+    sum_of(run, [0, 1, 2, 3])  # of twelve rows
+    with pytest.raises(RuntimeError, match="fewer than 10 rows"):
+        sum_of(run, [1, 2, 3, 5])
+
+
+def test_three_sums_no_two_of_which_tell_a_client() -> None:
+    """{0}, {1} and all three: the last less both would be what the third client, of three rows, has said."""
+    data = linear_clients([10, 10, 3])
+    run = on_sites(data=data)
+    for clients in ([0], [1]):
+        run._draw = lambda key, number, clients=clients: torch.tensor(clients)
+        before = tree.to(run.server, copy=True)
+        run.step()
+        run.server = before
+    run._draw = lambda key, number: torch.arange(3)  # differs from either by thirteen rows
+    with pytest.raises(RuntimeError, match="fewer than 10 rows"):
+        run.step()
+
+
+def test_over_runs_and_restarts(tmp_path: Path) -> None:
+    host = Loopback(offers(DATA, fedavg, {}, 1, policy=TEN), tmp_path)
+
+    def run() -> ft.Run:
+        remote = Remote(host, ["a"], "it", rows=DATA.rows, seconds=0.05, quorum=1.0)
+        return ft.Run(fedavg(), remote, seed=3)
+
+    sum_of(run(), [0, 1, 2, 4])
+    host.start("a")
+    with pytest.raises(RuntimeError, match="fewer than 10 rows"):
+        sum_of(run(), [1, 2, 4])
+    host.start("a")
+    sum_of(run(), [0, 1, 2, 4])
+    file = tmp_path / "a" / "cohorts.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"set":0', b'"set":7'))
+    host.start("a")
+    with pytest.raises(RuntimeError, match=r"cohorts\.jsonl is damaged"):
+        sum_of(run(), [0, 1, 2, 4])
+
+
+def test_a_client_that_is_gone_is_not_what_two_sums_differ_by() -> None:
+    memory, rows = PastCohorts(None), {"x": 3, "y": 40}
+    memory.add(b"1" * 32, ["x", "y"], rows, 10)
+    with pytest.raises(Refusal, match="fewer than 10 rows"):
+        memory.add(b"1" * 32, ["y"], {"y": 40}, 10)
+    memory.add(b"2" * 32, ["y"], {"y": 40}, 10)
 
 
 # -- who notices nothing -----------------------------------------------------------------------------------------------
