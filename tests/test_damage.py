@@ -321,7 +321,7 @@ def test_what_sites_and_servers_keep_is_their_owners(umask: int, tmp_path: Path)
     server.save(mine / "servers" / "own")
     invite(mine / "authority", "ward 7", "127.0.0.1:1")
     Roster(mine / "rosters" / "roster.json").add("ward 7", "a1b2")
-    configuration = SiteConfiguration(DATA, {"it": averaging}, policy=Policy(rounds=5))
+    configuration = SiteConfiguration(DATA, {"it": averaging}, policy=Policy(rounds=5, minimum=1))
     deliver(configuration, mine / "flower" / "states", True, [])
     host = Loopback(offers(linear_clients([4, 4, 4]), hidden), mine / "sites" / "states", certified("abc").identities)
     settings = {"rows": DATA.rows, "carry": carry_of(hidden), "roster": certified("abc").roster}

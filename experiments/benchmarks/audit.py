@@ -21,7 +21,7 @@ from torch import nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import measure
-from fedtorch.sites import AuditRecord, Hub, SiteConfiguration, join
+from fedtorch.sites import AuditRecord, Hub, Policy, SiteConfiguration, join
 from fedtorch.sites.audit import audit
 from fedtorch.sites.identity import identity
 from fedtorch.sites.streams import memory
@@ -56,7 +56,9 @@ def runs(folder: Path, size: int) -> Iterator[dict[str, ft.Run]]:
     for way in ("with records", "without"):
         host, keeps = Hub(), way == "with records"
         for name, own in members.items():
-            brought = SiteConfiguration(ft.data.FederatedData(data.rows, data.counts, (name,)), {"it": make})
+            brought = SiteConfiguration(
+                ft.data.FederatedData(data.rows, data.counts, (name,)), {"it": make}, Policy(minimum=1)
+            )
             record = AuditRecord(folder / f"{name}.jsonl", own) if keeps else None
             dial = partial(memory.link, host, name)
             threads.append(threading.Thread(target=join, args=(dial, brought), kwargs={"record": record}, daemon=True))

@@ -143,7 +143,7 @@ def test_two_ranks_say_what_one_process_says(here: ft.Run, tmp_path: Path) -> No
 
 def on_sites(monkeypatch: pytest.MonkeyPatch, rounds: int, **policy: Any) -> tuple[ft.Run, Loopback]:
     monkeypatch.setattr(meeting, "time", Clock)
-    host = Loopback(offers(DATA, make, policy=Policy(**policy)), None)
+    host = Loopback(offers(DATA, make, policy=Policy(**{"minimum": 7, **policy})), None)
     return ft.run(make(), Remote(host, ["a", "b", "c"], "it"), rounds=rounds, progress=False), host  # type: ignore[arg-type]
 
 

@@ -44,13 +44,13 @@ def carry_of(make: Callable[..., ft.Algorithm]) -> Carry:
 def offers(
     data: ft.data.FederatedData, make: Callable[..., ft.Algorithm], start: Tree = None, sites: int = 3, **more: Any
 ) -> dict[str, SiteConfiguration]:
-    """What sites "a", "b", … bring: their part of the clients, and one algorithm."""
+    """What sites "a", "b", … bring: their part of the clients, however few rows, and one algorithm."""
 
     def made(**settings: Any) -> ft.Algorithm:
         algorithm = make(**settings)
         return algorithm if algorithm.start is not None else replace(algorithm, start=start)
 
-    more["policy"] = more.pop("policy", Policy())._replace(carry=carry_of(make))
+    more["policy"] = more.pop("policy", Policy(minimum=1))._replace(carry=carry_of(make))
     return {
         chr(ord("a") + i): SiteConfiguration(part, {"it": made}, **more) for i, part in enumerate(parts(data, sites))
     }

@@ -26,7 +26,7 @@ from experiments.benchmarks import remote
 from experiments.benchmarks.parts import c_programs, cost_formulas as formulas, kernel_bounds, measure, scaling_ranks
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 from experiments.benchmarks.parts.remote_problem import averaged
-from fedtorch.sites import Remote, SiteConfiguration
+from fedtorch.sites import Policy, Remote, SiteConfiguration
 from fedtorch.sites.rounds.site import Site
 
 FIT = (100, 10_000)  # clients of the rounds that give a and b
@@ -99,7 +99,9 @@ def server_work(parameters: int, sites: int, rounds: int = 7) -> float:
     torch.nn.init.zeros_(module.weight)
     names, rows = [str(k) for k in range(sites)], (torch.ones(1, parameters), torch.ones(1))
     make = lambda: ft.fedavg(ft.gradient_descent(module, steps=1, loss=_loss, optimizer=_sgd))
-    offers = {name: SiteConfiguration(ft.data.from_tensors([rows], [name]), {"it": make}) for name in names}
+    offers = {
+        name: SiteConfiguration(ft.data.from_tensors([rows], [name]), {"it": make}, Policy(minimum=1)) for name in names
+    }
     host = Direct(offers)
     run = ft.Run(make(), Remote(host, names, "it", quorum=1.0), seed=0)  # type: ignore[arg-type]
     found = []

@@ -9,7 +9,7 @@ Whoever holds the key can write another record from its first entry on. What the
 record of the other side, or with a last entry (`AuditRecord.head`) that was noted elsewhere.
 
 >>> import tempfile, threading, torch, fedtorch as ft
->>> from fedtorch.sites import AuditRecord, SiteConfiguration, join
+>>> from fedtorch.sites import AuditRecord, Policy, SiteConfiguration, join
 >>> from fedtorch.sites.audit import audit
 >>> from fedtorch.sites import Hub
 >>> from fedtorch.sites.identity import identity
@@ -19,7 +19,7 @@ record of the other side, or with a last entry (`AuditRecord.head`) that was not
 >>> records = [f"{folder.name}/{name}.jsonl" for name in ("server", "ward")]
 >>> averaging = lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))
 >>> rows = ft.data.from_tensors([(torch.eye(2), torch.ones(2))])
->>> host, configuration = Hub(), SiteConfiguration(rows, {"averaging": averaging})
+>>> host, configuration = Hub(), SiteConfiguration(rows, {"averaging": averaging}, Policy(minimum=1))
 >>> settings = {"identity": ward, "record": AuditRecord(records[1], ward)}
 >>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), configuration), kwargs=settings)
 >>> site.start()

@@ -19,9 +19,7 @@ _COUNTS = Learns("how many rows each client has")
 _SCHEMA = Learns("names, dtypes and shapes of the columns")
 _WHO = Learns("which clients answered, or had numbers that are none, and in which field")
 _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
-_SCORES = Learns(
-    "how well each client's validation rows are predicted", "attacks.membership", "Policy(smallest_cohort=…)"
-)
+_SCORES = Learns("how well each client's validation rows are predicted", "attacks.membership", "Policy(minimum=…)")
 _TOLD = {
     "effects": Learns("a client's posterior: of few rows, what a fit to them tells", helps="Policy(after_fit=(…))"),
     "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(rounds=…)"),

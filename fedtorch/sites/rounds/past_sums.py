@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from fedtorch import _files as files, chained_log as log, tree, wire
 from fedtorch.protocol.versions import FIRST
+from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.tree import Tree
 
@@ -91,10 +92,14 @@ class PastSums:
     Args:
         folder: of states; None if the site has none.
         lasting: whether the memory is the folder's; else it is this object's.
+
+    Attributes:
+        cohorts: which of the site's clients were added up where the server reads the sum.
     """
 
     def __init__(self, folder: Path | None, lasting: bool = True) -> None:
         self._path = folder / FILE if folder is not None and lasting else None
+        self.cohorts = PastCohorts(folder if lasting else None)
         self._log: log.ChainedLog | None = None
         self._lasting, self._opened = lasting, False
         self._sets: list[frozenset[str]] = []

@@ -40,9 +40,9 @@ class Policy(NamedTuple):
     rounds: int | None = None  # answered in all, over all runs
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
-    remember_sums: bool = True  # under masks, in its folder of states; else only as long as its process runs
+    remember_sums: bool = True  # in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
-    minimum: int = 10  # rows behind any number or name that is told of a frame, for a formula, or after a fit
+    minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
@@ -131,13 +131,14 @@ class Watch:
             if policy.epsilon is not None and budget.report()["epsilon"] > policy.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
 
-    def after_fit(self, what: str, rows: Tensor, each: bool) -> None:
+    def after_fit(self, what: str, clients: int, rows: int, each: bool) -> None:
         """Count an answer to a question after the fit like a round, or refuse it before anything of it is computed.
 
         Args:
             what: is told, as `Policy.after_fit` has it.
-            rows: of the site's clients.
-            each: whether clients can be told from each other in the answer.
+            clients: of the site.
+            rows: behind each number of the answer, at least.
+            each: whether clients can be told from each other in it.
         """
         policy = self.policy
         if what not in policy.after_fit:
@@ -150,8 +151,8 @@ class Watch:
                 f"the site answers with sums of at least {policy.smallest_cohort} clients, and does not tell "
                 f"{AFTER_FIT[what]}; its side would allow it by Policy(smallest_cohort=1)"
             )
-        self.check_cohort(len(rows))
-        if int(rows.min() if each else rows.sum()) < policy.minimum:
+        self.check_cohort(clients)
+        if rows < policy.minimum:
             raise Refusal(
                 f"the site does not tell {AFTER_FIT[what]} of fewer than {policy.minimum} rows; its side would allow "
                 "it by a smaller Policy(minimum=)"
@@ -186,15 +187,8 @@ class Watch:
                 f"the site answers for at least {self.policy.smallest_cohort} of its clients, not for {clients}"
             )
 
-    def together(self, info: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Clients' diagnostics `(M,)`; their mean in the place of each, where no client may be told from others."""
-        if self.policy.smallest_cohort == 1:
-            return info
-        return {name: values.nanmean().expand(len(values)).clone() for name, values in info.items()}
 
-    def in_one(self, sums: Tree) -> Tree:
-        """Clients' sums `(K, ...)`; all of them in the first one's place, where no client may be told from others."""
-        if self.policy.smallest_cohort == 1:
-            return sums
-        joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
-        return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)
+def in_one(sums: Tree) -> Tree:
+    """Clients' sums `(K, ...)`; all of them in the first one's place, where no client may be told from others."""
+    joined = tree.map(lambda leaf: leaf.sum(0, keepdim=True, dtype=leaf.dtype), sums)
+    return tree.map(lambda one, leaf: torch.cat([one, torch.zeros_like(leaf[1:])]), joined, sums)

@@ -60,13 +60,13 @@ class Remote:
 
     Example:
         >>> import threading, torch, fedtorch as ft
-        >>> from fedtorch.sites import SiteConfiguration, join
+        >>> from fedtorch.sites import Policy, SiteConfiguration, join
         >>> from fedtorch.sites import Hub
         >>> from fedtorch.sites.streams import memory
         >>> def fedavg(mu: float) -> ft.Algorithm:
         ...     return ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1, bias=False)), mu=mu)
         >>> host, rows = Hub(), (torch.eye(2), torch.tensor([1.0, 2.0]))
-        >>> configuration = SiteConfiguration(ft.data.from_tensors([rows]), {"fedavg": fedavg})
+        >>> configuration = SiteConfiguration(ft.data.from_tensors([rows]), {"fedavg": fedavg}, Policy(minimum=1))
         >>> site = threading.Thread(target=join, args=(lambda: memory.link(host, "ward 7"), configuration))
         >>> site.start()
         >>> sites = ft.Remote(host, ["ward 7"], "fedavg", {"mu": 0.0})

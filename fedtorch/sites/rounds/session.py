@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedtorch import _files as files, checkpoint, functional, tree
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import Field, of_reply
-from fedtorch.federation.populations.clients import LocalClients
+from fedtorch.federation.populations.clients import Gathered, LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
 from fedtorch.protocol.versions import FIRST, Versions
@@ -22,14 +22,15 @@ from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
+from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_begun
-from fedtorch.sites.rounds.fingerprint import built
+from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.one_process.in_use import take
-from fedtorch.sites.rounds.past_sums import PastSums, Step
-from fedtorch.sites.rounds.policy import Refusal, Watch
+from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
+from fedtorch.sites.rounds.policy import Refusal, Watch, in_one
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
@@ -81,6 +82,7 @@ class SiteSession:
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
         watch.begin(self.algorithm, total)
+        self._rows = Behind(watch.policy, configuration.data.counts, configuration.data.names, self.first)
         start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
         server, like = self.algorithm.init(start, total)
         if self.algorithm.told is not None:
@@ -184,6 +186,7 @@ class SiteSession:
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
+        self._check_rows(inboxes.ids)
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
         gathered = self.clients.gather(inboxes, cohort, turn, more["lost"])
@@ -193,13 +196,15 @@ class SiteSession:
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self.watch.check_cohort(len(gathered.ids))
+        self._check_rows(gathered.ids)  # some may be lost, or refused
+        self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
         self.clients.commit(gathered.states)
         if self._lasting:
             self.versions.put(number, self.clients.state_dict())
         self._version = number
-        info = {} if self._keys is not None else self.watch.together(gathered.info)
+        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids)
         everybody = len(gathered.ids) == self._count
         tensors = {"ids": None if everybody else gathered.ids, "info": info, "partial": gathered.partial}
         refused = {str(client): field for client, field in gathered.refused.items()}
@@ -230,6 +235,7 @@ class SiteSession:
             raise Refusal("the algorithm's clients tell nothing for good")
         if self._envelopes is not None:
             raise Refusal("the site tells what its nodes tell to their neighbours only")
+        self._check_rows(self._everybody)
         if self._carry.masks is None:
             return frames.encode("answer", {"told": self.clients.told_here()}, sequence=number)
         if self._part is None or self._part.number != number:
@@ -258,6 +264,25 @@ class SiteSession:
         said = self._envelopes.write(frame.blobs().get(DIRECTORY, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
+    def _check_rows(self, ids: Tensor) -> None:
+        """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known."""
+        if self._carry.masks is None:
+            self._rows.check(ids, self.algorithm.exchange.additive)
+
+    def _remember(self, inbox: Tree, gathered: Gathered) -> None:
+        """Refuse a sum that tells of few rows with earlier ones over the same start; remember it otherwise."""
+        adds = self.algorithm.exchange.additive and self._carry.masks is None and tree.leaves(gathered.partial)
+        if adds and len(self._rows.few(self._everybody)):
+            start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
+            names, rows = self.names, dict(zip(self.names, self.configuration.data.counts.tolist()))
+            asked = [names[client - self.first] for client in gathered.ids.tolist()]
+            self._past.cohorts.add(start, asked, rows, self._rows.least)
+
+    def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""
+        clients = self.watch.policy.smallest_cohort
+        return self._rows.joined(info, ids, clients) if clients > 1 or len(self._rows.few(ids)) else info
+
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
         """Return the site's part of a sum."""
         assert self._keys is not None
@@ -276,9 +301,16 @@ class SiteSession:
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
         self.watch.check_cohort(len(inboxes.ids))
+        validation = self.configuration.validation
+        rows = Behind(self.watch.policy, validation.counts, validation.names, self.first)
+        few, joined = len(rows.few(self._everybody)) > 0, self.watch.policy.smallest_cohort > 1
+        if few and len(inboxes.ids) != self._count:
+            raise frame.refused("all clients of the site, some of which have few validation rows", inboxes.ids.tolist())
+        rows.check(inboxes.ids, additive=True)
         sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
-        chosen = self.configuration.validation.select(inboxes.ids - self.first)
-        every = self.watch.in_one(after_fit.by_client(self.clients, inboxes, chosen, sums))
+        chosen = validation.select(inboxes.ids - self.first)
+        every = after_fit.by_client(self.clients, inboxes, chosen, sums)
+        every = in_one(every) if few or joined else every
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
@@ -297,7 +329,8 @@ class SiteSession:
         if len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site", inboxes.ids.tolist())
         configuration, minimum = self.configuration, self.watch.policy.minimum
-        self.watch.after_fit(kind.tells, configuration.data.counts, kind.by_client)
+        least = int(self._rows.each(inboxes.ids).min()) if kind.by_client else self._rows.all(inboxes.ids)
+        self.watch.after_fit(kind.tells, self._count, least, kind.by_client)
         evaluate = partial(after_fit.by_client, self.clients, inboxes)
         data, names = configuration.data, self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
@@ -355,3 +388,8 @@ class SiteSession:
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs
+
+
+def _differs(inbox: Tree) -> bool:
+    """Return whether clients are sent different things `(K, ...)`."""
+    return not all(torch.equal(leaf, leaf[:1].expand_as(leaf)) for leaf in tree.leaves(inbox))

@@ -69,7 +69,7 @@ class Place:
         """A run on record, which ends."""
         policy, wait = more.pop("policy", {}), more.pop("wait", 10.0)
         brought = offers(DATA, make)
-        own = {name: policy.get(name, Policy())._replace(carry=carry_of(make)) for name in brought}
+        own = {name: policy.get(name, Policy(minimum=1))._replace(carry=carry_of(make)) for name in brought}
         brought = {name: replace(each, policy=own[name]) for name, each in brought.items()}
         recorded = {"records": {name: self.record(name) for name in NAMES}, "record": self.record("server")}
         with joined(brought, identities=self.sites, carry=carry_of(make), **recorded, **more) as (sites, threads):
@@ -94,7 +94,7 @@ def place(tmp_path: Path) -> Place:
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Place:
     """After a run of two rounds; tests leave its records as they are."""
     made = Place(tmp_path_factory.mktemp("ran"))
-    made.run(policy={"c": Policy(rounds=1)}, quorum=0.5)
+    made.run(policy={"c": Policy(rounds=1, minimum=1)}, quorum=0.5)
     return made
 
 
@@ -116,7 +116,7 @@ def test_records_say_who_asked_what_of_whom(ran: Place) -> None:
         if name != "server":
             assert audit.compare(ran.path("server"), ran.path(name)).holds
     site, server = ran.events("a"), ran.events("server")
-    assert site[1]["policy"] == Policy().described()
+    assert site[1]["policy"] == Policy(minimum=1).described()
     (begin,) = [entry for entry in site if entry["event"] == "begin"]
     assert begin["server"] == identity.fingerprint(ran.server.certificate)
     assert begin["fingerprint"]["algorithm"] == "fedavg"
@@ -417,7 +417,7 @@ def test_masked_rounds_are_on_record_with_one_sync_a_round(place: Place, monkeyp
     for name in ("server", *NAMES):
         place.record(name)
     roster = key_directory.sign_roster(place.folder, place.roster)
-    policy = {name: Policy(remember_sums=False) for name in NAMES}
+    policy = {name: Policy(remember_sums=False, minimum=1) for name in NAMES}
     counts = []
     for rounds in (1, 4):
         syncs.clear()

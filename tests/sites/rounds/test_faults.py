@@ -381,7 +381,7 @@ def test_the_run_goes_on_without_a_site_that_comes_back_as_another(change: dict[
 
 def test_a_disk_on_which_a_site_cannot_count_its_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What cannot be counted is not answered, and nobody else is disturbed."""
-    made = Federation(tmp_path, fedavg, policy=Policy(rounds=5), quorum=0.5)
+    made = Federation(tmp_path, fedavg, policy=Policy(rounds=5, minimum=1), quorum=0.5)
     run = made.run()
     run.step()
     replace_file = files.replace
@@ -443,15 +443,15 @@ def test_settings_come_as_data() -> None:
 @pytest.mark.parametrize(
     ("policy", "make", "cohort", "expected"),
     [
-        (Policy(smallest_cohort=2), fedavg, [0, 1, 2, 4, 5], "at least 2 of its clients, not for 1"),
+        (Policy(smallest_cohort=2, minimum=1), fedavg, [0, 1, 2, 4, 5], "at least 2 of its clients, not for 1"),
         (
-            Policy(smallest_cohort=2),
+            Policy(smallest_cohort=2, minimum=1),
             lambda: ft.gtv(sgd(0.1), ft.Network.ring(6), 0.5),
             None,
             "each client's own message",
         ),
-        (Policy(rounds=1), fedavg, None, "has answered 1 round, and does not answer more"),
-        (Policy(epsilon=1.0), fedavg, None, "noise that it adds itself"),
+        (Policy(rounds=1, minimum=1), fedavg, None, "has answered 1 round, and does not answer more"),
+        (Policy(epsilon=1.0, minimum=1), fedavg, None, "noise that it adds itself"),
     ],
 )
 def test_a_site_holds_to_its_terms(policy: Policy, make: Any, cohort: Any, expected: str) -> None:
@@ -462,14 +462,14 @@ def test_a_site_holds_to_its_terms(policy: Policy, make: Any, cohort: Any, expec
 
 
 def test_a_site_of_a_smallest_cohort_tells_clients_only_together() -> None:
-    made = Federation(make=fedavg, policy=Policy(smallest_cohort=2))
+    made = Federation(make=fedavg, policy=Policy(smallest_cohort=2, minimum=1))
     told, wanted = made.run().step().info, alone(1, fedavg).last.info
     assert told.keys() == wanted.keys() == {"loss"}
     assert distance(told["loss"], wanted["loss"].reshape(3, 2).mean(1).repeat_interleave(2)) < ROUNDING
 
 
 def test_rounds_are_counted_over_restarts_and_runs(tmp_path: Path) -> None:
-    made = Federation(tmp_path, fedavg, policy=Policy(rounds=3))
+    made = Federation(tmp_path, fedavg, policy=Policy(rounds=3, minimum=1))
     made.run().step()
     for name in made.host.brought:
         made.host.start(name)
@@ -495,14 +495,14 @@ def one_step(parameters: Any) -> torch.optim.Optimizer:
 
 def test_epsilon_counts_the_noise_that_a_site_adds_itself(tmp_path: Path) -> None:
     make = lambda: example_level(tmp_path)
-    made = Federation(make=make, policy=Policy(epsilon=1.7), seconds=0.5)
+    made = Federation(make=make, policy=Policy(epsilon=1.7, minimum=1), seconds=0.5)
     run = made.run()
     run.step()
     with pytest.raises(RuntimeError, match=r"spends no more than epsilon = 1\.7"):
         [run.step() for _ in range(20)]
     assert run.number > 1
     for make in (lambda: example_level(None), lambda: example_level(tmp_path, entropy=privacy.from_seed(1))):
-        made = Federation(make=make, policy=Policy(epsilon=1.7), seconds=0.5)
+        made = Federation(make=make, policy=Policy(epsilon=1.7, minimum=1), seconds=0.5)
         with pytest.raises(RuntimeError, match="noise that it adds itself, with a ledger in a file"):
             made.run().step()
 

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch.federation.solvers import descent
-from fedtorch.sites import Hub, Remote, SiteConfiguration, join
+from fedtorch.sites import Hub, Policy, Remote, SiteConfiguration, join
 from fedtorch.sites.rounds import session
 from fedtorch.sites.rounds.one_process.in_use import InUse
 from fedtorch.sites.streams import memory
 
 DATA = linear_clients([5, 3, 8, 4])
+FEW = Policy(minimum=1)  # rows
 
 
 class Meeting(nn.Linear):
@@ -107,7 +108,7 @@ def test_a_site_alone_may_return_one_algorithm_again_and_give_it_to_the_next() -
     for name, data in zip("ab", half):
         for _ in range(2):  # sites that join one after the other
             host = Hub()
-            site = Thread(host, name, SiteConfiguration(data, {"it": lambda: shared}))
+            site = Thread(host, name, SiteConfiguration(data, {"it": lambda: shared}, FEW))
             site.start()
             sites = Remote(host, [name], "it", quorum=1.0, seconds=20.0)
             for seed in range(2):  # runs of one site that is not told of the first one's end
@@ -143,8 +144,8 @@ def test_a_site_that_has_begun_another_run_has_given_back_what_it_computed_with_
     """Also where it has not been told of the end; what it may go on with stays its own where it refuses the other."""
     one, two, half = averaging(), averaging(), parts(DATA, 2)
     brought = {
-        "a": SiteConfiguration(half[0], {"one": lambda: one, "two": lambda: two, "not": lambda: 1 / 0}),
-        "b": SiteConfiguration(half[1], {"one": lambda: one}),
+        "a": SiteConfiguration(half[0], {"one": lambda: one, "two": lambda: two, "not": lambda: 1 / 0}, FEW),
+        "b": SiteConfiguration(half[1], {"one": lambda: one}, FEW),
     }
     with threads_of(brought) as host:
 

@@ -28,6 +28,7 @@ DATA = linear_clients([8, 3, 12, 5, 9, 7], features=3)
 WIDE = linear_clients([8, 3, 12, 5, 9, 7], features=D)
 NETWORK = ft.Network.ring(6)
 GRID = secure.Grid(30, 2.0**20)
+FEW = Policy(minimum=1)  # rows
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +36,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
 
 
-def on_sites(make: Callable[[], ft.Algorithm], data: Any = DATA, policy: Policy = Policy(), **more: Any) -> ft.Run:  # noqa: B008
+def on_sites(make: Callable[[], ft.Algorithm], data: Any = DATA, policy: Policy = FEW, **more: Any) -> ft.Run:
     host = Loopback(offers(data, make, policy=policy), None, certified().identities)
     settings = {"seconds": 0.05, "quorum": 1.0, "roster": certified().roster, "rows": data.rows, **more}
     return ft.Run(make(), Remote(host, ["a", "b", "c"], "it", carry=carry_of(make), **settings), seed=3)
@@ -72,7 +73,7 @@ def server(ledgers: Ledgers) -> ft.Algorithm:
 def test_noise_is_added_at_sites_and_counted_there(make: Any, count: int, tmp_path: Path) -> None:
     """Six clients that send zeros: what the server hears is noise of √(6 / count) times what their ledgers count."""
     ledgers = Ledgers(tmp_path)
-    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, Policy(epsilon=4.0, honest=count))
+    run = on_sites(Carried(lambda: make(ledgers), carry_of(make)), WIDE, Policy(epsilon=4.0, honest=count, minimum=1))
     before = {name: leaf.clone() for name, leaf in run.server.items()}
     run.step()
     unit = 6 * torch.cat([(run.server[name] - before[name]).flatten() for name in before]) / math.sqrt(6 / count)
@@ -110,24 +111,24 @@ def test_rows_of_their_own_are_noised_once_at_sites(tmp_path: Path) -> None:
     """HM1 on sums that are private: one release, whatever the rounds, and the limit of a site is above it."""
     ledgers = Ledgers(tmp_path)
     once = privacy.epsilon(noise=2.0, rounds=1, delta=DELTA)
-    run = on_sites(lambda: hm1(ledgers), policy=Policy(epsilon=1.01 * once))
+    run = on_sites(lambda: hm1(ledgers), policy=Policy(epsilon=1.01 * once, minimum=1))
     [run.step() for _ in range(4)]
     sites = run.population.plan.sites.host.sites.values()
     assert [site._session.algorithm.budget.report()["epsilon"] for site in sites] == pytest.approx([once] * 3)
     with pytest.raises(RuntimeError, match="is spent"):
-        on_sites(lambda: hm1(ledgers), policy=Policy(epsilon=0.99 * once)).step()
+        on_sites(lambda: hm1(ledgers), policy=Policy(epsilon=0.99 * once, minimum=1)).step()
 
 
 @pytest.mark.parametrize(
     ("make", "policy", "counts"),
     [
-        (server, Policy(epsilon=1e3, honest=9), False),
-        (lambda ledgers: clients(ledgers, ledger=None), Policy(epsilon=1e3), False),
-        (lambda ledgers: clients(ledgers, entropy=privacy.from_seed(0)), Policy(epsilon=1e3), False),
-        (lambda ledgers: ft.fedavg(sgd(0.1, linear(D))), Policy(epsilon=1e3), False),
-        (quorum, Policy(epsilon=1e3, honest=2), False),
-        (quorum, Policy(epsilon=1e3, honest=3), True),
-        (clients, Policy(epsilon=1e3), True),
+        (server, Policy(epsilon=1e3, honest=9, minimum=1), False),
+        (lambda ledgers: clients(ledgers, ledger=None), Policy(epsilon=1e3, minimum=1), False),
+        (lambda ledgers: clients(ledgers, entropy=privacy.from_seed(0)), Policy(epsilon=1e3, minimum=1), False),
+        (lambda ledgers: ft.fedavg(sgd(0.1, linear(D))), Policy(epsilon=1e3, minimum=1), False),
+        (quorum, Policy(epsilon=1e3, honest=2, minimum=1), False),
+        (quorum, Policy(epsilon=1e3, honest=3, minimum=1), True),
+        (clients, Policy(epsilon=1e3, minimum=1), True),
     ],
     ids=["the server's", "not written down", "of a seed", "none", "more than are honest", "a quorum's", "their own"],
 )  # fmt: skip
@@ -144,7 +145,7 @@ def test_what_a_site_counts_as_noise(make: Any, policy: Policy, counts: bool, tm
 def test_a_server_that_asks_on_spends_nothing_more(tmp_path: Path) -> None:
     """Once the limit is reached a ledger does not grow, however often the server asks."""
     ledgers = Ledgers(tmp_path)
-    run = on_sites(lambda: clients(ledgers), WIDE, Policy(epsilon=3.0))
+    run = on_sites(lambda: clients(ledgers), WIDE, Policy(epsilon=3.0, minimum=1))
     with pytest.raises(RuntimeError, match="spends no more than epsilon"):
         [run.step() for _ in range(50)]
     budget = next(iter(run.population.plan.sites.host.sites.values()))._session.algorithm.budget

@@ -118,7 +118,7 @@ def fedavg(**settings: Any) -> ft.Algorithm:
 
 @contextmanager
 def validated(
-    policy: Policy = Policy(),  # noqa: B008
+    policy: Policy = Policy(minimum=1),  # noqa: B008
     **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread], ft.data.FederatedData, ft.data.FederatedData]]:
     """Sites with rows of their own for validation: (sites, threads, rows for training, rows for validation)."""
@@ -157,7 +157,7 @@ def test_scores_on_the_rows_that_sites_keep() -> None:
 
 def test_scores_of_sites_that_tell_clients_only_together() -> None:
     metrics = {"mse": squared_error}
-    with validated(policy=Policy(smallest_cohort=2)) as (sites, _, training, validation):
+    with validated(policy=Policy(smallest_cohort=2, minimum=1)) as (sites, _, training, validation):
         here, there = (ft.run(fedavg(), clients, rounds=2) for clients in (ft.InProcess(training), sites))
         wanted, found = here.evaluate(validation, metrics)["mse"], there.evaluate(sites.validation, metrics)["mse"]
     assert found.overall == pytest.approx(wanted.overall, rel=ROUNDING)

@@ -34,7 +34,7 @@ def kept(tmp_path: Path) -> dict[str, Identity]:
 
 
 def test_another_folder_of_states_does_not_begin_at_nought(tmp_path: Path, kept: dict[str, Identity]) -> None:
-    brought = offers(DATA, averaging, sites=1, policy=Policy(rounds=3))
+    brought = offers(DATA, averaging, sites=1, policy=Policy(rounds=3, minimum=1))
     ft.run(averaging(), Remote(Loopback(brought, tmp_path / "one", kept), ["a"], "it"), rounds=2)
     again = ft.Run(averaging(), Remote(Loopback(brought, tmp_path / "two", kept), ["a"], "it"))
     again.step()

@@ -21,4 +21,4 @@ def envelopes(alpha: float) -> ft.Algorithm:
 
 algorithms = {"masked": masked, "envelopes": envelopes}
 carry = {"masked": under_masks(secure.Grid(30, 2.0**20), dropouts=0), "envelopes": sealed(NETWORK)}
-policy = Policy(carry=carry)
+policy = Policy(carry=carry, minimum=1)

@@ -30,7 +30,7 @@ from fedtorch.tree import Tree
 @tells(
     Learns(
         "the likelihood of a client near the posterior: of one row, its features and response exactly",
-        helps="sums under masks, Policy(smallest_cohort=…)",
+        helps="sums under masks, Policy(minimum=…)",
     )
 )
 class _Told(NamedTuple):

@@ -1,0 +1,96 @@
+"""Count what is behind the numbers that leave a site, and hold them to the least that its policy names.
+
+What adds up leaves a site as the sum of the clients that were asked, and the rows of all of them are behind it. What
+goes client by client has the client's own rows behind it. Nothing at all tells nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fedtorch.sites.rounds.policy import Policy, Refusal
+
+_LOG = logging.getLogger(__name__)
+_NAMED = 10  # clients that a line names at most
+_ALLOWED = "its side would allow it by a smaller Policy(minimum=)"
+
+
+class Behind:
+    """Holds what a site says of its clients to the least number of rows.
+
+    Args:
+        policy: of the site.
+        counts: rows of each of its clients `(K,)`.
+        names: theirs, which its own log alone has.
+        first: the number of the first of them, as the server counts.
+    """
+
+    def __init__(self, policy: Policy, counts: Tensor, names: Sequence[str], first: int) -> None:
+        self.least, self._counts, self._names, self._first = policy.minimum, counts, names, first
+
+    def each(self, ids: Tensor) -> Tensor:
+        """Return how many rows are behind each of some clients `(M,)`."""
+        return self._counts[ids - self._first]
+
+    def all(self, ids: Tensor) -> int:
+        """Return how many rows are behind the sum of some clients."""
+        return int(self.each(ids).sum())
+
+    def is_enough(self, ids: Tensor) -> bool:
+        """Return whether a sum of some clients may leave."""
+        return not 0 < self.all(ids) < self.least
+
+    def few(self, ids: Tensor) -> Tensor:
+        """Return those of some clients of which no number of their own may leave."""
+        rows = self.each(ids)
+        return ids[(rows > 0) & (rows < self.least)]
+
+    def check(self, ids: Tensor, additive: bool) -> None:
+        """Refuse an answer of some clients.
+
+        Args:
+            ids: theirs `(M,)`, as the server counts.
+            additive: whether their sum leaves the site, and no message of a single one.
+
+        Raises:
+            Refusal: fewer rows are behind a number than the policy wants. The server hears a client's number, the
+                site's log has its name.
+        """
+        if additive and not self.is_enough(ids):
+            self._note("the sum of", ids)
+            raise Refusal(
+                f"the site answers with sums of at least {self.least} rows, and those of the {len(ids)} of its clients "
+                f"that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
+            )
+        if not additive and len(few := self.few(ids)):
+            self._note("each of", few)
+            raise Refusal(
+                f"each client's own message would leave the site, and client {int(few[0])} has fewer than "
+                f"{self.least} rows, as have {len(few)} of the {len(ids)} that were asked; leave them out, or take an "
+                f"algorithm whose messages add up; {_ALLOWED}"
+            )
+
+    def joined(self, info: dict[str, Tensor], ids: Tensor, clients: int) -> dict[str, Tensor]:
+        """Clients' diagnostics `(M,)`, their means in the place of each; NaN where few tell a value.
+
+        Args:
+            info: by name.
+            ids: of the clients.
+            clients: how many have to tell a value.
+        """
+
+        def mean(values: Tensor) -> Tensor:
+            told = ~values.isnan()
+            enough = int(told.sum()) >= clients and self.is_enough(ids[told])
+            return (values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)).expand(len(values))
+
+        return {name: mean(values).clone() for name, values in info.items()}
+
+    def _note(self, what: str, ids: Tensor) -> None:
+        names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
+        more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
+        _LOG.warning("no answer: fewer than %d rows are behind %s %s%s", self.least, what, names, more)

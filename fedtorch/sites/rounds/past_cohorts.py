@@ -1,0 +1,141 @@
+"""A site's memory of which of its clients were added up over which start, where the server reads the site's sums.
+
+Two sums over one start, with and without one client, differ by that client's message. Clients that were in the same
+sums so far cannot be told from each other: they are a *cell*. All that can be computed of the sums is computed of the
+sums over cells, whichever combination is taken. So a site adds up over one start only such clients that each cell has
+enough rows. Sets that are equal or disjoint, or that differ and overlap by enough rows, are such.
+
+The memory is `cohorts.jsonl` in the folder of states, a chained log that is begun with the first sum and only grows. A
+site all of whose clients have enough rows needs none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fedtorch import chained_log as log
+from fedtorch.sites.rounds.policy import Refusal
+
+FILE = "cohorts.jsonl"
+MOST = 200_000  # starts; a file of about 60 MB
+_FORM = {"event": "sums of clients"}  # the first entry
+_AT_ONCE = 1000  # clients in an entry, which has to be short
+
+
+class PastCohorts:
+    """The sets of a site's clients that were added up.
+
+    Args:
+        folder: of states, in which they are remembered; None for as long as this object is there.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._log: log.ChainedLog | None = None
+        self._part: list[str] = []  # of the next set
+        self._sets: list[frozenset[str]] = []
+        self._places: dict[frozenset[str], int] = {}
+        self._cells: dict[str, tuple[frozenset[str], ...]] = {}  # by start
+
+    def add(self, start: bytes, clients: Sequence[str], rows: Mapping[str, int], least: int) -> None:
+        """Remember a sum over a start before it leaves.
+
+        Args:
+            start: `digest_of_start(...)`.
+            clients: the names of those in the sum.
+            rows: of all the site's clients, by name; one that is gone has none.
+            least: rows that have to be behind whatever the sums tell together.
+
+        The rows of the first sum over a start are not looked at: they are those of all its clients.
+
+        Raises:
+            Refusal: the sums over the start would tell of fewer rows; or the memory is damaged.
+        """
+        key, asked = start[:16].hex(), frozenset(map(_digest, clients))
+        with self._alone():
+            before = self._cells.get(key, ())
+            after = _refined(before, asked)
+            known = {_digest(name): count for name, count in rows.items()} if before else {}
+            for cell in set(after) - set(before) if before else ():
+                empty = all(known.get(client) == 0 for client in cell)
+                if not empty and sum(known.get(client, 0) for client in cell) < least:
+                    raise Refusal(
+                        "the site has added up others of its clients over the same start, and the sums' difference "
+                        f"would be of fewer than {least} rows; ask the same clients again, or others with none in "
+                        "common, or begin from other parameters; its side would allow it by a smaller Policy(minimum=)"
+                    )
+            if set(after) == set(before):
+                return
+            if key not in self._cells and len(self._cells) >= MOST:
+                raise Refusal(f"the site remembers {MOST} sums, and no more; move {FILE} away if it is to forget them")
+            if asked not in self._places:
+                names = sorted(asked)
+                for first in range(0, len(names), _AT_ONCE):
+                    self._append({"clients": names[first : first + _AT_ONCE], "first": first, "of": len(names)})
+            self._append({"start": key, "set": self._places[asked]})
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other processes from remembering sums, from what the memory says now to what is added inside."""
+        if self._path is None:
+            yield
+            return
+        try:
+            if self._log is None:
+                self._log = log.ChainedLog(self._path, _FORM, log.digest, take=self._take, durable=True)
+            with self._log.exclusive():
+                yield
+        except Refusal:
+            raise
+        except (ValueError, IndexError, KeyError) as error:
+            raise Refusal(
+                f"the site's {FILE} is damaged or lost ({type(error).__name__}), so that it does not know which of its "
+                "clients it has added up; bring back a copy, or move it away to begin anew"
+            ) from error
+
+    def _append(self, body: Mapping[str, Any]) -> None:
+        if self._log is None:
+            self._know(body)
+        else:
+            self._log.append(body)  # which is then known by `_take`
+
+    def _take(self, entry: log.Entry) -> None:
+        """Take in an entry of the file."""
+        if entry.signature != log.digest(log.CONTEXT + entry.signed):
+            raise ValueError("it was changed")
+        if entry.number == 1:
+            if entry.content.get("event") != _FORM["event"]:
+                raise ValueError("it begins otherwise")
+        elif entry.content.get("event") != log.REPAIRED:
+            self._know(entry.content)
+
+    def _know(self, line: Mapping[str, Any]) -> None:
+        if "start" in line:
+            self._cells[line["start"]] = _refined(self._cells.get(line["start"], ()), self._sets[line["set"]])
+            return
+        self._part = [*self._part[: line["first"]], *line["clients"]]  # a kill may have left a part of another
+        if len(self._part) == line["of"]:
+            whole = frozenset(self._part)
+            self._places[whole] = len(self._sets)
+            self._sets.append(whole)
+
+
+def _refined(cells: Sequence[frozenset[str]], asked: frozenset[str]) -> tuple[frozenset[str], ...]:
+    """Return the cells of clients that are in the same sums, once `asked` are in one more.
+
+    >>> sorted(sorted(cell) for cell in _refined([frozenset("abc")], frozenset("bcd")))
+    [['a'], ['b', 'c'], ['d']]
+    """
+    if not cells:
+        return (asked,)  # itself, of which there is one for all rounds
+    rest = asked.difference(*cells)
+    parts = [part for cell in cells for part in (cell & asked, cell - asked)]
+    return tuple(part for part in (*parts, rest) if part)
+
+
+def _digest(name: str) -> str:
+    return hashlib.sha256(name.encode()).hexdigest()[:32]

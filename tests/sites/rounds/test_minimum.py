@@ -1,0 +1,303 @@
+"""`Policy(minimum=)` during a fit: no number of fewer rows leaves a site; sums are held by the rows of all of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pandas
+import pytest
+import torch
+from safetensors.torch import load
+from support.certified import certified
+from support.loopback import Clock, Loopback
+from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
+from support.sites import Carried, carry_of, offers
+
+import fedtorch as ft
+from fedtorch import tree
+from fedtorch.models import hierarchical
+from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked, sealed
+from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites.rounds.past_cohorts import PastCohorts
+from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.trust import robust, secure
+
+TEN = Policy()
+DATA = linear_clients([3, 3, 3, 3, 40, 50])  # at two sites: three patients and one of them, and large wards
+SUM_OF_FEW = "sums of at least 10 rows, and those of the 1 of its clients"
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "time", Clock)
+
+
+def fedavg() -> ft.Algorithm:
+    return ft.fedavg(sgd(0.1))
+
+
+def on_sites(
+    make: Callable[[], ft.Algorithm] = fedavg,
+    data: ft.data.FederatedData = DATA,
+    policy: Policy = TEN,
+    sites: int = 1,
+    **more: Any,
+) -> ft.Run:
+    host = Loopback(offers(data, make, {}, sites, policy=policy), None, certified().identities)
+    roster = {} if carry_of(make) == TEN.carry else {"roster": certified().roster}
+    names = [chr(ord("a") + k) for k in range(sites)]
+    remote = Remote(host, names, "it", rows=data.rows, seconds=0.05, quorum=1.0, carry=carry_of(make), **roster)  # type: ignore[arg-type]
+    return ft.Run(make(), remote, seed=3, **more)
+
+
+# -- the attack --------------------------------------------------------------------------------------------------------
+
+PATIENT = {"ward": "isolation", "age": 50.9, "sex": "m"}
+
+
+def regression(design: ft.data.Design) -> ft.Algorithm:
+    return ft.ep(hierarchical.regression(design))
+
+
+def wards() -> pandas.DataFrame:
+    """Rows of a site, one of whose wards has one patient."""
+    draws = numpy.random.default_rng(0)
+    frame = pandas.DataFrame({"ward": ["north", "south", "east"] * 20, "age": draws.uniform(20, 80, 60).round(1)})
+    frame["sex"] = draws.choice(["f", "m"], 60)
+    frame.loc[7, list(PATIENT)] = list(PATIENT.values())
+    frame["score"] = 0.1 * frame["age"] + draws.normal(size=60)
+    return frame
+
+
+def asked_alone(frame: pandas.DataFrame, ward: str, policy: Policy) -> tuple[float, float]:
+    """What a server learns that asks for one ward alone, twice: (age, 1 if male)."""
+    host = Loopback({"a": SiteConfiguration.of_frame(frame, "ward", {"it": regression}, policy=policy)}, None)
+    design = agree(host, ["a"], "score ~ age + sex + (1 | ward)", client="ward", minimum=10)
+    remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
+    run = ft.Run(regression(design), remote, cohort=[remote.names.index(ward)])
+    run.step(), run.step()
+    precision, scale = run.server.total.site.precision, design.encoding.standard["age"]
+    return scale.mean + scale.sd * float(precision[1] / precision[0]), float(precision[10] / precision[6])
+
+
+def test_a_ward_of_one_patient_tells_its_age_and_sex_and_by_default_nothing(caplog: Any) -> None:
+    age, _ = asked_alone(wards(), "isolation", Policy(minimum=1))
+    assert age == pytest.approx(PATIENT["age"], abs=0.05)
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=SUM_OF_FEW) as refusal:
+        asked_alone(wards(), "isolation", TEN)
+    assert "isolation" not in str(refusal.value)
+    assert "fewer than 10 rows are behind the sum of ['isolation']" in caplog.text  # in the site's own log
+
+
+# -- what adds up, and what does not -----------------------------------------------------------------------------------
+
+
+def test_clients_of_three_rows_are_added_up() -> None:
+    """`(1 | patient)` with three rows each: the numbers are those of one process."""
+    here = ft.run(fedavg(), ft.InProcess(DATA), rounds=3, seed=3)
+    there = on_sites()
+    [there.step() for _ in range(3)]
+    assert distance(there.server, here.server) < ROUNDING
+
+
+@pytest.mark.parametrize("make", [fedavg, lambda: ft.scaffold(sgd(0.05)), lambda: ft.feddyn(sgd(0.1), 0.1)])
+def test_a_cohort_of_few_rows_is_refused_and_one_of_enough_is_not(make: Callable[[], ft.Algorithm]) -> None:
+    run = on_sites(make, cohort=[0, 1, 2, 3])
+    run.step()
+    run._draw = lambda key, number: torch.tensor([0])
+    with pytest.raises(RuntimeError, match=SUM_OF_FEW):
+        run.step()
+    run._draw = lambda key, number: torch.tensor([4])  # of 40 rows
+    run.step()
+
+
+def test_who_is_lost_on_the_way_counts_as_not_asked() -> None:
+    """A server that says of all messages but one that they were lost."""
+    run = on_sites(faults=ft.Faults(after=lambda key, ids: ids > 0))
+    with pytest.raises(RuntimeError, match=SUM_OF_FEW):
+        run.step()
+
+
+GOES_ALONE = {
+    "graph": lambda: ft.gtv(sgd(0.1), ft.Network.ring(6), 0.5),
+    "robust": lambda: fedavg() | robust.rule(robust.median()),
+    "sealed": Carried(lambda: ft.gtv(sgd(0.1), ft.Network.ring(6), 0.5), sealed(ft.Network.ring(6))),
+}
+
+
+@pytest.mark.parametrize("name", GOES_ALONE)
+def test_what_goes_client_by_client_is_held_by_each_clients_rows(name: str, caplog: Any) -> None:
+    sites = 3 if name == "sealed" else 1
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="client 0 has fewer than 10 rows") as no:
+        on_sites(GOES_ALONE[name], sites=sites).step()
+    assert "'client 0'" not in str(no.value)
+    assert "behind each of ['client 0'" in caplog.text
+    on_sites(GOES_ALONE[name], sites=sites, policy=Policy(minimum=3)).step()
+
+
+def test_under_masks_the_sum_is_of_several_sites() -> None:
+    make = Carried(fedavg, masked(secure.Grid(30, 2.0**20), dropouts=0))
+    run = on_sites(make, linear_clients([3, 3, 3, 3, 3, 3]), sites=3)
+    run.step()
+    assert run.number == 1
+
+
+# -- losses ------------------------------------------------------------------------------------------------------------
+
+
+def test_losses_of_small_clients_are_told_as_one_and_of_large_ones_as_they_are() -> None:
+    here = ft.run(fedavg(), ft.InProcess(DATA), rounds=1, seed=3).last.info["loss"]
+    small = on_sites().step().info["loss"]
+    assert distance(small, here.mean().expand(6)) < ROUNDING
+    large = on_sites(cohort=[4, 5]).step().info["loss"]
+    assert distance(large, here[4:]) < ROUNDING
+
+
+def test_a_log_of_one_small_client_alone_is_not_told() -> None:
+    """A mean over those that tell a value is of fewer rows than all that answered have."""
+
+    def noted(first: bool) -> ft.Algorithm:
+        made = fedavg()
+
+        def client(inbox: Any, state: Any, data: Any, turn: Any) -> ft.Reply:
+            reply = made.client(inbox, state, data, turn)
+            age = torch.full_like(reply.info["loss"], 50.9)
+            age[1 if first else 5 :] = torch.nan
+            return reply._replace(info={**reply.info, "age": age})
+
+        return replace(made, client=client)
+
+    assert on_sites(lambda: noted(True)).step().info["age"].isnan().all()
+    assert on_sites(lambda: noted(False)).step().info["age"].tolist() == [50.9] * 6
+
+
+def test_scores_of_few_validation_rows_are_told_as_one_sum_of_all_clients() -> None:
+    metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
+
+    def scored(policy: Policy, ask: slice = slice(None)) -> tuple[Any, Any]:
+        brought = offers(DATA, fedavg, sites=1, policy=policy)["a"]
+        host = Loopback({"a": replace(brought, validation=DATA, metrics=metrics)}, None)
+        remote = Remote(host, ["a"], "it", rows=DATA.rows, quorum=1.0, seconds=0.05)
+        run = ft.run(fedavg(), remote, rounds=1, seed=3)
+        if ask != slice(None):
+            every = run.clients.session.of_site
+            run.clients.session.of_site = lambda site, cohort=None: every(site, cohort)[ask]
+        return run.evaluate(remote.validation, metrics)["mse"], run
+
+    alone, _ = scored(Policy(minimum=1))
+    assert not alone.clients.isnan().any()
+    together, _ = scored(TEN)
+    assert together.overall == pytest.approx(alone.overall, rel=ROUNDING)
+    assert together.clients.isnan().tolist() == [False] + [True] * 5
+    with pytest.raises(RuntimeError, match="all clients of the site, some of which have few validation rows"):
+        scored(TEN, slice(0, 5))
+
+
+# -- sums over one start -----------------------------------------------------------------------------------------------
+
+
+def sum_of(run: ft.Run, clients: list[int]) -> dict[str, torch.Tensor]:
+    """What the clients' changes of a round over the first start add up to, as the server knows it."""
+    before = tree.to(run.server, copy=True)
+    run._draw = lambda key, number: torch.tensor(clients)
+    run.step()
+    rows = sum(int(DATA.counts[client]) for client in clients)
+    found = {name: rows * (leaf - before[name]) for name, leaf in run.server.items()}
+    run.server = before
+    return found
+
+
+def test_two_cohorts_over_one_start_tell_a_client_and_by_default_nothing() -> None:
+    run = on_sites(policy=Policy(minimum=1))
+    one, other = sum_of(run, [0, 1, 2, 4]), sum_of(run, [1, 2, 4])
+    alone = sum_of(ft.Run(fedavg(), ft.InProcess(DATA), seed=3), [0])
+    assert distance({name: one[name] - other[name] for name in one}, alone) < 1e-12
+    run = on_sites()
+    sum_of(run, [0, 1, 2, 4])
+    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+        sum_of(run, [1, 2, 4])
+    sum_of(run, [0, 1, 2, 4])  # the same may be asked again
+    sum_of(run, [5])  # and others
+    run.server = tree.map(lambda leaf: leaf + 1.0, run.server)
+    sum_of(run, [1, 2, 4])  # and from another start
+
+
+def test_sets_that_differ_by_enough_rows() -> None:
+    run = on_sites()
+    sum_of(run, [0, 1, 2, 3, 4, 5])
+    sum_of(run, [0, 1, 2, 3])  # of twelve rows
+    with pytest.raises(RuntimeError, match="fewer than 10 rows"):
+        sum_of(run, [1, 2, 3, 5])
+
+
+def test_three_sums_no_two_of_which_tell_a_client() -> None:
+    """{0}, {1} and all three: the last less both would be what the third client, of three rows, has said."""
+    data = linear_clients([10, 10, 3])
+    run = on_sites(data=data)
+    for clients in ([0], [1]):
+        run._draw = lambda key, number, clients=clients: torch.tensor(clients)
+        before = tree.to(run.server, copy=True)
+        run.step()
+        run.server = before
+    run._draw = lambda key, number: torch.arange(3)  # differs from either by thirteen rows
+    with pytest.raises(RuntimeError, match="fewer than 10 rows"):
+        run.step()
+
+
+def test_over_runs_and_restarts(tmp_path: Path) -> None:
+    host = Loopback(offers(DATA, fedavg, {}, 1, policy=TEN), tmp_path)
+
+    def run() -> ft.Run:
+        remote = Remote(host, ["a"], "it", rows=DATA.rows, seconds=0.05, quorum=1.0)
+        return ft.Run(fedavg(), remote, seed=3)
+
+    sum_of(run(), [0, 1, 2, 4])
+    host.start("a")
+    with pytest.raises(RuntimeError, match="fewer than 10 rows"):
+        sum_of(run(), [1, 2, 4])
+    host.start("a")
+    sum_of(run(), [0, 1, 2, 4])
+    file = tmp_path / "a" / "cohorts.jsonl"
+    file.write_bytes(file.read_bytes().replace(b'"set":0', b'"set":7'))
+    host.start("a")
+    with pytest.raises(RuntimeError, match=r"cohorts\.jsonl is damaged"):
+        sum_of(run(), [0, 1, 2, 4])
+
+
+def test_a_client_that_is_gone_is_not_what_two_sums_differ_by() -> None:
+    memory, rows = PastCohorts(None), {"x": 3, "y": 40}
+    memory.add(b"1" * 32, ["x", "y"], rows, 10)
+    with pytest.raises(Refusal, match="fewer than 10 rows"):
+        memory.add(b"1" * 32, ["y"], {"y": 40}, 10)
+    memory.add(b"2" * 32, ["y"], {"y": 40}, 10)
+
+
+# -- who notices nothing -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [fedavg, lambda: ft.gtv(sgd(0.1), ft.Network.ring(3), 0.5)])
+def test_hospitals_that_are_one_client_of_many_rows_notice_nothing(make: Callable[[], ft.Algorithm]) -> None:
+    """All that they say is the same without the rule, to the bit."""
+    said: list[list[dict[str, Any]]] = []
+    for policy in (TEN, Policy(minimum=1)):
+        run = on_sites(make, linear_clients([30, 40, 25]), policy, sites=3)
+        got: list[bytes] = []
+        host = run.population.plan.sites.host
+        host.after = lambda name, reply, got=got: got.append(reply) or reply
+        [run.step() for _ in range(3)]
+        said.append([{name: leaf.tolist() for name, leaf in load(reply).items()} for reply in got])
+        [answer.pop("__counters__") for answer in said[-1]]  # of frames
+    assert len(said[0]) == 9
+    assert said[0] == said[1]
+
+
+def test_a_site_that_is_one_person_says_so() -> None:
+    phone = linear_clients([1])
+    with pytest.raises(RuntimeError, match=r"smaller Policy\(minimum=\)"):
+        on_sites(data=phone).step()
+    on_sites(data=phone, policy=Policy(minimum=1)).step()
