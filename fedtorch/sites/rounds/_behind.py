@@ -7,7 +7,8 @@ goes client by client has the client's own rows behind it. Nothing at all tells 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,10 +28,21 @@ class Behind:
         counts: rows of each of its clients `(K,)`.
         names: theirs, which its own log alone has.
         first: the number of the first of them, as the server counts.
+        persons: whose rows each client has, by name, where these count in place of rows.
     """
 
-    def __init__(self, policy: Policy, counts: Tensor, names: Sequence[str], first: int) -> None:
-        self.least, self._counts, self._names, self._first = policy.minimum, counts, names, first
+    def __init__(
+        self,
+        policy: Policy,
+        counts: Tensor,
+        names: Sequence[str],
+        first: int,
+        persons: Mapping[str, frozenset[Any]] | None = None,
+    ) -> None:
+        self.least, self._names, self._first, self._persons = policy.minimum, names, first, persons
+        self._counts = counts if persons is None else torch.tensor([len(persons[name]) for name in names])
+        self._numbers = {name: number for number, name in enumerate(names, first)}
+        self._what = "rows" if persons is None else policy.counted
 
     def each(self, ids: Tensor) -> Tensor:
         """Return how many rows are behind each of some clients `(M,)`."""
@@ -38,7 +50,13 @@ class Behind:
 
     def all(self, ids: Tensor) -> int:
         """Return how many rows are behind the sum of some clients."""
-        return int(self.each(ids).sum())
+        if self._persons is None:
+            return int(self.each(ids).sum())
+        return len(frozenset().union(*(self._persons[self._names[k - self._first]] for k in ids.tolist())))
+
+    def named(self, names: Iterable[str]) -> int:
+        """Return how many rows are behind the sum of some clients, by name."""
+        return self.all(torch.tensor([self._numbers[name] for name in names], dtype=torch.int64))
 
     def is_enough(self, ids: Tensor) -> bool:
         """Return whether a sum of some clients may leave."""
@@ -63,15 +81,15 @@ class Behind:
         if additive and not self.is_enough(ids):
             self._note("the sum of", ids)
             raise Refusal(
-                f"the site answers with sums of at least {self.least} rows, and those of the {len(ids)} of its clients "
-                f"that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
+                f"the site answers with sums of at least {self.least} {self._what}, and those of the {len(ids)} of its "
+                f"clients that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
             )
         if not additive and len(few := self.few(ids)):
             self._note("each of", few)
             raise Refusal(
                 f"each client's own message would leave the site, and client {int(few[0])} has fewer than "
-                f"{self.least} rows, as have {len(few)} of the {len(ids)} that were asked; leave them out, or take an "
-                f"algorithm whose messages add up; {_ALLOWED}"
+                f"{self.least} {self._what}, as have {len(few)} of the {len(ids)} that were asked; leave them out, or "
+                f"take an algorithm whose messages add up; {_ALLOWED}"
             )
 
     def joined(self, info: dict[str, Tensor], ids: Tensor, clients: int) -> dict[str, Tensor]:
@@ -93,4 +111,4 @@ class Behind:
     def _note(self, what: str, ids: Tensor) -> None:
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-        _LOG.warning("no answer: fewer than %d rows are behind %s %s%s", self.least, what, names, more)
+        _LOG.warning("no answer: fewer than %d %s are behind %s %s%s", self.least, self._what, what, names, more)

@@ -39,6 +39,7 @@ from typing import Any, Literal
 
 from fedtorch import expected
 from fedtorch.data import FederatedData
+from fedtorch.data.formulas.cells import Cells, level_name
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.sites.formulas.tables import read_frame, without_rows
 from fedtorch.sites.rounds.policy import Policy
@@ -96,6 +97,13 @@ class SiteConfiguration:
         table = read_frame(frame)
         return cls(without_rows(table, client), algorithms, frame=table, client=client, **more)
 
+    def persons(self) -> dict[str, frozenset[Any]] | None:
+        """Return whose rows each client has, by its name; None where the policy counts rows."""
+        if self.policy.person is None:
+            return None
+        by_client = self.frame.groupby(self.client, sort=False)[self.policy.person]
+        return {level_name(client): frozenset(values) for client, values in by_client.unique().items()}
+
     def __post_init__(self) -> None:
         advice = "make it with ft.data.from_tensors([(x, y)]), or of loaders' data sets with ft.data.from_datasets"
         expected.kind(self.data, FederatedData, "data as FederatedData", advice)
@@ -106,6 +114,18 @@ class SiteConfiguration:
             expected.function(make, f"algorithm {name!r} as a function of its settings", "wrap it in one")
         expected.kind(self.policy, Policy, "policy as Policy", "such as policy = Policy(rounds=100)")
         self.policy.check()
+        if self.policy.person is not None:
+            if self.frame is None or self.policy.person not in self.frame:
+                raise ValueError(
+                    f"Expected a policy whose person= is a column of the site's frame, but got {self.policy.person!r}; "
+                    "bring a frame with it, by SiteConfiguration.of_frame(...), or let rows count"
+                )
+            if self.validation is not None:
+                raise ValueError(
+                    "Expected no validation rows beside a policy with person=, for nobody knows whose rows they are; "
+                    "evaluate where rows are, by the model that `join` returns"
+                )
+            Cells(self.frame).complete(self.policy.person)
         if self.missing not in ("refuse", "impute"):
             raise ValueError(f"Expected missing= as 'refuse' or 'impute', but got {self.missing!r}")
         if isinstance(self.policy.carry, Mapping) and set(self.policy.carry) != set(self.algorithms):

@@ -12,7 +12,7 @@ site all of whose clients have enough rows needs none.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,16 @@ class PastCohorts:
         self._places: dict[frozenset[str], int] = {}
         self._cells: dict[str, tuple[frozenset[str], ...]] = {}  # by start
 
-    def add(self, start: bytes, clients: Sequence[str], rows: Mapping[str, int], least: int) -> None:
+    def add(
+        self, start: bytes, clients: Sequence[str], names: Sequence[str], rows: Callable[[list[str]], int], least: int
+    ) -> None:
         """Remember a sum over a start before it leaves.
 
         Args:
             start: `digest_of_start(...)`.
             clients: the names of those in the sum.
-            rows: of all the site's clients, by name; one that is gone has none.
+            names: of all the site's clients; one that is gone has no rows.
+            rows: names of clients -> how many rows they have together, or persons.
             least: rows that have to be behind whatever the sums tell together.
 
         The rows of the first sum over a start are not looked at: they are those of all its clients.
@@ -59,14 +62,16 @@ class PastCohorts:
         with self._alone():
             before = self._cells.get(key, ())
             after = _refined(before, asked)
-            known = {_digest(name): count for name, count in rows.items()} if before else {}
+            known = {_digest(name): name for name in names} if before else {}
             for cell in set(after) - set(before) if before else ():
-                empty = all(known.get(client) == 0 for client in cell)
-                if not empty and sum(known.get(client, 0) for client in cell) < least:
+                here = [known[client] for client in cell if client in known]
+                behind = rows(here)
+                if behind < least and (behind or len(here) < len(cell)):
                     raise Refusal(
                         "the site has added up others of its clients over the same start, and the sums' difference "
-                        f"would be of fewer than {least} rows; ask the same clients again, or others with none in "
-                        "common, or begin from other parameters; its side would allow it by a smaller Policy(minimum=)"
+                        f"would be of fewer than {least} rows, or persons; ask the same clients again, or others with "
+                        "none in common, or begin from other parameters; its side would allow it by a smaller "
+                        "Policy(minimum=)"
                     )
             if set(after) == set(before):
                 return

@@ -46,6 +46,7 @@ class Policy(NamedTuple):
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
+    person: str | None = None  # a frame's column whose distinct values count for `minimum` in rounds and after a fit
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""
@@ -57,6 +58,11 @@ class Policy(NamedTuple):
         """Return how the messages of an algorithm, by name, have to be carried."""
         return self.carry[algorithm] if isinstance(self.carry, Mapping) else self.carry
 
+    @property
+    def counted(self) -> str:
+        """Return what `minimum` counts, in words."""
+        return "rows" if self.person is None else "persons"
+
     def check(self) -> None:
         """Raise ValueError unless they are in range."""
         if self.minimum < 1 or self.designs < 0 or isinstance(self.columns, str):
@@ -64,6 +70,8 @@ class Policy(NamedTuple):
                 f"Expected a minimum of at least 1 row, columns as a tuple, and no negative number of designs, but got "
                 f"{self}"
             )
+        if self.person is not None and not isinstance(self.person, str):
+            raise ValueError(f"Expected person= as a column of the site's frame, but got {self.person!r}")
         if self.smallest_cohort < 1 or self.honest < 1 or (self.rounds or 0) < 0:
             raise ValueError(
                 "Expected a smallest cohort of at least 1, as many honest clients, and no negative number of rounds, "
@@ -154,8 +162,8 @@ class Watch:
         self.check_cohort(clients)
         if rows < policy.minimum:
             raise Refusal(
-                f"the site does not tell {AFTER_FIT[what]} of fewer than {policy.minimum} rows; its side would allow "
-                "it by a smaller Policy(minimum=)"
+                f"the site does not tell {AFTER_FIT[what]} of fewer than {policy.minimum} {policy.counted}; its side "
+                "would allow it by a smaller Policy(minimum=)"
             )
         if policy.rounds is not None:
             with self._lock:

@@ -82,7 +82,8 @@ class SiteSession:
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
         watch.begin(self.algorithm, total)
-        self._rows = Behind(watch.policy, configuration.data.counts, configuration.data.names, self.first)
+        data, persons = configuration.data, configuration.persons()
+        self._rows = Behind(watch.policy, data.counts, data.names, self.first, persons)
         start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
         server, like = self.algorithm.init(start, total)
         if self.algorithm.told is not None:
@@ -274,9 +275,8 @@ class SiteSession:
         adds = self.algorithm.exchange.additive and self._carry.masks is None and tree.leaves(gathered.partial)
         if adds and len(self._rows.few(self._everybody)):
             start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
-            names, rows = self.names, dict(zip(self.names, self.configuration.data.counts.tolist()))
-            asked = [names[client - self.first] for client in gathered.ids.tolist()]
-            self._past.cohorts.add(start, asked, rows, self._rows.least)
+            asked = [self.names[client - self.first] for client in gathered.ids.tolist()]
+            self._past.cohorts.add(start, asked, self.names, self._rows.named, self._rows.least)
 
     def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""

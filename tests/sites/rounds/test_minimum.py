@@ -23,6 +23,7 @@ from fedtorch import tree
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked, sealed
 from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.trust import robust, secure
@@ -271,10 +272,44 @@ def test_over_runs_and_restarts(tmp_path: Path) -> None:
 
 def test_a_client_that_is_gone_is_not_what_two_sums_differ_by() -> None:
     memory, rows = PastCohorts(None), {"x": 3, "y": 40}
-    memory.add(b"1" * 32, ["x", "y"], rows, 10)
+    behind = lambda names: sum(rows[name] for name in names)
+    memory.add(b"1" * 32, ["x", "y"], ["x", "y"], behind, 10)
     with pytest.raises(Refusal, match="fewer than 10 rows"):
-        memory.add(b"1" * 32, ["y"], {"y": 40}, 10)
-    memory.add(b"2" * 32, ["y"], {"y": 40}, 10)
+        memory.add(b"1" * 32, ["y"], ["y"], behind, 10)
+    memory.add(b"2" * 32, ["y"], ["y"], behind, 10)
+
+
+# -- persons -----------------------------------------------------------------------------------------------------------
+
+
+def test_twelve_rows_of_one_patient_are_one_person(caplog: Any) -> None:
+    frame = wards().assign(patient=range(60))
+    mine = pandas.concat([frame[7:8]] * 12)  # visits: the ward has twelve rows, of one patient
+    visits = pandas.concat([frame.drop(index=7), mine], ignore_index=True)
+    age, _ = asked_alone(visits, "isolation", TEN)
+    assert age == pytest.approx(PATIENT["age"], abs=0.05)
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="sums of at least 10 persons"):
+        asked_alone(visits, "isolation", Policy(person="patient"))
+    assert "fewer than 10 persons are behind the sum of ['isolation']" in caplog.text
+    asked_alone(visits, "north", Policy(person="patient"))  # of twenty
+
+
+def test_a_person_in_two_clients_counts_once_in_their_sum() -> None:
+    rows = Behind(TEN, torch.tensor([9, 9]), ["x", "y"], 4, {"x": frozenset(range(9)), "y": frozenset(range(9))})
+    assert not rows.is_enough(torch.tensor([4, 5]))
+    assert rows.named(["x", "y"]) == 9
+    assert Behind(TEN, torch.tensor([9, 9]), ["x", "y"], 4).is_enough(torch.tensor([4, 5]))
+
+
+def test_a_policy_whose_persons_are_in_no_frame() -> None:
+    algorithms = {"it": fedavg}
+    with pytest.raises(ValueError, match="a column of the site's frame"):
+        SiteConfiguration(DATA, algorithms, Policy(person="patient"))
+    with pytest.raises(ValueError, match="a column of the site's frame"):
+        SiteConfiguration.of_frame(wards(), "ward", algorithms, policy=Policy(person="patient"))
+    holes = wards().assign(patient=[None, *range(59)])
+    with pytest.raises(ValueError, match="missing cells"):
+        SiteConfiguration.of_frame(holes, "ward", algorithms, policy=Policy(person="patient"))
 
 
 # -- who notices nothing -----------------------------------------------------------------------------------------------
