@@ -13,12 +13,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
 from fedtorch.history import headline
 
+_Class = TypeVar("_Class", bound=type)
 LONGEST = 120  # characters of a line
 _LEVELS = (99, 6, 4, 3, 2, 1, 0)  # how many settings of each call are tried
 _LONGEST_VALUE = 40
@@ -54,8 +56,29 @@ def value_text(value: Any) -> str:
         return type(value).__name__
     name = getattr(value, "__name__", None)
     text = name.replace("<lambda>", "lambda") if isinstance(name, str) else repr(value)
-    plain = len(text) <= _LONGEST_VALUE and "\n" not in text and " object at 0x" not in text
+    numbers = "tensor(" in text or "array(" in text  # of a list or dict of them
+    plain = len(text) <= _LONGEST_VALUE and "\n" not in text and " object at 0x" not in text and not numbers
     return text if plain else f"{type(value).__name__}(…)"
+
+
+def without_rows(kind: _Class) -> _Class:
+    """Decorate a `NamedTuple` of rows: its `repr` is a line that a log may have, of shapes and no numbers.
+
+    Example:
+        >>> import torch
+        >>> from typing import NamedTuple
+        >>> @without_rows
+        ... class Value(NamedTuple):
+        ...     value: torch.Tensor
+        >>> Value(torch.ones(2, 3))
+        Value(value=Tensor(2, 3))
+    """
+
+    def __repr__(self: Any) -> str:
+        return one_line(partial(call, type(self).__name__, [], self._asdict()))
+
+    kind.__repr__ = __repr__  # type: ignore[assignment]  # a NamedTuple has no base class to inherit it from
+    return kind
 
 
 def method(settings: Mapping[str, Any], most: int) -> str:

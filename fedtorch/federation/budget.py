@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
@@ -52,6 +52,15 @@ class Budget(Protocol):
             round: rounds done before.
             asked: ids of the clients that are asked, None for all.
             keys: `(M,)` that they draw with in this round.
+        """
+        ...
+
+    def join(self, others: Sequence[Budget], rounds: int) -> None:
+        """Have the budgets of a search's other settings spend from this one's ledger, where all releases add up.
+
+        Raises:
+            ValueError: their epsilons do not add up in one ledger, or so many rounds of all, this one too, cost more
+                than the budget allows.
         """
         ...
 

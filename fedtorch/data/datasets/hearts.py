@@ -8,6 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
+from fedtorch._representation import without_rows
 from fedtorch.data.cache import locate
 from fedtorch.data.datasets._frames import by_client, one_hot, read, scaled
 from fedtorch.data.federated import FederatedData
@@ -111,6 +112,7 @@ def _frame() -> pandas.DataFrame:
     return frame
 
 
+@without_rows
 class VerticalTable(NamedTuple):
     """A table whose columns several parties hold; `fedtorch.vfl.Party.from_table` makes the parties.
 

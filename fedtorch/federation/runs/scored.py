@@ -64,6 +64,9 @@ class Scored:
         around it, such as `on_validation_epoch_end`; of a client, what a Trainer reports on its batches. Over all
         clients numbers are reduced over all batches, and metrics are those of all rows, not the clients' means.
 
+        Scores have no noise, also of a private algorithm: its ε is about what training tells, and not about these.
+        Publish scores of rows that nobody has to protect, or count them as told.
+
         Args:
             data: rows of the run's clients; or their loaders, which say how large batches are.
             metrics: by name: torchmetrics, `MetricCollection`s, `ft.metrics`, a loss such as

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
+from fedtorch._representation import without_rows
 from fedtorch.data import FederatedData
 from fedtorch.federation.algorithm import Algorithm, Reply
 from fedtorch.federation.exchanges.exchange import RowsOf, Sum
@@ -43,6 +44,7 @@ from fedtorch.vfl.nodes.protocols import VALUES_AND_GRADIENTS, protocol_of
 from fedtorch.vfl.rows.data import VerticalData
 
 
+@without_rows
 class _Asked(NamedTuple):
     """Hold what a site hears, `(K, ...)`; of its rows `(K, N, ...)`."""
 
@@ -56,6 +58,7 @@ class _Asked(NamedTuple):
     weight: Tensor
 
 
+@without_rows
 class _Told(NamedTuple):
     """Hold what a site tells."""
 
@@ -63,6 +66,7 @@ class _Told(NamedTuple):
     gradients: Sum  # {name: (K, ...)} of its terms, added up over draws
 
 
+@without_rows
 class _Server(NamedTuple):
     """Hold the last question and its answers."""
 

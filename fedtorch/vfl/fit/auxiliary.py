@@ -49,6 +49,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fedtorch._representation import without_rows
 from fedtorch.vfl.fit.encoder import EncoderFactory, encoded
 from fedtorch.vfl.fit.own_encoder import Laws, factory
 from fedtorch.vfl.model.vertical import VerticalModel
@@ -57,6 +58,7 @@ from fedtorch.vfl.rows.data import VerticalData
 Tensors = dict[str, Tensor]
 
 
+@without_rows
 class Sampled(NamedTuple):
     """A draw at the server."""
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree
+from fedtorch._representation import without_rows
 from fedtorch.vfl.fit.auxiliary import Auxiliary, Tensors, amortised
 from fedtorch.vfl.model.vertical import VerticalModel
 
@@ -191,6 +192,7 @@ class Guide:
         return self.shared if self.shared is not None and not index else self.theta
 
 
+@without_rows
 class Parameters(NamedTuple):
     """Variational parameters, `(B, ...)` each.
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._representation import without_rows
 from fedtorch.vfl.fit.guide import Guide
 from fedtorch.vfl.model.vertical import VerticalModel
 
@@ -17,6 +18,7 @@ _STEPS, _ROWS = 1, 2  # and of the key of `iterations`
 _NUMBERS = 2**18  # normal numbers that `iterations` draws at a time
 
 
+@without_rows
 class Noise(NamedTuple):
     """Draws of an iteration; the leading dimension is 1 where the batch shares it.
 

@@ -28,9 +28,11 @@ from torch.distributions import Distribution
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import functional
+from fedtorch._representation import without_rows
 from fedtorch.vfl.fit.encoder import Encoder, EncoderFactory, perceptron
 
 
+@without_rows
 class Laws(NamedTuple):
     """The distributions that an encoder answers with, of rows (draw, row of the data)."""
 

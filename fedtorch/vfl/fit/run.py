@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import checkpoint
-from fedtorch._representation import run_line
+from fedtorch._representation import run_line, without_rows
 from fedtorch.checkpoint import below, describe
 from fedtorch.history import History, Recorder, Round
 from fedtorch.metrics.scores import Score, score_of, stacked_metrics
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 _COUNTS = ("number", "bytes_up", "bytes_down")
 
 
+@without_rows
 class Iterated(NamedTuple):
     """Numbers of an iteration of a fit, for the history."""
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
+from fedtorch._representation import without_rows
 from fedtorch.progress import tracked
 from fedtorch.vfl.fit.sfvi import Schedule
 from fedtorch.vfl.model.checks import prepared
@@ -39,6 +40,7 @@ _LANGEVIN = 0  # purpose of the key
 _NUMBERS = 2**16  # normal numbers drawn at a time
 
 
+@without_rows
 class SoulFit(NamedTuple):
     """The maximum, and draws at it, as `soul` returns them."""
 

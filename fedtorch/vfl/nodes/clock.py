@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import wire
+from fedtorch._representation import without_rows
 from fedtorch.protocol.halves import Half, Send, Traffic
 from fedtorch.vfl.nodes.iteration import party_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Value
@@ -37,6 +38,7 @@ from fedtorch.vfl.nodes.protocols import POWER, protocol_of
 Delays = Callable[[int, int], int]  # (party, from 0 on, number of its message) -> ticks
 
 
+@without_rows
 class _Sent(NamedTuple):
     """A value under way to the server, and the party that waits."""
 

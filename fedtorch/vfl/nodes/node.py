@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import checkpoint, tree
+from fedtorch._representation import without_rows
 from fedtorch.checkpoint import below
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, party_bound
@@ -25,6 +26,7 @@ from fedtorch.vfl.rows.data import VerticalData
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+@without_rows
 class Iteration(NamedTuple):
     """An iteration, as every node knows it before it begins."""
 
@@ -46,18 +48,21 @@ class Iteration(NamedTuple):
         return active
 
 
+@without_rows
 class Value(NamedTuple):
     """Up: what a party contributes to the predictor."""
 
     value: Tensor  # (B, M, C, n) z_j, or η_j with `sums` and in plain networks
 
 
+@without_rows
 class Gradient(NamedTuple):
     """Down: the gradient of the others' terms with respect to what the party sent."""
 
     gradient: Tensor  # (B, M, C, n)
 
 
+@without_rows
 class Share(NamedTuple):
     """Down, to a party that evaluates the likelihood; and up, the gradients with respect to it."""
 
@@ -66,6 +71,7 @@ class Share(NamedTuple):
     weight: Tensor | None  # (B,) of the party's likelihood, where weights are learnt
 
 
+@without_rows
 class Drawn(NamedTuple):
     """Draws of a node for an iteration."""
 
@@ -74,6 +80,7 @@ class Drawn(NamedTuple):
     theta: Tensor  # (B, M, d) θ_j, or γ at the server
 
 
+@without_rows
 class Proposal(NamedTuple):
     """Results of a party in an iteration before it hears of the others, with a graph to its parameters."""
 

@@ -42,6 +42,7 @@ import torch
 from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
+from fedtorch._representation import without_rows
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.vfl.rows.daily_limit import DailyLimit
@@ -52,12 +53,14 @@ _BYTES = 32
 _BLINDING = "Blinding identifiers"
 
 
+@without_rows
 class Points(NamedTuple):
     """Both ways: blinded identifiers, in an order that says nothing."""
 
     x: Tensor  # (n, 32) uint8
 
 
+@without_rows
 class Positions(NamedTuple):
     """To a member: which of its points are used, in the common order."""
 
@@ -68,6 +71,7 @@ _POINTS = Points(torch.empty(0, _BYTES, dtype=torch.uint8))
 _POSITIONS = Positions(torch.empty(0, dtype=torch.int64))
 
 
+@without_rows
 class Intersection(NamedTuple):
     """Rows of all parties in the common order, and the bytes that were sent."""
 

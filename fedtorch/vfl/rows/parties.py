@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch._representation import call, one_line
+from fedtorch._representation import call, one_line, without_rows
 from fedtorch.data.partition import split_features
 from fedtorch.vfl.rows.data import VerticalData
 from fedtorch.vfl.rows.leakage import warn_of_leakage
@@ -106,6 +106,7 @@ class Party:
         return [*holders, cls("labels", rows, response=table.y)]
 
 
+@without_rows
 class Aligned(NamedTuple):
     """Rows that parties share, in one order.
 

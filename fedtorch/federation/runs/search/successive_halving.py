@@ -33,6 +33,7 @@ from fedtorch.federation.runs.search._optuna import asked, study_of
 from fedtorch.federation.runs.search._trial import Trial, folder_of
 from fedtorch.federation.runs.search.tuning import (
     GridSearch,
+    SearchLedger,
     Setting,
     best_end,
     built,
@@ -115,7 +116,8 @@ def tune(
 
     A trial is `ft.run(build(**setting), population, ...)`, which is stopped or goes on after each rung of rounds. It is
     scored on the clients' validation rows. All trials are seeded alike. One whose server has NaN or infinite numbers
-    ends there. At most `1 + trials // factor` runs are in memory at once.
+    ends there. At most `1 + trials // factor` runs are in memory at once. Private settings spend from one ledger, as in
+    `ft.grid`: a budget is that of the whole search.
 
     Args:
         build: setting -> algorithm, called as `build(**setting)`. Meanwhile torch's global generator stands at
@@ -144,7 +146,8 @@ def tune(
 
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
-        ValueError: there is nothing to try, the validation rows are of other clients, the folder is of another search.
+        ValueError: there is nothing to try, the validation rows are of other clients, the folder is of another search,
+            the budget of private settings is spent.
         ImportError: Optuna is not installed.
 
     Example:
@@ -171,15 +174,27 @@ def tune(
     judge = partial(scored, validation=validation, metric=metric, split=split)
     ladder = rungs(rounds, trials, factor, first)
 
+    ledger = SearchLedger()
+
     def begin(setting: Setting) -> Run:
         algorithm = built(build, setting, seed)
+        ledger.join([algorithm], rounds=0)
         return Run(algorithm, population, cohort=cohort, seed=seed, faults=faults, on_bad_message="drop")
 
     title, shows = f"{trials} trial{'s' * (trials > 1)}", progress and population.leads
     if isinstance(search, str) and search == "random":
         settings = drawn(space, trials, seed)
-        for setting in settings:
-            built(build, setting, seed)  # what cannot be built is refused before anything is trained
+        for setting in settings:  # what cannot be built is refused before anything is trained
+            budget = built(build, setting, seed).budget
+            if (
+                folder is not None
+                and budget is not None
+                and getattr(getattr(budget, "ledger", None), "path", None) is None
+            ):
+                raise ValueError(
+                    "Expected ledger= a file for private settings whose trials are kept in a folder, but got a ledger in "
+                    "memory, which forgets what trials before an interruption have spent"
+                )
         if folder is not None:
             about = {
                 "build": build,
@@ -211,6 +226,7 @@ def tune(
         largest_is_best=largest_is_best,
         rounds=tuple(trial.rounds for trial in tried),
         finished=None if best is None else best.run(),
+        epsilon=ledger.epsilon,
     )
 
 

@@ -31,6 +31,7 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import FederatedData, FederatedLoaders
 from fedtorch.federation.algorithm import Algorithm
+from fedtorch.federation.budget import Budget, exhausted
 from fedtorch.federation.populations.distributed import Distributed
 from fedtorch.federation.populations.in_process import InProcess
 from fedtorch.federation.populations.population import Population
@@ -58,6 +59,8 @@ class GridSearch:
         scores: the metric on the clients' validation rows; all NaN for a setting that diverged.
         diverged: whether the server's state, a client's model or the score of all rows has NaN or infinite numbers.
         largest_is_best: of the metric.
+        epsilon: of all settings together, by one ledger, where they are private; None where none is. Scores of clients'
+            rows have no noise, and are not in it.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -71,6 +74,7 @@ class GridSearch:
     scores: tuple[Score, ...]
     diverged: tuple[bool, ...]
     largest_is_best: bool
+    epsilon: float | None = dataclasses.field(default=None, kw_only=True)
 
     @property
     def order(self) -> list[int]:
@@ -97,7 +101,10 @@ class GridSearch:
 
     @property
     def table(self) -> pd.DataFrame:
-        """Return a row per setting, best first: mean, standard deviation and worst over clients, and of all rows."""
+        """Return a row per setting, best first: mean, standard deviation and worst over clients, and of all rows.
+
+        Of private settings each row has "epsilon of the search", what all settings together have told of the clients.
+        """
         import pandas as pd
 
         rows = []
@@ -111,7 +118,8 @@ class GridSearch:
                 "all rows": score.overall,
                 "diverged": self.diverged[i],
             }
-            rows.append({**self.settings[i], **row})
+            cost = {} if self.epsilon is None else {"epsilon of the search": self.epsilon}
+            rows.append({**self.settings[i], **row, **cost})
         return pd.DataFrame(rows)
 
 
@@ -135,6 +143,9 @@ def grid(
     Each setting is `ft.run(build(**setting), population, ...)`, one after another. One whose server has NaN or
     infinite numbers ends there. `ft.plots.heat_map` draws the result.
 
+    Private settings spend from one ledger: the `budget=` of a mechanism is that of the whole search, of which the result
+    says the ε. Scores on the clients' validation rows have no noise, and nothing of this covers them.
+
     Args:
         build: setting -> algorithm, called as `build(**setting)`. Meanwhile torch's global generator stands at
             `seed`, so that modules made in it start from the same weights; afterwards it is as before.
@@ -155,7 +166,8 @@ def grid(
 
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
-        ValueError: there is nothing to try, or the validation rows are of other clients.
+        ValueError: there is nothing to try, the validation rows are of other clients, or private settings cost more
+            than their budget together, or have claims that do not add up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -176,6 +188,8 @@ def grid(
     largest_is_best = best_end(metric, largest_is_best)
     tried = [dict(zip(settings, values)) for values in itertools.product(*settings.values())]
     algorithms = [built(build, setting, seed) for setting in tried]
+    ledger = SearchLedger()
+    ledger.join(algorithms, rounds)
     scores: list[Score | None] = []
     title = f"{len(tried)} setting{'s' * (len(tried) > 1)}"
     with Progress(title, len(tried) * rounds, shown=progress and population.leads) as shown:
@@ -190,7 +204,28 @@ def grid(
         scores=tuple(nothing if score is None else score for score in scores),
         diverged=tuple(score is None for score in scores),
         largest_is_best=largest_is_best,
+        epsilon=ledger.epsilon,
     )
+
+
+class SearchLedger:
+    """The one ledger from which all private settings of a search spend."""
+
+    def __init__(self) -> None:
+        self._budget: Budget | None = None
+
+    def join(self, algorithms: Sequence[Algorithm], rounds: int) -> None:
+        """Have algorithms spend from it; raise ValueError where `rounds` of each cost more than it allows."""
+        budgets = [algorithm.budget for algorithm in algorithms if algorithm.budget is not None]
+        if self._budget is None and budgets:
+            self._budget, *budgets = budgets
+        if self._budget is not None:
+            self._budget.join(budgets, rounds)
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return what all settings have cost together; None where none is private."""
+        return None if self._budget is None else self._budget.report()["epsilon"]
 
 
 def check_names(build: Callable[..., Algorithm], settings: Mapping[str, Any]) -> None:
@@ -287,11 +322,20 @@ def built(build: Callable[..., Algorithm], setting: Setting, seed: int) -> Algor
 
 
 def trained(run: Run, rounds: int, shown: Progress) -> bool:
-    """Go on with a run until `rounds` are done in all, and return whether its messages and its server are finite."""
+    """Go on with a run until `rounds` are done in all, and return whether its messages and its server are finite.
+
+    Raises:
+        ValueError: the search's budget is spent before.
+    """
     for done in run.rounds(rounds):
         shown.update()
         if len(done.refused) or not _is_finite(done.server):
             return False
+    if run.number < rounds and exhausted(run.algorithm.budget):
+        raise ValueError(
+            f"Expected {rounds} rounds of every setting, but the search's budget was spent after {run.number}; a budget "
+            "is that of the whole search: try fewer settings or rounds, add noise, or raise budget="
+        )
     return True
 
 

@@ -100,6 +100,13 @@ class Ledger:
         """Return what it would cost after `count` further releases."""
         return self._epsilon(self.releases + Counter({self._counted(release): count}))
 
+    def with_all(self, releases: Counter[Release]) -> float:
+        """Return what it would cost after further releases of several kinds."""
+        counted: Counter[Release] = Counter()
+        for release, count in releases.items():
+            counted[self._counted(release)] += count
+        return self._epsilon(self.releases + counted)
+
     def allows(self, release: Release, count: int = 1) -> bool:
         """Return whether the budget has room for `count` further releases."""
         return self.budget is None or self.after(release, count) <= self.budget

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.federation.budget import Need
+from fedtorch.federation.budget import Budget, Need
 from fedtorch.federation.runs.cohorts import Cohort
 from fedtorch.random.entropy import Entropy, Purpose
 from fedtorch.trust.privacy.accounting.accountant import Release
@@ -115,6 +116,31 @@ class Spending:
                 "ft.fedavg, and not ft.ditto"
             )
         self._begun = torch.cat([self._begun, keys])
+
+    def planned(self, rounds: int) -> Counter[Release]:
+        """Return what so many rounds release."""
+        return Counter({self.release: self.count * rounds})
+
+    def join(self, others: Sequence[Budget], rounds: int) -> None:
+        """Have others spend from this one's ledger, under the smallest of their budgets; see `Budget.join`."""
+        mine, releases = self.ledger, self.planned(rounds)
+        for other in others:
+            assert isinstance(other, Spending)
+            theirs = other.ledger
+            if (theirs.claim, theirs.delta, theirs.path) != (mine.claim, mine.delta, mine.path):
+                raise ValueError(
+                    "Expected settings whose epsilons add up in one ledger, of one claim, delta and file, but got "
+                    f"{(mine.claim, mine.delta, mine.path)} and {(theirs.claim, theirs.delta, theirs.path)}; search "
+                    "over those of each claim by themselves, and add their epsilons and deltas"
+                )
+            mine.budget = min((each for each in (mine.budget, theirs.budget) if each is not None), default=None)
+            other.ledger = mine
+            releases += other.planned(rounds)
+        if mine.budget is not None and (cost := mine.with_all(releases)) > mine.budget:
+            raise ValueError(
+                f"Expected a search within its budget of {mine.budget}, but all rounds of its {len(others) + 1} "
+                f"settings cost epsilon {cost:.4g} together; try fewer settings or rounds, add noise, or raise budget="
+            )
 
     def report(self) -> dict[str, float]:
         """Return `epsilon` and `delta` of all that the ledger knows."""

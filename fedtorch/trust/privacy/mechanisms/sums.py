@@ -60,6 +60,10 @@ class _SpentOnce(Spending):
         self._blocks = 0
         return cohort
 
+    def planned(self, rounds: int) -> Counter[Release]:
+        """Return the one release of a run, whose rounds release nothing further."""
+        return Counter({self.release: self.count})
+
     def block(self) -> str:
         """Return a phase of its own for the next block of clients."""
         self._blocks += 1
