@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
 
 import lightning as L
 import pytest
+import torch
 from support.small_federations import Classifier, classes, solver
 from torch import nn
 
@@ -73,3 +76,21 @@ def test_what_does_not_fit_is_cut() -> None:
     settings = {"algorithm": "a" * 200, "mu": 1.0}
     text = one_line(lambda most: method(settings, most))
     assert (len(text), text[-1]) == (LONGEST, "…")
+
+
+def rows_of_parties() -> list[type]:
+    """The NamedTuples that vertical code keeps tensors in."""
+    found = []
+    for package in (ft.vfl, importlib.import_module("fedtorch.sites.vertical")):
+        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            here = [each for each in vars(importlib.import_module(info.name)).values() if isinstance(each, type)]
+            found += [each for each in here if issubclass(each, tuple) and each.__module__ == info.name]
+    return [each for each in found if any("Tensor" in str(kind) for kind in each.__annotations__.values())]
+
+
+@pytest.mark.parametrize("kind", rows_of_parties(), ids=lambda kind: kind.__qualname__)
+def test_what_parties_keep_is_shown_by_its_shapes(kind: type) -> None:
+    secret = torch.full((3, 2), 1234.5)
+    shown = repr(kind(*([secret] * len(kind._fields))))
+    assert "1234" not in shown
+    assert "\n" not in shown

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected
-from fedtorch._representation import call, one_line
+from fedtorch._representation import call, one_line, without_rows
 
 
+@without_rows
 class _Fields(NamedTuple):
     features: tuple[Tensor, ...]  # (n, ...) or (B, n, ...), one per party
     response: Tensor  # (n,) or (B, n)

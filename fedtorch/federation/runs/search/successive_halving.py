@@ -186,14 +186,10 @@ def tune(
         settings = drawn(space, trials, seed)
         for setting in settings:  # what cannot be built is refused before anything is trained
             budget = built(build, setting, seed).budget
-            if (
-                folder is not None
-                and budget is not None
-                and getattr(getattr(budget, "ledger", None), "path", None) is None
-            ):
+            if folder is not None and budget is not None and not budget.kept:
                 raise ValueError(
-                    "Expected ledger= a file for private settings whose trials are kept in a folder, but got a ledger in "
-                    "memory, which forgets what trials before an interruption have spent"
+                    "Expected ledger= a file for private settings whose trials are kept in a folder, but got a ledger "
+                    "in memory, which forgets what trials before an interruption have spent"
                 )
         if folder is not None:
             about = {

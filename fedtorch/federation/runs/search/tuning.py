@@ -143,8 +143,8 @@ def grid(
     Each setting is `ft.run(build(**setting), population, ...)`, one after another. One whose server has NaN or
     infinite numbers ends there. `ft.plots.heat_map` draws the result.
 
-    Private settings spend from one ledger: the `budget=` of a mechanism is that of the whole search, of which the result
-    says the ε. Scores on the clients' validation rows have no noise, and nothing of this covers them.
+    Private settings spend from one ledger: the `budget=` of a mechanism is that of the whole search, of which the
+    result says the ε. Scores on the clients' validation rows have no noise, and nothing of this covers them.
 
     Args:
         build: setting -> algorithm, called as `build(**setting)`. Meanwhile torch's global generator stands at
@@ -333,8 +333,8 @@ def trained(run: Run, rounds: int, shown: Progress) -> bool:
             return False
     if run.number < rounds and exhausted(run.algorithm.budget):
         raise ValueError(
-            f"Expected {rounds} rounds of every setting, but the search's budget was spent after {run.number}; a budget "
-            "is that of the whole search: try fewer settings or rounds, add noise, or raise budget="
+            f"Expected {rounds} rounds of every setting, but the search's budget was spent after {run.number}; a "
+            "budget is that of the whole search: try fewer settings or rounds, add noise, or raise budget="
         )
     return True
 

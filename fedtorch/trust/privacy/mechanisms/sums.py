@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
