@@ -57,7 +57,8 @@ def value_text(value: Any) -> str:
     name = getattr(value, "__name__", None)
     text = name.replace("<lambda>", "lambda") if isinstance(name, str) else repr(value)
     numbers = "tensor(" in text or "array(" in text  # of a list or dict of them
-    plain = len(text) <= _LONGEST_VALUE and "\n" not in text and " object at 0x" not in text and not numbers
+    short = len(text) <= _LONGEST_VALUE or getattr(value, "shows_no_rows", False)  # which is a line of shapes already
+    plain = short and "\n" not in text and " object at 0x" not in text and not numbers
     return text if plain else f"{type(value).__name__}(…)"
 
 
@@ -77,6 +78,7 @@ def without_rows(kind: _Class) -> _Class:
     def __repr__(self: Any) -> str:
         return one_line(partial(call, type(self).__name__, [], self._asdict()))
 
+    kind.shows_no_rows = True  # type: ignore[attr-defined]  # also where it is a part of another
     kind.__repr__ = __repr__  # type: ignore[assignment]  # a NamedTuple has no base class to inherit it from
     return kind
 
