@@ -29,7 +29,7 @@ extensions = [
 source_suffix = {".md": "myst-nb", ".rst": "restructuredtext"}
 exclude_patterns = ["_build", "_tools", "**/.ipynb_checkpoints"]
 
-nb_execution_mode = "cache"
+nb_execution_mode = "force"  # a cache knows the cells of a page, and not the package that they call
 nb_execution_timeout = 120  # seconds a cell
 nb_execution_raise_on_error = True
 nb_execution_show_tb = True
