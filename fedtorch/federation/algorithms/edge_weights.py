@@ -135,7 +135,7 @@ def edge_weights(network: Network, width: int, *, degree: float | None = None, e
 
     return Algorithm(
         init=init,
-        outbox=lambda server: _Outbox(server.total, torch.arange(nodes)),
+        outbox=lambda server: _Outbox(server.total, torch.arange(nodes, device=server.total.present.device)),
         client=client,
         server=lambda server, aggregate, key: server,
         model=lambda inbox, state: {

@@ -132,7 +132,7 @@ def neighbour_search(network: Network, k: int, width: int, *, relay: int | None 
 
     return Algorithm(
         init=init,
-        outbox=lambda server: _Outbox(server.total, torch.arange(nodes)),
+        outbox=lambda server: _Outbox(server.total, torch.arange(nodes, device=server.total.present.device)),
         client=client,
         server=lambda server, aggregate, key: server,
         model=model,

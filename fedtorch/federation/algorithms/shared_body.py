@@ -213,8 +213,8 @@ def _init(parameters: Tree, clients: int, *, parts: _Parts) -> tuple[SharedBodyS
 def _prepare(data: Any, *, parts: _Parts) -> Any:
     """Check that the body takes the rows, and the heads' algorithm its features."""
     prepared = checked_weight(parts.local.prepare(data), parts.weight)
-    local, start = parts.local, tree.expand(parts.local.parameters, len(data.count))
-    state = tree.expand(local.init(local.parameters), len(data.count))
+    local, parameters = parts.local, tree.to(parts.local.parameters, data.count.device)
+    start, state = tree.expand((parameters, local.init(parameters)), len(data.count))
     parts.heads.prepare(_features(local, start, state, data))
     return prepared
 

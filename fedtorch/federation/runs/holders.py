@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.posterior import posterior_of
@@ -36,13 +37,16 @@ class Unanswerable(ValueError):
     """Raised by a holder that cannot answer a question; its message goes to who asks, and has nothing of rows."""
 
 
+Evaluate = Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  # see `Clients.evaluate`
+
+
 class Holder(NamedTuple):
-    """Hold what whoever has rows computes with."""
+    """Hold what whoever has rows computes with: all of it is on the CPU."""
 
     algorithm: Algorithm
     data: FederatedData  # the rows of its clients
     names: Tensor  # (K,) the numbers of their names, by which they draw
-    evaluate: Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  # see `Clients.evaluate`
+    evaluate: Evaluate
     first: int = 0  # the number of its first client among all
     frame: Any = None  # of which rows were made, or rows to average over
     minimum: int = 1  # rows behind each number that it tells by cells or bins
@@ -133,7 +137,22 @@ def _described(run: Run) -> dict[str, Any]:
 def local_holder(run: Run, frame: Any = None) -> Holder:
     """Return this process as the holder of a run's rows; raise ValueError where they are at sites."""
     rows, names = rows_at_hand(run), numbers(tuple(run.population.names))
-    return Holder(run.algorithm, rows, names, partial(run.clients.evaluate, run.outbox), 0, frame)
+    return Holder(run.algorithm, rows, names, on_cpu(partial(run.clients.evaluate, run.outbox)), 0, frame)
+
+
+def on_cpu(evaluate: Evaluate) -> Evaluate:
+    """Return what gives functions clients' models and rows on the CPU, wherever these are trained.
+
+    A question is asked once, in float64, with pandas, SciPy and numbers of the server's beside it.
+    """
+
+    def evaluated(data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:
+        def own(model: Tree, block: ClientData) -> Tree:
+            return tree.to(function(*tree.to((model, block), "cpu")), block.count.device)
+
+        return tree.to(evaluate(data, own), "cpu")
+
+    return evaluated
 
 
 def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -158,7 +177,7 @@ def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def rows_at_hand(run: Run) -> FederatedData:
-    """Return a run's rows.
+    """Return a run's rows, on the CPU.
 
     Raises:
         ValueError: they are elsewhere.
@@ -169,4 +188,4 @@ def rows_at_hand(run: Run) -> FederatedData:
             "sites need none, and ranef, predict, marginal_effects, loo, waic, compare of rows, checks and forests "
             "what a site's policy tells, Policy(after_fit=…)"
         )
-    return run.population.data
+    return run.population.data.to("cpu")

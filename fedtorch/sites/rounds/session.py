@@ -320,7 +320,7 @@ class SiteSession:
             frame: that asks.
             beside: returns the configuration with the rows of another run, by its design.
         """
-        from fedtorch.federation.runs.holders import Holder
+        from fedtorch.federation.runs.holders import Holder, on_cpu
 
         if self._keys is not None:
             raise Refusal("the site lets the server read nothing, as its policy's carry= says, also after a fit")
@@ -331,8 +331,8 @@ class SiteSession:
         configuration, minimum = self.configuration, self.watch.policy.minimum
         least = int(self._rows.each(inboxes.ids).min()) if kind.by_client else self._rows.all(inboxes.ids)
         self.watch.after_fit(kind.tells, self._count, least, kind.by_client)
-        evaluate = partial(after_fit.by_client, self.clients, inboxes)
-        data, names = configuration.data, self._names[self._everybody]
+        evaluate = on_cpu(partial(after_fit.by_client, self.clients, inboxes))
+        data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         return after_fit.answer(frame, kind, sent, holder, beside)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 
 import pytest
 import torch
@@ -66,19 +66,19 @@ def threads_of(brought: Mapping[str, SiteConfiguration]) -> Iterator[Hub]:
 def test_a_shared_solver_has_another_sites_weights_in_a_forward_pass(
     one: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is refused: that is what happens where it is not. The step then finds other weights in its module."""
+    """What is refused: that is what happens where it is not, whether or not a step happens to find it and fails."""
     monkeypatch.setattr(session, "take", lambda *arguments: None)
     monkeypatch.setattr(descent, "refuse_late", lambda *arguments: None)  # the module counts from its second round on
     Meeting.kept, Meeting.barrier = [], None
     shared = meeting()
     with joined(offers(DATA, (lambda: shared) if one else meeting, sites=2)) as (sites, _):
         run = ft.Run(meeting(), sites)
-        with pytest.raises(RuntimeError, match="failed with TypeError") if one else nullcontext():
+        with suppress(RuntimeError) if one else nullcontext():
             run.step()  # where each site tries its module; those of two may meet by chance
             Meeting.barrier = threading.Barrier(2, timeout=20.0)
             run.step()
-        assert bool(sites.troubles) == one
-    assert one or (len(Meeting.kept) >= 2 and all(Meeting.kept))
+        assert (bool(sites.troubles) or not all(Meeting.kept)) == one
+    assert one or len(Meeting.kept) >= 2
 
 
 @pytest.mark.parametrize("part", ["algorithm", "solver"])

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fedtorch import tree
 from fedtorch.federation.algorithms.consensus import at_node
 from fedtorch.federation.algorithms.ep._server import EPServer
 from fedtorch.federation.algorithms.ep.fitting import converged, unidentified
@@ -37,10 +38,10 @@ class Checked(NamedTuple):
 
 
 def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
-    """Return the model and server of a run whose q can be used; raise and warn as `posterior`, for the caller."""
+    """Return the model and server, on the CPU, of a run whose q can be used; raise and warn as `posterior`."""
     if not isinstance(run.server, EPServer):
         raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
-    copies, server = run.server.version.ndim > 0, run.server
+    copies, server = run.server.version.ndim > 0, tree.to(run.server, "cpu")  # as what is asked has other numbers there
     if copies:
         server = at_node(server, node)
     elif node is not None:

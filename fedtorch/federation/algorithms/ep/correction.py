@@ -154,10 +154,10 @@ def _summed(
         return Reply(Sum(torch.where(values.isnan() | values.isneginf(), _NOWHERE, values)), state, {})
 
     # Without a server, neighbours find the sums as in the run, and every one of them has the nodes.
-    outbox = nodes if networked is None else tree.expand(nodes, networked)
+    outbox: Tensor = nodes if networked is None else tree.expand(nodes, networked)
     algorithm = Algorithm(
-        init=lambda parameters, clients: (torch.zeros_like(outbox[..., 0]), ()),
-        outbox=lambda server: outbox,
+        init=lambda parameters, clients: (outbox, ()),  # first the nodes, then the sums at them
+        outbox=lambda server: server,
         client=client,
         server=lambda server, aggregate, key: aggregate.value,
         model=lambda inbox, state: {},
@@ -169,7 +169,7 @@ def _summed(
         done = Run(algorithm, run.population, {}).step()
     if len(done.ids) < clients:
         raise RuntimeError(f"Expected an answer of all {clients} clients, but got {len(done.ids)}; repeat")
-    return done.server
+    return done.server.to(nodes)
 
 
 def _log_prior(prior: Prior, nodes: Tensor, centre: Tensor) -> Tensor:

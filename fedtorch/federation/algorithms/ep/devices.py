@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
+from fedtorch.federation.runs.holders import on_cpu
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
@@ -45,4 +48,4 @@ def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01
         nodes, weights = tree.expand((given.nodes, given.weights), len(block.count))
         return model.given(nodes, weights, rows)
 
-    return run.clients.evaluate(run.outbox, data, own)
+    return on_cpu(partial(run.clients.evaluate, run.outbox))(data, own)

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.posterior import Coefficients, Named
+from fedtorch.federation.runs.holders import on_cpu
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, over_clients, own_names
 from fedtorch.models.gaussian import Moments
@@ -118,7 +120,7 @@ def estimates(run: Any, *, known: bool = False) -> Estimates:
     Means have intervals where all devices have been heard and their rows are at hand, or at sites that tell effects;
     each device's are in `devices` and `ft.inference.ranef`.
     """
-    fit, server, rows = run.algorithm.posterior, run.server, int(row_counts(run.population).sum())
+    fit, server, rows = run.algorithm.posterior, tree.to(run.server, "cpu"), int(row_counts(run.population).sum())
     variance = noise_variance(server.summary, fit.noise)
     found = over_clients(server.parameters[server.heard], variance[server.heard], coefficient_names(run), rows)
     if fit.family != "gaussian":  # which has no sigma
@@ -217,7 +219,7 @@ def _fitted(run: Any) -> tuple[Tensor, LowRank]:
             "Expected a run without a budget, but got one of noised sums: intervals ask the rows for more than those "
             "sums; use run.server.parameters, which have none"
         )
-    server = run.server
+    server = tree.to(run.server, "cpu")
     if not bool(server.heard.all()):
         raise RuntimeError(
             f"Expected a run that has heard all {len(server.heard)} devices, but {int((~server.heard).sum())} have not "
@@ -227,7 +229,8 @@ def _fitted(run: Any) -> tuple[Tensor, LowRank]:
 
 
 def _statistics(run: Any) -> SufficientStatistics:
-    return run.clients.evaluate(run.outbox, run.population.data, partial(device_statistics, run.algorithm))
+    evaluate = on_cpu(partial(run.clients.evaluate, run.outbox))
+    return evaluate(run.population.data, partial(device_statistics, run.algorithm))
 
 
 def device_statistics(algorithm: Algorithm, tensors: dict[str, Tensor], block: ClientData) -> SufficientStatistics:

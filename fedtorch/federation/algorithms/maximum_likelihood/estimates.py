@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep.estimates import (
     check_dependence,
@@ -24,6 +26,7 @@ from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs.holders import on_cpu
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, own_names
@@ -174,10 +177,10 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
         raise TypeError(f"Expected a run on data at hand, but got one on {run.population!r}")
 
     def own(outbox: dict[str, Tensor], block: ClientData) -> DevicePosterior:
-        at = phi.to(block.count.device).expand(len(block.count), 1, -1)
+        at = phi.cpu().expand(len(block.count), 1, -1)
         return model.given(at, torch.ones_like(at[..., 0]), model.prepare(block))
 
-    return run.clients.evaluate(run.outbox, data, own)
+    return on_cpu(partial(run.clients.evaluate, run.outbox))(data, own)
 
 
 def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
@@ -186,7 +189,7 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
     The expansion is in the problem's coordinates.
     """
     posterior: Any = posterior_of(run.algorithm)
-    server = run.server
+    server = tree.to(run.server, "cpu")
     if not isinstance(server, MaximumServer):
         name = run.algorithm.settings.get("algorithm")
         raise TypeError(f"Expected a run of ft.maximum_likelihood, but got one of {name}")
@@ -237,7 +240,7 @@ def _of_dependence(run: Run, model: Model) -> str:
 def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Tensor:
     """Return the covariance of φ, with NaN for what the likelihood does not know, of which it may warn."""
     means, curvature = problem.means, best.curvature
-    seen = curvature.diagonal() * run.server.best.steps.square()  # of an empty column there is rounding only
+    seen = curvature.diagonal() * run.server.best.steps.square().cpu()  # of an empty column there is rounding only
     known = torch.cat([seen[:means].abs() > newton.NOISE * best.value.abs(), curvature.diagonal()[means:] > _FLAT])
     place = known.nonzero()[:, 0]
     factor, failed = torch.linalg.cholesky_ex(curvature[place[:, None], place])

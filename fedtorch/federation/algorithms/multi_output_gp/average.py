@@ -82,7 +82,7 @@ def fedmgp_average(
         init=partial(_init, gp=gp),
         predict=Rowwise(gp.predict),
         tensors=lambda parameters, state: {**parameters, **state.scales},
-        prepare=gp.check,
+        prepare=lambda data: gp.at(data.mask).check(data),
         module=gp.module,
         settings={"fixed": gp.fixed, "units": units, "steps": steps, "lr": lr, "batch_size": batch_size},
     )
@@ -99,7 +99,7 @@ def _solve(
     units: int,
 ) -> Local:  # fmt: skip
     """Take Adam steps on the units' risks, some units at a time."""
-    part = partial(_part, gp=gp, work=work, units=units)
+    part = partial(_part, gp=gp.at(data.mask), work=work, units=units)
     return gp.at_first_go(
         in_parts, part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic
     )

@@ -187,13 +187,13 @@ def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
 
 def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """Compute the units' steps, gradients and sites, some units at a time."""
-    part = partial(_part, gp=gp, work=work)
+    part = partial(_part, gp=gp.at(data.mask), work=work)
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 
 def _server(state: FedMGPServer, aggregate: UnitMessage, key: Tensor, *, gp: StackedGP, lr: float) -> FedMGPServer:
     """Update q(t) from the sum of the sites, and take a step of the shared hyperparameters at the q that was sent."""
-    return gp.at_first_go(partial(_server_step, gp=gp, lr=lr), state, aggregate)
+    return gp.at_first_go(partial(_server_step, gp=gp.at(state.mean), lr=lr), state, aggregate)
 
 
 def _server_step(state: FedMGPServer, aggregate: UnitMessage, *, gp: StackedGP, lr: float) -> FedMGPServer:
@@ -213,14 +213,14 @@ def _server_step(state: FedMGPServer, aggregate: UnitMessage, *, gp: StackedGP, 
 def _model(inbox: _Outbox, state: UnitState, *, gp: StackedGP) -> dict[str, Tensor]:
     """Return the tensors of each unit's `ConvolvedGP`."""
     once = _once(inbox)
-    same = {**_posterior(once, gp), MOMENTS: unpack(once.own_moments)}
+    same = {**_posterior(once, gp.at(once.mean)), MOMENTS: unpack(once.own_moments)}
     everybody = {name: value.expand(len(inbox.mean), *value.shape[1:]) for name, value in same.items()}
     return {**inbox.told_at, **state.own, **everybody}
 
 
 def _prepare(data: Any, *, gp: StackedGP, accept_disclosure: bool) -> Any:
     """Check the rows; warns of units whose message tells their outputs."""
-    gp.check(data)
+    gp.at(data.mask).check(data)
     size = gp.module.points
     few = (data.count <= size).nonzero()[:, 0]
     if len(few) and not accept_disclosure:

@@ -71,6 +71,17 @@ class StackedGP:
         self.trained = [n for n in self.own if getattr(named[n], "requires_grad", False)]
         self.scales = [n for n in self.own if n not in self.trained]
         self._swaps: dict[tuple[str, ...], functional.Swap] = {}  # by names, as looking for places walks the module
+        self._elsewhere: dict[torch.device, StackedGP] = {}
+
+    def at(self, like: Tensor) -> StackedGP:
+        """Return this with the module's other tensors, such as inducing inputs, on the device of a tensor."""
+        device = like.device
+        if device == self.module.inducing.device:
+            return self
+        if device not in self._elsewhere:
+            there = self._elsewhere[device] = copy.copy(self)
+            there.module, there._swaps = copy.deepcopy(self.module).to(device), {}
+        return self._elsewhere[device]
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -190,7 +201,8 @@ class StackedGP:
         """Return means of f, `(K, N)`."""
 
         def means(tensors: Tree, inputs: Tensor) -> Tensor:
-            return self.on(tensors, lambda: self.module.marginals(inputs)[0])
+            here = self.at(inputs)
+            return here.on(tensors, lambda: here.module.marginals(inputs)[0])
 
         with torch.no_grad():
             return in_parts(means, inputs.shape[1] * self.module.points, tensors, inputs)
