@@ -79,17 +79,27 @@ class Behind:
                 site's log has its name.
         """
         if additive and not self.is_enough(ids):
-            self._note("the sum of", ids)
+            self.note("no answer of the sum", ids)
             raise Refusal(
                 f"the site answers with sums of at least {self.least} {self._what}, and those of the {len(ids)} of its "
                 f"clients that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
             )
         if not additive and len(few := self.few(ids)):
-            self._note("each of", few)
+            self.note("no answer of each", few)
             raise Refusal(
                 f"each client's own message would leave the site, and client {int(few[0])} has fewer than "
                 f"{self.least} {self._what}, as have {len(few)} of the {len(ids)} that were asked; leave them out, or "
                 f"take an algorithm whose messages add up; {_ALLOWED}"
+            )
+
+    def check_first(self, ids: Tensor) -> None:
+        """Refuse an answer of which some clients, too few together, would tell for good for the first time."""
+        if not self.is_enough(ids):
+            self.note("no answer of the first sum", ids)
+            raise Refusal(
+                f"clients tell for good for the first time with at least {self.least} {self._what} together, and those "
+                f"of client {int(ids[0])} and of {len(ids)} in all are fewer; ask all clients in the first round; "
+                f"{_ALLOWED}"
             )
 
     def joined(self, info: dict[str, Tensor], ids: Tensor, clients: int) -> dict[str, Tensor]:
@@ -108,7 +118,8 @@ class Behind:
 
         return {name: mean(values).clone() for name, values in info.items()}
 
-    def _note(self, what: str, ids: Tensor) -> None:
+    def note(self, what: str, ids: Tensor) -> None:
+        """Write to the site's own log which clients have too few rows, by name."""
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-        _LOG.warning("no answer: fewer than %d %s are behind %s %s%s", self.least, self._what, what, names, more)
+        _LOG.warning("%s: fewer than %d %s are behind %s%s", what, self.least, self._what, names, more)

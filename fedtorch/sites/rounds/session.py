@@ -187,10 +187,11 @@ class SiteSession:
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
+        lost = self._wait(inboxes.ids, more["lost"])
         self._check_rows(inboxes.ids)
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
-        gathered = self.clients.gather(inboxes, cohort, turn, more["lost"])
+        gathered = self.clients.gather(inboxes, cohort, turn, lost)
         if not self.leaves and gathered.message is not None:
             reply = Reply(gathered.message, None, gathered.info)
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
@@ -198,6 +199,7 @@ class SiteSession:
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self.watch.check_cohort(len(gathered.ids))
         self._check_rows(gathered.ids)  # some may be lost, or refused
+        self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
@@ -270,13 +272,42 @@ class SiteSession:
         if self._carry.masks is None:
             self._rows.check(ids, self.algorithm.exchange.additive)
 
+    @property
+    def _adds(self) -> bool:
+        """Return whether the server reads sums of the site's clients, some of whom have few rows."""
+        adds = self.algorithm.exchange.additive and self._carry.masks is None
+        return adds and len(self._rows.few(self._everybody)) > 0
+
+    def _first(self, ids: Tensor) -> Tensor:
+        """Return those of some clients that would tell for good for the first time, where that leaves as a sum."""
+        if self.algorithm.told is None or not self._adds:
+            return ids[:0]
+        return ids[~torch.isin(ids, self.clients.table.touched())]
+
+    def _wait(self, ids: Tensor, lost: Tensor | None) -> Tensor | None:
+        """Return the clients whose messages do not count, those among them that wait for others to tell with."""
+        asked = ids if lost is None else ids[~torch.isin(ids, lost)]
+        first = self._first(asked)
+        if self._rows.is_enough(first) or len(first) == len(asked):  # then there is nobody else, and all are refused
+            return lost
+        self._rows.note("wait until more tell for the first time", first)
+        return first if lost is None else torch.cat([lost, first])
+
     def _remember(self, inbox: Tree, gathered: Gathered) -> None:
-        """Refuse a sum that tells of few rows with earlier ones over the same start; remember it otherwise."""
-        adds = self.algorithm.exchange.additive and self._carry.masks is None and tree.leaves(gathered.partial)
-        if adds and len(self._rows.few(self._everybody)):
-            start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
-            asked = [self.names[client - self.first] for client in gathered.ids.tolist()]
-            self._past.cohorts.add(start, asked, self.names, self._rows.named, self._rows.least)
+        """Refuse a sum that tells of few rows with earlier ones, and remember it otherwise.
+
+        Earlier ones are those over the same start and, of what clients tell for good, those of the run: where it goes
+        back and then on with other clients, totals differ by these.
+        """
+        if not self._adds or not tree.leaves(gathered.partial):
+            return
+        start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
+        sums = {start: gathered.ids}
+        if self.algorithm.told is not None:
+            sums[bytes.fromhex(self.run)] = torch.cat([self.clients.table.touched(), gathered.ids]).unique()
+        for key, ids in sums.items():
+            clients = [self.names[client - self.first] for client in ids.tolist()]
+            self._past.cohorts.add(key, clients, self.names, self._rows.named, self._rows.least)
 
     def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""

@@ -92,7 +92,7 @@ def test_a_ward_of_one_patient_tells_its_age_and_sex_and_by_default_nothing(capl
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=SUM_OF_FEW) as refusal:
         asked_alone(wards(), "isolation", TEN)
     assert "isolation" not in str(refusal.value)
-    assert "fewer than 10 rows are behind the sum of ['isolation']" in caplog.text  # in the site's own log
+    assert "no answer of the sum: fewer than 10 rows are behind ['isolation']" in caplog.text  # in the site's own log
 
 
 # -- what adds up, and what does not -----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_what_goes_client_by_client_is_held_by_each_clients_rows(name: str, capl
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="client 0 has fewer than 10 rows") as no:
         on_sites(GOES_ALONE[name], sites=sites).step()
     assert "'client 0'" not in str(no.value)
-    assert "behind each of ['client 0'" in caplog.text
+    assert "no answer of each: fewer than 10 rows are behind ['client 0'" in caplog.text
     on_sites(GOES_ALONE[name], sites=sites, policy=Policy(minimum=3)).step()
 
 
@@ -279,6 +279,81 @@ def test_a_client_that_is_gone_is_not_what_two_sums_differ_by() -> None:
     memory.add(b"2" * 32, ["y"], ["y"], behind, 10)
 
 
+# -- what clients tell for good ----------------------------------------------------------------------------------------
+
+
+def near_the_fixed_point(policy: Policy) -> tuple[ft.Run, ft.data.Design, torch.Tensor]:
+    """(a run whose server asked all wards but one until nothing changed, and then all; what then came to the total)."""
+    host = Loopback({"a": SiteConfiguration.of_frame(wards(), "ward", {"it": regression}, policy=policy)}, None)
+    design = agree(host, ["a"], "score ~ age + sex + (1 | ward)", client="ward", minimum=10)
+    remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
+    one = remote.names.index("isolation")
+    run = ft.Run(regression(design), remote, cohort=[client for client in range(4) if client != one])
+    for _ in run.rounds(15):
+        before = run.server.total.site.precision.clone()
+    assert distance(run.server.total.site.precision, before) < 1e-6
+    before = run.server.total.site.precision.clone()
+    run._draw = None
+    run.step()
+    return run, design, run.server.total.site.precision - before
+
+
+def test_who_joins_near_the_fixed_point_tells_its_age_and_by_default_waits(caplog: Any) -> None:
+    """Nothing else changes there any more, so that the change of a total is what one ward of one patient tells."""
+    run, design, change = near_the_fixed_point(Policy(minimum=1))
+    scale = design.encoding.standard["age"]
+    assert scale.mean + scale.sd * float(change[1] / change[0]) == pytest.approx(PATIENT["age"], abs=0.05)
+    assert len(run.last.ids) == 4  # type: ignore[union-attr]
+    with caplog.at_level(logging.WARNING):
+        run, _, change = near_the_fixed_point(TEN)
+    assert float(change.abs().max()) < 1e-4
+    assert len(run.last.ids) == 3  # type: ignore[union-attr]
+    assert "wait until more tell for the first time: fewer than 10 rows are behind ['isolation']" in caplog.text
+
+
+def test_who_tells_for_the_first_time_does_so_with_enough_others() -> None:
+    make = lambda: ft.scaffold(sgd(0.05))
+    run = on_sites(make, linear_clients([3, 3, 3, 3, 3, 3, 40]), cohort=[0, 6])
+    answered = []
+    for cohort in ([0, 6], [0, 1, 6], [1, 2, 3, 6], [1, 2, 3, 4, 6], [5, 6], range(7)):
+        run._draw = lambda key, number, cohort=cohort: torch.tensor(list(cohort))
+        answered.append(run.step().ids.tolist())
+    assert answered == [[0, 6], [0, 6], [6], [1, 2, 3, 4, 6], [6], [0, 1, 2, 3, 4, 6]]
+    run._draw = lambda key, number: torch.tensor([5])
+    with pytest.raises(RuntimeError, match=SUM_OF_FEW):
+        run.step()
+
+
+def test_whose_messages_are_lost_do_not_tell_with_the_others() -> None:
+    """The server says of three of four that they are lost, so that the fourth would tell alone."""
+    make = lambda: ft.scaffold(sgd(0.05))
+    run = on_sites(make, cohort=[4])
+    run.step()
+    run._draw = lambda key, number: torch.arange(5)
+    run.faults = ft.Faults(after=lambda key, ids: ids < 3)
+    assert run.step().ids.tolist() == [4]
+
+
+def test_who_leaves_does_so_with_enough_others(tmp_path: Path) -> None:
+    """A run that goes back, and then on without a client, from another start."""
+
+    def twice(make: Callable[[], ft.Algorithm]) -> None:
+        run = on_sites(make, cohort=[4])
+        run.step()
+        run.save(tmp_path / "run.ckpt")
+        run._draw = lambda key, number: torch.arange(5)
+        run.step()
+        run.load(tmp_path / "run.ckpt")
+        server = run.server if isinstance(run.server, dict) else run.server.parameters
+        [leaf.add_(1e-9) for leaf in server.values()]
+        run._draw = lambda key, number: torch.arange(1, 6)  # client 5 in the place of client 0
+        run.step()
+
+    twice(fedavg)
+    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+        twice(lambda: ft.scaffold(sgd(0.05)))
+
+
 # -- persons -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +365,7 @@ def test_twelve_rows_of_one_patient_are_one_person(caplog: Any) -> None:
     assert age == pytest.approx(PATIENT["age"], abs=0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="sums of at least 10 persons"):
         asked_alone(visits, "isolation", Policy(person="patient"))
-    assert "fewer than 10 persons are behind the sum of ['isolation']" in caplog.text
+    assert "no answer of the sum: fewer than 10 persons are behind ['isolation']" in caplog.text
     asked_alone(visits, "north", Policy(person="patient"))  # of twenty
 
 
