@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.policy import Policy, Refusal
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Behind:
         persons: Mapping[str, frozenset[Any]] | None = None,
     ) -> None:
         self.least, self._names, self._first, self._persons = policy.minimum, names, first, persons
+        self._told = counts
         self._counts = counts if persons is None else torch.tensor([len(persons[name]) for name in names])
         self._numbers = {name: number for number, name in enumerate(names, first)}
         self._what = "rows" if persons is None else policy.counted
@@ -66,6 +68,29 @@ class Behind:
         """Return those of some clients of which no number of their own may leave."""
         rows = self.each(ids)
         return ids[(rows > 0) & (rows < self.least)]
+
+    @property
+    def everybody(self) -> Tensor:
+        """Return the numbers of all clients `(K,)`."""
+        return torch.arange(self._first, self._first + len(self._names))
+
+    def counts_told(self) -> list[int]:
+        """Return how many rows clients have, as the server hears it: those of few are told their mean.
+
+        Where even their sum is of few rows, it is the mean of them and of the clients with the next fewest. So the sum
+        over all clients is right, to the row.
+        """
+        counts, few = self._told.clone(), self.few(self.everybody)
+        if len(few) == 0:
+            return counts.tolist()
+        order = self.everybody[counts.argsort(stable=True)]
+        order = order[(counts[order - self._first] > 0) & ~torch.isin(order, few)]
+        while not self.is_enough(few) and len(order):
+            few, order = torch.cat([few, order[:1]]), order[1:]
+        places = few.sort().values - self._first
+        total = int(counts[places].sum())
+        counts[places] = (total + torch.arange(len(places)).flip(0)) // len(places)
+        return counts.tolist()
 
     def check(self, ids: Tensor, additive: bool) -> None:
         """Refuse an answer of some clients.
@@ -123,3 +148,9 @@ class Behind:
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
         _LOG.warning("%s: fewer than %d %s are behind %s%s", what, self.least, self._what, names, more)
+
+
+def behind(configuration: SiteConfiguration, first: int = 0) -> Behind:
+    """Return what is behind the numbers of a site's clients, the first of which the server counts as `first`."""
+    data = configuration.data
+    return Behind(configuration.policy, data.counts, data.names, first, configuration.persons())

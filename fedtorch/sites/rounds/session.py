@@ -22,7 +22,7 @@ from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
-from fedtorch.sites.rounds._behind import Behind
+from fedtorch.sites.rounds._behind import Behind, behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_begun
@@ -82,8 +82,7 @@ class SiteSession:
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
         watch.begin(self.algorithm, total)
-        data, persons = configuration.data, configuration.persons()
-        self._rows = Behind(watch.policy, data.counts, data.names, self.first, persons)
+        self._rows = behind(configuration, self.first)
         start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
         server, like = self.algorithm.init(start, total)
         if self.algorithm.told is not None:

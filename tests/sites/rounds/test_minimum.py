@@ -26,6 +26,7 @@ from fedtorch.sites.rounds import sites as meeting
 from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.site import Site
 from fedtorch.trust import robust, secure
 
 TEN = Policy()
@@ -80,7 +81,7 @@ def asked_alone(frame: pandas.DataFrame, ward: str, policy: Policy) -> tuple[flo
     host = Loopback({"a": SiteConfiguration.of_frame(frame, "ward", {"it": regression}, policy=policy)}, None)
     design = agree(host, ["a"], "score ~ age + sex + (1 | ward)", client="ward", minimum=10)
     remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
-    run = ft.Run(regression(design), remote, cohort=[remote.names.index(ward)])
+    run = ft.Run(regression(design), remote, cohort=[host.brought["a"].data.names.index(ward)])
     run.step(), run.step()
     precision, scale = run.server.total.site.precision, design.encoding.standard["age"]
     return scale.mean + scale.sd * float(precision[1] / precision[0]), float(precision[10] / precision[6])
@@ -287,7 +288,7 @@ def near_the_fixed_point(policy: Policy) -> tuple[ft.Run, ft.data.Design, torch.
     host = Loopback({"a": SiteConfiguration.of_frame(wards(), "ward", {"it": regression}, policy=policy)}, None)
     design = agree(host, ["a"], "score ~ age + sex + (1 | ward)", client="ward", minimum=10)
     remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
-    one = remote.names.index("isolation")
+    one = host.brought["a"].data.names.index("isolation")
     run = ft.Run(regression(design), remote, cohort=[client for client in range(4) if client != one])
     for _ in run.rounds(15):
         before = run.server.total.site.precision.clone()
@@ -385,6 +386,86 @@ def test_a_policy_whose_persons_are_in_no_frame() -> None:
     holes = wards().assign(patient=[None, *range(59)])
     with pytest.raises(ValueError, match="missing cells"):
         SiteConfiguration.of_frame(holes, "ward", algorithms, policy=Policy(person="patient"))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def patients(visits: int = 3) -> pandas.DataFrame:
+    """Rows of a site whose clients are patients, each by a number that somebody else has too."""
+    draws = numpy.random.default_rng(1)
+    frame = pandas.DataFrame({"patient": [f"B-18{k:02d}" for k in range(20)] * visits})
+    frame["age"] = draws.uniform(20, 80, len(frame)).round(1)
+    frame["score"] = 0.1 * frame["age"] + draws.normal(size=len(frame))
+    return frame
+
+
+def met(host: Loopback) -> tuple[tuple[str, ...], bytes]:
+    """(the names that a server hears, all that the site says from its first word until after a round)."""
+    said = [frame for _, frame in host.frames]
+    host.after = lambda name, reply: (said.append(reply), reply)[1]
+    design = agree(host, ["a"], "score ~ age + (1 | patient)", client="patient", minimum=10)
+    remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
+    ft.run(regression(design), remote, rounds=1)
+    return remote.names, b"".join(said)
+
+
+def of_frame(frame: pandas.DataFrame, policy: Policy = TEN) -> SiteConfiguration:
+    return SiteConfiguration.of_frame(frame, "patient", {"it": regression}, policy=policy)
+
+
+def test_patients_numbers_leave_a_site_and_by_default_do_not(tmp_path: Path) -> None:
+    names, said = met(Loopback({"a": of_frame(patients(), Policy(minimum=1))}, None))
+    assert set(names) == set(patients()["patient"])
+    assert b"B-18" in said
+    host = Loopback({"a": of_frame(patients())}, tmp_path)
+    names, said = met(host)
+    assert b"B-18" not in said
+    assert len(set(names)) == 20
+    host.start("a")
+    assert met(host)[0] == names  # of another process of the site
+    elsewhere, _ = met(Loopback({"a": of_frame(patients())}, tmp_path / "other"))
+    assert not set(elsewhere) & set(names)
+
+
+def test_a_patient_of_many_rows_has_no_name_either_where_others_have_few() -> None:
+    frame = pandas.concat([patients(), *[patients(1)[:1]] * 12], ignore_index=True)
+    _, said = met(Loopback({"a": of_frame(frame)}, None))
+    assert b"B-18" not in said
+
+
+def test_what_a_name_was_told_as_it_is_told_as_for_good(tmp_path: Path) -> None:
+    wide = patients(10)  # all have enough rows
+    host = Loopback({"a": of_frame(wide)}, tmp_path)
+    names, _ = met(host)
+    assert names == tuple(wide["patient"][:20])
+    host.brought["a"] = of_frame(pandas.concat([wide, patients(1)[:1].assign(patient="C-7")], ignore_index=True))
+    host.start("a")
+    grown, said = met(host)
+    assert grown[:20] == names
+    assert grown[20].startswith("client ")
+    assert b"C-7" not in said
+
+
+def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:
+    count = lambda *rows: Behind(TEN, torch.tensor(rows), [str(k) for k in range(len(rows))], 0).counts_told()
+    assert count(3, 40, 1, 9, 50) == [5, 40, 4, 4, 50]
+    assert count(1, 40, 20, 0) == [11, 40, 10, 0]  # with the next fewest, for of one row no sum is told
+    assert count(30, 40) == [30, 40]
+    assert count(2) == [2]
+
+
+def test_join_says_what_a_minimum_of_one_means(caplog: Any) -> None:
+    one = linear_clients([1])
+    for policy, line in ((Policy(minimum=1), "of 1 rows alone"), (TEN, "fewer than the 10 rows")):
+        caplog.clear()
+        site = Site(offers(one, fedavg, sites=1, policy=policy)["a"]).half()
+        next(site), next(site)
+        assert line in caplog.text
+    caplog.clear()
+    site = Site(offers(linear_clients([30]), fedavg, sites=1, policy=TEN)["a"]).half()
+    next(site), next(site)
+    assert "minimum" not in caplog.text
 
 
 # -- who notices nothing -----------------------------------------------------------------------------------------------
