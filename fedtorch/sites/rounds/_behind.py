@@ -104,13 +104,13 @@ class Behind:
                 site's log has its name.
         """
         if additive and not self.is_enough(ids):
-            self.note("no answer of the sum", ids)
+            self.note("no sum", ids)
             raise Refusal(
                 f"the site answers with sums of at least {self.least} {self._what}, and those of the {len(ids)} of its "
                 f"clients that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
             )
         if not additive and len(few := self.few(ids)):
-            self.note("no answer of each", few)
+            self.note("no messages of single clients", few)
             raise Refusal(
                 f"each client's own message would leave the site, and client {int(few[0])} has fewer than "
                 f"{self.least} {self._what}, as have {len(few)} of the {len(ids)} that were asked; leave them out, or "
@@ -120,11 +120,11 @@ class Behind:
     def check_first(self, ids: Tensor) -> None:
         """Refuse an answer of which some clients, too few together, would tell for good for the first time."""
         if not self.is_enough(ids):
-            self.note("no answer of the first sum", ids)
+            self.note("no first sum", ids)
             raise Refusal(
-                f"clients tell for good for the first time with at least {self.least} {self._what} together, and those "
-                f"of client {int(ids[0])} and of {len(ids)} in all are fewer; ask all clients in the first round; "
-                f"{_ALLOWED}"
+                f"clients tell for good for the first time in groups of at least {self.least} {self._what}, and the "
+                f"{len(ids)} that would do so now, client {int(ids[0])} among them, have fewer; ask all clients in the "
+                f"first round; {_ALLOWED}"
             )
 
     def joined(self, info: dict[str, Tensor], ids: Tensor, clients: int) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class Behind:
         """Write to the site's own log which clients have too few rows, by name."""
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-        _LOG.warning("%s: fewer than %d %s are behind %s%s", what, self.least, self._what, names, more)
+        _LOG.warning("%s: clients %s%s have fewer than %d %s", what, names, more, self.least, self._what)
 
 
 def behind(configuration: SiteConfiguration, first: int = 0) -> Behind:

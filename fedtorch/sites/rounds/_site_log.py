@@ -28,11 +28,11 @@ class SiteLog:
         """Note that the server has been reached, and told what the site brings."""
         _LOG.info("connected, with %d clients and %d rows; waiting for a run", clients, rows)
 
-    def allows(self, policy: Policy, behind: Behind) -> None:
-        """Note what a smaller minimum than the default lets out, and that with a larger one nothing may leave."""
+    def minimum(self, policy: Policy, behind: Behind) -> None:
+        """Note what a policy's minimum means where a client, or the whole site, has few rows."""
         default, every = Policy().minimum, behind.each(behind.everybody)
-        least = int(every[every > 0].min()) if int(every.sum()) else default
-        if policy.minimum <= least < default:
+        alone = every[every >= policy.minimum]
+        if len(alone) and (least := int(alone.min())) < default:
             _LOG.warning(
                 "Policy(minimum=%d) lets messages leave that are of %d %s alone: who reads one may learn all that is "
                 "in them, values and response",

@@ -186,8 +186,8 @@ class SiteSession:
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
-        lost = self._wait(inboxes.ids, more["lost"])
         self._check_rows(inboxes.ids)
+        lost = self._wait(inboxes.ids, more["lost"])
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
         gathered = self.clients.gather(inboxes, cohort, turn, lost)
@@ -287,20 +287,23 @@ class SiteSession:
         """Return the clients whose messages do not count, those among them that wait for others to tell with."""
         asked = ids if lost is None else ids[~torch.isin(ids, lost)]
         first = self._first(asked)
-        if self._rows.is_enough(first) or len(first) == len(asked):  # then there is nobody else, and all are refused
+        if len(first) == len(asked):  # then there is nobody else who could answer
+            self._rows.check_first(first)
+        if self._rows.is_enough(first):
             return lost
-        self._rows.note("wait until more tell for the first time", first)
+        self._rows.note("left out until others tell for good for the first time with them", first)
         return first if lost is None else torch.cat([lost, first])
 
     def _remember(self, inbox: Tree, gathered: Gathered) -> None:
         """Refuse a sum that tells of few rows with earlier ones, and remember it otherwise.
 
         Earlier ones are those over the same start and, of what clients tell for good, those of the run: where it goes
-        back and then on with other clients, totals differ by these.
+        back and then on with other clients, totals differ by these. A sum over several starts is none of them, and
+        refused: two that differ in one client's start would tell what that client makes of both.
         """
         if not self._adds or not tree.leaves(gathered.partial):
             return
-        start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
+        start = digest_of_start(one_of(inbox), fingerprint(self.algorithm))
         sums = {start: gathered.ids}
         if self.algorithm.told is not None:
             sums[bytes.fromhex(self.run)] = torch.cat([self.clients.table.touched(), gathered.ids]).unique()
@@ -418,8 +421,3 @@ class SiteSession:
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs
-
-
-def _differs(inbox: Tree) -> bool:
-    """Return whether clients are sent different things `(K, ...)`."""
-    return not all(torch.equal(leaf, leaf[:1].expand_as(leaf)) for leaf in tree.leaves(inbox))

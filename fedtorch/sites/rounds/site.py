@@ -71,6 +71,7 @@ def join(
     """
     with alone_in(folder):
         site = Site(configuration, None if folder is None else Path(folder), identity, record)
+        site.log.minimum(configuration.policy, behind(site.configuration))
         with released(site.watch):
             return _join(dial, site, Timeout(timeout))
 
@@ -211,7 +212,6 @@ class Site:
         """Say who is here, and answer the server's frames until its run is over; return the site's part in it."""
         yield Send(server, self.hello())
         self.log.connected(len(self.configuration.data), int(self.configuration.data.counts.sum()))
-        self.log.allows(self.configuration.policy, behind(self.configuration))
         while self.ended is None:
             answer = self.answer((yield Receive(server, lambda sender, payload: payload)))
             if answer is not None:

@@ -21,12 +21,11 @@ from support.sites import Carried, carry_of, offers
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.models import hierarchical
-from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked, sealed
-from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, join, masked, sealed
+from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
-from fedtorch.sites.rounds.site import Site
 from fedtorch.trust import robust, secure
 
 TEN = Policy()
@@ -93,7 +92,7 @@ def test_a_ward_of_one_patient_tells_its_age_and_sex_and_by_default_nothing(capl
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=SUM_OF_FEW) as refusal:
         asked_alone(wards(), "isolation", TEN)
     assert "isolation" not in str(refusal.value)
-    assert "no answer of the sum: fewer than 10 rows are behind ['isolation']" in caplog.text  # in the site's own log
+    assert "no sum: clients ['isolation'] have fewer than 10 rows" in caplog.text  # in the site's own log
 
 
 # -- what adds up, and what does not -----------------------------------------------------------------------------------
@@ -138,7 +137,7 @@ def test_what_goes_client_by_client_is_held_by_each_clients_rows(name: str, capl
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="client 0 has fewer than 10 rows") as no:
         on_sites(GOES_ALONE[name], sites=sites).step()
     assert "'client 0'" not in str(no.value)
-    assert "no answer of each: fewer than 10 rows are behind ['client 0'" in caplog.text
+    assert "no messages of single clients: clients ['client 0'" in caplog.text
     on_sites(GOES_ALONE[name], sites=sites, policy=Policy(minimum=3)).step()
 
 
@@ -229,6 +228,27 @@ def test_two_cohorts_over_one_start_tell_a_client_and_by_default_nothing() -> No
     sum_of(run, [1, 2, 4])  # and from another start
 
 
+def test_clients_of_few_rows_are_added_up_over_one_start_only() -> None:
+    """Two sums that differ in the start of one client would tell what that client makes of both."""
+
+    def one_elsewhere(policy: Policy) -> None:
+        run = on_sites(policy=policy)
+        session = run.clients.session
+        sent = session.inboxes
+
+        def inboxes(outbox: Any, ids: torch.Tensor) -> frames.Inboxes:
+            starts = tree.map(torch.clone, sent(outbox, ids).inbox)
+            [leaf[0].add_(1.0) for leaf in tree.leaves(starts)]
+            return frames.Inboxes(ids, starts)
+
+        session.inboxes = inboxes
+        run.step()
+
+    one_elsewhere(Policy(minimum=1))
+    with pytest.raises(RuntimeError, match="only where all of its clients were sent the same"):
+        one_elsewhere(TEN)
+
+
 def test_sets_that_differ_by_enough_rows() -> None:
     run = on_sites()
     sum_of(run, [0, 1, 2, 3, 4, 5])
@@ -309,7 +329,7 @@ def test_who_joins_near_the_fixed_point_tells_its_age_and_by_default_waits(caplo
         run, _, change = near_the_fixed_point(TEN)
     assert float(change.abs().max()) < 1e-4
     assert len(run.last.ids) == 3  # type: ignore[union-attr]
-    assert "wait until more tell for the first time: fewer than 10 rows are behind ['isolation']" in caplog.text
+    assert "left out until others tell for good for the first time with them: clients ['isolation']" in caplog.text
 
 
 def test_who_tells_for_the_first_time_does_so_with_enough_others() -> None:
@@ -366,7 +386,7 @@ def test_twelve_rows_of_one_patient_are_one_person(caplog: Any) -> None:
     assert age == pytest.approx(PATIENT["age"], abs=0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="sums of at least 10 persons"):
         asked_alone(visits, "isolation", Policy(person="patient"))
-    assert "no answer of the sum: fewer than 10 persons are behind ['isolation']" in caplog.text
+    assert "no sum: clients ['isolation'] have fewer than 10 persons" in caplog.text
     asked_alone(visits, "north", Policy(person="patient"))  # of twenty
 
 
@@ -455,17 +475,59 @@ def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:
     assert count(2) == [2]
 
 
-def test_join_says_what_a_minimum_of_one_means(caplog: Any) -> None:
-    one = linear_clients([1])
-    for policy, line in ((Policy(minimum=1), "of 1 rows alone"), (TEN, "fewer than the 10 rows")):
+def test_join_says_once_what_a_small_minimum_means(caplog: Any) -> None:
+    def said(rows: list[int], policy: Policy) -> str:
+        links = iter([ConnectionError("not yet"), PermissionError("another process")])
+
+        def dial() -> Any:
+            raise next(links)
+
         caplog.clear()
-        site = Site(offers(one, fedavg, sites=1, policy=policy)["a"]).half()
-        next(site), next(site)
-        assert line in caplog.text
-    caplog.clear()
-    site = Site(offers(linear_clients([30]), fedavg, sites=1, policy=TEN)["a"]).half()
-    next(site), next(site)
-    assert "minimum" not in caplog.text
+        with pytest.raises(PermissionError, match="another process"):
+            join(dial, offers(linear_clients(rows), fedavg, sites=1, policy=policy)["a"])
+        return caplog.text
+
+    alone = said([1], Policy(minimum=1))
+    assert alone.count("Policy(minimum=1) lets messages leave that are of 1 rows alone") == 1
+    assert "lets messages leave that are of 5 rows alone" in said([2, 5, 40], Policy(minimum=3))
+    assert "fewer than the 10 rows" in said([1], TEN)
+    assert "minimum" not in said([30], TEN)
+    assert "minimum" not in said([3, 40], TEN)
+    assert "minimum" not in said([30], Policy(minimum=1))
+
+
+def test_a_fit_that_draws_is_that_of_one_process_with_the_names_that_the_server_knows(tmp_path: Path) -> None:
+    """Restarts of both sides in the middle change no bit of it."""
+    make = lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=2))
+    host = Loopback(offers(DATA, make, {}, 1, policy=TEN), tmp_path)
+
+    def run() -> ft.Run:
+        return ft.Run(make(), Remote(host, ["a"], "it", rows=DATA.rows, seconds=0.05, quorum=1.0), seed=3)
+
+    there = run()
+    there.step(), there.step()
+    names = there.population.names
+    assert not set(names) & set(DATA.names)
+    there.save(tmp_path / "run.ckpt")
+    host.start("a")
+    there = run()
+    assert there.population.names == names
+    there.load(tmp_path / "run.ckpt")
+    there.step()
+    for known, same in ((names, True), (DATA.names, False)):
+        here = ft.run(make(), ft.InProcess(replace(DATA, names=known)), rounds=3, seed=3)
+        assert (distance(there.server.parameters, here.server.parameters) < ROUNDING) == same
+
+
+def test_patients_at_one_site_and_wards_with_names_at_another_are_one_fit() -> None:
+    data = linear_clients([3, 3, 3, 3, 40, 50, 60, 70])
+    make = lambda: ft.ep(hierarchical.linear(hierarchical.normal(3), noise=0.5))
+    run = on_sites(make, data, sites=2)
+    assert run.population.names[4:] == data.names[4:]
+    assert not set(run.population.names[:4]) & set(data.names)
+    [run.step() for _ in range(3)]
+    here = ft.run(make(), ft.InProcess(data), rounds=3, seed=3)
+    assert distance(run.server.total.site.precision, here.server.total.site.precision) < 1e-9
 
 
 # -- who notices nothing -----------------------------------------------------------------------------------------------
@@ -475,16 +537,21 @@ def test_join_says_what_a_minimum_of_one_means(caplog: Any) -> None:
 def test_hospitals_that_are_one_client_of_many_rows_notice_nothing(make: Callable[[], ft.Algorithm]) -> None:
     """All that they say is the same without the rule, to the bit."""
     said: list[list[dict[str, Any]]] = []
+    data = linear_clients([30, 40, 25])
     for policy in (TEN, Policy(minimum=1)):
-        run = on_sites(make, linear_clients([30, 40, 25]), policy, sites=3)
+        run = on_sites(make, data, policy, sites=3)
         got: list[bytes] = []
         host = run.population.plan.sites.host
         host.after = lambda name, reply, got=got: got.append(reply) or reply
         [run.step() for _ in range(3)]
         said.append([{name: leaf.tolist() for name, leaf in load(reply).items()} for reply in got])
         [answer.pop("__counters__") for answer in said[-1]]  # of frames
-    assert len(said[0]) == 9
+        said[-1] += [frames.read(site.hello(), name).about for name, site in host.sites.items()]
+    assert len(said[0]) == 9 + 3
     assert said[0] == said[1]
+    assert [(about["clients"], about["rows"]) for about in said[0][9:]] == [
+        ([name], [count]) for name, count in zip(data.names, data.counts.tolist())
+    ]
 
 
 def test_a_site_that_is_one_person_says_so() -> None:
