@@ -104,6 +104,10 @@ class SiteConfiguration:
         by_client = self.frame.groupby(self.client, sort=False)[self.policy.person]
         return {level_name(client): frozenset(values) for client, values in by_client.unique().items()}
 
+    def rows_of_a_person(self) -> int:
+        """Return how many rows one person has at most; 1 where the policy counts rows."""
+        return 1 if self.policy.person is None else int(self.frame[self.policy.person].value_counts().max())
+
     def __post_init__(self) -> None:
         advice = "make it with ft.data.from_tensors([(x, y)]), or of loaders' data sets with ft.data.from_datasets"
         expected.kind(self.data, FederatedData, "data as FederatedData", advice)

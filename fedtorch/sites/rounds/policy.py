@@ -46,7 +46,7 @@ class Policy(NamedTuple):
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
-    person: str | None = None  # a frame's column whose distinct values count for `minimum` in rounds and after a fit
+    person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""

@@ -365,6 +365,7 @@ class SiteSession:
         least = int(self._rows.each(inboxes.ids).min()) if kind.by_client else self._rows.all(inboxes.ids)
         self.watch.after_fit(kind.tells, self._count, least, kind.by_client)
         evaluate = partial(after_fit.by_client, self.clients, inboxes)
+        minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data, self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         return after_fit.answer(frame, kind, sent, holder, beside)

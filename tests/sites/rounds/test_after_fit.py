@@ -194,6 +194,22 @@ def test_calibration_is_told_of_enough_rows_only(both: Both) -> None:
     np.testing.assert_allclose((there.rows * there.predicted).sum(), (here.rows * here.predicted).sum(), rtol=1e-6)
 
 
+def test_bins_are_of_enough_persons(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person may have five rows, so that fifteen are of three persons at least."""
+    run = both.under(after_fit=("checks",), minimum=3)
+    calibration = lambda: checks.calibration(run, bins=3, draws=50, tolerance=torch.inf)
+    assert min(int(each["told.rows"][each["told.rows"] > 0].min()) for each in told(both.host, calibration)) < 15
+    for site in both.host.sites.values():
+        session = site._session
+        assert session is not None
+        frame = session.configuration.frame.assign(patient=[k // 5 for k in range(60)])
+        persons = dataclasses.replace(session.configuration, frame=frame, policy=Policy(person="patient"))
+        monkeypatch.setattr(session, "configuration", persons)
+    for each in told(both.host, calibration):
+        assert each["told.rows"].sum() == 60
+        assert each["told.rows"][each["told.rows"] > 0].min() >= 15
+
+
 @pytest.mark.slow
 def test_histograms_are_told_of_enough_rows_only(models: Models) -> None:
     run, here = list(models.there.values())[-1], list(models.here.values())[-1]

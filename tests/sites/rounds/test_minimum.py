@@ -397,6 +397,20 @@ def test_a_person_in_two_clients_counts_once_in_their_sum() -> None:
     assert Behind(TEN, torch.tensor([9, 9]), ["x", "y"], 4).is_enough(torch.tensor([4, 5]))
 
 
+def test_a_level_of_one_patient_is_told_to_no_server_where_persons_count() -> None:
+    visits = pandas.concat([wards()[:1].assign(sex="x")] * 12 + [wards()], ignore_index=True)
+    visits["patient"] = [0] * 12 + list(range(1, 61))
+
+    def levels(policy: Policy) -> Any:
+        brought = SiteConfiguration.of_frame(visits, "ward", {"it": regression}, policy=policy)
+        other = {} if policy.person is None else {"other": {"sex": "other"}}
+        design = agree(Loopback({"a": brought}, None), ["a"], "score ~ age + sex + (1 | ward)", client="ward", **other)
+        return design.encoding.levels["sex"].names
+
+    assert levels(TEN) == ("f", "m", "x")
+    assert levels(Policy(person="patient")) == ("f", "m", "other")
+
+
 def test_a_policy_whose_persons_are_in_no_frame() -> None:
     algorithms = {"it": fedavg}
     with pytest.raises(ValueError, match="a column of the site's frame"):
