@@ -127,19 +127,14 @@ class Behind:
                 f"first round; {_ALLOWED}"
             )
 
-    def joined(self, info: dict[str, Tensor], ids: Tensor, clients: int) -> dict[str, Tensor]:
-        """Clients' diagnostics `(M,)`, their means in the place of each; NaN where few tell a value.
-
-        Args:
-            info: by name.
-            ids: of the clients.
-            clients: how many have to tell a value.
-        """
+    def joined(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        """Return clients' diagnostics `(M,)`, their means in the place of each; NaN where few rows have a value."""
 
         def mean(values: Tensor) -> Tensor:
             told = ~values.isnan()
-            enough = int(told.sum()) >= clients and self.is_enough(ids[told])
-            return (values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)).expand(len(values))
+            return (
+                values.nanmean() if self.is_enough(ids[told]) else torch.full_like(values[:1].sum(), torch.nan)
+            ).expand(len(values))
 
         return {name: mean(values).clone() for name, values in info.items()}
 

@@ -196,7 +196,6 @@ class SiteSession:
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
-        self.watch.check_cohort(len(gathered.ids))
         self._check_rows(gathered.ids)  # some may be lost, or refused
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
@@ -313,8 +312,7 @@ class SiteSession:
 
     def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
         """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""
-        clients = self.watch.policy.smallest_cohort
-        return self._rows.joined(info, ids, clients) if clients > 1 or len(self._rows.few(ids)) else info
+        return self._rows.joined(info, ids) if len(self._rows.few(ids)) else info
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
         """Return the site's part of a sum."""
@@ -333,17 +331,16 @@ class SiteSession:
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
-        self.watch.check_cohort(len(inboxes.ids))
         validation = self.configuration.validation
         rows = Behind(self.watch.policy, validation.counts, validation.names, self.first)
-        few, joined = len(rows.few(self._everybody)) > 0, self.watch.policy.smallest_cohort > 1
+        few = len(rows.few(self._everybody)) > 0
         if few and len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site, some of which have few validation rows", inboxes.ids.tolist())
         rows.check(inboxes.ids, additive=True)
         sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         chosen = validation.select(inboxes.ids - self.first)
         every = after_fit.by_client(self.clients, inboxes, chosen, sums)
-        every = in_one(every) if few or joined else every
+        every = in_one(every) if few else every
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
@@ -363,7 +360,7 @@ class SiteSession:
             raise frame.refused("all clients of the site", inboxes.ids.tolist())
         configuration, minimum = self.configuration, self.watch.policy.minimum
         least = int(self._rows.each(inboxes.ids).min()) if kind.by_client else self._rows.all(inboxes.ids)
-        self.watch.after_fit(kind.tells, self._count, least, kind.by_client)
+        self.watch.after_fit(kind.tells, least)
         evaluate = partial(after_fit.by_client, self.clients, inboxes)
         minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data, self._names[self._everybody]

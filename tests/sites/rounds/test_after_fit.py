@@ -250,13 +250,6 @@ def test_models_are_compared_row_by_row_where_the_rows_are(models: Models, monke
         compare(models.there)
 
 
-def test_clients_are_not_told_from_each_other_where_the_policy_joins_them(both: Both) -> None:
-    run = both.under(after_fit=EVERYTHING, smallest_cohort=2)
-    assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)
-    with pytest.raises(RuntimeError, match=r"sums of at least 2 clients, and does not tell the posterior of each"):
-        ft.inference.ranef(run, tolerance=torch.inf)
-
-
 def test_nothing_is_told_of_few_rows(both: Both) -> None:
     run = both.under(after_fit=EVERYTHING, minimum=31)  # a ward has 30 rows, a site 60
     assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)

@@ -303,42 +303,17 @@ def test_a_client_that_is_gone_is_not_what_two_sums_differ_by() -> None:
 # -- what clients tell for good ----------------------------------------------------------------------------------------
 
 
-def near_the_fixed_point(policy: Policy) -> tuple[ft.Run, ft.data.Design, torch.Tensor]:
-    """(a run whose server asked all wards but one until nothing changed, and then all; what then came to the total)."""
-    host = Loopback({"a": SiteConfiguration.of_frame(wards(), "ward", {"it": regression}, policy=policy)}, None)
-    design = agree(host, ["a"], "score ~ age + sex + (1 | ward)", client="ward", minimum=10)
-    remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
-    one = host.brought["a"].data.names.index("isolation")
-    run = ft.Run(regression(design), remote, cohort=[client for client in range(4) if client != one])
-    for _ in run.rounds(15):
-        before = run.server.total.site.precision.clone()
-    assert distance(run.server.total.site.precision, before) < 1e-6
-    before = run.server.total.site.precision.clone()
-    run._draw = None
-    run.step()
-    return run, design, run.server.total.site.precision - before
-
-
-def test_who_joins_near_the_fixed_point_tells_its_age_and_by_default_waits(caplog: Any) -> None:
-    """Nothing else changes there any more, so that the change of a total is what one ward of one patient tells."""
-    run, design, change = near_the_fixed_point(Policy(minimum=1))
-    scale = design.encoding.standard["age"]
-    assert scale.mean + scale.sd * float(change[1] / change[0]) == pytest.approx(PATIENT["age"], abs=0.05)
-    assert len(run.last.ids) == 4  # type: ignore[union-attr]
-    with caplog.at_level(logging.WARNING):
-        run, _, change = near_the_fixed_point(TEN)
-    assert float(change.abs().max()) < 1e-4
-    assert len(run.last.ids) == 3  # type: ignore[union-attr]
-    assert "left out until others tell for good for the first time with them: clients ['isolation']" in caplog.text
-
-
-def test_who_tells_for_the_first_time_does_so_with_enough_others() -> None:
+def test_who_tells_for_the_first_time_does_so_with_enough_others(caplog: Any) -> None:
     make = lambda: ft.scaffold(sgd(0.05))
     run = on_sites(make, linear_clients([3, 3, 3, 3, 3, 3, 40]), cohort=[0, 6])
     answered = []
     for cohort in ([0, 6], [0, 1, 6], [1, 2, 3, 6], [1, 2, 3, 4, 6], [5, 6], range(7)):
         run._draw = lambda key, number, cohort=cohort: torch.tensor(list(cohort))
         answered.append(run.step().ids.tolist())
+    waits = (
+        "left out until others tell for good for the first time with them: clients ['client 1'] have fewer than 10 rows"
+    )
+    assert waits in caplog.text
     assert answered == [[0, 6], [0, 6], [6], [1, 2, 3, 4, 6], [6], [0, 1, 2, 3, 4, 6]]
     run._draw = lambda key, number: torch.tensor([5])
     with pytest.raises(RuntimeError, match=SUM_OF_FEW):
