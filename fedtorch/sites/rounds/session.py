@@ -114,6 +114,7 @@ class SiteSession:
         self._last: frames.Inboxes | None = None
         self._rounds: frames.Known = {}
         self._everybody = torch.arange(self.first, self.first + self._count)
+        self._few, self._silent = len(self._rows.few(self._everybody)) > 0, False
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Return keys, where the server may not read what clients send."""
@@ -186,6 +187,7 @@ class SiteSession:
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
+        self._silent = self._few and self._sends_nothing(inboxes, turn)
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
         self.watch.before(self.algorithm, turn, inboxes.ids)
@@ -265,16 +267,19 @@ class SiteSession:
         said = self._envelopes.write(frame.blobs().get(DIRECTORY, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
+    def _sends_nothing(self, inboxes: frames.Inboxes, turn: Turn) -> bool:
+        """Return whether clients send no message, as in separate training, so that only losses leave."""
+        return not tree.leaves(self.clients.reply(self.clients.empty_block(), inboxes, turn).message)
+
     def _check_rows(self, ids: Tensor) -> None:
         """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known."""
-        if self._carry.masks is None:
+        if self._carry.masks is None and not self._silent:
             self._rows.check(ids, self.algorithm.exchange.additive)
 
     @property
     def _adds(self) -> bool:
         """Return whether the server reads sums of the site's clients, some of whom have few rows."""
-        adds = self.algorithm.exchange.additive and self._carry.masks is None
-        return adds and len(self._rows.few(self._everybody)) > 0
+        return self._few and self.algorithm.exchange.additive and self._carry.masks is None
 
     def _first(self, ids: Tensor) -> Tensor:
         """Return those of some clients that would tell for good for the first time, where that leaves as a sum."""
@@ -311,8 +316,16 @@ class SiteSession:
             self._past.cohorts.add(key, clients, self.names, self._rows.named, self._rows.least)
 
     def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""
-        return self._rows.joined(info, ids) if len(self._rows.few(ids)) else info
+        """Return clients' diagnostics `(M,)`, joined where no client may be told from others.
+
+        Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
+        told of all clients only, NaN of others.
+        """
+        if len(self._rows.few(ids)) == 0:
+            return info
+        if self._silent and len(ids) < self._count:
+            return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
+        return self._rows.joined(info, ids)
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
         """Return the site's part of a sum."""

@@ -177,6 +177,17 @@ def test_a_log_of_one_small_client_alone_is_not_told() -> None:
     assert on_sites(lambda: noted(False)).step().info["age"].tolist() == [50.9] * 6
 
 
+def test_separate_training_tells_losses_only_and_those_of_few_rows_never_alone() -> None:
+    """Nothing that is sent is of rows; the losses are, and two cohorts' means would differ by a client."""
+    make = lambda: ft.separate(sgd(0.1))
+    here = ft.run(make(), ft.InProcess(DATA), rounds=1, seed=3).last.info["loss"]
+    assert distance(on_sites(make).step().info["loss"], here.mean().expand(6)) < ROUNDING
+    assert on_sites(make, cohort=[0]).step().info["loss"].isnan().all()
+    assert on_sites(make, cohort=[0, 1, 2, 3, 4]).step().info["loss"].isnan().all()
+    assert distance(on_sites(make, cohort=[4, 5]).step().info["loss"], here[4:]) < ROUNDING
+    assert on_sites(make, linear_clients([2, 3])).step().info["loss"].isnan().all()
+
+
 def test_scores_of_few_validation_rows_are_told_as_one_sum_of_all_clients() -> None:
     metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
 
