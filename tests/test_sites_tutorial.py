@@ -62,7 +62,7 @@ def test_the_pages_lines_run_as_printed(
         assert cli.main([part.replace("server.example:8443", f"127.0.0.1:{enrolling.port}") for part in invite]) == 0
         me = enrol(Token.read(capsys.readouterr().out), tmp_path / name)
         patients(tmp_path / name / "patients.csv", site)
-        text = block(page, "policy = Policy(smallest").replace(
+        text = block(page, "policy = Policy(minimum=10, rounds").replace(
             '"patients.csv"', f'"{tmp_path / name / "patients.csv"}"'
         )
         (tmp_path / name / "my_data.py").write_text(text)

@@ -209,7 +209,7 @@ def test_sites_keep_what_is_known_of_one_of_them() -> None:
     with pytest.raises(RuntimeError, match=r"does not let it tell the posterior .* Policy\(after_fit=\('effects',\)\)"):
         ft.inference.ranef(run)
     with pytest.raises(RuntimeError, match=r"does not let it tell the posterior .* Policy\(after_fit=\('effects',\)\)"):
-        ft.inference.predict(run, ROWS[0][0], site="ward 0")
+        ft.inference.predict(run, ROWS[0][0], site=remote.names[0])
     new = ft.inference.predict(run, ROWS[0][0][:1]).iloc[0]
     assert new["low"] < new["estimate"] < new["high"]
     remote.finish(run)

@@ -133,7 +133,7 @@ def test_organisations_and_what_their_numbers_are(tmp_path: Path) -> None:
     def optimizer(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)  # type: ignore[arg-type]
 
-    with joined_sites(offers(clinics(6), fedavg, policy=Policy(smallest_cohort=2, minimum=1))) as (sites, _):
+    with joined_sites(offers(clinics(6), fedavg, policy=Policy(minimum=21))) as (sites, _):
         assert list(sites.organisations) == ["a", "b", "c"]
         run = ft.run(fedavg(), sites, rounds=2)
         words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)

@@ -38,11 +38,19 @@ class Disclosure(NamedTuple):
     minimum: int = 10  # rows, at least, that are behind any number or name that it tells
     columns: tuple[str, ...] | None = None  # that a formula may read; None for all
     designs: int = 100  # by which it makes rows, in all, each an occasion to ask whether a level is there
+    person: str | None = None  # a column of the frame whose distinct values count for the minimum in place of rows
+
+    @property
+    def counted(self) -> str:
+        """Return what the minimum counts, in words."""
+        return "rows" if self.person is None else "persons"
 
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
         """Raise `Refused` for a formula that reads other columns, and for a smaller minimum."""
         if minimum < self.minimum:
-            raise Refused(f"the site tells nothing of fewer than {self.minimum} rows, but was asked for {minimum}")
+            raise Refused(
+                f"the site tells nothing of fewer than {self.minimum} {self.counted}, but was asked for {minimum}"
+            )
         if self.columns is not None and (more := [column for column in columns if column not in self.columns]):
             raise Refused(f"the site's policy lets formulas read columns {list(self.columns)}, but not {more}")
 

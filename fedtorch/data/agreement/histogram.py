@@ -13,6 +13,9 @@ and sums of squares have no such bound, rounded or not: with a histogram beside 
 are equations of which counts are the solution. So a site tells none, and mean and sd follow from histograms, also those
 of logarithms.
 
+Where several rows may be of one person, persons count for `minimum` in place of rows, in both halves if they have rows
+in both. Bins say how many rows lie in them all the same.
+
 Bins of whole numbers end half-way between two of these, and rows of a bin are spread over its whole numbers. The outer
 two have no end of their own, for that would tell where the smallest and the largest value are: they end where they
 would if rows got exponentially fewer from the density in the bins beside them.
@@ -29,9 +32,10 @@ would if rows got exponentially fewer from the density in the bins beside them.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy
@@ -56,24 +60,33 @@ class _Halved(NamedTuple):
     upper: float
 
 
-def histogram(values: numpy.ndarray, minimum: int) -> Histogram | None:
+def histogram(values: numpy.ndarray, minimum: int, persons: numpy.ndarray | None = None) -> Histogram | None:
     """Return a site's histogram, None where it would have fewer than three bins, which say nothing of scale.
 
     Of two whole numbers beside each other, as of yes and no, two bins are enough.
+
+    Args:
+        values: of the rows `(N,)`.
+        minimum: rows of a bin, at least.
+        persons: whose rows they are, numbers `(N,)`: then a bin has `minimum` persons, at least.
 
     >>> histogram(numpy.array([1.0, 2.0, 3.0]), minimum=10) is None
     True
     >>> histogram(numpy.array([0.0, 1.0] * 10), minimum=10)
     Histogram(ends=(-0.5, 0.5, 1.5), counts=(10, 10), whole=True)
+    >>> histogram(numpy.array([0.0, 1.0] * 10), minimum=10, persons=numpy.arange(20) // 4) is None
+    True
     """
-    if len(values) < 2 * minimum:
+    order = numpy.argsort(values, kind="stable")
+    values, persons = values[order], None if persons is None else persons[order]
+    count = _between(persons)
+    if count(0, len(values)) < 2 * minimum:
         return None
-    values = numpy.sort(values)
     top = math.ldexp(1.0, min(math.frexp(max(abs(values[0]), abs(values[-1])))[1], 1023))
-    halved = _halved(values, -top, top, minimum, _HALVED)
+    halved = _halved(values, count, (0, len(values)), (-top, top), minimum, _HALVED)
     if halved is None:
         return None
-    whole = bool((values != numpy.floor(values)).sum() < minimum)
+    whole = behind(values != numpy.floor(values), persons) < minimum
     if len(halved.ends) < 2 and not (whole and halved.upper - halved.lower == 2):
         return None
     below = numpy.searchsorted(values, halved.ends).tolist()
@@ -93,18 +106,45 @@ def _tail(count: int, width: float, beside: int, whole: bool) -> float:
     return _TAIL * count / beside * width
 
 
-def _halved(values: numpy.ndarray, low: float, high: float, minimum: int, times: int) -> _Halved | None:
-    """Return where the cell of some ascending values is halved, None where it is not."""
-    while times and len(values) >= 2 * minimum and values[0] < values[-1]:
+def behind(chosen: numpy.ndarray, persons: numpy.ndarray | None) -> int:
+    """Return how many rows are chosen, bool `(N,)`, or how many persons they are of."""
+    return int(chosen.sum()) if persons is None else len(numpy.unique(persons[chosen]))
+
+
+def _between(persons: numpy.ndarray | None) -> Callable[[int, int], int]:
+    """Return what counts the rows from one to another, or the persons that they are of."""
+    if persons is None:
+        return lambda first, last: last - first
+    return functools.cache(lambda first, last: len(numpy.unique(persons[first:last])))
+
+
+def _halved(
+    values: numpy.ndarray,
+    count: Callable[[int, int], int],
+    rows: tuple[int, int],
+    ends: tuple[float, float],
+    minimum: int,
+    times: int,
+) -> _Halved | None:
+    """Return where a cell is halved that has the rows from one to another of ascending values, None where it is not."""
+    (first, last), (low, high) = rows, ends
+    while times and count(first, last) >= 2 * minimum and values[first] < values[last - 1]:
         middle = (low + high) / 2
         if not low < middle < high:
             break
-        left, right = numpy.split(values, [numpy.searchsorted(values, middle)])
-        if len(left) >= minimum and len(right) >= minimum:
-            parts = _halved(left, low, middle, minimum, times - 1), _halved(right, middle, high, minimum, times - 1)
-            first, second = ([] if part is None else part.ends for part in parts)
-            return _Halved([*first, middle, *second], low, high)
-        values, low, high = (left, low, middle) if len(left) > len(right) else (right, middle, high)
+        cut = first + int(numpy.searchsorted(values[first:last], middle))
+        left, right = count(first, cut), count(cut, last)
+        if left >= minimum and right >= minimum:
+            parts = (
+                _halved(values, count, (first, cut), (low, middle), minimum, times - 1),
+                _halved(values, count, (cut, last), (middle, high), minimum, times - 1),
+            )
+            lower, upper = ([] if part is None else part.ends for part in parts)
+            return _Halved([*lower, middle, *upper], low, high)
+        if left > right:
+            last, high = cut, middle
+        else:
+            first, low = cut, middle
     return None
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy
 
 from fedtorch.data.agreement.disclosure import AnswerLog, Disclosure, Refused
-from fedtorch.data.agreement.histogram import Histogram, histogram
+from fedtorch.data.agreement.histogram import Histogram, behind, histogram
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.design import Design
@@ -52,6 +52,9 @@ class Answers:
     ) -> None:
         self.disclosure, self._log = disclosure or Disclosure(), AnswerLog(folder)
         self._cells = Cells(frame, site=name, missing=True)
+        self._persons: numpy.ndarray | None = None  # (N,) whose row each is, where persons count
+        if self.disclosure.person is not None:
+            self._persons = self._cells.frame[self.disclosure.person].factorize()[0]
         self.agreed: Design | None = None
 
     def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
@@ -142,12 +145,13 @@ class Answers:
 
     def _bins(self, column: str, minimum: int) -> Histogram | None:
         """Return the histogram of a column; where few cells are missing, they count in the bin of most rows."""
-        values = self._values(Quantity(column))
-        made, missing = histogram(values, minimum), len(self._cells) - len(values)
-        if made is None or missing >= minimum:
+        values, persons = self._numbers(Quantity(column)), self._persons
+        missing = numpy.isnan(values)
+        made = histogram(values[~missing], minimum, None if persons is None else persons[~missing])
+        if made is None or behind(missing, persons) >= minimum:
             return made
         counts = list(made.counts)
-        counts[counts.index(max(counts))] += missing
+        counts[counts.index(max(counts))] += int(missing.sum())
         return made._replace(counts=tuple(counts))
 
     def _values(self, quantity: Quantity) -> numpy.ndarray:
@@ -178,11 +182,18 @@ class Answers:
         return self._log.once(f"levels of {column!r}", minimum, lambda: self._common(column, minimum))
 
     def _common(self, column: str, minimum: int) -> list[str]:
-        """Return the levels that enough rows have."""
-        counts = Counter(self._names(column))
+        """Return the levels that enough rows have, or enough persons."""
+        names, counts = self._names(column), Counter[str]()
+        if self._persons is None:
+            counts.update(names)
+        else:
+            there = self._cells.frame[column].notna().to_numpy()
+            counts.update(level for level, _ in set(zip(names, self._persons[there].tolist(), strict=True)))
         if rare := sorted(level for level, count in counts.items() if count < minimum):
-            where = self._cells.where()
-            _LOG.info("column %r%s: levels %s have fewer than %d rows and are not told", column, where, rare, minimum)
+            where, what = self._cells.where(), self.disclosure.counted
+            _LOG.info(
+                "column %r%s: levels %s have fewer than %d %s and are not told", column, where, rare, minimum, what
+            )
         return sorted(level for level, count in counts.items() if count >= minimum)
 
     def _refuse_others(self, column: str, names: Sequence[str]) -> None:

@@ -48,7 +48,7 @@ def agree(
         formula: such as `"death ~ age + C(sex) + (1 | ward)"`; or the design that others have agreed on, for sites that
             come later.
         client: the column of clients in the sites' frames.
-        minimum: rows that are behind any number or name that a site tells.
+        minimum: rows that are behind any number or name that a site tells, or persons, where its policy counts these.
         levels: declared levels of factors, column -> values, the reference first; sites tell those of others.
         other: the level of a factor as which rows count whose own is too rare to be told, column -> name.
         bounds: the outer knots of splines, column -> (lower, upper).

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.policy import Policy, Refusal
 
 _LOG = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ class Behind:
         persons: Mapping[str, frozenset[Any]] | None = None,
     ) -> None:
         self.least, self._names, self._first, self._persons = policy.minimum, names, first, persons
+        self._told = counts
         self._counts = counts if persons is None else torch.tensor([len(persons[name]) for name in names])
         self._numbers = {name: number for number, name in enumerate(names, first)}
         self._what = "rows" if persons is None else policy.counted
@@ -67,6 +69,29 @@ class Behind:
         rows = self.each(ids)
         return ids[(rows > 0) & (rows < self.least)]
 
+    @property
+    def everybody(self) -> Tensor:
+        """Return the numbers of all clients `(K,)`."""
+        return torch.arange(self._first, self._first + len(self._names))
+
+    def counts_told(self) -> list[int]:
+        """Return how many rows clients have, as the server hears it: those of few are told their mean.
+
+        Where even their sum is of few rows, it is the mean of them and of the clients with the next fewest. So the sum
+        over all clients is right, to the row.
+        """
+        counts, few = self._told.clone(), self.few(self.everybody)
+        if len(few) == 0:
+            return counts.tolist()
+        order = self.everybody[counts.argsort(stable=True)]
+        order = order[(counts[order - self._first] > 0) & ~torch.isin(order, few)]
+        while not self.is_enough(few) and len(order):
+            few, order = torch.cat([few, order[:1]]), order[1:]
+        places = few.sort().values - self._first
+        total = int(counts[places].sum())
+        counts[places] = (total + torch.arange(len(places)).flip(0)) // len(places)
+        return counts.tolist()
+
     def check(self, ids: Tensor, additive: bool) -> None:
         """Refuse an answer of some clients.
 
@@ -79,36 +104,48 @@ class Behind:
                 site's log has its name.
         """
         if additive and not self.is_enough(ids):
-            self._note("the sum of", ids)
+            self.note("no sum", ids)
             raise Refusal(
                 f"the site answers with sums of at least {self.least} {self._what}, and those of the {len(ids)} of its "
                 f"clients that were asked, or have answered, are fewer; ask more of them together; {_ALLOWED}"
             )
         if not additive and len(few := self.few(ids)):
-            self._note("each of", few)
+            self.note("no messages of single clients", few)
             raise Refusal(
                 f"each client's own message would leave the site, and client {int(few[0])} has fewer than "
                 f"{self.least} {self._what}, as have {len(few)} of the {len(ids)} that were asked; leave them out, or "
                 f"take an algorithm whose messages add up; {_ALLOWED}"
             )
 
-    def joined(self, info: dict[str, Tensor], ids: Tensor, clients: int) -> dict[str, Tensor]:
-        """Clients' diagnostics `(M,)`, their means in the place of each; NaN where few tell a value.
+    def check_first(self, ids: Tensor) -> None:
+        """Refuse an answer of which some clients, too few together, would tell for good for the first time."""
+        if not self.is_enough(ids):
+            self.note("no first sum", ids)
+            raise Refusal(
+                f"clients tell for good for the first time in groups of at least {self.least} {self._what}, and the "
+                f"{len(ids)} that would do so now, client {int(ids[0])} among them, have fewer; ask all clients in the "
+                f"first round; {_ALLOWED}"
+            )
 
-        Args:
-            info: by name.
-            ids: of the clients.
-            clients: how many have to tell a value.
-        """
+    def joined(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+        """Return clients' diagnostics `(M,)`, their means in the place of each; NaN where few rows have a value."""
 
         def mean(values: Tensor) -> Tensor:
             told = ~values.isnan()
-            enough = int(told.sum()) >= clients and self.is_enough(ids[told])
-            return (values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)).expand(len(values))
+            return (
+                values.nanmean() if self.is_enough(ids[told]) else torch.full_like(values[:1].sum(), torch.nan)
+            ).expand(len(values))
 
         return {name: mean(values).clone() for name, values in info.items()}
 
-    def _note(self, what: str, ids: Tensor) -> None:
+    def note(self, what: str, ids: Tensor) -> None:
+        """Write to the site's own log which clients have too few rows, by name."""
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-        _LOG.warning("no answer: fewer than %d %s are behind %s %s%s", self.least, self._what, what, names, more)
+        _LOG.warning("%s: clients %s%s have fewer than %d %s", what, names, more, self.least, self._what)
+
+
+def behind(configuration: SiteConfiguration, first: int = 0) -> Behind:
+    """Return what is behind the numbers of a site's clients, the first of which the server counts as `first`."""
+    data = configuration.data
+    return Behind(configuration.policy, data.counts, data.names, first, configuration.persons())

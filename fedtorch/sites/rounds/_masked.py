@@ -322,5 +322,8 @@ def one_of(inbox: Tree) -> Tree:
     """
     for leaf in tree.leaves(inbox):
         if not torch.equal(leaf, leaf[:1].expand_as(leaf)):
-            raise Refusal("the site adds messages up under masks only where all clients were sent the same")
+            raise Refusal(
+                "the site adds up messages, under masks or of clients with few rows, only where all of its clients "
+                "were sent the same"
+            )
     return tree.map(lambda leaf: leaf[0], inbox)

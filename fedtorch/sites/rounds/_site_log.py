@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 
+from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds.frames import Frame, run_of
+from fedtorch.sites.rounds.policy import Policy
 
 _LOG = logging.getLogger(__name__)
 _BETWEEN = 10.0  # seconds between two lines about answers
@@ -25,6 +27,23 @@ class SiteLog:
     def connected(self, clients: int, rows: int) -> None:
         """Note that the server has been reached, and told what the site brings."""
         _LOG.info("connected, with %d clients and %d rows; waiting for a run", clients, rows)
+
+    def minimum(self, policy: Policy, behind: Behind) -> None:
+        """Note what a policy's minimum means where a client, or the whole site, has few rows."""
+        default, every = Policy().minimum, behind.each(behind.everybody)
+        alone = every[every >= policy.minimum]
+        if len(alone) and (least := int(alone.min())) < default:
+            _LOG.warning(
+                "Policy(minimum=%d) lets messages leave that are of %d %s alone: who reads one may learn all that is "
+                "in them, values and response",
+                *(policy.minimum, least, policy.counted),
+            )
+        if not behind.is_enough(behind.everybody):
+            _LOG.warning(
+                "the site has fewer than the %d %s of its Policy(minimum=): it answers in sums under masks only; a "
+                "site that is one person says Policy(minimum=1), and its messages are then that person's",
+                *(policy.minimum, policy.counted),
+            )
 
     def unlisted(self, reason: str) -> None:
         """Note that the server has a run without this site."""

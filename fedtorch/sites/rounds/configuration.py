@@ -104,6 +104,10 @@ class SiteConfiguration:
         by_client = self.frame.groupby(self.client, sort=False)[self.policy.person]
         return {level_name(client): frozenset(values) for client, values in by_client.unique().items()}
 
+    def rows_of_a_person(self) -> int:
+        """Return how many rows one person has at most; 1 where the policy counts rows."""
+        return 1 if self.policy.person is None else int(self.frame[self.policy.person].value_counts().max())
+
     def __post_init__(self) -> None:
         advice = "make it with ft.data.from_tensors([(x, y)]), or of loaders' data sets with ft.data.from_datasets"
         expected.kind(self.data, FederatedData, "data as FederatedData", advice)
@@ -142,12 +146,21 @@ def read_configuration(path: Path | str) -> SiteConfiguration:
 
     Raises:
         FileNotFoundError: there is no such file.
+        TypeError: a policy with smallest_cohort=, which minimum= takes the place of.
         ValueError: it lacks data or algorithms; a frame without client, the column of clients.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"Expected a file with the site's data and algorithms, but {path} is not there")
-    defined = runpy.run_path(str(path))
+    try:
+        defined = runpy.run_path(str(path))
+    except TypeError as error:
+        if "'smallest_cohort'" not in str(error):
+            raise
+        raise TypeError(
+            "Expected Policy(minimum=…), rows behind every number that leaves the site, or persons with person=…, but "
+            "got smallest_cohort=, whose place that takes; leave it out"
+        ) from error
     if "frame" in defined and "data" not in defined:
         names = [name for name in SiteConfiguration.__dataclass_fields__ if name in defined]
         if {"client", "algorithms"} <= set(names):

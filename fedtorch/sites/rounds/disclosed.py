@@ -14,8 +14,8 @@ from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.learns import Learns
 
 NUMBERS = ("sequence", "sizes.*", "nodes", "protocol", "again", "everybody")  # of frames, which say nothing of rows
-_NAMES = Learns("who is there, where names of clients are those of people or wards", helps="names that say nothing")
-_COUNTS = Learns("how many rows each client has")
+_NAMES = Learns("who is there, by name where every client has at least `minimum` rows", helps="Policy(minimum=…)")
+_COUNTS = Learns("how many rows each client has; of clients with few, their mean", helps="Policy(minimum=…)")
 _SCHEMA = Learns("names, dtypes and shapes of the columns")
 _WHO = Learns("which clients answered, or had numbers that are none, and in which field")
 _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")

@@ -36,7 +36,6 @@ class Refusal(ValueError):
 class Policy(NamedTuple):
     """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops."""
 
-    smallest_cohort: int = 1  # clients of the site in an answer, at least, whose diagnostics and scores are joined
     rounds: int | None = None  # answered in all, over all runs
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
@@ -46,7 +45,7 @@ class Policy(NamedTuple):
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
-    person: str | None = None  # a frame's column whose distinct values count for `minimum` in rounds and after a fit
+    person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
         """Return them as JSON, for records."""
@@ -72,10 +71,9 @@ class Policy(NamedTuple):
             )
         if self.person is not None and not isinstance(self.person, str):
             raise ValueError(f"Expected person= as a column of the site's frame, but got {self.person!r}")
-        if self.smallest_cohort < 1 or self.honest < 1 or (self.rounds or 0) < 0:
+        if self.honest < 1 or (self.rounds or 0) < 0:
             raise ValueError(
-                "Expected a smallest cohort of at least 1, as many honest clients, and no negative number of rounds, "
-                f"but got {self}"
+                f"Expected at least 1 honest client, its own, and no negative number of rounds, but got {self}"
             )
         if isinstance(self.after_fit, str) or not set(self.after_fit) <= AFTER_FIT.keys():
             raise ValueError(f"Expected after_fit= as a tuple of {sorted(AFTER_FIT)}, but got {self.after_fit!r}")
@@ -111,11 +109,6 @@ class Watch:
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuse an algorithm that would break the policy whatever is asked of it."""
         budget = algorithm.budget
-        if self.policy.smallest_cohort > 1 and not algorithm.exchange.additive:
-            raise Refusal(
-                f"the site answers with sums of at least {self.policy.smallest_cohort} clients, and the algorithm "
-                "would have each client's own message"
-            )
         if self.policy.epsilon is not None and not (budget is not None and self._counts(budget)):
             raise Refusal(
                 "the site wants noise that it adds itself, with a ledger in a file, such as that of "
@@ -128,7 +121,6 @@ class Watch:
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
         """Count a round, before anything of it is computed, or refuses it."""
         budget, policy = algorithm.budget, self.policy
-        self.check_cohort(len(ids))
         if policy.rounds is not None:
             with self._lock:
                 self._count(policy.rounds)
@@ -139,14 +131,12 @@ class Watch:
             if policy.epsilon is not None and budget.report()["epsilon"] > policy.epsilon:
                 raise Refusal(f"the site spends no more than epsilon = {policy.epsilon}")
 
-    def after_fit(self, what: str, clients: int, rows: int, each: bool) -> None:
+    def after_fit(self, what: str, rows: int) -> None:
         """Count an answer to a question after the fit like a round, or refuse it before anything of it is computed.
 
         Args:
             what: is told, as `Policy.after_fit` has it.
-            clients: of the site.
-            rows: behind each number of the answer, at least.
-            each: whether clients can be told from each other in it.
+            rows: behind each number of the answer, at least, or persons.
         """
         policy = self.policy
         if what not in policy.after_fit:
@@ -154,12 +144,6 @@ class Watch:
                 f"the site's policy does not let it tell {AFTER_FIT[what]} after a fit; its side would allow it by "
                 f"Policy(after_fit={(*policy.after_fit, what)})"
             )
-        if each and policy.smallest_cohort > 1:
-            raise Refusal(
-                f"the site answers with sums of at least {policy.smallest_cohort} clients, and does not tell "
-                f"{AFTER_FIT[what]}; its side would allow it by Policy(smallest_cohort=1)"
-            )
-        self.check_cohort(clients)
         if rows < policy.minimum:
             raise Refusal(
                 f"the site does not tell {AFTER_FIT[what]} of fewer than {policy.minimum} {policy.counted}; its side "
@@ -187,13 +171,6 @@ class Watch:
     def _counts(self, budget: Budget) -> bool:
         """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
-
-    def check_cohort(self, clients: int) -> None:
-        """Refuse to answer for so few clients; none at all tell nothing."""
-        if 0 < clients < self.policy.smallest_cohort:
-            raise Refusal(
-                f"the site answers for at least {self.policy.smallest_cohort} of its clients, not for {clients}"
-            )
 
 
 def in_one(sums: Tree) -> Tree:

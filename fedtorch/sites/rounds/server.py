@@ -247,9 +247,10 @@ class ServerSession:
                 raise frame.refused(f"the weight of {rows} rows, which the site says it has", total)
 
     def _rows_of(self, site: str, ids: Tensor) -> Iterable[int]:
-        """Return how many rows a site says that clients of it have."""
-        rows, first = self.plan.sites.bring[site].rows, self._own[site].start
-        return rows if ids is self._all[site] else [rows[client - first] for client in ids.tolist()]
+        """Return how many rows a site says that clients of it have, those of all where some are told their mean."""
+        brings, first = self.plan.sites.bring[site], self._own[site].start
+        rows = brings.rows
+        return rows if ids is self._all[site] or brings.joined else [rows[client - first] for client in ids.tolist()]
 
     # -- requests --------------------------------------------------------------------------------------------------
 

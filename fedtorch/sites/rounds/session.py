@@ -22,7 +22,7 @@ from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
-from fedtorch.sites.rounds._behind import Behind
+from fedtorch.sites.rounds._behind import Behind, behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_begun
@@ -82,8 +82,7 @@ class SiteSession:
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
         watch.begin(self.algorithm, total)
-        data, persons = configuration.data, configuration.persons()
-        self._rows = Behind(watch.policy, data.counts, data.names, self.first, persons)
+        self._rows = behind(configuration, self.first)
         start = tree.map(lambda leaf: leaf.detach().clone(), start_of(self.algorithm))
         server, like = self.algorithm.init(start, total)
         if self.algorithm.told is not None:
@@ -115,6 +114,7 @@ class SiteSession:
         self._last: frames.Inboxes | None = None
         self._rounds: frames.Known = {}
         self._everybody = torch.arange(self.first, self.first + self._count)
+        self._few, self._silent = len(self._rows.few(self._everybody)) > 0, False
 
     def _hide(self, identity: Identity | None, clients: int) -> SiteKeys | None:
         """Return keys, where the server may not read what clients send."""
@@ -187,17 +187,19 @@ class SiteSession:
         inboxes, more, blobs = self._hear(frame, more, self._rounds if self._keys is None else None)
         turn = Turn(more["key"], frame.integer("round"), names=self._names)
         start = start_of_sum(self.algorithm, one_of(inboxes.inbox)) if self._carry.masks is not None else b""
+        self._silent = self._few and self._sends_nothing(inboxes, turn)
         self._check_rows(inboxes.ids)
+        lost = self._wait(inboxes.ids, more["lost"])
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
-        gathered = self.clients.gather(inboxes, cohort, turn, more["lost"])
+        gathered = self.clients.gather(inboxes, cohort, turn, lost)
         if not self.leaves and gathered.message is not None:
             reply = Reply(gathered.message, None, gathered.info)
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
-        self.watch.check_cohort(len(gathered.ids))
         self._check_rows(gathered.ids)  # some may be lost, or refused
+        self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
         self._version = None  # until the new states are kept
@@ -265,23 +267,65 @@ class SiteSession:
         said = self._envelopes.write(frame.blobs().get(DIRECTORY, b""), self._told())
         return frames.encode_blobs("answer", said, sequence=frame.integer("sequence", 1))
 
+    def _sends_nothing(self, inboxes: frames.Inboxes, turn: Turn) -> bool:
+        """Return whether clients send no message, as in separate training, so that only losses leave."""
+        return not tree.leaves(self.clients.reply(self.clients.empty_block(), inboxes, turn).message)
+
     def _check_rows(self, ids: Tensor) -> None:
         """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known."""
-        if self._carry.masks is None:
+        if self._carry.masks is None and not self._silent:
             self._rows.check(ids, self.algorithm.exchange.additive)
 
+    @property
+    def _adds(self) -> bool:
+        """Return whether the server reads sums of the site's clients, some of whom have few rows."""
+        return self._few and self.algorithm.exchange.additive and self._carry.masks is None
+
+    def _first(self, ids: Tensor) -> Tensor:
+        """Return those of some clients that would tell for good for the first time, where that leaves as a sum."""
+        if self.algorithm.told is None or not self._adds:
+            return ids[:0]
+        return ids[~torch.isin(ids, self.clients.table.touched())]
+
+    def _wait(self, ids: Tensor, lost: Tensor | None) -> Tensor | None:
+        """Return the clients whose messages do not count, those among them that wait for others to tell with."""
+        asked = ids if lost is None else ids[~torch.isin(ids, lost)]
+        first = self._first(asked)
+        if len(first) == len(asked):  # then there is nobody else who could answer
+            self._rows.check_first(first)
+        if self._rows.is_enough(first):
+            return lost
+        self._rows.note("left out until others tell for good for the first time with them", first)
+        return first if lost is None else torch.cat([lost, first])
+
     def _remember(self, inbox: Tree, gathered: Gathered) -> None:
-        """Refuse a sum that tells of few rows with earlier ones over the same start; remember it otherwise."""
-        adds = self.algorithm.exchange.additive and self._carry.masks is None and tree.leaves(gathered.partial)
-        if adds and len(self._rows.few(self._everybody)):
-            start = digest_of_start(inbox if _differs(inbox) else one_of(inbox), fingerprint(self.algorithm))
-            asked = [self.names[client - self.first] for client in gathered.ids.tolist()]
-            self._past.cohorts.add(start, asked, self.names, self._rows.named, self._rows.least)
+        """Refuse a sum that tells of few rows with earlier ones, and remember it otherwise.
+
+        Earlier ones are those over the same start and, of what clients tell for good, those of the run: where it goes
+        back and then on with other clients, totals differ by these. A sum over several starts is none of them, and
+        refused: two that differ in one client's start would tell what that client makes of both.
+        """
+        if not self._adds or not tree.leaves(gathered.partial):
+            return
+        start = digest_of_start(one_of(inbox), fingerprint(self.algorithm))
+        sums = {start: gathered.ids}
+        if self.algorithm.told is not None:
+            sums[bytes.fromhex(self.run)] = torch.cat([self.clients.table.touched(), gathered.ids]).unique()
+        for key, ids in sums.items():
+            clients = [self.names[client - self.first] for client in ids.tolist()]
+            self._past.cohorts.add(key, clients, self.names, self._rows.named, self._rows.least)
 
     def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, joined where no client may be told from others."""
-        clients = self.watch.policy.smallest_cohort
-        return self._rows.joined(info, ids, clients) if clients > 1 or len(self._rows.few(ids)) else info
+        """Return clients' diagnostics `(M,)`, joined where no client may be told from others.
+
+        Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
+        told of all clients only, NaN of others.
+        """
+        if len(self._rows.few(ids)) == 0:
+            return info
+        if self._silent and len(ids) < self._count:
+            return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
+        return self._rows.joined(info, ids)
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
         """Return the site's part of a sum."""
@@ -300,17 +344,16 @@ class SiteSession:
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
-        self.watch.check_cohort(len(inboxes.ids))
         validation = self.configuration.validation
         rows = Behind(self.watch.policy, validation.counts, validation.names, self.first)
-        few, joined = len(rows.few(self._everybody)) > 0, self.watch.policy.smallest_cohort > 1
+        few = len(rows.few(self._everybody)) > 0
         if few and len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site, some of which have few validation rows", inboxes.ids.tolist())
         rows.check(inboxes.ids, additive=True)
         sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         chosen = validation.select(inboxes.ids - self.first)
         every = after_fit.by_client(self.clients, inboxes, chosen, sums)
-        every = in_one(every) if few or joined else every
+        every = in_one(every) if few else every
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
@@ -330,8 +373,9 @@ class SiteSession:
             raise frame.refused("all clients of the site", inboxes.ids.tolist())
         configuration, minimum = self.configuration, self.watch.policy.minimum
         least = int(self._rows.each(inboxes.ids).min()) if kind.by_client else self._rows.all(inboxes.ids)
-        self.watch.after_fit(kind.tells, self._count, least, kind.by_client)
+        self.watch.after_fit(kind.tells, least)
         evaluate = on_cpu(partial(after_fit.by_client, self.clients, inboxes))
+        minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         return after_fit.answer(frame, kind, sent, holder, beside)
@@ -388,8 +432,3 @@ class SiteSession:
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs
-
-
-def _differs(inbox: Tree) -> bool:
-    """Return whether clients are sent different things `(K, ...)`."""
-    return not all(torch.equal(leaf, leaf[:1].expand_as(leaf)) for leaf in tree.leaves(inbox))

@@ -23,6 +23,8 @@ from fedtorch.sites.audit.recording import SiteRecording
 from fedtorch.sites.formulas.site_frame import SiteFrame, by_design
 from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import frames as frames
+from fedtorch.sites.rounds._behind import behind
+from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds._site_log import SiteLog
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_name
@@ -69,6 +71,7 @@ def join(
     """
     with alone_in(folder):
         site = Site(configuration, None if folder is None else Path(folder), identity, record)
+        site.log.minimum(configuration.policy, behind(site.configuration))
         with released(site.watch):
             return _join(dial, site, Timeout(timeout))
 
@@ -189,6 +192,7 @@ class Site:
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
+        self._names = Pseudonyms(identity.folder if folder is None and identity is not None else folder)
         self._past = PastSums(folder, configuration.policy.remember_sums)
         self._session: SiteSession | None = None
         self._known: SiteSession | None = None  # the last that began, also where the server then wants something else
@@ -198,7 +202,10 @@ class Site:
         """Return the first frame on every stream, which says who is here; `again` on one that has begun with it."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
-        about = {"clients": list(data.names), "rows": data.counts.tolist(), "schema": schema, **design}
+        rows = behind(self.configuration)
+        joined = len(rows.few(rows.everybody)) > 0
+        about = {"clients": list(self._names.told(data.names, joined)), "rows": rows.counts_told(), "schema": schema}
+        about |= {**design, **({"joined": True} if joined else {})}
         return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
 
     def half(self, server: Name = 0) -> Half:

@@ -39,6 +39,7 @@ class Brings(NamedTuple):
     rows: tuple[int, ...]
     schema: Any  # of its rows, as JSON
     design: str | None = None  # a digest of that by which its frame's rows are made, empty before; None for no frame
+    joined: bool = False  # whether clients of few rows are said to have as many as these have on average
 
 
 class Question:
@@ -273,7 +274,8 @@ class Sites:
         if not clients or len(rows) != len(clients):
             raise ValueError(f"Expected clients and as many numbers of rows, but got {len(clients)} and {len(rows)}")
         frames.no_rows(schema)
-        brings = Brings(clients, rows, schema, frame.text("design") if "design" in frame.about else None)
+        design, joined = frame.text("design") if "design" in frame.about else None, frame.about.get("joined") is True
+        brings = Brings(clients, rows, schema, design, joined)
         for other, known in islice(self.bring.items(), self._alike):  # the others are like the first
             if known.design != brings.design:
                 raise ValueError(

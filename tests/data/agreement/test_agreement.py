@@ -275,6 +275,36 @@ def test_a_site_makes_rows_by_so_many_designs_and_no_more() -> None:
     assert "by 2 designs" in answers[3]["refused"]
 
 
+def test_visits_of_one_patient_count_once_where_persons_count() -> None:
+    """Of three visits each a site tells bins and levels as of one, and by rows it tells a level of four patients."""
+    once = FRAMES["a"].assign(patient=range(300), stage=["IV"] * 4 + ["I", "II"] * 148)
+    visits = pandas.concat([once] * 3, ignore_index=True)
+    asked = question("los ~ age + bs(sbp, 5) + stage", also=["los"])
+    of_once = Answers(once, Disclosure()).answer(asked)
+    of_rows = Answers(visits, Disclosure()).answer(asked)
+    of_persons = Answers(visits, Disclosure(person="patient")).answer(asked)
+    assert of_once["levels"] == of_persons["levels"] == {"stage": ["I", "II"]}
+    assert of_rows["levels"] == {"stage": ["I", "II", "IV"]}
+    for column, (ends, counts, whole) in of_once["histograms"].items():
+        assert of_persons["histograms"][column] == [ends, [3 * count for count in counts], whole]
+        assert len(of_rows["histograms"][column][0]) > len(ends)
+    few = Answers(visits, Disclosure(person="patient")).answer({**asked, "minimum": 9})
+    assert few["refused"] == "the site tells nothing of fewer than 10 persons, but was asked for 9"
+
+
+def test_each_bin_is_of_enough_persons_whoever_has_the_rows() -> None:
+    draws = numpy.random.default_rng(0)
+    frame = pandas.DataFrame({"x": draws.normal(size=900), "y": 0.0, "patient": draws.geometric(0.03, 900)})
+    frame.loc[:40, "x"] = None  # of few patients, so that they count in the largest bin
+    frame.loc[:40, "patient"] = 0
+    site = Answers(frame, Disclosure(person="patient"))
+    ends, counts, _ = site.answer(question("y ~ scale(x)"))["histograms"]["x"]
+    assert sum(counts) == 900
+    assert len(counts) > 4
+    bins = pandas.cut(frame["x"], [-numpy.inf, *ends[1:-1], numpy.inf], right=False)
+    assert frame.groupby(bins, observed=False)["patient"].nunique().min() >= 10
+
+
 def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -194,6 +194,22 @@ def test_calibration_is_told_of_enough_rows_only(both: Both) -> None:
     np.testing.assert_allclose((there.rows * there.predicted).sum(), (here.rows * here.predicted).sum(), rtol=1e-6)
 
 
+def test_bins_are_of_enough_persons(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A person may have five rows, so that fifteen are of three persons at least."""
+    run = both.under(after_fit=("checks",), minimum=3)
+    calibration = lambda: checks.calibration(run, bins=3, draws=50, tolerance=torch.inf)
+    assert min(int(each["told.rows"][each["told.rows"] > 0].min()) for each in told(both.host, calibration)) < 15
+    for site in both.host.sites.values():
+        session = site._session
+        assert session is not None
+        frame = session.configuration.frame.assign(patient=[k // 5 for k in range(60)])
+        persons = dataclasses.replace(session.configuration, frame=frame, policy=Policy(person="patient"))
+        monkeypatch.setattr(session, "configuration", persons)
+    for each in told(both.host, calibration):
+        assert each["told.rows"].sum() == 60
+        assert each["told.rows"][each["told.rows"] > 0].min() >= 15
+
+
 @pytest.mark.slow
 def test_histograms_are_told_of_enough_rows_only(models: Models) -> None:
     run, here = list(models.there.values())[-1], list(models.here.values())[-1]
@@ -232,13 +248,6 @@ def test_models_are_compared_row_by_row_where_the_rows_are(models: Models, monke
     monkeypatch.setitem(answers._log._held, "designs", [])
     with pytest.raises(RuntimeError, match="'north': the site has not made rows by the design of another model"):
         compare(models.there)
-
-
-def test_clients_are_not_told_from_each_other_where_the_policy_joins_them(both: Both) -> None:
-    run = both.under(after_fit=EVERYTHING, smallest_cohort=2)
-    assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)
-    with pytest.raises(RuntimeError, match=r"sums of at least 2 clients, and does not tell the posterior of each"):
-        ft.inference.ranef(run, tolerance=torch.inf)
 
 
 def test_nothing_is_told_of_few_rows(both: Both) -> None:

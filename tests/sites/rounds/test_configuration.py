@@ -34,7 +34,7 @@ def nobody() -> Link:
         ({"algorithms": {}}, "Expected at least one algorithm"),
         ({"algorithms": {"a": fedavg()}}, "Expected algorithm 'a' as a function of its settings"),
         ({"policy": 3}, "Expected policy as Policy, but got int"),
-        ({"policy": Policy(smallest_cohort=0)}, "smallest cohort of at least 1"),
+        ({"policy": Policy(honest=0)}, "at least 1 honest client"),
         ({"policy": Policy(rounds=-1)}, "no negative number of rounds"),
         ({"policy": Policy(epsilon=0.0)}, "Expected a positive epsilon"),
         ({"validation": linear_clients([3])}, "Expected validation rows of the same clients"),
@@ -43,6 +43,12 @@ def nobody() -> Link:
 def test_offers_that_are_none(change: dict[str, Any], expected: str) -> None:
     with pytest.raises((TypeError, ValueError), match=re.escape(expected)):
         SiteConfiguration(**{"data": DATA, "algorithms": {"fedavg": fedavg}, **change})
+
+
+def test_a_file_with_a_smallest_cohort_is_told_what_takes_its_place(tmp_path: Path) -> None:
+    (tmp_path / "my_data.py").write_text("from fedtorch.sites import Policy\npolicy = Policy(smallest_cohort=3)\n")
+    with pytest.raises(TypeError, match=r"Expected Policy\(minimum=.*got smallest_cohort="):
+        read_configuration(tmp_path / "my_data.py")
 
 
 def test_an_offer_is_a_file_of_the_site_s_own(tmp_path: Path) -> None:

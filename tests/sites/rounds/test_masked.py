@@ -440,11 +440,6 @@ def test_what_was_told_under_masks_cannot_be_withdrawn() -> None:
         run.population.withdraw(run, "b")
 
 
-def test_a_site_of_a_smallest_cohort_masks() -> None:
-    run = Federation(masked(fedavg), policy=Policy(smallest_cohort=2)).run()
-    assert run.step().ids.tolist() == list(range(6))
-
-
 def test_under_masks_nothing_is_told_of_a_fit() -> None:
     """Whatever the policies say: answers to questions are readable."""
     model = hierarchical.linear(hierarchical.normal(3), noise=1.0)

@@ -21,8 +21,8 @@ from support.sites import Carried, carry_of, offers
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.models import hierarchical
-from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked, sealed
-from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, join, masked, sealed
+from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
@@ -80,7 +80,7 @@ def asked_alone(frame: pandas.DataFrame, ward: str, policy: Policy) -> tuple[flo
     host = Loopback({"a": SiteConfiguration.of_frame(frame, "ward", {"it": regression}, policy=policy)}, None)
     design = agree(host, ["a"], "score ~ age + sex + (1 | ward)", client="ward", minimum=10)
     remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
-    run = ft.Run(regression(design), remote, cohort=[remote.names.index(ward)])
+    run = ft.Run(regression(design), remote, cohort=[host.brought["a"].data.names.index(ward)])
     run.step(), run.step()
     precision, scale = run.server.total.site.precision, design.encoding.standard["age"]
     return scale.mean + scale.sd * float(precision[1] / precision[0]), float(precision[10] / precision[6])
@@ -92,7 +92,7 @@ def test_a_ward_of_one_patient_tells_its_age_and_sex_and_by_default_nothing(capl
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match=SUM_OF_FEW) as refusal:
         asked_alone(wards(), "isolation", TEN)
     assert "isolation" not in str(refusal.value)
-    assert "fewer than 10 rows are behind the sum of ['isolation']" in caplog.text  # in the site's own log
+    assert "no sum: clients ['isolation'] have fewer than 10 rows" in caplog.text  # in the site's own log
 
 
 # -- what adds up, and what does not -----------------------------------------------------------------------------------
@@ -137,7 +137,7 @@ def test_what_goes_client_by_client_is_held_by_each_clients_rows(name: str, capl
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="client 0 has fewer than 10 rows") as no:
         on_sites(GOES_ALONE[name], sites=sites).step()
     assert "'client 0'" not in str(no.value)
-    assert "behind each of ['client 0'" in caplog.text
+    assert "no messages of single clients: clients ['client 0'" in caplog.text
     on_sites(GOES_ALONE[name], sites=sites, policy=Policy(minimum=3)).step()
 
 
@@ -175,6 +175,17 @@ def test_a_log_of_one_small_client_alone_is_not_told() -> None:
 
     assert on_sites(lambda: noted(True)).step().info["age"].isnan().all()
     assert on_sites(lambda: noted(False)).step().info["age"].tolist() == [50.9] * 6
+
+
+def test_separate_training_tells_losses_only_and_those_of_few_rows_never_alone() -> None:
+    """Nothing that is sent is of rows; the losses are, and two cohorts' means would differ by a client."""
+    make = lambda: ft.separate(sgd(0.1))
+    here = ft.run(make(), ft.InProcess(DATA), rounds=1, seed=3).last.info["loss"]
+    assert distance(on_sites(make).step().info["loss"], here.mean().expand(6)) < ROUNDING
+    assert on_sites(make, cohort=[0]).step().info["loss"].isnan().all()
+    assert on_sites(make, cohort=[0, 1, 2, 3, 4]).step().info["loss"].isnan().all()
+    assert distance(on_sites(make, cohort=[4, 5]).step().info["loss"], here[4:]) < ROUNDING
+    assert on_sites(make, linear_clients([2, 3])).step().info["loss"].isnan().all()
 
 
 def test_scores_of_few_validation_rows_are_told_as_one_sum_of_all_clients() -> None:
@@ -228,6 +239,27 @@ def test_two_cohorts_over_one_start_tell_a_client_and_by_default_nothing() -> No
     sum_of(run, [1, 2, 4])  # and from another start
 
 
+def test_clients_of_few_rows_are_added_up_over_one_start_only() -> None:
+    """Two sums that differ in the start of one client would tell what that client makes of both."""
+
+    def one_elsewhere(policy: Policy) -> None:
+        run = on_sites(policy=policy)
+        session = run.clients.session
+        sent = session.inboxes
+
+        def inboxes(outbox: Any, ids: torch.Tensor) -> frames.Inboxes:
+            starts = tree.map(torch.clone, sent(outbox, ids).inbox)
+            [leaf[0].add_(1.0) for leaf in tree.leaves(starts)]
+            return frames.Inboxes(ids, starts)
+
+        session.inboxes = inboxes
+        run.step()
+
+    one_elsewhere(Policy(minimum=1))
+    with pytest.raises(RuntimeError, match="only where all of its clients were sent the same"):
+        one_elsewhere(TEN)
+
+
 def test_sets_that_differ_by_enough_rows() -> None:
     run = on_sites()
     sum_of(run, [0, 1, 2, 3, 4, 5])
@@ -279,6 +311,56 @@ def test_a_client_that_is_gone_is_not_what_two_sums_differ_by() -> None:
     memory.add(b"2" * 32, ["y"], ["y"], behind, 10)
 
 
+# -- what clients tell for good ----------------------------------------------------------------------------------------
+
+
+def test_who_tells_for_the_first_time_does_so_with_enough_others(caplog: Any) -> None:
+    make = lambda: ft.scaffold(sgd(0.05))
+    run = on_sites(make, linear_clients([3, 3, 3, 3, 3, 3, 40]), cohort=[0, 6])
+    answered = []
+    for cohort in ([0, 6], [0, 1, 6], [1, 2, 3, 6], [1, 2, 3, 4, 6], [5, 6], range(7)):
+        run._draw = lambda key, number, cohort=cohort: torch.tensor(list(cohort))
+        answered.append(run.step().ids.tolist())
+    waits = (
+        "left out until others tell for good for the first time with them: clients ['client 1'] have fewer than 10 rows"
+    )
+    assert waits in caplog.text
+    assert answered == [[0, 6], [0, 6], [6], [1, 2, 3, 4, 6], [6], [0, 1, 2, 3, 4, 6]]
+    run._draw = lambda key, number: torch.tensor([5])
+    with pytest.raises(RuntimeError, match=SUM_OF_FEW):
+        run.step()
+
+
+def test_whose_messages_are_lost_do_not_tell_with_the_others() -> None:
+    """The server says of three of four that they are lost, so that the fourth would tell alone."""
+    make = lambda: ft.scaffold(sgd(0.05))
+    run = on_sites(make, cohort=[4])
+    run.step()
+    run._draw = lambda key, number: torch.arange(5)
+    run.faults = ft.Faults(after=lambda key, ids: ids < 3)
+    assert run.step().ids.tolist() == [4]
+
+
+def test_who_leaves_does_so_with_enough_others(tmp_path: Path) -> None:
+    """A run that goes back, and then on without a client, from another start."""
+
+    def twice(make: Callable[[], ft.Algorithm]) -> None:
+        run = on_sites(make, cohort=[4])
+        run.step()
+        run.save(tmp_path / "run.ckpt")
+        run._draw = lambda key, number: torch.arange(5)
+        run.step()
+        run.load(tmp_path / "run.ckpt")
+        server = run.server if isinstance(run.server, dict) else run.server.parameters
+        [leaf.add_(1e-9) for leaf in server.values()]
+        run._draw = lambda key, number: torch.arange(1, 6)  # client 5 in the place of client 0
+        run.step()
+
+    twice(fedavg)
+    with pytest.raises(RuntimeError, match="difference would be of fewer than 10 rows"):
+        twice(lambda: ft.scaffold(sgd(0.05)))
+
+
 # -- persons -----------------------------------------------------------------------------------------------------------
 
 
@@ -290,7 +372,7 @@ def test_twelve_rows_of_one_patient_are_one_person(caplog: Any) -> None:
     assert age == pytest.approx(PATIENT["age"], abs=0.05)
     with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="sums of at least 10 persons"):
         asked_alone(visits, "isolation", Policy(person="patient"))
-    assert "fewer than 10 persons are behind the sum of ['isolation']" in caplog.text
+    assert "no sum: clients ['isolation'] have fewer than 10 persons" in caplog.text
     asked_alone(visits, "north", Policy(person="patient"))  # of twenty
 
 
@@ -299,6 +381,20 @@ def test_a_person_in_two_clients_counts_once_in_their_sum() -> None:
     assert not rows.is_enough(torch.tensor([4, 5]))
     assert rows.named(["x", "y"]) == 9
     assert Behind(TEN, torch.tensor([9, 9]), ["x", "y"], 4).is_enough(torch.tensor([4, 5]))
+
+
+def test_a_level_of_one_patient_is_told_to_no_server_where_persons_count() -> None:
+    visits = pandas.concat([wards()[:1].assign(sex="x")] * 12 + [wards()], ignore_index=True)
+    visits["patient"] = [0] * 12 + list(range(1, 61))
+
+    def levels(policy: Policy) -> Any:
+        brought = SiteConfiguration.of_frame(visits, "ward", {"it": regression}, policy=policy)
+        other = {} if policy.person is None else {"other": {"sex": "other"}}
+        design = agree(Loopback({"a": brought}, None), ["a"], "score ~ age + sex + (1 | ward)", client="ward", **other)
+        return design.encoding.levels["sex"].names
+
+    assert levels(TEN) == ("f", "m", "x")
+    assert levels(Policy(person="patient")) == ("f", "m", "other")
 
 
 def test_a_policy_whose_persons_are_in_no_frame() -> None:
@@ -312,6 +408,128 @@ def test_a_policy_whose_persons_are_in_no_frame() -> None:
         SiteConfiguration.of_frame(holes, "ward", algorithms, policy=Policy(person="patient"))
 
 
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def patients(visits: int = 3) -> pandas.DataFrame:
+    """Rows of a site whose clients are patients, each by a number that somebody else has too."""
+    draws = numpy.random.default_rng(1)
+    frame = pandas.DataFrame({"patient": [f"B-18{k:02d}" for k in range(20)] * visits})
+    frame["age"] = draws.uniform(20, 80, len(frame)).round(1)
+    frame["score"] = 0.1 * frame["age"] + draws.normal(size=len(frame))
+    return frame
+
+
+def met(host: Loopback) -> tuple[tuple[str, ...], bytes]:
+    """(the names that a server hears, all that the site says from its first word until after a round)."""
+    said = [frame for _, frame in host.frames]
+    host.after = lambda name, reply: (said.append(reply), reply)[1]
+    design = agree(host, ["a"], "score ~ age + (1 | patient)", client="patient", minimum=10)
+    remote = Remote(host, ["a"], "it", quorum=1.0, seconds=0.05)
+    ft.run(regression(design), remote, rounds=1)
+    return remote.names, b"".join(said)
+
+
+def of_frame(frame: pandas.DataFrame, policy: Policy = TEN) -> SiteConfiguration:
+    return SiteConfiguration.of_frame(frame, "patient", {"it": regression}, policy=policy)
+
+
+def test_patients_numbers_leave_a_site_and_by_default_do_not(tmp_path: Path) -> None:
+    names, said = met(Loopback({"a": of_frame(patients(), Policy(minimum=1))}, None))
+    assert set(names) == set(patients()["patient"])
+    assert b"B-18" in said
+    host = Loopback({"a": of_frame(patients())}, tmp_path)
+    names, said = met(host)
+    assert b"B-18" not in said
+    assert len(set(names)) == 20
+    host.start("a")
+    assert met(host)[0] == names  # of another process of the site
+    elsewhere, _ = met(Loopback({"a": of_frame(patients())}, tmp_path / "other"))
+    assert not set(elsewhere) & set(names)
+
+
+def test_a_patient_of_many_rows_has_no_name_either_where_others_have_few() -> None:
+    frame = pandas.concat([patients(), *[patients(1)[:1]] * 12], ignore_index=True)
+    _, said = met(Loopback({"a": of_frame(frame)}, None))
+    assert b"B-18" not in said
+
+
+def test_what_a_name_was_told_as_it_is_told_as_for_good(tmp_path: Path) -> None:
+    wide = patients(10)  # all have enough rows
+    host = Loopback({"a": of_frame(wide)}, tmp_path)
+    names, _ = met(host)
+    assert names == tuple(wide["patient"][:20])
+    host.brought["a"] = of_frame(pandas.concat([wide, patients(1)[:1].assign(patient="C-7")], ignore_index=True))
+    host.start("a")
+    grown, said = met(host)
+    assert grown[:20] == names
+    assert grown[20].startswith("client ")
+    assert b"C-7" not in said
+
+
+def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:
+    count = lambda *rows: Behind(TEN, torch.tensor(rows), [str(k) for k in range(len(rows))], 0).counts_told()
+    assert count(3, 40, 1, 9, 50) == [5, 40, 4, 4, 50]
+    assert count(1, 40, 20, 0) == [11, 40, 10, 0]  # with the next fewest, for of one row no sum is told
+    assert count(30, 40) == [30, 40]
+    assert count(2) == [2]
+
+
+def test_join_says_once_what_a_small_minimum_means(caplog: Any) -> None:
+    def said(rows: list[int], policy: Policy) -> str:
+        links = iter([ConnectionError("not yet"), PermissionError("another process")])
+
+        def dial() -> Any:
+            raise next(links)
+
+        caplog.clear()
+        with pytest.raises(PermissionError, match="another process"):
+            join(dial, offers(linear_clients(rows), fedavg, sites=1, policy=policy)["a"])
+        return caplog.text
+
+    alone = said([1], Policy(minimum=1))
+    assert alone.count("Policy(minimum=1) lets messages leave that are of 1 rows alone") == 1
+    assert "lets messages leave that are of 5 rows alone" in said([2, 5, 40], Policy(minimum=3))
+    assert "fewer than the 10 rows" in said([1], TEN)
+    assert "minimum" not in said([30], TEN)
+    assert "minimum" not in said([3, 40], TEN)
+    assert "minimum" not in said([30], Policy(minimum=1))
+
+
+def test_a_fit_that_draws_is_that_of_one_process_with_the_names_that_the_server_knows(tmp_path: Path) -> None:
+    """Restarts of both sides in the middle change no bit of it."""
+    make = lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=2))
+    host = Loopback(offers(DATA, make, {}, 1, policy=TEN), tmp_path)
+
+    def run() -> ft.Run:
+        return ft.Run(make(), Remote(host, ["a"], "it", rows=DATA.rows, seconds=0.05, quorum=1.0), seed=3)
+
+    there = run()
+    there.step(), there.step()
+    names = there.population.names
+    assert not set(names) & set(DATA.names)
+    there.save(tmp_path / "run.ckpt")
+    host.start("a")
+    there = run()
+    assert there.population.names == names
+    there.load(tmp_path / "run.ckpt")
+    there.step()
+    for known, same in ((names, True), (DATA.names, False)):
+        here = ft.run(make(), ft.InProcess(replace(DATA, names=known)), rounds=3, seed=3)
+        assert (distance(there.server.parameters, here.server.parameters) < ROUNDING) == same
+
+
+def test_patients_at_one_site_and_wards_with_names_at_another_are_one_fit() -> None:
+    data = linear_clients([3, 3, 3, 3, 40, 50, 60, 70])
+    make = lambda: ft.ep(hierarchical.linear(hierarchical.normal(3), noise=0.5))
+    run = on_sites(make, data, sites=2)
+    assert run.population.names[4:] == data.names[4:]
+    assert not set(run.population.names[:4]) & set(data.names)
+    [run.step() for _ in range(3)]
+    here = ft.run(make(), ft.InProcess(data), rounds=3, seed=3)
+    assert distance(run.server.total.site.precision, here.server.total.site.precision) < 1e-9
+
+
 # -- who notices nothing -----------------------------------------------------------------------------------------------
 
 
@@ -319,16 +537,21 @@ def test_a_policy_whose_persons_are_in_no_frame() -> None:
 def test_hospitals_that_are_one_client_of_many_rows_notice_nothing(make: Callable[[], ft.Algorithm]) -> None:
     """All that they say is the same without the rule, to the bit."""
     said: list[list[dict[str, Any]]] = []
+    data = linear_clients([30, 40, 25])
     for policy in (TEN, Policy(minimum=1)):
-        run = on_sites(make, linear_clients([30, 40, 25]), policy, sites=3)
+        run = on_sites(make, data, policy, sites=3)
         got: list[bytes] = []
         host = run.population.plan.sites.host
         host.after = lambda name, reply, got=got: got.append(reply) or reply
         [run.step() for _ in range(3)]
         said.append([{name: leaf.tolist() for name, leaf in load(reply).items()} for reply in got])
         [answer.pop("__counters__") for answer in said[-1]]  # of frames
-    assert len(said[0]) == 9
+        said[-1] += [frames.read(site.hello(), name).about for name, site in host.sites.items()]
+    assert len(said[0]) == 9 + 3
     assert said[0] == said[1]
+    assert [(about["clients"], about["rows"]) for about in said[0][9:]] == [
+        ([name], [count]) for name, count in zip(data.names, data.counts.tolist())
+    ]
 
 
 def test_a_site_that_is_one_person_says_so() -> None:

@@ -19,7 +19,7 @@ from test_conformance import ALGORITHMS, POOLED, ROUNDS, STARTS, population, sta
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.runs import run as running
-from fedtorch.sites import Policy, Remote
+from fedtorch.sites import Remote
 from fedtorch.trust import privacy, robust
 
 SIZES = [5, 2, 9, 4, 17, 6]
@@ -118,7 +118,6 @@ def fedavg(**settings: Any) -> ft.Algorithm:
 
 @contextmanager
 def validated(
-    policy: Policy = Policy(minimum=1),  # noqa: B008
     **more: Any,
 ) -> Iterator[tuple[Remote, Mapping[str, Thread], ft.data.FederatedData, ft.data.FederatedData]]:
     """Sites with rows of their own for validation: (sites, threads, rows for training, rows for validation)."""
@@ -127,7 +126,7 @@ def validated(
     for i, name in enumerate(brought):
         own = validation.select(list(range(2 * i, 2 * i + 2)))
         metrics = {"mse": squared_error, "mae": absolute_error}
-        brought[name] = replace(brought[name], validation=own, metrics=metrics, policy=policy)
+        brought[name] = replace(brought[name], validation=own, metrics=metrics)
     with joined(brought, **more) as (sites, threads):
         yield sites, threads, training, validation
 
@@ -153,15 +152,6 @@ def test_scores_on_the_rows_that_sites_keep() -> None:
             there.evaluate(validation, metrics)
         unseen = there.evaluate(validation, metrics, unseen=True)["mse"]
         assert unseen.overall == pytest.approx(wanted.overall, rel=ROUNDING)
-
-
-def test_scores_of_sites_that_tell_clients_only_together() -> None:
-    metrics = {"mse": squared_error}
-    with validated(policy=Policy(smallest_cohort=2, minimum=1)) as (sites, _, training, validation):
-        here, there = (ft.run(fedavg(), clients, rounds=2) for clients in (ft.InProcess(training), sites))
-        wanted, found = here.evaluate(validation, metrics)["mse"], there.evaluate(sites.validation, metrics)["mse"]
-    assert found.overall == pytest.approx(wanted.overall, rel=ROUNDING)
-    assert found.clients.isnan().tolist() == [False, True] * 3
 
 
 def test_a_trainer_runs_on_sites() -> None:

@@ -42,8 +42,8 @@ def brought_to(path: Path | str | None, sites: Sequence[str]) -> dict[str, Bring
     }
 
 
-def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None]:
-    return bring["schema"], bring.get("design")
+def _how(bring: Mapping[str, Any]) -> tuple[Any, str | None, bool]:
+    return bring["schema"], bring.get("design"), bring.get("joined", False)
 
 
 def tell_all(sites: Sites, tell: Callable[[Mapping[int, str]], Iterable[int]], seconds: float) -> None:

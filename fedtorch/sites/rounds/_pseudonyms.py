@@ -1,0 +1,59 @@
+"""Names of a site's clients as its server hears them: pseudonyms, where a client has too few rows.
+
+A name is often a value of a column, such as a patient's number. Where one client of a site has fewer rows than the
+site's minimum, the names of all are pseudonyms, for patients with many rows are patients too. A pseudonym is a keyed
+digest of the name, by a secret of the site. What a name was told as first it is told as for good, so that runs that
+come later, and restarts, have the same clients.
+
+The secret and what names were told as are `names.json` in the site's folder.
+
+>>> names = Pseudonyms(None)
+>>> told = names.told(("ward 7", "ward 8"), hidden=False)
+>>> told, len(names.told(("ward 7", "B-1807"), hidden=True)[1])
+(('ward 7', 'ward 8'), 23)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+from fedtorch import _files as files
+
+FILE = "names.json"
+_DIGITS = 16
+
+
+class Pseudonyms:
+    """What the names of a site's clients are told as.
+
+    Args:
+        folder: of the site, in which it is kept; None for as long as this object is there.
+
+    Raises:
+        ValueError: what was kept is damaged.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self._path = None if folder is None else folder / FILE
+        self._secret, self._told = secrets.token_hex(32), dict[str, str]()
+        if self._path is not None and self._path.exists():
+            kept = files.read_json(self._path)
+            self._secret, self._told = kept["secret"], kept["told"]
+
+    def told(self, names: Sequence[str], hidden: bool) -> tuple[str, ...]:
+        """Return what names are told as; `hidden` says whether those that were not told yet get pseudonyms."""
+        new = {name: self._pseudonym(name) if hidden else name for name in names if name not in self._told}
+        if new:
+            self._told.update(new)
+            if self._path is not None:
+                files.private_folder(self._path.parent)
+                files.write_json(self._path, {"secret": self._secret, "told": self._told})
+        return tuple(self._told[name] for name in names)
+
+    def _pseudonym(self, name: str) -> str:
+        digest = hmac.new(bytes.fromhex(self._secret), name.encode("utf-8", "surrogatepass"), hashlib.sha256)
+        return f"client {digest.hexdigest()[:_DIGITS]}"
