@@ -187,7 +187,8 @@ def test_an_adaptive_clip_finds_any_quantile_while_three_of_ten_are_silent(quant
     assert float(low) < run.history["clip"].iloc[-40:].mean() < float(high)
 
 
-@pytest.mark.parametrize("quantile", [0.5, pytest.param(0.9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("quantile", [0.5, 0.9])
 def test_the_noises_of_an_adaptive_clip_compose_to_the_one_that_is_accounted(quantile: float) -> None:
     """Andrew et al. (2021), Theorem 1, of bits ±½ with noise σ_b: values have (z⁻² − (2σ_b)⁻²)^−½."""
     share, noise = 0.3, 2.0
