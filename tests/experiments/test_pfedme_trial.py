@@ -54,6 +54,44 @@ def test_a_round_is_the_authors_loop() -> None:
         module.load_state_dict(run.server)
 
 
+@pytest.mark.slow
+def test_whole_local_solutions_are_proximal_points_and_w_goes_to_their_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    """w ← Σ n_k θ_k / N, θ_k = prox_{f_k / λ}(w) by Newton's method, ends where w is that mean."""
+    monkeypatch.setattr(pfedme, "INNER", 150)
+    draws, strength = torch.Generator().manual_seed(0), 0.2
+    rows = [(torch.randn(n, 2, generator=draws).double(), torch.randint(3, (n,), generator=draws)) for n in (9, 14)]
+    setting = pfedme.Setting(batches=1, lr=0.5, strength=strength, outer=1 / strength, size=14)
+    module = torch.nn.Linear(2, 3).double()
+    for leaf in module.parameters():
+        torch.nn.init.zeros_(leaf)  # what all classes have in common decays by the ridge alone
+    algorithm = pfedme.pfedme(setting, ft.tree.concatenate(rows), module)
+    data = ft.data.from_tensors(rows)
+    run = ft.Run(algorithm, pfedme.OneBlock(ft.data.from_tensors(pfedme.places(data))))
+    for _ in run.rounds(30):
+        pass
+    w = torch.cat([leaf.flatten() for leaf in run.server.values()])  # that the last round begins with
+    run.step()
+
+    def objective(theta: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        logits = x @ theta[:6].reshape(3, 2).T + theta[6:]
+        pull = 0.5 * strength * (theta - w).square().sum()
+        return F.cross_entropy(logits, y) + pull + 0.5 * 0.001 * theta.square().sum()
+
+    best, names = torch.zeros_like(w), list(run.server)
+    assert names == ["weight", "bias"]
+    for k, (x, y) in enumerate(rows):
+        theta = w.clone()
+        for _ in range(8):
+            slope = torch.func.grad(objective)(theta, x, y)
+            theta = theta - torch.linalg.solve(torch.func.hessian(objective)(theta, x, y), slope)
+        found = torch.cat([run.tensors()[name][k].flatten() for name in names])
+        torch.testing.assert_close(found, theta, rtol=0, atol=1e-6)  # (1 − ½ 0.2)^150 and its like
+        best += len(y) / 23 * theta
+    after = torch.cat([leaf.flatten() for leaf in run.server.values()])
+    torch.testing.assert_close(after, best, rtol=0, atol=1e-6)
+    assert float((after - w).norm()) < 1e-2 * float(w.norm())  # it contracts by λ / (λ + curvature) a round
+
+
 def test_users_take_rows_as_the_script_does() -> None:
     labels = np.concatenate([[5, 0, 4, 1, 9, 2, 1, 3, 1, 4], np.arange(10).repeat(6800)])
     taken = pfedme_data.takes(labels)

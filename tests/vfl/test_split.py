@@ -208,6 +208,54 @@ def test_gaussian_bound_averages_to_its_closed_form(rho: float) -> None:
     assert kl + 0.5 * of_spread / variance > 8 * error  # by which a plain network's is higher
 
 
+@pytest.mark.parametrize("auxiliary", [None, vfl.amortised()], ids=["sums", "amortised"])
+def test_rho_towards_zero_is_the_network_without_z(auxiliary: vfl.Auxiliary | None) -> None:
+    """Trained by torch alone: the same steps on −E_q log p(y | Σ_j f_j(w)) + KL(q(w) ‖ N(0, 1)), up to O(ρ).
+
+    By gradient descent, for Adam takes whole steps along an encoder's gradients however small a ρ makes them.
+    """
+    widths, rho, descend = [3, 2], [1e-3, 1e-4], lambda parameters: torch.optim.SGD(parameters, lr=0.03)
+    x = [draw(j, N, width) for j, width in enumerate(widths)]
+    y = (x[0].sum(1) - x[1][:, 0].square() > 0).double()
+    model = vfl.SplitNetwork(
+        [mlp(width, [4], 1, activation=nn.Tanh).double() for width in widths],
+        likelihoods.bernoulli(),
+        keys=KEYS[:1].repeat(2),
+        bayes=vfl.HierarchicalBayes(rho=torch.tensor(rho), auxiliary=auxiliary),
+        optimizer=descend,
+    ).double()
+
+    def weights(party: vfl.Part, b: int) -> dict[str, Tensor]:
+        stack = party.network.stack
+        named = (*zip(stack.own, stack.weights), *party.q["theta"].items())
+        return {name: value.detach()[b].clone().requires_grad_() for name, value in named}
+
+    plain = [weights(party, 0) for party in model.parties]
+    optimizer = descend([value for each in plain for value in each.values()])
+    for step in range(8):
+        loss, eta = torch.zeros((), dtype=torch.float64), torch.zeros(N, dtype=torch.float64)
+        for of, rows, party in zip(plain, x, model.parties):
+            noise = party.noise.at(step, N, rows)[0][0, 0]
+            theta = of["mean"] + of["log_sd"].exp() * noise
+            eta = eta + torch.tanh(rows @ of["linear0.weight"].T + of["linear0.bias"]) @ theta[:4] + theta[4]
+            standard = (theta - of["mean"].detach()) / of["log_sd"].detach().exp()  # sticking the landing
+            loss = loss + 0.5 * (theta.square() - standard.square()).sum()
+        loss = loss + nn.functional.binary_cross_entropy_with_logits(eta, y, reduction="sum")
+        optimizer.zero_grad()
+        (loss / N).backward()
+        optimizer.step()
+    begun = [weights(party, 0) for party in model.parties]
+    in_one_graph(model, vfl.VerticalData(tuple(x), y), 8)
+    away = lambda b, other: max(
+        float((mine[name] - value).detach().abs().max())
+        for mine, party in zip(other, model.parties)
+        for name, value in weights(party, b).items()
+    )
+    near, nearer = away(0, plain), away(1, plain)
+    assert near < 1e-3 * away(0, begun)
+    assert nearer == pytest.approx(near / 10, rel=0.05)
+
+
 def test_a_prior_on_the_other_weights_adds_their_squares() -> None:
     """Where ρ > 0; the last layer's have the prior of their own."""
     rows, sd = data()._replace(weight=None), torch.tensor([0.7, 0.2, 0.3], dtype=torch.float64)

@@ -1,12 +1,15 @@
 r"""Clipping: what one client's message is cut to before it enters a sum.
 
 Adaptive clipping follows a quantile γ of the messages' norms: every client tells whether its norm is within the bound
-C, the bits are summed with noise of their own, and with the noisy fraction b of those within
+C, as 1 − γ or −γ, these are summed with noise of their own, and with the sum over the number of clients expected, b,
 
-.. math:: C \leftarrow C\, e^{-\eta (b - \gamma)}.
+.. math:: C \leftarrow C\, e^{-\eta b}.
 
-Bits are told as ±½, so that one client enters with ½. Noise of multiples z_v on the values and z_b on the bits costs
-what one release of noise (z_v⁻² + z_b⁻²)^{−1/2} does: a `share` s of a budget z is z_b = z/√s and z_v = z/√(1 − s).
+Whoever is silent adds nothing to the sum, and so moves the bound nowhere. (Told as 0 or 1, or as ±½, silence would
+count as an answer: at γ = 0.9, with three of ten clients silent, the bound would grow without end.) One client enters
+the sum with at most max(γ, 1 − γ), for the median ½ as in the source. Noise of multiples z_v on the values and z_b on
+the bits costs what one release of noise (z_v⁻² + z_b⁻²)^{−1/2} does: a `share` s of a budget z is z_b = z/√s and
+z_v = z/√(1 − s).
 
 Source: Andrew, Thakkar, McMahan and Ramaswamy (2021), "Differentially private learning with adaptive clipping",
 Algorithm 1 and Theorem 1.

@@ -322,6 +322,74 @@ def test_a_correlation_of_one_is_said_and_its_likelihood_is_reached(seed: int) -
     assert found.log_likelihood == pytest.approx(-minimize(loss, start, method="BFGS").fun, abs=1e-6)
 
 
+def four_coefficients(seed: int, sites: int) -> pandas.DataFrame:
+    """Rows of sites whose intercepts and three slopes differ, and depend on each other."""
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(8, 20, sites)
+    root = np.array([[1, 0, 0, 0], [0.3, 0.7, 0, 0], [-0.2, 0.1, 0.5, 0], [0.1, -0.3, 0.2, 0.6]])
+    parts = []
+    for k, size in enumerate(sizes):
+        own, x = np.array([1, -0.5, 0.3, 0.8]) + root @ generator.normal(size=4), generator.normal(size=(size, 3))
+        y = own[0] + x @ own[1:] + 0.5 * generator.normal(size=size)
+        parts.append(pandas.DataFrame({"site": f"s{k}", "a": x[:, 0], "b": x[:, 1], "c": x[:, 2], "y": y}))
+    return pandas.concat(parts, ignore_index=True)
+
+
+@pytest.mark.parametrize("restricted", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_four_random_coefficients_are_where_the_dense_likelihood_is_largest(restricted: bool) -> None:
+    """Of N(y; Xβ, X S X' + σ²I) with β put where it is best, or integrated over, whose slopes are zero there."""
+    frame = four_coefficients(2, 30)
+    data = ft.data.from_frame(frame, client="site", formula="y ~ a + b + c + (1 + a + b + c | site)", standardise=False)
+    found = estimates(fit(hierarchical.regression(data.design), data, restricted=restricted))
+    rows = [
+        (torch.tensor(np.c_[np.ones(len(of)), of[["a", "b", "c"]]]), torch.tensor(of["y"].to_numpy()))
+        for _, of in frame.groupby("site")
+    ]
+    lower = torch.tril_indices(4, 4)
+
+    def likelihood(at: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Of the ten entries of a root of S, and log σ."""
+        root = at.new_zeros(4, 4).index_put((lower[0], lower[1]), at[:10])
+        normal, right, total = at.new_zeros(4, 4), at.new_zeros(4), at.new_zeros(())
+        for x, y in rows:
+            half = torch.linalg.cholesky(x @ root @ root.T @ x.T + (2 * at[10]).exp() * torch.eye(len(y)).double())
+            wx, wy = (torch.linalg.solve_triangular(half, each, upper=False) for each in (x, y[:, None]))
+            normal, right = normal + wx.T @ wx, right + (wx.T @ wy)[:, 0]
+            total = total - 0.5 * (wy.square().sum() + len(y) * math.log(2 * math.pi)) - half.diagonal().log().sum()
+        best = torch.linalg.solve(normal, right)
+        total = total + 0.5 * right @ best
+        if restricted:
+            total = total + 2 * math.log(2 * math.pi) - 0.5 * torch.logdet(normal)
+        return total, best, torch.linalg.inv(normal)
+
+    assert found.noise is not None
+    at = torch.cat([torch.linalg.cholesky(found.spread)[lower[0], lower[1]], torch.tensor([found.noise]).log()])
+    value, best, covariance = likelihood(at.requires_grad_())
+    (slope,) = torch.autograd.grad(value, at)
+    # Newton's steps end where 1e-12 is left to gain, so that slopes are 1e-6 of what a standard error's step would be.
+    assert found.log_likelihood == pytest.approx(float(value.detach()), abs=1e-8)
+    assert float(slope.abs().max()) < 1e-4
+    assert float((found.mean[:4] - best.detach()).abs().max()) < 1e-6
+    ratio = found.errors[:4] / covariance.detach().diagonal().sqrt()  # of variances that are known, or of all together
+    assert bool((ratio > 1 - 1e-6).all())
+    assert bool((ratio < (1 + 1e-6 if restricted else 1.03)).all())
+
+
+@pytest.mark.slow
+def test_covariances_of_less_than_full_rank_are_said_within_sixty_rounds() -> None:
+    """No correlation is 1 there: four coefficients of which three explain all."""
+    data = ft.data.from_frame(four_coefficients(0, 12), client="site", formula="y ~ a + b + c + (1 + a + b + c | site)")
+    run = fit(hierarchical.regression(data.design), data)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        found = estimates(run)
+    said = " ".join(str(each.message) for each in seen)
+    assert "random coefficients 'Intercept', " in said
+    assert "is singular, as where fewer of them explain all (a singular fit)" in said
+    assert "allow more rounds" not in said
+    assert float(found.correlation.abs().tril(-1).max()) < 0.99
+
+
 def test_what_cannot_be_done_is_refused(gaussian: ft.data.FederatedData) -> None:
     with pytest.raises(TypeError, match="Expected a hierarchical model"):
         ft.maximum_likelihood(ft.fedavg)  # type: ignore[arg-type]

@@ -63,6 +63,34 @@ def test_as_many_epochs_or_steps_as_the_share_says(
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
+def test_rounds_of_fedprox_with_drawn_shares_are_a_plain_loop() -> None:
+    """Each client takes ⌈share · 7⌉ steps on its loss and ½μ‖w − θ‖², the server the mean by rows."""
+    data, slow, mu, asked = linear_clients([6, 9, 4]), ft.partial_work(0.7), 0.3, []
+
+    def noted(keys: Tensor, ids: Tensor) -> Tensor:
+        assert slow.work is not None
+        asked.append(slow.work(keys, ids))
+        return asked[-1]
+
+    local = solver(data[0][0].shape[1], None, False, steps=7)
+    run = ft.Run(ft.fedprox(local, mu), ft.InProcess(data), faults=ft.Faults(work=noted))
+    plain = [leaf.detach().clone() for leaf in local.parameters.values()]
+    for done in run.rounds(4):
+        ends = []
+        for (x, y), share in zip(data, asked[-1].tolist()):
+            own = [leaf.clone().requires_grad_() for leaf in plain]
+            for _ in range(-int(-7 * share // 1)):
+                fit = F.mse_loss(x @ own[0][:-1] + own[0][-1], y)
+                pull = 0.5 * mu * sum((mine - start).square().sum() for mine, start in zip(own, plain))
+                slopes = torch.autograd.grad(fit + pull, own)
+                own = [(leaf - 0.05 * slope).detach().requires_grad_() for leaf, slope in zip(own, slopes)]
+            ends.append(own)
+        plain = [sum(n * leaf.detach() for n, leaf in zip([6, 9, 4], leaves)) / 19 for leaves in zip(*ends)]
+        for leaf, wanted in zip(done.server.values(), plain):
+            torch.testing.assert_close(leaf, wanted, rtol=1e-12, atol=1e-12)
+    assert len({-int(-7 * share // 1) for shares in asked for share in shares.tolist()}) > 3
+
+
 def test_drawn_shares_are_uniform_over_whole_epochs() -> None:
     count = 20_000
     shares = shares_of_work(ft.partial_work(0.9), ft.random.key(3), None, torch.arange(count))

@@ -67,6 +67,92 @@ def sparse(layer: torch.nn.Module, smoothness: float | None = None) -> gpytorch.
     return process
 
 
+def kernel(a: Tensor, b: Tensor, lengthscale: float, variance: float = 1.0) -> Tensor:
+    return variance * (-0.5 * ((a[:, None] - b) / lengthscale).square().sum(-1)).exp()
+
+
+def test_inducing_inputs_at_all_rows_are_the_exact_process() -> None:
+    """At its best q the bound is log N(y; 0, K + σ²I), and predictions are those of the textbook."""
+    x, at = torch.linspace(0, 1, 9, dtype=DTYPE)[:, None], torch.linspace(-0.1, 1.1, 7, dtype=DTYPE)[:, None]
+    y = (6 * x[:, 0]).sin() + 0.1 * draw(80, 9)
+    module = DeepGP(x, 9, layers=1, noise=0.1, jitter=JITTER)
+    width = float(module.outer.log_lengthscale.detach().exp())
+    prior = kernel(x, x, width) + 0.01 * torch.eye(9, dtype=DTYPE)
+    factor = torch.linalg.cholesky(kernel(x, x, width) + JITTER * torch.eye(9, dtype=DTYPE))
+    basis = torch.linalg.solve_triangular(factor, kernel(x, x, width), upper=False)
+    covariance = torch.linalg.inv(torch.eye(9, dtype=DTYPE) + basis @ basis.T / 0.01)  # of v, u = L v, given y
+    with torch.no_grad():
+        module.outer.mean.copy_(covariance @ basis @ y / 0.01)
+        module.outer.root.copy_(torch.linalg.cholesky(covariance))
+    loss = DeepGP.loss(module(x), y)
+    evidence = torch.distributions.MultivariateNormal(torch.zeros(9, dtype=DTYPE), prior).log_prob(y)
+    assert -9 * float(loss.detach()) == pytest.approx(float(evidence), abs=1e-6)
+    for slope in torch.autograd.grad(loss, [module.outer.mean, module.outer.root]):
+        assert float(slope.abs().max()) < 1e-6
+    gain = torch.linalg.solve(prior, kernel(x, at, width))
+    found = module.eval().predict(at)
+    assert torch.allclose(found.mean, gain.T @ y, rtol=0, atol=1e-5)
+    assert torch.allclose(found.variance, 1.01 - (kernel(x, at, width) * gain).sum(0), rtol=0, atol=1e-5)
+
+
+def simulated(likelihood: str, units: int, size: int, more: int) -> tuple[Tensor, Tensor]:
+    """Places `(K, size + more, 1)` and outputs of units' draws of one process."""
+    keys = ft.random.split(ft.random.key(11), 4)
+    grid = torch.linspace(0, 1, 201, dtype=DTYPE)[:, None]
+    root = torch.linalg.cholesky(kernel(grid, grid, 0.2) + 1e-8 * torch.eye(201, dtype=DTYPE))
+    f = (root @ ft.random.normal(keys[0], (201, units), DTYPE)).T
+    each = ft.random.fold_in(keys[1], torch.arange(units))
+    place = torch.stack([ft.random.choice(key, 201, size + more) for key in each])
+    f = f.gather(1, place)
+    if likelihood == "normal":
+        return grid[place], f + 0.1 * ft.random.normal(keys[2], f.shape, DTYPE)
+    if likelihood == "yes or no":
+        return grid[place], (ft.random.uniform(keys[2], f.shape, DTYPE) < f.sigmoid()).to(DTYPE)
+    return grid[place], torch.poisson((1 + f).exp(), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("likelihood", ["normal", "yes or no", "counts"])
+def test_intervals_of_new_outputs_cover_what_they_say(likelihood: str) -> None:
+    """Places of new outputs in their predictive distributions, broken at random where these have steps, are uniform.
+
+    Kernel and noise are known, so that only q is learnt; of forty units with twelve rows and ten new outputs each.
+    """
+    units, size, more = 40, 12, 10
+    x, y = simulated(likelihood, units, size, more)
+    of = {
+        "normal": None,
+        "yes or no": lambda f: torch.distributions.Bernoulli(logits=f, validate_args=False),
+        "counts": lambda f: torch.distributions.Poisson((1 + f).exp(), validate_args=False),
+    }[likelihood]
+    module = DeepGP(torch.linspace(0, 1, 12, dtype=DTYPE)[:, None], units * size, layers=1, likelihood=of)
+    with torch.no_grad():
+        module.outer.log_lengthscale.fill_(math.log(0.2))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(name in ("outer.mean", "outer.root"))
+    adam = lambda parameters: torch.optim.Adam(parameters, lr=0.05)
+    local = ft.gradient_descent(module, steps=250, loss=DeepGP.loss, optimizer=adam)
+    data = ft.data.from_tensors([(x[k, :size], y[k, :size]) for k in range(units)])
+    run = ft.run(ft.separate(local), ft.InProcess(data), rounds=1, progress=False)
+    places = []
+    for k in range(units):
+        found, told = run.client_module(k).predict(x[k, size:]), y[k, size:]
+        if of is None:
+            places.append(found.cdf(told))
+            continue
+        steps = torch.arange(int(told.max()) + 1, dtype=DTYPE)[:, None].expand(-1, more)
+        mass = found.log_prob(steps).exp()
+        upper = mass.cumsum(0).gather(0, told.long()[None])[0]
+        part = ft.random.uniform(ft.random.fold_in(ft.random.key(12), k), (more,), DTYPE)
+        places.append(upper - part * mass.gather(0, told.long()[None])[0])
+    place = torch.stack(places)
+    inside = ((place > 0.025) & (place < 0.975)).to(DTYPE).mean(1)
+    error = float(inside.std()) / math.sqrt(units)
+    assert float(inside.mean()) == pytest.approx(0.95, abs=3 * error)
+    assert error < math.sqrt(0.95 * 0.05 / units)  # what it is where a unit's outputs are all inside or all outside
+    assert float(place.mean()) == pytest.approx(0.5, abs=3 * float(place.mean(1).std()) / math.sqrt(units))
+
+
 @pytest.mark.parametrize("inducing", [PLACES, torch.cat([PLACES, PLACES.flip(0).square()], 1)], ids=["one", "two"])
 @torch.no_grad()
 def test_one_layer_is_gpytorchs_sparse_process(inducing: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pyro
@@ -10,7 +11,7 @@ import torch
 from pyro import distributions as dist
 from pyro.nn import PyroModule
 from support.oracles.closed_forms import ROUNDING
-from support.verticals import KEY, gaussian_data, predictors
+from support.verticals import KEY, gaussian_data, predictors, regression
 from torch import Tensor, nn
 
 from fedtorch import tree, vfl
@@ -154,6 +155,50 @@ def test_a_law_at_the_server_of_sums() -> None:
     powered = vfl.power(likelihoods.gaussian(0.8), predictors(WIDTHS), RHO)
     with pytest.raises(ValueError, match="Expected the augmented model"):
         vfl.sfvi(powered, guides[0], DATA, key=KEY, steps=1, progress=False)
+
+
+class Learnt(nn.Module):
+    """A law of the noisy predictor by weights of its own, of which the exact one is a member; far from it at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift, self.log_sd = nn.Linear(2, 1).double(), nn.Parameter(torch.zeros(()).double())
+        nn.init.zeros_(self.shift.weight)
+        nn.init.zeros_(self.shift.bias)
+
+    def forward(self, seen: Tensor) -> torch.distributions.Distribution:
+        return torch.distributions.Normal(seen[:, :1] + self.shift(seen), self.log_sd.exp().expand(len(seen), 1))
+
+
+def learnt(seen: Tensor) -> None:
+    """The same as a Pyro guide with statements, which a constraint keeps positive."""
+    slope, sd = pyro.param("slope", torch.zeros(()).double()), torch.ones(()).double()
+    sd = pyro.param("sd", sd, constraint=dist.constraints.positive)
+    with pyro.plate("rows", len(seen)):
+        pyro.sample("s", dist.Normal(seen[:, 0] + slope * seen[:, 1], sd))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("own", [Learnt(), vfl.pyro_guide(learnt)], ids=["module", "pyro function"])
+def test_laws_of_ones_own_are_trained_to_the_conjugate_posterior(own: nn.Module | encoder.EncoderFactory) -> None:
+    """θ has the posterior of the regression with noise σ² + 2ρ², the bound is its evidence, z the exact conditional.
+
+    The landing is stuck to and the family holds the truth, so that no Monte Carlo error is left at the optimum.
+    """
+    data = gaussian_data(WIDTHS, 30)
+    guide = vfl.Guide(vfl.sums(own, skewed=False), joint=True)
+    fit = vfl.sfvi(MODEL, guide, data, key=KEY, steps=800, lr=0.03, progress=False)
+    mean, covariance, evidence = regression(data, 0.8**2 + 2 * RHO**2)
+    means, covariances = fit.moments()
+    sd = covariance.diagonal().sqrt()
+    assert float(((means[0] - mean) / sd).abs().max()) < 1e-3
+    assert float(((covariances[0] - covariance) / torch.outer(sd, sd)).abs().max()) < 1e-3
+    assert float(fit.bounds[-1, 0]) == pytest.approx(evidence, abs=1e-3)
+    found = torch.cat([value.flatten() for name, value in sorted(fit.parameters.server["z"].items())])
+    ratio = 2 * RHO**2 / (2 * RHO**2 + 0.8**2)
+    log_sd = math.log(0.8 * ratio**0.5)
+    wanted = [log_sd, 0.0, 0.0, ratio] if isinstance(own, nn.Module) else [log_sd, ratio]
+    assert found.tolist() == pytest.approx(wanted, abs=1e-3)
 
 
 def test_elements_of_a_batch_are_fits_alone_and_nodes_train_them(tmp_path: Path) -> None:

@@ -63,6 +63,23 @@ def test_z_maximises_the_marginal_density(name: str) -> None:
     assert ((theta.mean(0) - expected) / sd).abs().max() < 5 / math.sqrt(effective)
 
 
+@pytest.mark.slow
+def test_z_and_the_intercept_maximise_the_marginal_density_in_closed_form() -> None:
+    """θ integrated out by hand: z_j ~ N(0, X_j X_j' + ρ²I), y ~ N(γ + Σ z_j, σ²I), γ ~ N(0, 1), a linear system."""
+    data, eye = gaussian_data(WIDTHS, 12), torch.eye(12, dtype=torch.float64)
+    model = vfl.augmented(likelihoods.gaussian(SD), predictors(WIDTHS), RHO)
+    sums = torch.cat([eye, eye, torch.ones(12, 1, dtype=torch.float64)], 1)  # of (z_1, z_2, γ)
+    priors = [torch.linalg.inv(x @ x.T + RHO**2 * eye) for x in data.features]
+    precision = sums.T @ sums / SD**2 + torch.block_diag(*priors, torch.ones(1, 1, dtype=torch.float64))
+    mode = torch.linalg.solve(precision, sums.T @ data.response / SD**2)
+    rate = lambda i: 0.5 / (1 + i / 50) ** 0.8
+    found = soul(model, data, key=KEY, steps=1500, step=0.01, rate=rate, chains=16, keep=1)
+    z, standard_error = torch.cat([part.flatten() for part in found.z]), RHO * math.sqrt(rate(1500) / 16)
+    assert (z - mode[:24]).abs().max() < 4 * standard_error
+    assert abs(float(found.gamma) - float(mode[24])) < 4 * standard_error
+    assert abs(float(mode[24])) > 8 * standard_error
+
+
 def test_the_sampler_has_the_law_of_its_recursion() -> None:
     """Covariance of unadjusted Langevin on precision A: A⁻¹(I − hA/2)⁻¹, reached from anywhere."""
     model, data = problem("augmented")

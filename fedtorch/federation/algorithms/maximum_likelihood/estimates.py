@@ -213,11 +213,30 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
     elif not maximised(tolerance)({"gain": [float(server.gain)]}):
         warnings.warn(
             f"Not converged after {run.number} rounds: another step would add {float(server.gain):.2g} to the log "
-            "likelihood; allow more rounds",
+            f"likelihood; {_of_singular(run, problem, best.at)}",
             RuntimeWarning,
             stacklevel=3,
         )
     return problem, problem.phi(best.at), best
+
+
+def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
+    """Say what helps where steps have become small: another model where the coefficients' covariance is singular."""
+    hierarchy, means = problem.model.hierarchy, problem.means
+    place = torch.tensor(hierarchy.random, dtype=torch.int64)
+    if len(place) < 2 or not hierarchy.coefficients:
+        return "allow more rounds"
+    spread = hierarchy.covariance(problem.phi(at)[means : len(hierarchy.names)])[place[:, None], place]
+    sds = spread.diagonal().sqrt()
+    values, vectors = torch.linalg.eigh(spread / torch.outer(sds, sds))
+    if bool(values[0] > _FLAT):
+        return "allow more rounds"
+    involved = taking_part([coefficient_names(run)[j] for j in hierarchy.random], vectors[:, values <= _FLAT])
+    return (
+        f"the covariance of the random coefficients {', '.join(involved)} is singular, as where fewer of them explain "
+        "all (a singular fit), and likelihoods go on rising slowly there: leave one of them, or their correlations, "
+        "out, or give it a prior and use ft.ep"
+    )
 
 
 def _of_dependence(run: Run, model: Model) -> str:

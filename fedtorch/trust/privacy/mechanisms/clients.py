@@ -81,7 +81,7 @@ class _Told(NamedTuple):
     """Hold a client's message with an adaptive clip."""
 
     message: Tree
-    within: Mean  # ½ where the norm was within the bound, −½ elsewhere
+    within: Mean  # 1 − γ where the norm was within the bound, −γ elsewhere
 
 
 class _Settings(NamedTuple):
@@ -251,8 +251,8 @@ def _client(
         values = tree.scale(values, 1 / bound)
     parts = iter(values)
     message: Tree = _map(lambda mean: Mean(next(parts), one), reply.message)
-    if adaptive:
-        message = _Told(message, Mean(torch.where(norm <= bound, 0.5, -0.5), one))
+    if isinstance(clip, AdaptiveClip):
+        message = _Told(message, Mean((norm <= bound).to(one) - clip.quantile, one))
     return Reply(message, reply.state, reply.info if losses else {})
 
 
@@ -260,9 +260,8 @@ def _server(algorithm: Algorithm, settings: _Settings, state: Tree, aggregate: T
     """Take the algorithm's step with the noised means in their own units."""
     clip = settings.clip
     if isinstance(clip, AdaptiveClip):
-        within = float(aggregate.within.value) + 0.5
         inner = algorithm.server(state.inner, _in_units(aggregate.message, float(state.clip)), key)
-        return AdaptiveState(inner, state.clip * math.exp(-clip.lr * (within - clip.quantile)))
+        return AdaptiveState(inner, state.clip * math.exp(-clip.lr * float(aggregate.within.value)))
     return algorithm.server(state, _in_units(aggregate, clip), key)
 
 
@@ -298,7 +297,8 @@ def _noised(exchange: Exchange, clip: Clip, noise: float, spending: Spending) ->
     def noised(aggregate: Tree) -> Tree:
         if isinstance(clip, AdaptiveClip):
             message = _released(aggregate.message, noise / math.sqrt(1 - clip.share), "values", spending)
-            return _Told(message, _released(aggregate.within, 0.5 * noise / math.sqrt(clip.share), "bits", spending))
+            bits = max(clip.quantile, 1 - clip.quantile) * noise / math.sqrt(clip.share)
+            return _Told(message, _released(aggregate.within, bits, "bits", spending))
         parts = len(tree.leaves(tuple(mean.value for mean in _means(aggregate)))) if isinstance(clip, Mapping) else 1
         return _released(aggregate, noise * spending.release.mechanism.join(parts), "values", spending)
 

@@ -97,6 +97,43 @@ def test_sds_of_coefficients_are_right_or_a_summary_says_by_how_much_they_are_no
     assert not said[-1]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_sds_of_four_random_coefficients_are_those_of_a_dense_density(seed: int) -> None:
+    """Draws of t weighed by N(y; Xμ, X diag(τ) X' + σ²I) and the prior, of twelve clients with eight rows."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    x = draw(12, 8, 4)
+    x[..., 0] = 1
+    own = torch.tensor([0.3, 0.8, -0.5, 0.2]).double() + 0.6 * draw(12, 4)
+    y = (x @ own[..., None])[..., 0] + 0.7 * draw(12, 8)
+    hierarchy = hierarchical.normal(4, variance=hyperpriors.log_normal(-1.0, 1.0))
+    model = hierarchical.linear(hierarchy, noise=0.7)
+    data = ft.data.from_tensors(list(zip(x, y)))
+    run = ft.run(ft.ep(model), ft.InProcess(data), rounds=60, until=settled(), progress=False)
+    prior, q = (gaussian.moments(each) for each in (model.prior.completed(), run.server.posterior))
+    assert torch.allclose(posterior(run).mean, q.mean)
+
+    def log_density(phi: torch.Tensor) -> torch.Tensor:
+        value = torch.distributions.MultivariateNormal(prior.mean, prior.covariance).log_prob(phi)
+        for rows, response in zip(x, y):
+            spread = rows @ torch.diag_embed(phi[:, 4:].exp()) @ rows.T + 0.49 * torch.eye(8).double()
+            value = value + torch.distributions.MultivariateNormal(phi[:, :4] @ rows.T, spread).log_prob(response)
+        return value
+
+    z = draw(4000, 8)
+    z = z / draw(4000, 6).square().mean(1).sqrt()[:, None]
+    phi = q.mean + z @ torch.linalg.cholesky(1.2 * q.covariance).T
+    share = (log_density(phi) + 7 * (z.square().sum(1) / 6).log1p()).softmax(0)
+    assert float(1 / share.square().sum()) > 1500  # so that an sd has an error of 2 %
+    away = phi - share @ phi
+    ratio = q.covariance.diagonal().sqrt() / (share @ away.square()).sqrt()
+    assert float(ratio[:4].min()) > 0.9 - 0.04
+    assert float(ratio[:4].max()) < 1.1 + 0.04
+    shift = (q.mean - share @ phi) / q.covariance.diagonal().sqrt()
+    assert float(shift[:4].abs().max()) < 0.25
+
+
 def tiny(seed: int) -> tuple[ft.data.FederatedData, np.ndarray]:
     """Logistic responses of three to eight clients with three to eight rows each, and whose each row is."""
     generator = np.random.default_rng(seed)

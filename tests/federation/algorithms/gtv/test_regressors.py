@@ -48,6 +48,14 @@ def test_linear_regressors_reach_the_dense_solution(cohort: int | None, chunk: i
     assert distance(coefficients, dense_lines()) < 1e-8  # it contracts by a third a round
 
 
+def test_messages_lost_and_late_on_single_edges_end_at_the_normal_equations_too() -> None:
+    """Nodes that have not been heard do not count, and what is late is made good; inputs are each node's own copy."""
+    algorithm = gtv_regressors(lines, NETWORK, ALPHA, INPUTS.expand(N, -1, -1))
+    run = ft.run(algorithm | ft.unreliable_edges(NETWORK, loss=0.3, delay=2), ft.InProcess(DATA), {}, rounds=100)
+    coefficients = torch.stack([torch.as_tensor(model.coef_) for model in fitted(run)])
+    assert distance(coefficients, dense_lines()) < 1e-8
+
+
 def test_trees_in_every_chunk_and_with_messages_twice() -> None:
     algorithm = gtv_regressors(trees, NETWORK, ALPHA, INPUTS)
     runs = [

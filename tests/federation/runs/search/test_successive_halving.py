@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from support.oracles.closed_forms import linear, linear_clients, mean_squared_error, same_bits
+from support.oracles.closed_forms import linear, linear_clients, mean_squared_error, same_bits, sgd
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -93,6 +93,34 @@ def test_the_table_has_a_row_a_trial_the_ones_that_went_further_first(monotone: 
     assert list(table)[:3] == ["lr", "rounds", "mean over clients"]
     assert table["rounds"].tolist() == [9, 3, 3, 1, 1, 1, 1, 1, 1]
     assert table["lr"].tolist() == RATES[::-1]
+
+
+def test_halving_is_that_of_a_plain_loop() -> None:
+    """Of six rates: all for a round, the best three to the second, the best of these to the fourth."""
+    rates = [0.003, 0.02, 0.05, 0.09, 0.13, 0.2]
+    result = searched({"lr": rates}, lambda lr: ft.fedavg(sgd(lr)), trials=6, rounds=4, factor=2)
+
+    def score(rate: float, rounds: int) -> float:
+        weight, total = linear().requires_grad_(), 0.0
+        for _ in range(rounds):
+            ends = []
+            for x, y in TRAINING:
+                own = [leaf.detach().clone().requires_grad_() for leaf in weight.parameters()]
+                slopes = torch.autograd.grad(mean_squared_error(nn.functional.linear(x, *own), y), own)
+                ends.append([(leaf - rate * slope).detach() * len(y) for leaf, slope in zip(own, slopes)])
+            for leaf, parts in zip(weight.parameters(), zip(*ends)):
+                leaf.data = sum(parts) / sum(len(y) for _, y in TRAINING)
+        for x, y in VALIDATION:
+            total += float(mean_squared_error(weight(x), y).detach()) / len(VALIDATION)
+        return total
+
+    left = rates
+    for rounds, most in ((1, 3), (2, 1), (4, 1)):
+        scores = {rate: score(rate, rounds) for rate in left}
+        left = sorted(left, key=scores.__getitem__)[:most]
+    assert rungs(4, 6, 2) == [1, 2, 4]
+    assert result.best["lr"] == left[0]
+    assert result.scores[result.settings.index(result.best)].mean() == pytest.approx(scores[left[0]], rel=1e-9)
 
 
 def untimed(flat: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -7,13 +7,15 @@ import math
 import numpy as np
 import pytest
 from scipy.integrate import quad
-from scipy.stats import norm
+from scipy.optimize import brentq
+from scipy.stats import binom, norm
 
 from fedtorch.trust import privacy
 from fedtorch.trust.privacy.accounting import accountant, renyi
 from fedtorch.trust.privacy.accounting.accountant import Release, pld_epsilon, spent
 from fedtorch.trust.privacy.accounting.analytic import gaussian_delta, gaussian_epsilon
 from fedtorch.trust.privacy.accounting.renyi import renyi_epsilon
+from fedtorch.trust.privacy.examples.examples import Cut
 from fedtorch.trust.privacy.noise import gaussian
 
 DELTA = 1e-5
@@ -90,6 +92,66 @@ def test_releases_of_different_kinds_compose() -> None:
     parts = [spent({release: count}, DELTA / 3) for release, count in mixed.items()]
     assert max(spent({r: c}, DELTA) for r, c in mixed.items()) < spent(mixed, DELTA) < sum(parts)
     assert spent({}, DELTA) == spent({Release(1.0): 0}, DELTA) == 0
+
+
+@pytest.mark.parametrize(("noise", "rounds", "scale"), [(2.0, 3, 2.0), (5.0, 10, 3.0)])
+def test_gaussian_and_laplace_rounds_compose_to_the_integral_over_laplace_losses(noise, rounds, scale) -> None:
+    """δ(ε) = E[δ_G(ε − L)], where L, the loss of Laplace noise, is ±1/b beyond 0 and 1 and (1 − 2x)/b between."""
+    sd = noise / math.sqrt(rounds)
+    gaussian_only = lambda e: norm.cdf(0.5 / sd - e * sd) - math.exp(e) * norm.cdf(-0.5 / sd - e * sd)  # of any sign
+
+    def delta(e: float) -> float:
+        ends = gaussian_only(e - 1 / scale) / 2 + math.exp(-1 / scale) * gaussian_only(e + 1 / scale) / 2
+        density = lambda x: math.exp(-x / scale) / (2 * scale) * gaussian_only(e - (1 - 2 * x) / scale)
+        return ends + quad(density, 0, 1, epsabs=1e-14)[0]
+
+    exact = brentq(lambda e: delta(e) - DELTA, 0, 60, xtol=1e-12)
+    found = spent({Release(noise): rounds, Release(scale, mechanism=privacy.laplace): 1}, DELTA)
+    assert exact - 1e-9 < found < exact + 1e-5
+
+
+def test_two_sampled_rounds_compose_to_the_integral_over_both_losses() -> None:
+    """δ(ε) = Σ p(x) p(y) (1 − e^(ε − L(x) − L(y)))₊ over grids of a four-hundredth, for a unit that leaves or comes."""
+    kinds = [(1.0, 0.1), (2.0, 0.5)]
+
+    def losses(noise: float, rate: float, leaves: bool) -> tuple[np.ndarray, np.ndarray]:
+        x = np.arange(-9 * noise, 9 * noise + 1, 1 / 100)
+        without, ratio = norm.pdf(x, 0, noise), 1 + rate * np.expm1((x - 0.5) / noise**2)
+        return without * (ratio if leaves else 1) / 100, np.log(ratio) * (1 if leaves else -1)
+
+    def delta(e: float, leaves: bool) -> float:
+        (p, first), (q, second) = (losses(*kind, leaves) for kind in kinds)
+        excess = np.clip(-np.expm1(np.minimum(e - first[:, None] - second, 0)), 0, None)
+        return float(p @ excess @ q)
+
+    found = spent({Release(*kind): 1 for kind in kinds}, DELTA)
+    exact = max(delta(found, leaves) for leaves in (True, False))
+    assert exact == pytest.approx(DELTA, rel=1e-3)  # a grid of 1e-4 in ε, which changes δ by some 1e-3 of itself
+    assert exact <= DELTA * (1 + 1e-4)  # the sum's own error is that of a trapezoidal rule with a kink
+
+
+def test_batches_that_are_cut_are_never_below_what_a_row_can_do_to_a_step() -> None:
+    """A sum of −1 of the others, and 1 or 0 of one row, which may push another out: a mixture of normals, exactly."""
+    rows, most, rate, noise, delta = 7, 4, 0.3, 1.5, 0.15  # δ as large as η = 0.03 makes it
+    excess = Cut(most, rows).excess(rate)
+    others = np.arange(rows)
+    chance = binom.pmf(others, rows - 1, rate)
+    kept_by = np.minimum(1, most / (others + 1))  # of a drawn row
+
+    def density(x: np.ndarray, own: float) -> np.ndarray:
+        among = lambda place: norm.pdf(x[:, None], place, noise) @ chance
+        with_it = lambda left: norm.pdf(x[:, None], left, noise)
+        drawn = with_it(own - np.minimum(others, most - 1)) @ (chance * kept_by)
+        pushed = with_it(-np.full(rows, float(most))) @ (chance * (1 - kept_by))
+        return (1 - rate) * among(-np.minimum(others, most)) + rate * (drawn + pushed)
+
+    x = np.arange(-20, 20, 1e-3)
+    one, zero = density(x, 1.0), density(x, 0.0)
+    assert one.sum() * 1e-3 == pytest.approx(1, abs=1e-9)
+    found = spent({Release(noise, rate, excess=excess): 1}, delta)
+    assert math.isfinite(found)
+    for p, q in ((one, zero), (zero, one)):
+        assert np.clip(p - math.exp(found) * q, 0, None).sum() * 1e-3 <= delta
 
 
 @pytest.mark.parametrize(("rate", "rounds"), [pytest.param(0.2, 5, marks=pytest.mark.slow), (1.0, 7)])
