@@ -72,7 +72,7 @@ class Modules:
 
     def of_server(self, outbox: Tree) -> ServerModule:
         """Return what the server holds that sends out `outbox`."""
-        algorithm, named = self._algorithm, functional.tensors(self.module)
+        named = functional.tensors(self.module)
         sent = getattr(outbox, "parameters", outbox)
         held = {name: _whole(leaf, named.get(name)) for name, leaf in sent.items()} if isinstance(sent, dict) else {}
         if any(name not in named or leaf.shape != named[name].shape for name, leaf in held.items()):

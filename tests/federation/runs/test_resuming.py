@@ -315,5 +315,5 @@ def test_a_checkpoint_that_says_nothing_of_layers_is_compared_by_its_tensors() -
     del said["layers"]
     flat["module"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
     on_frozen(p=0.2).load_state_dict(flat)
-    with pytest.raises(ValueError, match="checksum of module.base.weight"):
+    with pytest.raises(ValueError, match=r"checksum of module\.base\.weight"):
         on_frozen(base=3.0).load_state_dict(flat)
