@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load
+from support.certified import certified
 from support.loopback import Clock, Loopback
-from support.oracles.closed_forms import sgd
-from support.sites import offers
+from support.oracles.closed_forms import linear, sgd
+from support.sites import Carried, carry_of, offers
 from torch import Tensor
 
 import fedtorch as ft
@@ -23,7 +24,9 @@ from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gibbs import graphical, imputation, sparse
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import frames, sites as meeting
-from fedtorch.trust import attacks
+from fedtorch.sites.secure import ExactSums, Grid
+from fedtorch.sites.secure.masked import masked
+from fedtorch.trust import attacks, privacy
 
 Said = list[tuple[str, Mapping[str, Tensor]]]  # site, the tensors of a frame
 
@@ -40,10 +43,16 @@ def people(rows: int) -> ft.data.FederatedData:
 
 
 def listen(
-    said: Said, make: Callable[[], ft.Algorithm], data: ft.data.FederatedData, policy: Policy, rounds: int
-) -> None:
+    said: Said,
+    make: Callable[[], ft.Algorithm],
+    data: ft.data.FederatedData,
+    policy: Policy,
+    rounds: int,
+    start: Any = None,
+) -> ft.Run:
     """Add what three sites of one client each say to a list, also before a refusal ends the run."""
-    host = Loopback(offers(data, make, policy=policy), None)
+    carry, masks = carry_of(make), carry_of(make).masks is not None
+    host = Loopback(offers(data, make, policy=policy), None, certified().identities if masks else None)
 
     def after(name: str, payload: bytes) -> bytes:
         frame = frames.read(payload, name)
@@ -52,9 +61,11 @@ def listen(
         return payload
 
     host.after = after
-    run = ft.Run(make(), Remote(host, list(host.brought), "it", rows=data.rows))
+    roster: dict[str, Any] = {"roster": certified().roster, "quorum": 1.0, "seconds": 0.2} if masks else {}
+    run = ft.Run(make(), Remote(host, list(host.brought), "it", rows=data.rows, carry=carry, **roster), start)
     for _ in run.rounds(rounds):
         pass
+    return run
 
 
 Frame = Mapping[str, Tensor]
@@ -156,6 +167,12 @@ ATTACKS: dict[str, tuple[Callable[[], ft.Algorithm], Attack, int, Data]] = {
         1,
         lambda data: data.map(lambda rows: rows[0]),
     ),
+    "neighbour search": (
+        lambda: ft.neighbour_search(ft.Network.ring(3), k=1, width=4, relay=1),
+        of_vectors,
+        1,
+        PLAIN,
+    ),
 }
 
 
@@ -181,3 +198,68 @@ def test_a_site_of_fewer_rows_than_its_minimum_says_nothing_of_them(name: str) -
     with pytest.raises(RuntimeError, match="answers"):
         listen(said, make, form(people(1)), Policy(), rounds)
     assert not any(tensors for _, tensors in said)
+
+
+ADDED_UP = ["averaging", "control variates", "expectation propagation", "Gibbs sampling", "normal EM"]
+
+
+@pytest.mark.parametrize("name", ADDED_UP)
+def test_under_masks_no_frame_has_what_the_attack_reads(name: str) -> None:
+    """Frames have keys and signed words; that these are drawn anew, whatever the message, is a test of masks."""
+    make, attack, rounds, form = ATTACKS[name]
+    grid, data = ExactSums() if name == "Gibbs sampling" else Grid(12, 2.0**40), people(1)
+    said: Said = []
+    listen(said, Carried(make, masked(grid, dropouts=0)), form(data), Policy(minimum=1), rounds)
+    assert {field for _, tensors in said for field in tensors} == {"keys", "said", "partial.said"}
+    assert all(attack(tensors) is None for _, tensors in said)
+    sent = b"".join(leaf.numpy().tobytes() for _, tensors in said for leaf in tensors.values())
+    assert not any(age.numpy().tobytes() in sent for age in torch.cat([x[:, 1] for x, _ in data]))
+
+
+def products_of_models(make: Callable[[], ft.Algorithm], data: ft.data.FederatedData) -> Tensor:
+    """Return X'X / n of the first site's client under FedProx with μ = 1, by its exact solutions from d + 1 starts."""
+    points = torch.cat([torch.zeros(1, 3), torch.eye(3)]).double()
+    told = []
+    for point in points:
+        said: Said = []
+        listen(said, make, data, Policy(), 1, {"weight": point[None]})
+        frame = next(f for site, f in said if site == "a" and "partial.change.value.weight" in f)
+        told.append(point + frame["partial.change.value.weight"][0] / frame["partial.change.weight"])
+    slope = torch.stack(told[1:]) - told[0]  # row j is M e_j, M = (2 X'X / n + 1)^-1
+    return (torch.linalg.inv(slope) - torch.eye(3).double()) / 2
+
+
+def test_exact_solutions_from_several_starts_are_the_products_of_columns_unless_they_have_noise() -> None:
+    """Of thirty rows for three features, which a site's minimum of ten allows."""
+    data = people(30).map(lambda rows: (rows[0] / rows[0].new_tensor([1.0, 50.0, 1.0]), rows[1]))
+    x = data[0][0]
+    plain = lambda: ft.fedprox(ft.least_squares(linear(3, bias=False)), 1.0)
+    noised = lambda: plain() | privacy.local_level(clip=1.0, noise=2.0, delta=1e-3)
+    wanted = x.T @ x / len(x)
+    error = lambda make: float((products_of_models(make, data) - wanted).norm() / wanted.norm())
+    assert error(plain) < 1e-9
+    assert error(noised) > 0.3  # as far as another site's are, at least
+
+
+def test_a_loss_tells_whose_row_a_site_has_and_masks_hold_it_back() -> None:
+    """Of a hundred and three people whose rows are known, each site's is the one whose loss it tells."""
+    data, make = people(1), lambda: ft.fedavg(sgd(1e-4, steps=1))
+    x, y = (torch.cat([rows[k] for rows in [*data, *people(50), *people(50)][: 3 + 2]]) for k in range(2))
+    module, said = linear(), list[tuple[str, Frame]]()
+    listen(said, make, data, Policy(minimum=1), 1)
+    losses = {site: float(tensors["info.loss"]) for site, tensors in said if "info.loss" in tensors}
+    known = (module(x)[:, 0].detach() - y).square()
+    assert [int((known - losses[site]).abs().argmin()) for site in "abc"] == [0, 1, 2]
+    hidden: Said = []
+    listen(hidden, Carried(make, masked(Grid(12, 2.0**40), dropouts=0)), data, Policy(minimum=1), 1)
+    assert hidden
+    assert not any("loss" in field for _, tensors in hidden for field in tensors)
+
+
+def test_a_weight_is_the_number_of_rows_and_masks_hold_it_back() -> None:
+    make, said, hidden = (lambda: ft.fedavg(sgd(1e-4, steps=1))), list[tuple[str, Frame]](), list[tuple[str, Frame]]()
+    listen(said, make, people(17), Policy(), 1)
+    assert {float(f["partial.change.weight"]) for _, f in said if "partial.change.weight" in f} == {17.0}
+    listen(hidden, Carried(make, masked(Grid(12, 2.0**40), dropouts=0)), people(17), Policy(), 1)
+    assert hidden
+    assert not any("weight" in field for _, tensors in hidden for field in tensors)
