@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import linear, sgd
 from support.sites import Carried, carry_of, offers
+from test_conformance import ALGORITHMS, STARTS, population
 from torch import Tensor
 
 import fedtorch as ft
@@ -28,6 +30,7 @@ from fedtorch.sites.secure import ExactSums, Grid
 from fedtorch.sites.secure.masked import masked
 from fedtorch.trust import attacks, privacy
 
+ROOT = Path(__file__).parents[3]
 Said = list[tuple[str, Mapping[str, Tensor]]]  # site, the tensors of a frame
 
 
@@ -263,3 +266,41 @@ def test_a_weight_is_the_number_of_rows_and_masks_hold_it_back() -> None:
     listen(hidden, Carried(make, masked(Grid(12, 2.0**40), dropouts=0)), people(17), Policy(), 1)
     assert hidden
     assert not any("weight" in field for _, tensors in hidden for field in tensors)
+
+
+TRUST = "tests/trust/attacks/"
+HERE = "tests/sites/rounds/test_attacks_on_rows.py::"
+TOLD = f"{HERE}test_a_site_that_is_one_person_tells_the_row_where_its_policy_allows_it"
+EVIDENCE = {  # of what is told at worst, by its beginning
+    "membership of rows; with one step": TOLD,
+    "the likelihood of a client near the posterior": TOLD,
+    "the likelihood of a client at points": TOLD,
+    "the fit of a device": TOLD,
+    "exact sums over a client's rows": TOLD,
+    "means and products of a client's columns": TOLD,
+    "sums of products of all columns of a site": TOLD,
+    "the numbers by which nodes are compared": TOLD,
+    "the losses and what a module logs": f"{HERE}test_a_loss_tells_whose_row_a_site_has_and_masks_hold_it_back",
+    "how many rows the client has": f"{HERE}test_a_weight_is_the_number_of_rows_and_masks_hold_it_back",
+    "attributes of a node's rows": f"{TRUST}test_neighbour.py::test_a_neighbour_knows_the_local_problem",
+    "membership of rows, of predictions": f"{TRUST}test_membership.py::test_an_overfitted_model_tells_its_rows",
+}
+NO_ATTACK = {  # what says of itself what it tells, or whose attack nobody has written
+    "whether a step of the client was left out",
+    "the outputs of a unit with no more rows than inducing values, of one row its input, too; its amplitudes and noise",
+}
+
+
+def test_every_row_of_the_table_names_an_attack_that_is_there() -> None:
+    told = {
+        worst
+        for name in ALGORITHMS
+        for worst in ft.Run(ALGORITHMS[name](), population(name), STARTS.get(name)).disclosure()["learns"]
+    }
+    begins = {worst: [each for each in EVIDENCE if worst.startswith(each)] for worst in told - NO_ATTACK}
+    assert [worst for worst, found in begins.items() if len(found) != 1] == []
+    assert told >= NO_ATTACK
+    assert {found for each in begins.values() for found in each} == EVIDENCE.keys()
+    for test in EVIDENCE.values():
+        file, _, name = test.partition("::")
+        assert f"\ndef {name}(" in (ROOT / file).read_text()
