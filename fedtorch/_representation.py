@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -75,8 +74,16 @@ def without_rows(kind: _Class) -> _Class:
         Value(value=Tensor(2, 3))
     """
 
+    def shown(value: Any) -> str:
+        plain = isinstance(value, Tensor | int) or getattr(value, "shows_no_rows", False)
+        return value_text(value) if plain else f"{type(value).__name__}(…)"
+
     def __repr__(self: Any) -> str:
-        return one_line(partial(call, type(self).__name__, [], self._asdict()))
+        fields = self._asdict().items()
+        given = [f"{name}={shown(value)}" for name, value in fields if value is not None]
+        return one_line(
+            lambda most: call(type(self).__name__, [*given[:most], *(["…"] if len(given) > most else [])], {}, most)
+        )
 
     kind.shows_no_rows = True  # type: ignore[attr-defined]  # also where it is a part of another
     kind.__repr__ = __repr__  # type: ignore[assignment]  # a NamedTuple has no base class to inherit it from

@@ -7,7 +7,8 @@ damage. Whoever can write the file can write another digest, too: against people
 
 A fingerprint says what a run is of: the algorithm's settings, seed, clients' names, cohort and faults. Not the chunk,
 the device or the number of ranks, which change no result beyond rounding. What is noted of the clients' rows stands
-beside it, see `fedtorch.data.digests`. Functions count by their name and the values that they close over.
+beside it, see `fedtorch.data.digests`. Functions count by their name and the values that they close over, modules, such
+as a loss, by their layers' settings and the tensors that are not trained.
 
 >>> import tempfile, torch
 >>> from fedtorch import checkpoint
@@ -38,9 +39,9 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
-from fedtorch import _files as files, wire
+from fedtorch import _files as files, functional, wire
 from fedtorch._safetensors_header import DIGEST_AT, fields_of, has_digest, make_file_header
 
 ANYWAY = (
@@ -200,6 +201,13 @@ def _described(value: Any, depth: int) -> str:
     if isinstance(value, Tensor):
         numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
         return f"tensor {tuple(value.shape)} of digest {_digest(numbers)}"
+    if isinstance(value, nn.Module):
+        layers = functional.layers(value)
+        own = {name: setting for name, setting in layers.pop("").items() if name != "class"}
+        fixed = {
+            n: functional.checksum(leaf) for n, leaf in functional.tensors(value).items() if not leaf.requires_grad
+        }
+        return f"{type(value).__qualname__}({_described({**own, **layers, **fixed}, depth)})"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{name}: {_described(part, depth)}" for name, part in value.items()) + "}"
     if hasattr(value, "__dataclass_fields__") or hasattr(value, "_asdict"):

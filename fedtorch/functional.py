@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._functorch.vmap import lazy_load_decompositions
+
+_STRETCHES = 2**10  # of a tensor's numbers, whose order counts in its checksum
 
 
 def parameters(module: nn.Module) -> dict[str, Tensor]:
@@ -49,6 +52,62 @@ def tensors(module: nn.Module) -> dict[str, Tensor]:
         ['0.weight', '1.running_mean', '1.running_var', '1.num_batches_tracked']
     """
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
+
+
+def layers(module: nn.Module) -> dict[str, dict[str, str]]:
+    """Return the class and settings of each layer as text, by the layer's name.
+
+    The settings of torch's own layers are their public attributes that are numbers, texts, functions, or tuples of
+    these: the p of a dropout, the activation of an encoder. Of other classes they are what `extra_repr` says, without
+    addresses.
+
+    Example:
+        >>> layers(nn.Sequential(nn.Dropout(0.1)))["0"]
+        {'class': 'Dropout', 'p': '0.1', 'inplace': 'False'}
+    """
+    return {name: {"class": type(part).__qualname__, **_settings(part)} for name, part in module.named_modules()}
+
+
+def _settings(part: nn.Module) -> dict[str, str]:
+    if type(part).__module__.partition(".")[0] == "torch":
+        public = {n: _setting(v) for n, v in vars(part).items() if not n.startswith("_") and n != "training"}
+        return {name: text for name, text in public.items() if text is not None}
+    try:
+        said = part.extra_repr()
+    except Exception:  # of a part that is not ready to be printed
+        return {}
+    return {"extra_repr": re.sub(" at 0x[0-9a-f]+", "", said)} if said else {}
+
+
+def _setting(value: Any) -> str | None:
+    """Return a setting as text, None of objects."""
+    if isinstance(value, (tuple, list)):
+        parts = [_setting(part) for part in value]
+        return None if None in parts else f"({', '.join(map(str, parts))})"
+    if value is None or isinstance(value, (bool, int, float, str, torch.dtype)):
+        return str(value)
+    return getattr(value, "__name__", None) if callable(value) else None
+
+
+def checksum(tensor: Tensor) -> int | None:
+    """Return a number that is the same on every device for the same bits, and seldom for others; None of odd layouts.
+
+    The order of numbers counts, in large tensors that of stretches of them.
+
+    Example:
+        >>> [checksum(torch.tensor(some)) for some in ([1.0, 2.0], [2.0, 1.0], [1.0, 2.0])]
+        [4286578688, 4269801472, 4286578688]
+        >>> checksum(torch.tensor([True])), checksum(torch.eye(2).to_sparse())
+        (1, None)
+    """
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.device.type == "meta":
+        return None
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
+    words = plain.detach().flatten().contiguous().view(whole)
+    length = -(-len(words) // _STRETCHES) or 1
+    sums = torch.stack([part.sum(dtype=torch.int64) for part in words.split(length)]) if length > 1 else words.long()
+    return int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum())
 
 
 def split(tensors: Mapping[str, Tensor], patterns: str | Sequence[str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -320,6 +320,18 @@ def test_the_same_in_one_block_and_in_chunks(name: str, cohort: int | None, monk
         assert all(distance(one, two) < ROUNDING for one, two in zip(runs[0], other))
 
 
+@every_algorithm
+def test_a_run_made_anew_goes_on_from_a_checkpoint_with_the_same_bits(name: str) -> None:
+    begun = lambda: ft.Run((algorithm := ALGORITHMS[name]()), population(name), start(name, algorithm), seed=2)
+    whole, first, again = begun(), begun(), begun()
+    list(whole.rounds(2))
+    list(first.rounds(1))
+    again.load_state_dict(first.state_dict())
+    list(again.rounds(2))
+    assert distance(again.server, whole.server) == 0
+    assert distance(again.tensors(), whole.tensors()) == 0
+
+
 def models_of(name: str, device: str) -> Tree:
     """What all clients predict with after some rounds on a device, on the CPU."""
     algorithm, clients = ALGORITHMS[name](), ft.InProcess(population(name).data, device=device)

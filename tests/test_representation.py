@@ -14,8 +14,10 @@ from torch import nn
 
 import fedtorch as ft
 from fedtorch._representation import LONGEST, method, one_line
+from fedtorch.data.datasets.hearts import VerticalTable
 from fedtorch.trust import attacks, privacy, robust
 from fedtorch.vfl.fit.run import VerticalRun
+from fedtorch.vfl.nodes.iteration import Value
 
 LINE = ft.Network.from_edges([(0, 1), (1, 2), (2, 3), (3, 4)])
 
@@ -78,19 +80,35 @@ def test_what_does_not_fit_is_cut() -> None:
     assert (len(text), text[-1]) == (LONGEST, "…")
 
 
+NO_ROWS = {"_Parties", "_Method", "Protocol"}  # names of parties, settings, functions
+
+
 def rows_of_parties() -> list[type]:
-    """The NamedTuples that vertical code keeps tensors in."""
-    found = []
+    """The NamedTuples of vertical code, and the table of which parties are made."""
+    found: list[type] = [VerticalTable]
     for package in (ft.vfl, importlib.import_module("fedtorch.sites.vertical")):
         for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
             here = [each for each in vars(importlib.import_module(info.name)).values() if isinstance(each, type)]
             found += [each for each in here if issubclass(each, tuple) and each.__module__ == info.name]
-    return [each for each in found if any("Tensor" in str(kind) for kind in each.__annotations__.values())]
+    return [each for each in found if each.__annotations__ and each.__qualname__ not in NO_ROWS]
+
+
+def test_rows_of_parties_are_found_whatever_holds_their_tensors() -> None:
+    assert {"Laws", "_Sent", "_Told", "VerticalTable", "Value"} <= {each.__qualname__ for each in rows_of_parties()}
 
 
 @pytest.mark.parametrize("kind", rows_of_parties(), ids=lambda kind: kind.__qualname__)
 def test_what_parties_keep_is_shown_by_its_shapes(kind: type) -> None:
     secret = torch.full((3, 2), 1234.5)
-    shown = repr(kind(*([secret] * len(kind._fields))))
-    assert "1234" not in shown
-    assert "\n" not in shown
+    held = (
+        secret,
+        ft.Sum(secret),
+        {"age": secret},
+        [torch.distributions.Normal(1234.5, 1.0)],
+        Value(secret),
+        (1234.5,),
+    )
+    for value in held:
+        shown = repr(kind(*([value] * len(kind._fields))))
+        assert "1234" not in shown
+        assert "\n" not in shown

@@ -141,7 +141,8 @@ TEXT = """# Projects of other people
 for two epochs on three clients with different numbers of rows, and held against a plain loop of each client: the same
 batches, the same draws. The number is the largest difference of any parameter or buffer, relative to those above 1,
 over PyTorch {releases}; – is a refusal that says what to write instead. {stacked} train stacked, all clients in one
-pass. Weights are random and sizes tiny. `make test-zoo` makes the environment and repeats it.
+pass. Weights are random and sizes tiny. `make test-zoo` makes the environment and repeats it. A package
+that has no number for a release in the table at the end ran under the other alone.
 
 {table}
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fedtorch import tree
+from fedtorch import functional, tree
 from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.digests import Notes, noted
@@ -158,8 +158,8 @@ class _DistributedClients:
         """Note what the ranks compare before their next collective; see `Clients.introduce`."""
         if self.population.world_size > 1:
             module = self.local.algorithm.module
-            layers = [] if module is None else [f"{n} {type(m).__qualname__}" for n, m in module.named_modules()]
-            self._about = {**about(), **self.population.about, "model": describe(tuple(layers))}
+            layers = {} if module is None else functional.layers(module)
+            self._about = {**about(), **self.population.about, "model": describe(layers)}
 
     @property
     def ranks(self) -> Ranks:

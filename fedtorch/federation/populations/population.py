@@ -32,7 +32,7 @@ class Pending(NamedTuple):
     aggregate: Tree  # None if nobody answered
     ids: Tensor  # (M,) the clients that answered, ascending
     info: dict[str, Tensor]  # (M,) each, in the order of ids
-    bytes_up: int  # of all messages sent, also those that were lost
+    bytes_up: int  # of all messages sent, also those that were lost: clients' encoded payloads; of sites, whole frames
     bytes_down: int
     commit: Callable[[], None]  # keeps the new states of the clients that answered
     repeated: Tensor = _NOBODY  # the clients whose message came more than once and was taken once

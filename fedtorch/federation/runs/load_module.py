@@ -7,7 +7,7 @@ from pathlib import Path
 from torch import nn
 
 from fedtorch import checkpoint, functional
-from fedtorch.federation.runs.server_module import SavedModule, checksum, read
+from fedtorch.federation.runs.server_module import SavedModule, read
 
 _NAMED = 3  # tensors in a message
 
@@ -63,7 +63,7 @@ def _check_module(saved: SavedModule, module: nn.Module) -> None:
             f"{differ}; make it as for training, adapters included"
         )
     for name, number in saved.own.items():
-        if number is not None and number != checksum(named[name]):
+        if number is not None and number != functional.checksum(named[name]):
             raise ValueError(
                 f"Expected {name!r}, which training left alone and the checkpoint does not hold, with the values and "
                 "dtype that it had in training, but got others; begin from the same pretrained base or seed"

@@ -107,6 +107,7 @@ class Resumable:
         checkpoint.check_structure(flat, self.state_dict(), "server." if before < now else None)
         if not anyway:
             checkpoint.check_fingerprint(json.loads(bytes(flat["fingerprint"].tolist())), self.fingerprint(before))
+            self._modules.check(flat, self.outbox)
             self._check_rows(below("rows.", flat), before)
         if before > now:
             raise ValueError(

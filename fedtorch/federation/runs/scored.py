@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedtorch import expected, random, tree
 from fedtorch.data import BadClients, FederatedData, FederatedLoaders
+from fedtorch.data.digests import different, noted
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.population import Clients, Population
 from fedtorch.federation.runs.evaluation import (
@@ -41,6 +42,7 @@ class Scored:
     number: int
     seed: int
     _newcomers: Newcomers
+    _warned = False  # of scores without noise
 
     @property
     def outbox(self) -> Tree:
@@ -65,7 +67,8 @@ class Scored:
         clients numbers are reduced over all batches, and metrics are those of all rows, not the clients' means.
 
         Scores have no noise, also of a private algorithm: its ε is about what training tells, and not about these.
-        Publish scores of rows that nobody has to protect, or count them as told.
+        Publish scores of rows that nobody has to protect, or count them as told. Scores of the rows in memory that a
+        private run trains on warn once.
 
         Args:
             data: rows of the run's clients; or their loaders, which say how large batches are.
@@ -87,6 +90,7 @@ class Scored:
         if step not in ("validation", "test"):
             raise ValueError(f"Expected step='validation' or step='test', but got {step!r}; run.predict(data) predicts")
         _check_order(data, self.population.names, unseen)
+        self._warn_of_training_rows(data)
         if metrics is None:
             return _own(self, step, trainer).scores(client_batches(self, data, unseen, batch_size))
         if self.algorithm.predict is None:
@@ -96,6 +100,19 @@ class Scored:
             return evaluate_batches(each, self.algorithm.predict, metrics, split)
         clients = self._newcomers if unseen else self.clients
         return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split, batch_size)
+
+    def _warn_of_training_rows(self, data: Evaluable) -> None:
+        """Warn once of a private run where the rows that it trains on are scored."""
+        if self.algorithm.budget is None or self._warned or not isinstance(data, FederatedData) or data.on_disk:
+            return
+        trained, names = self.population.noted(), self.population.names
+        if "digests" in trained and different(trained, noted(data), names) is None:
+            self._warned = True
+            warnings.warn(
+                "These are scores of the rows that a private run trains on. They have no noise, and the run's epsilon "
+                "does not count them: keep them, or publish scores of other rows",
+                stacklevel=3,
+            )
 
     def predict(
         self,

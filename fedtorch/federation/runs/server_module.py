@@ -13,13 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fedtorch import functional, tree
+from fedtorch import checkpoint, functional, tree
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.tree import Tree
 
 ENTRY = "module"  # of a checkpoint: the bytes of JSON that say what the server holds
 _NAMED = 3  # tensors in a message
-_STRETCHES = 2**10  # of a tensor's numbers, whose order counts in its checksum
+
+Layers = Mapping[str, Mapping[str, str]]  # as `functional.layers` returns them
 
 
 class ServerModule(NamedTuple):
@@ -56,6 +57,7 @@ class Modules:
     def __init__(self, algorithm: Algorithm, state: Tree) -> None:
         self._algorithm, self._state = algorithm, state
         self._checksums: dict[str, int | None] = {}
+        self._layers = {} if algorithm.module is None else functional.layers(algorithm.module)
 
     @property
     def module(self) -> nn.Module:
@@ -70,19 +72,49 @@ class Modules:
 
     def of_server(self, outbox: Tree) -> ServerModule:
         """Return what the server holds that sends out `outbox`."""
-        algorithm, named = self._algorithm, functional.tensors(self.module)
+        named = functional.tensors(self.module)
         sent = getattr(outbox, "parameters", outbox)
         held = {name: _whole(leaf, named.get(name)) for name, leaf in sent.items()} if isinstance(sent, dict) else {}
         if any(name not in named or leaf.shape != named[name].shape for name, leaf in held.items()):
             held = {}  # of another kind, or a row for each client
         used = set(functional.parameters(self.module))
-        if held:  # whatever a client predicts with besides, of nobody's `(0, ...)` tensors
-            nobody = algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)
-            used |= named.keys() & dict(algorithm.model(*nobody)).keys()
+        if held:
+            used |= named.keys() & self._predicts_with(outbox)
         # Counters do not predict, and bounds at infinity are the module's own.
         numbers = lambda tensor: tensor.is_floating_point() or tensor.is_complex()
         matters = lambda tensor: numbers(tensor) and bool(tensor.isfinite().all())
         return ServerModule(held, tuple(name for name in sorted(used - held.keys()) if matters(named[name])))
+
+    def _predicts_with(self, outbox: Tree) -> set[str]:
+        """Return the names of the tensors of server and states that a client predicts with, by those of nobody."""
+        nobody = self._algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)
+        return set(dict(self._algorithm.model(*nobody)))
+
+    def check(self, flat: Mapping[str, Tensor], outbox: Tree) -> None:
+        """Refuse a checkpoint of another module: of other layers or settings of theirs, or with other frozen tensors.
+
+        Of torch's layers the settings are compared that both versions of torch know. Older checkpoints say nothing of
+        layers.
+
+        Raises:
+            ValueError: something differs, the first by name.
+        """
+        if ENTRY not in flat or self._algorithm.module is None:
+            return
+        said = _said(flat)
+        if "layers" in said:
+            checkpoint.check_fingerprint(*_as_known(said["layers"], self._layers))
+        named, states = functional.tensors(self.module), self._predicts_with(outbox)
+        theirs = {n: number for n, number in said["own"].items() if n in named and n not in states}
+        mine = {n: None if number is None else self._checksum(n, named[n]) for n, number in theirs.items()}
+        checkpoint.check_fingerprint(
+            *({f"the checksum of module.{n}": v for n, v in a.items()} for a in (theirs, mine))
+        )
+
+    def _checksum(self, name: str, tensor: Tensor) -> int | None:
+        if name not in self._checksums:
+            self._checksums[name] = functional.checksum(tensor)
+        return self._checksums[name]
 
     def entries(self, outbox: Tree, server: Tree) -> dict[str, Tensor]:
         """Return what a checkpoint says of it, flat: the names of the server's tensors, and those that are none of its.
@@ -97,13 +129,12 @@ class Modules:
         places = {id(leaf): name for name, leaf in tree.flatten(server, "server").items()}
         names = {name: places.get(id(leaf), f"{ENTRY}.{name}") for name, leaf in holds.tensors.items()}
         own = {n: t for n, t in functional.tensors(self.module).items() if n not in names and n not in holds.lacks}
-        for name in own.keys() - self._checksums.keys():
-            self._checksums[name] = checksum(own[name])
         said = {
             "class": type(self.module).__name__,
             "tensors": names,
             "lacks": holds.lacks,
-            "own": {name: self._checksums[name] for name in own},
+            "own": {name: self._checksum(name, leaf) for name, leaf in own.items()},
+            "layers": self._layers,
         }
         computed = {names[n]: leaf.detach().cpu() for n, leaf in holds.tensors.items() if id(leaf) not in places}
         return {ENTRY: torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8), **computed}
@@ -128,9 +159,27 @@ def read(flat: Mapping[str, Tensor]) -> SavedModule:
             "Expected a checkpoint of a federation that trained a module, but got one without; begin the run and go on "
             "from it: ft.Run(algorithm, population).load(path)"
         )
-    said: dict[str, Any] = json.loads(bytes(flat[ENTRY].tolist()))
+    said = _said(flat)
     tensors = {name: flat[place] for name, place in said["tensors"].items()}
     return SavedModule(said["class"], ServerModule(tensors, tuple(said["lacks"])), said["own"])
+
+
+def _said(flat: Mapping[str, Tensor]) -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(bytes(flat[ENTRY].tolist()))
+    return said
+
+
+def _as_known(theirs: Layers, mine: Layers) -> tuple[dict[str, str], dict[str, str]]:
+    """Return layers of a checkpoint and of this run, flat, with the settings that both have of the same class."""
+    flat: tuple[dict[str, str], dict[str, str]] = {}, {}
+    for layers, other, names in zip((theirs, mine), (mine, theirs), flat):
+        for name, settings in layers.items():
+            known = other.get(name, {})
+            at = ".".join(filter(None, [ENTRY, name]))
+            names.update(
+                {at if n == "class" else f"{at}.{n}": v for n, v in settings.items() if n in {*known, "class"}}
+            )
+    return flat
 
 
 def _whole(leaf: Tensor, own: Tensor | None) -> Tensor:
@@ -142,24 +191,3 @@ def _whole(leaf: Tensor, own: Tensor | None) -> Tensor:
         return leaf
     numbers = functional.from_finite_parts(leaf)
     return (torch.view_as_complex(numbers) if own.is_complex() else numbers).to(own.dtype)
-
-
-def checksum(tensor: Tensor) -> int | None:
-    """Return a number that is the same on every device for the same bits, and seldom for others; None of odd layouts.
-
-    The order of numbers counts, in large tensors that of stretches of them.
-
-    Example:
-        >>> [checksum(torch.tensor(some)) for some in ([1.0, 2.0], [2.0, 1.0], [1.0, 2.0])]
-        [4286578688, 4269801472, 4286578688]
-        >>> checksum(torch.tensor([True])), checksum(torch.eye(2).to_sparse())
-        (1, None)
-    """
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided or tensor.device.type == "meta":
-        return None
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    whole = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[plain.element_size()]
-    words = plain.detach().flatten().contiguous().view(whole)
-    length = -(-len(words) // _STRETCHES) or 1
-    sums = torch.stack([part.sum(dtype=torch.int64) for part in words.split(length)]) if length > 1 else words.long()
-    return int((sums * (2 * torch.arange(len(sums), device=sums.device) + 1)).sum())

@@ -17,7 +17,7 @@ from support.small_federations import CLASSES, FEATURES, Classifier, classes, so
 from torch import Tensor, nn
 
 import fedtorch as ft
-from fedtorch.federation.runs.server_module import checksum
+from fedtorch.functional import checksum
 
 DATA = classes(dtype=torch.float64)
 X = torch.cat([x for x, _ in DATA])

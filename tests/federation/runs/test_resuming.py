@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,3 +220,100 @@ def test_a_trainer_s_early_stop_is_in_the_report(tmp_path: Path) -> None:
     assert "stopped after 1 of 8 rounds by EarlyStopping" in callback.page.read_text()
     trainer(max_epochs=1, callbacks=callback).fit(ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(DATA)))
     assert "stopped" not in callback.page.read_text()
+
+
+class Frozen(nn.Module):
+    """A frozen layer, class weights in a buffer, and a layer that is trained."""
+
+    def __init__(self, base: float = 1.0, scale: float = 2.0, **layers: Any) -> None:
+        super().__init__()
+        self.base = linear(bias=False).requires_grad_(False)
+        self.base.weight[0, 1] = base
+        self.register_buffer("scale", torch.tensor([scale]).double(), persistent=False)
+        settings = {"p": 0.1, "activation": nn.Tanh, "function": torch.tanh, "eps": 1e-5, "own": "a", **layers}
+        encoder = nn.TransformerEncoderLayer(2, 1, 2, settings["p"], settings["function"], dtype=torch.float64)
+        self.layers = nn.Sequential(
+            settings["activation"](), nn.LayerNorm(1, settings["eps"], dtype=torch.float64), Own(settings["own"])
+        )
+        self.unused = encoder.requires_grad_(False)
+        self.head = nn.Linear(1, 1, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layers(self.base(x)) * self.scale)[:, 0]
+
+
+class Own(nn.Module):
+    """A layer of somebody, who says what it is made of, and keeps an object."""
+
+    def __init__(self, setting: str) -> None:
+        super().__init__()
+        self.setting, self.kept, self.function = setting, object(), lambda x: x
+
+    def extra_repr(self) -> str:
+        return f"setting={self.setting}, kept={self.kept}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def on_frozen(**changed: Any) -> ft.Run:
+    torch.manual_seed(0)
+    make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+    loss = nn.SmoothL1Loss(beta=changed.pop("beta", 1.0))
+    return run_of(ft.gradient_descent(Frozen(**changed), steps=1, loss=loss, optimizer=make))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"base": 3.0}, r"with the checksum of module\.base\.weight -?\d+, but got one with -?\d+"),
+        ({"scale": 2.5}, r"with the checksum of module\.scale -?\d+, but got one with -?\d+"),
+        ({"p": 0.2}, r"with module\.unused\.self_attn\.dropout 0\.2, but got one with 0\.1"),
+        ({"activation": nn.SiLU}, r"with module\.layers\.0 SiLU, but got one with Tanh"),
+        ({"function": nn.functional.softsign}, r"with module\.unused\.activation softsign, but got one with tanh"),
+        ({"eps": 1e-3}, r"with module\.layers\.1\.eps 0\.001, but got one with 1e-05"),
+        (
+            {"own": "b"},
+            r"with module\.layers\.2\.extra_repr setting=b, kept=<object object>, but got one with setting=a",
+        ),
+        ({"beta": 0.5}, r"with local\.loss SmoothL1Loss.*beta: 0\.5.*, but got one with .*beta: 1\.0"),
+    ],
+)
+def test_another_module(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Frozen tensors and what layers are made with; the same module, made anew, is taken."""
+    saved = on_frozen()
+    saved.step()
+    refused(saved, on_frozen(**changed), tmp_path / "run", message)
+    assert on_frozen().load(tmp_path / "run").number == 1
+
+
+def test_trained_tensors_may_begin_elsewhere_and_torch_may_know_more_settings(tmp_path: Path) -> None:
+    """A run's own states come from the checkpoint; buffers that training changes, too."""
+    make = lambda parameters: torch.optim.SGD(parameters, lr=0.1)
+
+    def begun(mean: float) -> ft.Run:
+        module = nn.Sequential(linear(bias=False), nn.BatchNorm1d(1, dtype=torch.float64), nn.Flatten(0))
+        module[1].running_mean.fill_(mean)
+        module[0].weight.data.fill_(mean)
+        loss = nn.functional.mse_loss
+        return run_of(ft.gradient_descent(module, steps=1, loss=loss, optimizer=make, buffers="local"))
+
+    saved, other = begun(0.0), begun(1.0)
+    saved.step()
+    saved.save(tmp_path / "run")
+    assert same_bits(other.load(tmp_path / "run").server, saved.server)
+    newer = begun(0.0)
+    newer.algorithm.module[1].of_a_newer_torch = 3
+    newer = ft.Run(newer.algorithm, newer.population)
+    assert newer.load(tmp_path / "run").number == 1
+
+
+def test_a_checkpoint_that_says_nothing_of_layers_is_compared_by_its_tensors() -> None:
+    """As versions before wrote them."""
+    flat = on_frozen().state_dict()
+    said = json.loads(bytes(flat["module"].tolist()))
+    del said["layers"]
+    flat["module"] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    on_frozen(p=0.2).load_state_dict(flat)
+    with pytest.raises(ValueError, match=r"checksum of module\.base\.weight"):
+        on_frozen(base=3.0).load_state_dict(flat)

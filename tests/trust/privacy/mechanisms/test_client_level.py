@@ -215,6 +215,7 @@ def test_the_noises_of_an_adaptive_clip_compose_to_the_one_that_is_accounted(qua
     [pytest.param({}, marks=pytest.mark.slow), {"sampling_rate": 0.5}, {"clip": AdaptiveClip()}],
     ids=["all", "some", "adaptive"],
 )
+@pytest.mark.filterwarnings("ignore:These are scores of the rows that a private run trains on")
 def test_it_wraps_what_is_averaged_the_same_in_any_blocks(algorithm, settings: dict, monkeypatch) -> None:
     runs = []
     for small, wrap in ((16_384, None), (0, 1), (0, "duplicated")):
@@ -381,3 +382,17 @@ def test_sums_are_in_float64_whatever_is_sent() -> None:
         message = Mean({"w": value.clone()}, torch.ones(10_000))
         sums.append(exchange.gather(message, slice(0, 10_000)).value["w"])
     assert float(sums[0] - sums[1]) == pytest.approx(float(torch.tensor(0.1)), abs=ROUNDING)
+
+
+def test_scores_of_training_rows_warn_once_and_of_a_private_run_only(recwarn: pytest.WarningsRecorder) -> None:
+    metrics = {"mse": ft.metrics.mean_squared_error()}
+    others = linear_clients(SIZES, seed=9)
+    for algorithm, data in ((ft.fedavg(sgd(0.1)), DATA), (private(), others)):
+        ft.run(algorithm, ft.InProcess(DATA), rounds=1).evaluate(data, metrics)
+    assert len(recwarn) == 0
+    run = ft.run(private(), ft.InProcess(DATA), rounds=1)
+    for data in (DATA.map(lambda rows: rows), DATA):
+        run.evaluate(data, metrics)
+    assert len(recwarn) == 1
+    assert "the run's epsilon does not count them" in str(recwarn[0].message)
+    assert recwarn[0].filename == __file__
