@@ -15,14 +15,14 @@ Sources: as `parties`, without the parts that dropouts need.
 >>> import torch
 >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 >>> from fedtorch.trust import privacy, secure
->>> from fedtorch.vfl.nodes.node import Value
+>>> from fedtorch.vfl.nodes.node import Summand
 >>> from fedtorch.protocol.halves import Receive, Send, together
 >>> def server():
-...     first = yield Receive(1, Value(torch.zeros(2)))
-...     second = yield Receive(2, Value(torch.zeros(2)))
+...     first = yield Receive(1, Summand(torch.zeros(2)))
+...     second = yield Receive(2, Summand(torch.zeros(2)))
 ...     return first.value, second.value
 >>> def party(value):
-...     yield Send(0, Value(value))
+...     yield Send(0, Summand(value))
 >>> keys = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
 >>> public = {j: key.public_key().public_bytes_raw() for j, key in keys.items()}
 >>> values = {1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])}
@@ -49,7 +49,7 @@ from fedtorch.sites.secure.grid import Grid
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.tree import Tree
-from fedtorch.vfl.nodes.node import Value
+from fedtorch.vfl.nodes.node import Summand
 
 
 def _session(run: bytes, keys: dict[int, bytes], attempt: int) -> Session:
@@ -172,17 +172,17 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
         if not waiting:
             value = grid.decode(total).reshape(like.shape).to(like)
             waiting, total = list(parties), None
-        return Value(value)
+        return Summand(value)
 
     return (yield from wrapped(half, add))
 
 
 def _value(message: Tree) -> Tensor:
     """Return the number of a sum that a message holds; raise TypeError for another message."""
-    if not isinstance(message, Value):
+    if not isinstance(message, Summand):
         raise TypeError(
             f"Expected parties that send values of a sum and nothing else, but got {type(message).__name__}; "
-            "use vfl.sums() with independent q, and evaluate the likelihood at the server"
+            "use a sum at the cut layer and an augmented model, or a power model with vfl.sums()"
         )
     return message.value
 
