@@ -1,4 +1,6 @@
-"""The worst that whoever reads a message can learn, as its type declares it; see `fedtorch.federation.disclosure`.
+"""What leaves with a message and the worst that can be learnt of it, as the message's type declares it.
+
+Of rounds see `fedtorch.federation.disclosure`, of conversations `fedtorch.protocol.overheard`.
 
 >>> from typing import Any
 >>> @tells(Learns("the rows, where there are fewer than columns", helps="sums under masks"))
@@ -16,7 +18,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 _Class = TypeVar("_Class", bound=type)
-_NAME = "_learns"
+_NAME, _EXACTNESS, _OF = "_learns", "_exactness", "_of"
+EXACT, NOISED = "exact", "noised"
 
 
 class Learns(NamedTuple):
@@ -35,14 +38,39 @@ class Learns(NamedTuple):
 UNDECLARED = Learns("a client's exact values")
 
 
-def tells(learns: Learns) -> Callable[[_Class], _Class]:
-    """Return the decorator of a message's `NamedTuple` that declares what it tells at worst."""
+class Field(NamedTuple):
+    """Say of one field of a message what it is, of whom, how exact, who reads it, and what that tells at worst."""
+
+    message: str  # in which it leaves
+    field: str  # its path
+    shape: tuple[int, ...]  # of one client's, or of the sum
+    of: str
+    exactness: str
+    reader: str
+    learns: Learns
+
+
+def tells(learns: Learns, exactness: str = EXACT, of: str = "") -> Callable[[_Class], _Class]:
+    """Return the decorator of a message's `NamedTuple` that declares what it tells at worst.
+
+    Args:
+        learns: that.
+        exactness: of a conversation's message, where whoever sends it has rounded or noised it.
+        of: whose numbers a conversation's message tells, where they are not its sender's.
+    """
 
     def declare(kind: _Class) -> _Class:
         setattr(kind, _NAME, learns)
+        setattr(kind, _EXACTNESS, exactness)
+        setattr(kind, _OF, of)
         return kind
 
     return declare
+
+
+def told(kind: type[Any], sender: str) -> tuple[str, str]:
+    """Return whose numbers a conversation's message of a type tells, and how exactly."""
+    return getattr(kind, _OF, "") or sender, getattr(kind, _EXACTNESS, EXACT)
 
 
 def declared(kind: type[Any], otherwise: Learns) -> Learns:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from fedtorch.federation.exchanges.exchange import Mean, Sent
-from fedtorch.learns import UNDECLARED, Learns, declared
+from fedtorch.learns import EXACT as EXACT, NOISED, UNDECLARED, Field as Field, Learns, declared
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
@@ -33,24 +33,11 @@ if TYPE_CHECKING:
     from fedtorch.federation.exchanges.carry import Carry
 
 CLIENT, SITE = "a client", "a site"
-EXACT, NOISED = "exact", "noised"
 SERVER = "the server"
 WEIGHT = Learns("how many rows the client has, or how heavy it is")
 INFO = Learns(
     "the losses and what a module logs: how well single rows are predicted", "attacks.membership", "masks, or noise"
 )
-
-
-class Field(NamedTuple):
-    """Say of one field what it is, of whom, how exact, who reads it, and what that tells at worst."""
-
-    message: str  # in which it leaves
-    field: str  # its path
-    shape: tuple[int, ...]  # of one client's, or of the sum
-    of: str
-    exactness: str
-    reader: str
-    learns: Learns
 
 
 def of_reply(algorithm: Algorithm, carry: Carry, reply: Reply, at_sites: bool = False) -> list[Field]:

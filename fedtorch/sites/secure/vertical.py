@@ -36,12 +36,14 @@ Sources: as `parties`, without the parts that dropouts need.
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
+from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
 from fedtorch.random.entropy import Entropy, Purpose
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
@@ -50,6 +52,26 @@ from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundl
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.tree import Tree
 from fedtorch.vfl.nodes.node import Summand
+
+
+@tells(Learns("nothing: keys for masks, signed"))
+class Keys(NamedTuple):
+    """Both ways: a party's advert up, and all of them down."""
+
+    adverts: Tensor  # (bytes,) uint8
+
+
+@tells(
+    Learns(
+        "nothing by themselves; all parties' together, the sum of their parts of each row's predictor, in each step"
+    ),
+    exactness="exact, rounded to a grid",
+    of="the sum of all parties, under masks",
+)
+class Words(NamedTuple):
+    """Up: a summand on the grid, under masks that cancel in the sum of all."""
+
+    words: Tensor  # (B·M·C·n,) int64
 
 
 def _session(run: bytes, keys: dict[int, bytes], attempt: int) -> Session:
@@ -101,8 +123,8 @@ def _masked_party(
     secret = X25519PrivateKey.from_private_bytes(entropy.key(purpose))
     public = secret.public_key().public_bytes_raw()
     advert = sign(session, ADVERT, party, KEYS.pack(public, public, commitment(public)), signing)
-    yield Send(0, packed(advert))
-    adverts = opened_adverts(session, unbundle(unpacked((yield Receive(0, _room(session))))))
+    yield Send(0, Keys(packed(advert)))
+    adverts = opened_adverts(session, unbundle(unpacked((yield Receive(0, Keys(_room(session)))).adverts)))
     if adverts.get(party, (b"",))[0] != public:
         raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
     shared: dict[int, bytes] = {}
@@ -121,7 +143,7 @@ def _masked_party(
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
             words += pair_mask(one, digest, key, party, other)
-        yield Send(0, words)
+        yield Send(0, Words(words))
         return None
 
     return (yield from wrapped(half, mask))
@@ -147,12 +169,12 @@ def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes,
 
 def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
     parties = sorted(session.keys)
-    empty = torch.zeros(most_up(session, ADVERT), dtype=torch.uint8)
+    empty = Keys(torch.zeros(most_up(session, ADVERT), dtype=torch.uint8))
     adverts = []
     for party in parties:
-        adverts.append(unpacked((yield Receive(party, empty))))
+        adverts.append(unpacked((yield Receive(party, empty)).adverts))
     for party in parties:
-        yield Send(party, packed(bundle(adverts)))
+        yield Send(party, Keys(packed(bundle(adverts))))
     total: Tensor | None = None
     waiting = list(parties)
 
@@ -163,7 +185,7 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
                 raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
             return (yield step)
         like = _value(step.like)
-        words = yield Receive(step.sender, torch.zeros(like.numel(), dtype=torch.int64))
+        words = (yield Receive(step.sender, Words(torch.zeros(like.numel(), dtype=torch.int64)))).words
         if step.sender not in waiting:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
         waiting.remove(step.sender)

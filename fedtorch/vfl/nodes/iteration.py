@@ -61,17 +61,27 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random
+from fedtorch.learns import Learns, tells
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, Proposal, ServerNode, Summand, Value
 from fedtorch.vfl.nodes.protocols import POWER, Protocol, protocol_of
 
-_MORE = torch.ones(1, dtype=torch.uint8)  # down by the clock: that an answer follows, or zero, that it is over
+
+@tells(Learns("nothing of rows"))
+class More(NamedTuple):
+    """Down by the clock: whether an answer follows, or it is over."""
+
+    more: Tensor  # (1,) uint8
+
+
+_MORE = More(torch.ones(1, dtype=torch.uint8))
 
 
 def party_half(
@@ -170,7 +180,7 @@ def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps
         proposal = party.propose(iteration)
         yield Send(0, _value(party, iteration, proposal), summed=summed)
         party.heard = True
-        if not bool((yield Receive(0, _MORE))):
+        if not bool((yield Receive(0, _MORE)).more):
             return
         yield from protocol_of(party).party(party, proposal, iteration.rate, local_steps)
     raise RuntimeError(f"Expected more iterations than the server's ticks, but {party.part.name!r} has come to an end")
@@ -233,7 +243,7 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
     for rank in every:
         if rank not in here:  # its value comes to nothing
             yield Receive(rank, server.expected(rank - 1, server.draw(Iteration())))
-        yield Send(rank, torch.zeros_like(_MORE))
+        yield Send(rank, More(torch.zeros_like(_MORE.more)))
     return heard
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from fedtorch import checkpoint, tree
 from fedtorch._representation import without_rows
 from fedtorch.checkpoint import below
+from fedtorch.learns import Learns, tells
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, party_bound
 from fedtorch.vfl.fit.guide import draw_own, fixed
@@ -25,6 +26,21 @@ from fedtorch.vfl.model.vertical import summed
 from fedtorch.vfl.rows.data import VerticalData
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_PART = Learns(
+    "the party's part of each row's predictor in each step, of which an inversion finds features; over steps the noise "
+    "ρ of a model averages away",
+    "attacks.split.split_inversion",
+    "masked_party, where the server needs the sum alone",
+)
+_LABELS = Learns(
+    "the labels, all of two classes from the first step on, whatever the noise ρ",
+    "attacks.guessed_labels",
+    "privacy.noised_gradients at ε of 1 or less",
+)
+_OTHERS = Learns(
+    "to a party that has the response, what the others' parts of each row's predictor add up to, of two parties the "
+    "other's; back to the server, gradients by it"
+)
 
 
 @without_rows
@@ -49,6 +65,7 @@ class Iteration(NamedTuple):
         return active
 
 
+@tells(_PART)
 @without_rows
 class Value(NamedTuple):
     """Up: what a party contributes to the predictor."""
@@ -56,6 +73,7 @@ class Value(NamedTuple):
     value: Tensor  # (B, M, C, n) z_j, or η_j in plain networks
 
 
+@tells(_PART)
 @without_rows
 class Summand(NamedTuple):
     """Up: what a party contributes to a predictor of which the server needs the sum alone."""
@@ -63,6 +81,7 @@ class Summand(NamedTuple):
     value: Tensor  # (B, M, C, n) z_j, or η_j with `sums` and in plain networks
 
 
+@tells(_LABELS)
 @without_rows
 class Gradient(NamedTuple):
     """Down: the gradient of the others' terms with respect to what the party sent."""
@@ -70,6 +89,7 @@ class Gradient(NamedTuple):
     gradient: Tensor  # (B, M, C, n)
 
 
+@tells(_OTHERS)
 @without_rows
 class Share(NamedTuple):
     """Down, to a party that evaluates the likelihood; and up, the gradients with respect to it."""

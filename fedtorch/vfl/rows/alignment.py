@@ -43,6 +43,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from torch import Tensor
 
 from fedtorch._representation import without_rows
+from fedtorch.learns import Learns, tells
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.vfl.rows.daily_limit import DailyLimit
@@ -53,6 +54,13 @@ _BYTES = 32
 _BLINDING = "Blinding identifiers"
 
 
+@tells(
+    Learns(
+        "how many rows the sender has; to the leader, which of its own rows each member has, whether or not the others "
+        "have them; and of guessed identifiers whether they are there",
+        helps="DailyLimit: so many guesses a day",
+    )
+)
 @without_rows
 class Points(NamedTuple):
     """Both ways: blinded identifiers, in an order that says nothing."""
@@ -60,6 +68,7 @@ class Points(NamedTuple):
     x: Tensor  # (n, 32) uint8
 
 
+@tells(Learns("which of the member's own rows all required parties have, and their order at the leader"))
 @without_rows
 class Positions(NamedTuple):
     """To a member: which of its points are used, in the common order."""
