@@ -45,7 +45,7 @@ from torch import Tensor
 
 from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
-from fedtorch.random.entropy import Entropy, Purpose
+from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
 from fedtorch.sites.secure.grid import Grid
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
@@ -65,7 +65,7 @@ class Keys(NamedTuple):
     Learns(
         "nothing by themselves; all parties' together, the sum of their parts of each row's predictor, in each step"
     ),
-    exactness="exact, rounded to a grid",
+    exactness="rounded to a grid",
     of="the sum of all parties, under masks",
 )
 class Words(NamedTuple):
@@ -88,7 +88,7 @@ def masked_party(
     keys: dict[int, bytes],
     signing: Ed25519PrivateKey,
     grid: Grid,
-    entropy: Entropy,
+    entropy: Entropy | None = None,
     *,
     run: bytes,
     attempt: int = 0,
@@ -101,7 +101,7 @@ def masked_party(
         keys: by party, from 1 on, who signs with which Ed25519 key; server and parties agree on them.
         signing: its own Ed25519 key.
         grid: that all parties agree on.
-        entropy: where its secret comes from.
+        entropy: where its secret comes from; default: the operating system.
         run: a name of the run that no other has.
         attempt: of the run; one that is begun again is another.
 
@@ -112,7 +112,7 @@ def masked_party(
     """
     session = _session(run, keys, attempt)
     grid.check(len(session.keys))
-    return _masked_party(half, party, session, signing, grid, entropy)
+    return _masked_party(half, party, session, signing, grid, from_system() if entropy is None else entropy)
 
 
 def _masked_party(

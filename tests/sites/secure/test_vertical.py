@@ -15,7 +15,6 @@ from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises,
 
 from fedtorch.protocol.halves import Half, Receive, Send, together
 from fedtorch.protocol.journal import Journal, Stateful
-from fedtorch.random.entropy import from_system
 from fedtorch.sites import Hub, secure
 from fedtorch.sites.secure import Grid
 from fedtorch.sites.secure.messages import Aborted
@@ -137,7 +136,7 @@ def test_masks_go_on_from_the_points_of_a_journal() -> None:
         family = GUIDES["sums"]()
         server, parties = nodes(model, family, some_parameters(model, family, data), data, shared=False)
         plain = lambda half: half
-        hide = lambda half, k: masked_party(half, k, KEYS, SIGNING[k], GRID, from_system(), run=b"run")
+        hide = lambda half, k: masked_party(half, k, KEYS, SIGNING[k], GRID, run=b"run")
         hear = lambda half: masked_server(half, KEYS, GRID, run=b"run")
         made = {0: over(server_half, Journal(), server, hear if masks else plain)}
         for p in parties:

@@ -241,7 +241,7 @@ def test_what_nobody_has_declared_is_found() -> None:
 def test_of_whom_and_how_exact() -> None:
     """Masks tell the sum of all, and noise is said where it is, and where there is none it is not."""
     masks = {field.message: (field.of, field.exactness) for field in disclosed("masks, sums")}
-    assert masks["Words"] == ("the sum of all parties, under masks", "exact, rounded to a grid")
+    assert masks["Words"] == ("the sum of all parties, under masks", "rounded to a grid")
     assert masks["Gradient"] == (SERVER, "exact")
     assert {field.message for field in disclosed("masks, sums")} == {"Keys", "Words", "Gradient"}
     exactness = {field.message: field.exactness for field in disclosed("private labels")}
