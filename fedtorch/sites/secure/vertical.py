@@ -43,6 +43,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
+from fedtorch._representation import without_rows
 from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
 from fedtorch.random.entropy import Entropy, Purpose, from_system
@@ -55,6 +56,7 @@ from fedtorch.vfl.nodes.node import Summand
 
 
 @tells(Learns("nothing: keys for masks, signed"))
+@without_rows
 class Keys(NamedTuple):
     """Both ways: a party's advert up, and all of them down."""
 
@@ -68,6 +70,7 @@ class Keys(NamedTuple):
     exactness="rounded to a grid",
     of="the sum of all parties, under masks",
 )
+@without_rows
 class Words(NamedTuple):
     """Up: a summand on the grid, under masks that cancel in the sum of all."""
 

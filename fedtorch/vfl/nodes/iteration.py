@@ -67,6 +67,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, random
+from fedtorch._representation import without_rows
 from fedtorch.learns import Learns, tells
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
@@ -75,6 +76,7 @@ from fedtorch.vfl.nodes.protocols import POWER, Protocol, protocol_of
 
 
 @tells(Learns("nothing of rows"))
+@without_rows
 class More(NamedTuple):
     """Down by the clock: whether an answer follows, or it is over."""
 
