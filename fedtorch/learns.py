@@ -1,6 +1,6 @@
 """What leaves with a message and the worst that can be learnt of it, as the message's type declares it.
 
-Of rounds see `fedtorch.federation.disclosure`, of conversations `fedtorch.protocol.overheard`.
+Of rounds see `fedtorch.federation.disclosure`, of conversations `fedtorch.protocol.disclosure`.
 
 >>> from typing import Any
 >>> @tells(Learns("the rows, where there are fewer than columns", helps="sums under masks"))
@@ -14,8 +14,11 @@ Of rounds see `fedtorch.federation.disclosure`, of conversations `fedtorch.proto
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _Class = TypeVar("_Class", bound=type)
 _NAME, _EXACTNESS, _OF = "_learns", "_exactness", "_of"
@@ -76,3 +79,31 @@ def told(kind: type[Any], sender: str) -> tuple[str, str]:
 def declared(kind: type[Any], otherwise: Learns) -> Learns:
     """Return what a type declares."""
     return getattr(kind, _NAME, otherwise)
+
+
+def as_frame(fields: Iterable[Field]) -> pd.DataFrame:
+    """Return fields as a table: `message`, `field`, `shape`, `of`, `exactness`, `reader`, `learns`, `helps`."""
+    import pandas as pd  # at first use, because it takes long to import
+
+    rows = [(*each[:-1], each.learns.worst, each.learns.attack, each.learns.helps) for each in fields]
+    return pd.DataFrame(rows, columns=[*Field._fields[:-1], "learns", "attack", "helps"])
+
+
+def in_brief(table: pd.DataFrame, most: int = 3) -> pd.DataFrame:
+    """Return a disclosure with a row for all fields that are alike, of which `most` are named.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
+        >>> in_brief(run.disclosure())["fields"].tolist()
+        ['change.value.weight, change.value.bias', 'change.weight', 'info.loss']
+    """
+    alike = [name for name in table.columns if name not in ("field", "shape")]
+
+    def named(fields: pd.Series) -> str:
+        more = len(fields) - most
+        return ", ".join(fields[:most]) + (f" and {more} more" if more > 0 else "")
+
+    brief = table.groupby(alike, sort=False)["field"].agg(named).rename("fields").reset_index()
+    return brief[["message", "fields", *alike[1:]]]

@@ -18,13 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from fedtorch.learns import UNDECLARED, Field, declared, told
-from fedtorch.protocol.halves import Half, Name, Receive, Send, wrapped
+from fedtorch.learns import UNDECLARED, Field, as_frame, declared, in_brief, told
+from fedtorch.protocol.halves import Half, Name, Receive, Send, together, wrapped
 from fedtorch.tree import flatten
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def overheard(halves: Mapping[Any, Half], called: Mapping[Any, str], fields: list[Field]) -> dict[Any, Half]:
@@ -42,6 +45,31 @@ def overheard(halves: Mapping[Any, Half], called: Mapping[Any, str], fields: lis
         return (yield step)
 
     return {name: wrapped(half, partial(note, name)) for name, half in halves.items()}
+
+
+def disclosure(halves: Mapping[Any, Half], called: Mapping[Any, str], brief: bool = False) -> pd.DataFrame:
+    """Run a conversation in this process and return what leaves its nodes, as `ft.Run.disclosure` does of a run.
+
+    Args:
+        halves: by the nodes' names; the first is that of the server or leader.
+        called: what to call them; nodes of one word are one.
+        brief: whether fields that are alike have one row, which names the first of them in `fields`.
+
+    Example:
+        >>> import fedtorch as ft
+        >>> from fedtorch.protocol import disclosure
+        >>> halves = {"registry": ft.vfl.Holder(["ann", "bob"], "registry").leading(["clinic"])}
+        >>> halves["clinic"] = ft.vfl.Holder(["bob"], "clinic").following("registry")
+        >>> disclosure(halves, {"registry": "the leader", "clinic": "a member"})[["message", "of", "reader"]]
+             message          of      reader
+        0     Points  the leader    a member
+        1     Points    a member  the leader
+        2  Positions  the leader    a member
+    """
+    fields: list[Field] = []
+    together(overheard(halves, called, fields))
+    table = as_frame(fields).drop_duplicates(["message", "field", "of", "reader"], ignore_index=True)
+    return in_brief(table) if brief else table
 
 
 def _of(step: Send, sender: str, reader: str) -> Iterator[Field]:
