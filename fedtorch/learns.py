@@ -1,4 +1,6 @@
-"""The worst that whoever reads a message can learn, as its type declares it; see `fedtorch.federation.disclosure`.
+"""What leaves with a message and the worst that can be learnt of it, as the message's type declares it.
+
+Of rounds see `fedtorch.federation.disclosure`, of conversations `fedtorch.protocol.disclosure`.
 
 >>> from typing import Any
 >>> @tells(Learns("the rows, where there are fewer than columns", helps="sums under masks"))
@@ -12,11 +14,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 _Class = TypeVar("_Class", bound=type)
-_NAME = "_learns"
+_NAME, _EXACTNESS, _OF = "_learns", "_exactness", "_of"
+EXACT, NOISED = "exact", "noised"
 
 
 class Learns(NamedTuple):
@@ -35,16 +41,69 @@ class Learns(NamedTuple):
 UNDECLARED = Learns("a client's exact values")
 
 
-def tells(learns: Learns) -> Callable[[_Class], _Class]:
-    """Return the decorator of a message's `NamedTuple` that declares what it tells at worst."""
+class Field(NamedTuple):
+    """Say of one field of a message what it is, of whom, how exact, who reads it, and what that tells at worst."""
+
+    message: str  # in which it leaves
+    field: str  # its path
+    shape: tuple[int, ...]  # of one client's, or of the sum
+    of: str
+    exactness: str
+    reader: str
+    learns: Learns
+
+
+def tells(learns: Learns, exactness: str = EXACT, of: str = "") -> Callable[[_Class], _Class]:
+    """Return the decorator of a message's `NamedTuple` that declares what it tells at worst.
+
+    Args:
+        learns: that.
+        exactness: of a conversation's message, where whoever sends it has rounded or noised it.
+        of: whose numbers a conversation's message tells, where they are not its sender's.
+    """
 
     def declare(kind: _Class) -> _Class:
         setattr(kind, _NAME, learns)
+        setattr(kind, _EXACTNESS, exactness)
+        setattr(kind, _OF, of)
         return kind
 
     return declare
 
 
+def told(kind: type[Any], sender: str) -> tuple[str, str]:
+    """Return whose numbers a conversation's message of a type tells, and how exactly."""
+    return getattr(kind, _OF, "") or sender, getattr(kind, _EXACTNESS, EXACT)
+
+
 def declared(kind: type[Any], otherwise: Learns) -> Learns:
     """Return what a type declares."""
     return getattr(kind, _NAME, otherwise)
+
+
+def as_frame(fields: Iterable[Field]) -> pd.DataFrame:
+    """Return fields as a table: `message`, `field`, `shape`, `of`, `exactness`, `reader`, `learns`, `helps`."""
+    import pandas as pd  # at first use, because it takes long to import
+
+    rows = [(*each[:-1], each.learns.worst, each.learns.attack, each.learns.helps) for each in fields]
+    return pd.DataFrame(rows, columns=[*Field._fields[:-1], "learns", "attack", "helps"])
+
+
+def in_brief(table: pd.DataFrame, most: int = 3) -> pd.DataFrame:
+    """Return a disclosure with a row for all fields that are alike, of which `most` are named.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
+        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
+        >>> in_brief(run.disclosure())["fields"].tolist()
+        ['change.value.weight, change.value.bias', 'change.weight', 'info.loss']
+    """
+    alike = [name for name in table.columns if name not in ("field", "shape")]
+
+    def named(fields: pd.Series) -> str:
+        more = len(fields) - most
+        return ", ".join(fields[:most]) + (f" and {more} more" if more > 0 else "")
+
+    brief = table.groupby(alike, sort=False)["field"].agg(named).rename("fields").reset_index()
+    return brief[["message", "fields", *alike[1:]]]

@@ -1,8 +1,9 @@
 """Attacks as a yardstick: what training shows to whom, and what each defence does about it.
 
 - *Labels of a split network* (breast cancer, two parties): the share of labels that a party guesses from the gradients
-  it is sent in the first step and on average over all, beside the accuracy of the network on held-out rows; plain, with
-  the noise ρ of the augmented model drawn by the parties, with noise drawn at the sum, and with private labels
+  it is sent in the first step and on average over all, and that both parties guess from all steps where they put
+  together what they sent and know the predicted p; beside the accuracy of the network on held-out rows; plain, with the
+  noise ρ of the augmented model drawn by the parties, with noise drawn at the sum, and with private labels
   (`privacy.noised_gradients`).
 - *What z leaks as ρ varies*: after training, the server averages what a party sends over T further steps in which
   nothing moves. R² of the hidden contribution g and of a private feature, learnt from half of the rows, beside the
@@ -74,16 +75,19 @@ def heard(
     iterations: Sequence[Iteration],
     lr: float,
     defence: Defence | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Train by messages; what the first party sent and was sent, `(T, 1, 1, 1, n)` each."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Train by messages; what the first party sent and was sent, and the sum that was sent, `(T, 1, 1, 1, n)` each."""
     server, parties = model.nodes(data, lambda parameters: torch.optim.Adam(parameters, lr=lr))
-    messages: dict[bool, list[Tensor]] = {True: [], False: []}  # by whether the party has sent them
+    messages: dict[bool, list[list[Tensor]]] = {True: [[], []], False: [[], []]}  # by whether a party has sent them
     half = server_half(server, iterations)
     halves = {0: half if defence is None else defence(server, half)}
     halves |= {party.index: party_half(party, iterations) for party in parties}
-    halves[1] = attacks.tapped(halves[1], lambda node, message, sent: messages[sent].append(message[0]))
+    for j in (0, 1):
+        overhear = lambda node, message, sent, j=j: messages[sent][j].append(message[0])
+        halves[j + 1] = attacks.tapped(halves[j + 1], overhear)
     together(halves)
-    return torch.stack(messages[True]), torch.stack(messages[False])
+    values = torch.stack([torch.stack(each) for each in messages[True]])
+    return values[0], torch.stack(messages[False][0]), values.sum(0)
 
 
 def accuracy(model: vfl.SplitNetwork, data: vfl.VerticalData) -> float:
@@ -99,16 +103,21 @@ def label_leak(rows: Rows, steps: int, seed: int) -> list[common.Row]:
     for rho in (1.0, 5.0):
         ways[f"ρ = {rho:g}, drawn by the parties"] = (by_parties(rho), None)
         ways[f"ρ = {rho:g}, drawn at the sum"] = (vfl.HierarchicalBayes(rho=rho), None)
-    for epsilon in (100.0, 10.0, 1.0):
+    for epsilon in (100.0, 25.0, 10.0, 1.0, 0.5):
         noise = privacy.noise_for(epsilon=epsilon, rounds=steps, delta=DELTA)
         ways[f"private labels, ε = {epsilon:g}"] = (None, private_labels(noise, seed))
     found = []
     for name, (bayes, defence) in ways.items():
         model = network(rows.training, bayes, seed)
-        _, gradients = heard(model, rows.training, [Iteration(step=step) for step in range(steps)], 0.02, defence)
+        _, told, sent = heard(model, rows.training, [Iteration(step=step) for step in range(steps)], 0.02, defence)
         labels = rows.training.response
-        for seen, told in (("first step", gradients[:1]), (f"mean of {steps} steps", gradients)):
-            right = (attacks.guessed_labels(told)[0, 0] == labels).double().mean()
+        guesses = {
+            "first step": attacks.guessed_labels(told[:1]),
+            f"mean of {steps} steps": attacks.guessed_labels(told),
+            f"{steps} steps, by both": attacks.guessed_labels(told * len(labels), sent.sigmoid()),
+        }
+        for seen, guess in guesses.items():
+            right = (guess[0, 0] == labels).double().mean()
             found.append(common.Row(f"labels, {name}", f"labels found, {seen}", float(right)))
         found.append(common.Row(f"labels, {name}", "accuracy", accuracy(model, rows.held_out)))
     return found
@@ -138,7 +147,7 @@ def leak_of_values(rows: Rows, steps: int, seed: int) -> list[common.Row]:
             model.parties[0].propose(rows.training.features[0], ft.random.key(0), 200, noise=False)[0, :, 0].mean(0)
         )
         later = [Iteration(step=steps + step) for step in range(max(STEPS_SEEN))]
-        values, _ = heard(model, rows.training, later, 1e-12)
+        values, _, _ = heard(model, rows.training, later, 1e-12)
         private, half = rows.training.features[0][:, 0].double(), len(hidden) // 2
         for count in STEPS_SEEN:
             mean = values[:count, 0, 0, 0].double().mean(0)[:, None]

@@ -66,7 +66,9 @@ def fit(data: vfl.VerticalData, seed: int, delay: float, tick: float | None, sec
                     return
             yield vfl.Iteration(step=step)
 
-    prompt, other = (vfl.party_half(party, iterations(False), clocked=True) for party in parties)
+    prompt, other = (
+        vfl.party_half(party, iterations(False), clocked=True, accept_disclosure=True) for party in parties
+    )
     halves = [prompt, oracles.delayed(other, delay, late)]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(len(NAMES)) as pool:
         hub, links = oracles.connected(Path(folder), NAMES)

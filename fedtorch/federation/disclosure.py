@@ -17,40 +17,25 @@ is `UNDECLARED`: whoever reads it has the exact values of a client.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from fedtorch.federation.exchanges.exchange import Mean, Sent
-from fedtorch.learns import UNDECLARED, Learns, declared
+from fedtorch.learns import EXACT as EXACT, NOISED, UNDECLARED, Field as Field, Learns, declared
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from fedtorch.federation.algorithm import Algorithm, Reply
     from fedtorch.federation.exchanges.carry import Carry
 
 CLIENT, SITE = "a client", "a site"
-EXACT, NOISED = "exact", "noised"
 SERVER = "the server"
 WEIGHT = Learns("how many rows the client has, or how heavy it is")
 INFO = Learns(
     "the losses and what a module logs: how well single rows are predicted", "attacks.membership", "masks, or noise"
 )
-
-
-class Field(NamedTuple):
-    """Say of one field what it is, of whom, how exact, who reads it, and what that tells at worst."""
-
-    message: str  # in which it leaves
-    field: str  # its path
-    shape: tuple[int, ...]  # of one client's, or of the sum
-    of: str
-    exactness: str
-    reader: str
-    learns: Learns
 
 
 def of_reply(algorithm: Algorithm, carry: Carry, reply: Reply, at_sites: bool = False) -> list[Field]:
@@ -112,31 +97,3 @@ def _leaves(
         if isinstance(node, Mean) and name == "weight":
             inner, is_value = WEIGHT, False
         yield from _leaves(child, told, f"{path}.{name}" if path else name, inner, is_value)
-
-
-def as_frame(fields: Iterable[Field]) -> pd.DataFrame:
-    """Return fields as a table: `message`, `field`, `shape`, `of`, `exactness`, `reader`, `learns`, `helps`."""
-    import pandas as pd  # at first use, because it takes long to import
-
-    rows = [(*each[:-1], each.learns.worst, each.learns.attack, each.learns.helps) for each in fields]
-    return pd.DataFrame(rows, columns=[*Field._fields[:-1], "learns", "attack", "helps"])
-
-
-def in_brief(table: pd.DataFrame, most: int = 3) -> pd.DataFrame:
-    """Return a disclosure with a row for all fields that are alike, of which `most` are named.
-
-    Example:
-        >>> import torch, fedtorch as ft
-        >>> data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))] * 3)
-        >>> run = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data))
-        >>> in_brief(run.disclosure())["fields"].tolist()
-        ['change.value.weight, change.value.bias', 'change.weight', 'info.loss']
-    """
-    alike = [name for name in table.columns if name not in ("field", "shape")]
-
-    def named(fields: pd.Series) -> str:
-        more = len(fields) - most
-        return ", ".join(fields[:most]) + (f" and {more} more" if more > 0 else "")
-
-    brief = table.groupby(alike, sort=False)["field"].agg(named).rename("fields").reset_index()
-    return brief[["message", "fields", *alike[1:]]]

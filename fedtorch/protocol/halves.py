@@ -43,6 +43,7 @@ class Send(NamedTuple):
     message: Tree  # bytes travel as they are
     rows: bool = False  # whether the payload says how many rows its tensors have, which the receiver cannot know
     sequence: int = 0  # of a request, by which a driver over streams that break tells its answer from earlier ones
+    summed: bool = False  # whether it may leave this process as part of a secure sum only, and never as it is
 
 
 class Receive(NamedTuple):
@@ -126,7 +127,23 @@ def unpacked(message: Tensor) -> bytes:
 
 
 def encode(step: Send) -> bytes:
-    """Return the payload of a message."""
+    """Return the payload of a message.
+
+    Raises:
+        ValueError: it may leave as part of a secure sum only, and nothing has masked it.
+
+    >>> encode(Send(0, torch.ones(2), summed=True))
+    Traceback (most recent call last):
+    ValueError: Expected a secure sum around a half whose numbers may leave as part of one only, but got none; put
+    fedtorch.sites.secure.masked_party around it and masked_server around the server's, or say
+    accept_disclosure=True where the server may have this party's numbers of every row
+    """
+    if step.summed:
+        raise ValueError(
+            "Expected a secure sum around a half whose numbers may leave as part of one only, but got none; put "
+            "fedtorch.sites.secure.masked_party around it and masked_server around the server's, or say "
+            "accept_disclosure=True where the server may have this party's numbers of every row"
+        )
     if isinstance(step.message, bytes):
         return step.message
     return wire.encode(step.message, {"rows": len(tree.leaves(step.message)[0])} if step.rows else None)

@@ -5,7 +5,8 @@ has, the server sends back the last one that all have, and at the end everybody 
 function is one end of that, to be used between the two ends of a driver: `fedtorch.sites.vertical` has one over
 streams.
 
->>> from fedtorch.protocol.halves import together
+>>> from fedtorch.learns import Learns, tells
+from fedtorch.protocol.halves import together
 >>> from fedtorch.protocol.journal import Journal
 >>> journals = {name: Journal() for name in ("server", "clinic")}
 >>> journals["server"].enter("0" * 32)
@@ -29,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Name, Receive, Send
 from fedtorch.protocol.journal import Journal
 from fedtorch.protocol.versions import FIRST
@@ -38,6 +40,10 @@ PROTOCOL = 1  # what is said may not be understood by another
 _MOST = 1000  # points that a party may have
 
 
+_NOTHING = Learns("nothing of rows: which run it is, and how far a node has come")
+
+
+@tells(_NOTHING)
 class Entered(NamedTuple):
     """Down: which run it is, and how nodes speak about it."""
 
@@ -45,18 +51,21 @@ class Entered(NamedTuple):
     protocol: Tensor  # () int64
 
 
+@tells(_NOTHING)
 class Held(NamedTuple):
     """Up: the points of the run that a party can go on from."""
 
     points: Tensor  # (m,) int64
 
 
+@tells(_NOTHING)
 class From(NamedTuple):
     """Down: the point from which all go on."""
 
     point: Tensor  # () int64
 
 
+@tells(_NOTHING)
 class Done(NamedTuple):
     """Up and down: that everything is kept."""
 

@@ -8,8 +8,9 @@ Among parties, both are trained by the same halves of a protocol (`iteration`), 
 (`ranks`) or between organisations (`remote`; `resuming` where lines break and processes die, `delay=` where lines are
 slow). Every fit answers to the verbs of `ft.Run`: `rounds`, `history`, `save`, `load`, `evaluate`, `ft.report.write`.
 
-Features stay where they are, but training shows more than predictions do: gradients of a plain split network give the
-parties the labels, and averaging what is sent over steps removes the noise ρ. See `split` and `iteration`.
+Features stay where they are, but training shows more than predictions do: gradients of a split network give the
+parties the labels, and averaging what is sent over steps removes the noise ρ. What leaves a party with `sums` is a
+summand under masks. See `split` and `iteration`.
 
 >>> import torch, fedtorch as ft
 >>> clinic = ft.vfl.Party("clinic", ["ann", "bob", "cem"], torch.tensor([[1.0], [2.0], [3.0]]), ["age"])

@@ -17,10 +17,13 @@ scores jump there. The limit is had by a small ρ, such as 1e-3.
 
 *What it shows.* A split network keeps the labels from nobody: the gradient that a party is sent for a row has the sign
 of that row's residual, so that gradients of one step alone are the labels, of two classes all of them, whatever the
-noise ρ. What a party sends is a function of its features that others may invert. The noise ρ of the hierarchical model
-is drawn anew in every step: who keeps what was sent averages it away over the steps, by a factor of the root of their
-number. It is part of a model, not a guarantee; `fedtorch.trust.attacks.split` has these attacks, and
-`fedtorch.trust.privacy.noised_gradients` labels that are private.
+noise ρ. What a party sends is a function of its features that others may invert. By default the hierarchical model
+draws no noise at the parties: its one encoder stands at the server (`sums`), which gets the sum of predictors without
+noise and draws s itself, and over ranks and streams gets it under the masks of `fedtorch.sites.secure` or not at all.
+With `auxiliary=amortised()`, and without a sum at the cut layer, parties send z_j with other noise in every step, drawn
+from a key: who has the key knows the noise, and who keeps what was sent averages it away over the steps, by a factor of
+the root of their number. It is part of a model, and no protection. `fedtorch.trust.attacks.split` has these attacks,
+and `fedtorch.trust.privacy.noised_gradients` labels that are private.
 
 Among nodes it is trained by the halves of `fedtorch.vfl.nodes.iteration`. With `torchrun`, every process makes the same
 `SplitNetwork` from its keys (of other nodes' modules only their number matters, and how many numbers a row they send),
@@ -28,7 +31,7 @@ takes its own part of it and its own data, and runs its half::
 
     network = SplitNetwork(bottoms, likelihood, keys=keys)
     iterations = [Iteration(step=step) for step in range(1000)]
-    if rank == 0:
+    if rank == 0:  # of a plain network; `bayes=` wants `masked_server` and `masked_party` around the halves
         half = server_half(ServerNode(network.server, VerticalData((), y), optimizer=adam, per_row=True), iterations)
     else:
         own = VerticalData((x,), torch.full((len(x),), torch.nan))

@@ -18,7 +18,6 @@ from fedtorch import checkpoint, expected, functional, tree
 from fedtorch._representation import run_line
 from fedtorch.federation.algorithm import Algorithm, begun, check_algorithm, start_of
 from fedtorch.federation.budget import exhausted
-from fedtorch.federation.disclosure import as_frame, in_brief
 from fedtorch.federation.exchanges.carry import carried
 from fedtorch.federation.local_schedule import check_length, check_round
 from fedtorch.federation.populations.population import Clients, Population, check_population
@@ -32,6 +31,7 @@ from fedtorch.federation.runs.scored import Scored
 from fedtorch.federation.runs.server_module import Modules
 from fedtorch.federation.turn import Turn
 from fedtorch.history import History, Recorder, Round, headline
+from fedtorch.learns import as_frame, in_brief
 from fedtorch.progress import Progress
 from fedtorch.random.named import numbers
 from fedtorch.tree import Tree

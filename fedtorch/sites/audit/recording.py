@@ -14,7 +14,7 @@ from fedtorch import wire
 from fedtorch.chained_log import digest
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.budget import Budget
-from fedtorch.federation.disclosure import Field, as_frame, in_brief
+from fedtorch.learns import Field, as_frame, in_brief
 from fedtorch.protocol.halves import Heard
 from fedtorch.sites.audit.audit import AuditRecord
 from fedtorch.sites.rounds import frames as frames

@@ -15,14 +15,14 @@ Sources: as `parties`, without the parts that dropouts need.
 >>> import torch
 >>> from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 >>> from fedtorch.trust import privacy, secure
->>> from fedtorch.vfl.nodes.node import Value
+>>> from fedtorch.vfl.nodes.node import Summand
 >>> from fedtorch.protocol.halves import Receive, Send, together
 >>> def server():
-...     first = yield Receive(1, Value(torch.zeros(2)))
-...     second = yield Receive(2, Value(torch.zeros(2)))
+...     first = yield Receive(1, Summand(torch.zeros(2)))
+...     second = yield Receive(2, Summand(torch.zeros(2)))
 ...     return first.value, second.value
 >>> def party(value):
-...     yield Send(0, Value(value))
+...     yield Send(0, Summand(value))
 >>> keys = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
 >>> public = {j: key.public_key().public_bytes_raw() for j, key in keys.items()}
 >>> values = {1: torch.tensor([1.0, 2.0]), 2: torch.tensor([10.0, 20.0])}
@@ -36,20 +36,45 @@ Sources: as `parties`, without the parts that dropouts need.
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 from torch import Tensor
 
+from fedtorch._representation import without_rows
+from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
-from fedtorch.random.entropy import Entropy, Purpose
+from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
 from fedtorch.sites.secure.grid import Grid
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.tree import Tree
-from fedtorch.vfl.nodes.node import Value
+from fedtorch.vfl.nodes.node import Summand
+
+
+@tells(Learns("nothing: keys for masks, signed"))
+@without_rows
+class Keys(NamedTuple):
+    """Both ways: a party's advert up, and all of them down."""
+
+    adverts: Tensor  # (bytes,) uint8
+
+
+@tells(
+    Learns(
+        "nothing by themselves; all parties' together, the sum of their parts of each row's predictor, in each step"
+    ),
+    exactness="rounded to a grid",
+    of="the sum of all parties, under masks",
+)
+@without_rows
+class Words(NamedTuple):
+    """Up: a summand on the grid, under masks that cancel in the sum of all."""
+
+    words: Tensor  # (B·M·C·n,) int64
 
 
 def _session(run: bytes, keys: dict[int, bytes], attempt: int) -> Session:
@@ -66,7 +91,7 @@ def masked_party(
     keys: dict[int, bytes],
     signing: Ed25519PrivateKey,
     grid: Grid,
-    entropy: Entropy,
+    entropy: Entropy | None = None,
     *,
     run: bytes,
     attempt: int = 0,
@@ -79,7 +104,7 @@ def masked_party(
         keys: by party, from 1 on, who signs with which Ed25519 key; server and parties agree on them.
         signing: its own Ed25519 key.
         grid: that all parties agree on.
-        entropy: where its secret comes from.
+        entropy: where its secret comes from; default: the operating system.
         run: a name of the run that no other has.
         attempt: of the run; one that is begun again is another.
 
@@ -90,7 +115,7 @@ def masked_party(
     """
     session = _session(run, keys, attempt)
     grid.check(len(session.keys))
-    return _masked_party(half, party, session, signing, grid, entropy)
+    return _masked_party(half, party, session, signing, grid, from_system() if entropy is None else entropy)
 
 
 def _masked_party(
@@ -101,8 +126,8 @@ def _masked_party(
     secret = X25519PrivateKey.from_private_bytes(entropy.key(purpose))
     public = secret.public_key().public_bytes_raw()
     advert = sign(session, ADVERT, party, KEYS.pack(public, public, commitment(public)), signing)
-    yield Send(0, packed(advert))
-    adverts = opened_adverts(session, unbundle(unpacked((yield Receive(0, _room(session))))))
+    yield Send(0, Keys(packed(advert)))
+    adverts = opened_adverts(session, unbundle(unpacked((yield Receive(0, Keys(_room(session)))).adverts)))
     if adverts.get(party, (b"",))[0] != public:
         raise Aborted(f"Expected party {party}'s own advert among those of all, but it is missing")
     shared: dict[int, bytes] = {}
@@ -121,7 +146,7 @@ def _masked_party(
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
             words += pair_mask(one, digest, key, party, other)
-        yield Send(0, words)
+        yield Send(0, Words(words))
         return None
 
     return (yield from wrapped(half, mask))
@@ -147,12 +172,12 @@ def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes,
 
 def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
     parties = sorted(session.keys)
-    empty = torch.zeros(most_up(session, ADVERT), dtype=torch.uint8)
+    empty = Keys(torch.zeros(most_up(session, ADVERT), dtype=torch.uint8))
     adverts = []
     for party in parties:
-        adverts.append(unpacked((yield Receive(party, empty))))
+        adverts.append(unpacked((yield Receive(party, empty)).adverts))
     for party in parties:
-        yield Send(party, packed(bundle(adverts)))
+        yield Send(party, Keys(packed(bundle(adverts))))
     total: Tensor | None = None
     waiting = list(parties)
 
@@ -163,7 +188,7 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
                 raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
             return (yield step)
         like = _value(step.like)
-        words = yield Receive(step.sender, torch.zeros(like.numel(), dtype=torch.int64))
+        words = (yield Receive(step.sender, Words(torch.zeros(like.numel(), dtype=torch.int64)))).words
         if step.sender not in waiting:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
         waiting.remove(step.sender)
@@ -172,17 +197,17 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
         if not waiting:
             value = grid.decode(total).reshape(like.shape).to(like)
             waiting, total = list(parties), None
-        return Value(value)
+        return Summand(value)
 
     return (yield from wrapped(half, add))
 
 
 def _value(message: Tree) -> Tensor:
     """Return the number of a sum that a message holds; raise TypeError for another message."""
-    if not isinstance(message, Value):
+    if not isinstance(message, Summand):
         raise TypeError(
             f"Expected parties that send values of a sum and nothing else, but got {type(message).__name__}; "
-            "use vfl.sums() with independent q, and evaluate the likelihood at the server"
+            "use a sum at the cut layer and an augmented model, or a power model with vfl.sums()"
         )
     return message.value
 

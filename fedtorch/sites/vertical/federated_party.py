@@ -32,6 +32,7 @@ from fedtorch.federation.populations.population import Population
 from fedtorch.federation.runs.faults import Faults
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Learns, tells
 from fedtorch.tree import Tree
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import climb, party_bound
@@ -58,6 +59,12 @@ class _Asked(NamedTuple):
     weight: Tensor
 
 
+@tells(
+    Learns(
+        "to its party, values of the site's rows in each step and the sum of their gradients, of few rows the rows",
+        "attacks.linear_inputs",
+    )
+)
 @without_rows
 class _Told(NamedTuple):
     """Hold what a site tells."""

@@ -2,7 +2,8 @@ r"""Leakage of vertical training: labels to a party that reads gradients, featur
 
 *Labels.* A party is sent the gradient of row i's likelihood with respect to what it sent: y − p of a Bernoulli
 likelihood, whose sign is the label whatever the noise ρ on z is, and 1_y − p of a categorical one, whose largest entry
-is the class. `label_scores` is that attack.
+is the class. `label_scores` is that attack. Parties that put together what they sent know p as well, and are left with
+y and whatever noise the server has added: that attack does not weaken as the network learns.
 
 *Features.* What a party sends in T steps is g + ρε with fresh ε, so that its mean keeps ρ²/T of the noise
 (`values_error`). Where rows go through a linear network that learns by plain gradient steps, the changes of z say even
@@ -67,12 +68,14 @@ def tapped(half: Half, heard: Callable[[Name, Tree, bool], Any]) -> Half:
     return wrapped(half, show)
 
 
-def label_scores(gradients: Tensor) -> Tensor:
+def label_scores(gradients: Tensor, means: Tensor | None = None) -> Tensor:
     """Score the labels by gradients: large where a row's label is 1, or for each class.
 
     Args:
         gradients: `(T, ..., C, n)` that a party was sent, of a log likelihood that is to be raised; their mean over the
             steps is taken.
+        means: `(T, ..., C, n)` p of the likelihood in each step, of parties that know all that was sent; gradients then
+            are those of a row, y − p, and not divided by the number of rows.
 
     Returns:
         `(..., n)` of one output, whose sign is the guess; `(..., C, n)` of several, whose largest entry is.
@@ -80,6 +83,8 @@ def label_scores(gradients: Tensor) -> Tensor:
     >>> import torch
     >>> label_scores(torch.tensor([[[0.5, -0.75]], [[0.25, -0.25]]]))  # y - p of two rows, in two steps
     tensor([ 0.3750, -0.5000], dtype=torch.float64)
+    >>> label_scores(torch.tensor([[[0.1, -0.1]]]), torch.tensor([[[0.9, 0.1]]]))  # y - ½
+    tensor([ 0.5000, -0.5000], dtype=torch.float64)
     """
     if gradients.ndim < 3:
         raise ValueError(
@@ -87,14 +92,18 @@ def label_scores(gradients: Tensor) -> Tensor:
             f"{tuple(gradients.shape)}; of steps × rows pass gradients[:, None]"
         )
     mean = gradients.to(torch.float64).mean(0)
-    return mean[..., 0, :] if gradients.shape[-2] == 1 else mean
+    alone = gradients.shape[-2] == 1
+    if means is not None:
+        mean = mean + means.to(torch.float64).mean(0) - (0.5 if alone else 0.0)
+    return mean[..., 0, :] if alone else mean
 
 
-def guessed_labels(gradients: Tensor) -> Tensor:
+def guessed_labels(gradients: Tensor, means: Tensor | None = None) -> Tensor:
     """Return the labels `(..., n)` that `label_scores` speaks for, int64.
 
     Args:
         gradients: `(T, ..., C, n)`, as those of `label_scores`.
+        means: as those of `label_scores`.
 
     Raises:
         ValueError: gradients of another form.
@@ -104,7 +113,7 @@ def guessed_labels(gradients: Tensor) -> Tensor:
     >>> guessed_labels(gradients)
     tensor([1, 0])
     """
-    scores = label_scores(gradients)
+    scores = label_scores(gradients, means)
     return (scores > 0).long() if gradients.shape[-2] == 1 else scores.argmax(-2)
 
 

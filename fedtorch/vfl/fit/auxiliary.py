@@ -15,7 +15,7 @@ r"""Families q(z | θ) of the auxiliary variables, by reparametrisation of stand
   The exact posterior of a Gaussian likelihood has this form, with T the identity. In the augmented model a = 1 is
   exact for any likelihood, so only s is drawn.
   A factorised q(z_j | θ_j) instead has a floor of :math:`\tfrac12[J\log(1 + \rho^2/\sigma^2) - \log(1 + J\rho^2/
-  \sigma^2)]` nats a row. The price: the server needs Σ_j η_j, without the noise that protects z. Sum it securely.
+  \sigma^2)]` nats a row. The price: the server needs Σ_j η_j, which has no noise: it is summed securely among nodes.
 
 The first two start with sds of ρ/√(1 + ρ²), as of a response that tells of z what a normal one of variance 1 would:
 close to the prior's where ρ is small; where it is large, draws from the prior block the optimiser for counts.

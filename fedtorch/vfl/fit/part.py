@@ -137,7 +137,7 @@ class Part(nn.Module):
             x: features of the new rows.
             key: of the draws; the party folds its own number in.
             draws: M; plain networks need only one.
-            noise: whether to add ρε, which hides g_j and is part of the model.
+            noise: whether to add ρε, which is part of the model.
         """
         model, predictor, auxiliary = self.model, self.model.predictors[self.index - 1], self.guide.auxiliary
         etas = predictor.forward(self.draw_theta(key, draws).expand(-1, draws, -1), x)

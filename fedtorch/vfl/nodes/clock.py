@@ -32,7 +32,7 @@ from fedtorch import wire
 from fedtorch._representation import without_rows
 from fedtorch.protocol.halves import Half, Send, Traffic
 from fedtorch.vfl.nodes.iteration import party_half
-from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Value
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Summand, Value
 from fedtorch.vfl.nodes.protocols import POWER, protocol_of
 
 Delays = Callable[[int, int], int]  # (party, from 0 on, number of its message) -> ticks
@@ -43,7 +43,7 @@ class _Sent(NamedTuple):
     """A value under way to the server, and the party that waits."""
 
     due: int  # the tick in which it is there
-    value: Value
+    value: Value | Summand
     half: Half  # of the party, which waits for the answer
 
 

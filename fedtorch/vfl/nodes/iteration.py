@@ -13,8 +13,11 @@ with every party's z_j (or η_j with `sums`) going up, and goes on by one of thr
 - *Power*, two exchanges: down b + o + Σ_{k≠j} z_k and the shared parameters; up ∂L_{0,j}/∂ of these; down Σ_{k≠j}
   ∂L_{0,k}/∂z_j. The source sends all of z and J − 1 gradients; the sums are enough and are smaller.
 
-With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ: put a secure sum there. A joint q(γ,
-θ) is fitted in one graph, by `fedtorch.vfl.sfvi`.
+With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ. So η_j leaves a party's process as a
+summand of a secure sum only: `fedtorch.sites.secure.masked_party` goes around a party's half and `masked_server` around
+the server's, and without them the first message is refused, unless the party says `accept_disclosure=True`. Masks need
+all parties in every iteration, so that idle parties and clocks take that word. A joint q(γ, θ) is fitted in one graph
+of one process that holds all parties' columns, by `fedtorch.vfl.sfvi`; no protocol among nodes does it.
 
 Several local steps per exchange keep the iteration's draws: with the response at the server the party moves along the
 gradient that it received (first order), with the response shared it computes it anew. (Plain networks can do it, too,
@@ -43,8 +46,11 @@ last tick, by its driver's longest wait, with its name; a stream that ends does 
 
 Noise and dropout are functions of keys and steps. Who knows a key knows its noise: as long as all share the keys, it
 hides nothing of z_j from the other nodes. Who does not know it sees g_j with other noise in every step, and the mean
-over T steps has 1/√T of it: ρ hides little from who keeps what it was sent. Gradients go the other way: that of a row
-has the sign of its residual, so that parties of a plain split network are as good as told the labels.
+over T steps has 1/√T of it: the noise ρ of `amortised` is part of a model, and no protection. Nor is there noise drawn
+at the party that is accounted for: a party's parameters are made of all its rows, so that one row is in the values of
+all others too, and noise of a row's own size bounds nothing; each of its steps would need noise as well. Gradients go
+the other way: that of a row has the sign of its residual, so that parties of a plain split network are as good as told
+the labels.
 
 Sources: Hassan et al., algorithms 1 and 2. Chen, Jin, Sun, Yin, "VAFL: a method of vertical asynchronous federated
 learning", 2020, arXiv:2007.06081, whose clients' delay is bounded; the largest step is that at which
@@ -55,23 +61,44 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import expected, random
+from fedtorch._representation import without_rows
+from fedtorch.learns import Learns, tells
 from fedtorch.progress import tracked
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
-from fedtorch.vfl.nodes.node import Iteration, PartyNode, Proposal, ServerNode, Value
+from fedtorch.vfl.nodes.node import Iteration, PartyNode, Proposal, ServerNode, Summand, Value
 from fedtorch.vfl.nodes.protocols import POWER, Protocol, protocol_of
 
-_MORE = torch.ones(1, dtype=torch.uint8)  # down by the clock: that an answer follows, or zero, that it is over
+
+@tells(Learns("nothing of rows"))
+@without_rows
+class More(NamedTuple):
+    """Down by the clock: whether an answer follows, or it is over."""
+
+    more: Tensor  # (1,) uint8
+
+
+_MORE = More(torch.ones(1, dtype=torch.uint8))
 
 
 def party_half(
-    party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1, delay: int = 0, *, clocked: bool = False
+    party: PartyNode,
+    iterations: Iterable[Iteration],
+    local_steps: int = 1,
+    delay: int = 0,
+    *,
+    clocked: bool = False,
+    accept_disclosure: bool = False,
 ) -> Half:
     """Run a party's side of every iteration.
+
+    With `sums` what goes up is η_j as it is, which leaves this process under the masks of `sites.secure.masked_party`
+    or not at all: any driver over ranks or streams refuses it.
 
     Args:
         party: the node, trained in place.
@@ -79,6 +106,8 @@ def party_half(
         local_steps: steps that a party takes per exchange.
         delay: s, iterations by which a gradient is late at most; at the end all are taken.
         clocked: whether the server goes on by its clock, `tick=` there, and says when it is over.
+        accept_disclosure: whether η_j of `sums` may leave as it is, for a server that may have this party's predictor
+            of every row in every iteration, and all that can be found from it.
 
     Raises:
         ValueError: an idle party in the first iteration or with minibatches, whose rows would differ; a negative delay,
@@ -104,17 +133,18 @@ def party_half(
     if delay < 0:
         raise ValueError(f"Expected delay of at least 0, but got {delay}")
     protocol = protocol_of(party)
+    summed = party.guide.auxiliary.server is not None and not accept_disclosure
     if (delay or clocked) and protocol is POWER:
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")
     if clocked:
         if delay:
             raise ValueError(f"Expected no delay by the clock, where the server never waits, but got {delay}")
-        return (yield from _by_the_clock(party, iterations, local_steps))
+        return (yield from _by_the_clock(party, iterations, local_steps, summed))
     waiting: deque[tuple[int, Iteration, Proposal]] = deque()  # for their gradients
     for number, iteration in enumerate(iterations):
         if party.takes_part(iteration):
             proposal = party.propose(iteration)
-            yield Send(0, _value(party, iteration, proposal))
+            yield Send(0, _value(party, iteration, proposal), summed=summed)
             party.heard = True
             waiting.append((number, iteration, proposal))
         while waiting and waiting[0][0] <= number - delay:
@@ -123,7 +153,7 @@ def party_half(
         yield from _finish(party, protocol, *waiting.popleft()[1:], local_steps, bool(delay))
 
 
-def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value:
+def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value | Summand:
     """Return what goes up; raise ValueError, before anybody has moved, if it is not finite."""
     bad = ~proposal.sent.isfinite()
     if bool(bad.any()):
@@ -133,7 +163,7 @@ def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value:
             f"Expected finite values of party {party.part.name!r}, but got NaN or Inf for aligned row {row} in step "
             f"{iteration.step}; look at its features there, or train with smaller steps"
         )
-    return Value(proposal.sent)
+    return party.value(proposal.sent)
 
 
 def _finish(
@@ -145,14 +175,14 @@ def _finish(
     yield from protocol.party(party, proposal, iteration.rate, local_steps)
 
 
-def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps: int) -> Half:
+def _by_the_clock(party: PartyNode, iterations: Iterable[Iteration], local_steps: int, summed: bool) -> Half:
     """Send values, each once the last is answered, until the server says that it is over."""
     for iteration in iterations:
         _check_clocked(party, iteration)
         proposal = party.propose(iteration)
-        yield Send(0, _value(party, iteration, proposal))
+        yield Send(0, _value(party, iteration, proposal), summed=summed)
         party.heard = True
-        if not bool((yield Receive(0, _MORE))):
+        if not bool((yield Receive(0, _MORE)).more):
             return
         yield from protocol_of(party).party(party, proposal, iteration.rate, local_steps)
     raise RuntimeError(f"Expected more iterations than the server's ticks, but {party.part.name!r} has come to an end")
@@ -215,7 +245,7 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
     for rank in every:
         if rank not in here:  # its value comes to nothing
             yield Receive(rank, server.expected(rank - 1, server.draw(Iteration())))
-        yield Send(rank, torch.zeros_like(_MORE))
+        yield Send(rank, More(torch.zeros_like(_MORE.more)))
     return heard
 
 

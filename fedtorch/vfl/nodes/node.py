@@ -15,15 +15,32 @@ from torch import Tensor, nn
 from fedtorch import checkpoint, tree
 from fedtorch._representation import without_rows
 from fedtorch.checkpoint import below
+from fedtorch.learns import Learns, tells
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, party_bound
 from fedtorch.vfl.fit.guide import draw_own, fixed
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.fit.part import Part
 from fedtorch.vfl.model.checks import check_response, check_rows
+from fedtorch.vfl.model.vertical import summed
 from fedtorch.vfl.rows.data import VerticalData
 
 Optimizers = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+_PART = Learns(
+    "the party's part of each row's predictor in each step, of which an inversion finds features; over steps the noise "
+    "ρ of a model averages away",
+    "attacks.split.split_inversion",
+    "masked_party, where the server needs the sum alone",
+)
+_LABELS = Learns(
+    "the labels, all of two classes from the first step on, whatever the noise ρ",
+    "attacks.guessed_labels",
+    "privacy.noised_gradients at ε of 1 or less",
+)
+_OTHERS = Learns(
+    "to a party that has the response, what the others' parts of each row's predictor add up to, of two parties the "
+    "other's; back to the server, gradients by it"
+)
 
 
 @without_rows
@@ -48,13 +65,23 @@ class Iteration(NamedTuple):
         return active
 
 
+@tells(_PART)
 @without_rows
 class Value(NamedTuple):
     """Up: what a party contributes to the predictor."""
 
+    value: Tensor  # (B, M, C, n) z_j, or η_j in plain networks
+
+
+@tells(_PART)
+@without_rows
+class Summand(NamedTuple):
+    """Up: what a party contributes to a predictor of which the server needs the sum alone."""
+
     value: Tensor  # (B, M, C, n) z_j, or η_j with `sums` and in plain networks
 
 
+@tells(_LABELS)
 @without_rows
 class Gradient(NamedTuple):
     """Down: the gradient of the others' terms with respect to what the party sent."""
@@ -62,6 +89,7 @@ class Gradient(NamedTuple):
     gradient: Tensor  # (B, M, C, n)
 
 
+@tells(_OTHERS)
 @without_rows
 class Share(NamedTuple):
     """Down, to a party that evaluates the likelihood; and up, the gradients with respect to it."""
@@ -109,6 +137,12 @@ class _Node:
         self.data = data.to_dtype(tree.leaves(self.q)[0].dtype)
         self.optimizer = optimizer(part.parameters())
         self._total = self.data.total
+
+    @property
+    def value(self) -> type[Value] | type[Summand]:
+        """Return the kind of message that goes up first: a summand where the server takes no party's value apart."""
+        apart = self.model.power and self.guide.auxiliary.party is not None
+        return Summand if self.model.combine is summed and not apart else Value
 
     def draw(self, iteration: Iteration) -> Drawn:
         """Return an iteration's rows, noise and draw of θ (or γ)."""
@@ -291,7 +325,7 @@ class ServerNode(_Node):
     ) -> None:
         super().__init__(part, data, response_shared=response_shared, optimizer=optimizer, per_row=per_row)
         parties = len(self.model.predictors)
-        self.values: list[Value | None] = [None] * parties
+        self.values: list[Value | Summand | None] = [None] * parties
         self.answers: list[Share | None] = [None] * parties
         self.terms: Tensor | None = None
 
@@ -299,10 +333,10 @@ class ServerNode(_Node):
         """Raise `ValueError` unless the likelihood has the response."""
         check_response(self.model.likelihood, data)
 
-    def expected(self, party: int, drawn: Drawn) -> Value:
+    def expected(self, party: int, drawn: Drawn) -> Value | Summand:
         """Return the shapes of the value of a party, from 0 on."""
         outputs, rows = self.model.outputs[party + 1], drawn.rows.response.shape[-1]
-        return Value(drawn.theta.new_zeros(*drawn.theta.shape[:2], outputs, rows))
+        return self.value(drawn.theta.new_zeros(*drawn.theta.shape[:2], outputs, rows))
 
     def last_values(self) -> list[Tensor]:
         """Return the last values of all parties."""
@@ -321,5 +355,5 @@ class ServerNode(_Node):
         """Replace what `messages` returned."""
         for j in range(len(self.values)):
             value, answer = below(f"values.{j}.", flat), below(f"answers.{j}.", flat)
-            self.values[j] = Value(**value) if value else None
+            self.values[j] = self.value(**value) if value else None
             self.answers[j] = Share(answer["predictor"], answer["shared"], answer.get("weight")) if answer else None

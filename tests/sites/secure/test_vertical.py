@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from support import splits
 from support.oracles.closed_forms import distance
 from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
-from fedtorch.protocol.halves import Receive, Send, together
-from fedtorch.sites import secure
+from fedtorch.protocol.halves import Half, Receive, Send, together
+from fedtorch.protocol.journal import Journal, Stateful
+from fedtorch.sites import Hub, secure
 from fedtorch.sites.secure import Grid
 from fedtorch.sites.secure.messages import Aborted
-from fedtorch.sites.secure.vertical import masked_party, masked_server
+from fedtorch.sites.secure.vertical import Keys, Words, masked_party, masked_server
+from fedtorch.sites.streams import memory
+from fedtorch.sites.streams.hub import Limits
+from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.trust import privacy
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
 
 GRID = Grid(40, 2.0**10)
+ITERATIONS = [
+    Iteration(noise, 0.05) for noise in noises(some_model("augmented", "bernoulli")[0], GUIDES["sums"](), ROWS, 4)
+]
 SIGNING = {k: Ed25519PrivateKey.from_private_bytes(bytes([k]) * 32) for k in (1, 2, 3)}
 KEYS = {k: key.public_key().public_bytes_raw() for k, key in SIGNING.items()}
+
+
+def over_streams(made: dict[int, Half]) -> None:
+    """Run halves over the streams of a hub; raise what a party raises."""
+    hub, names = Hub(Limits(seconds=5.0)), {k: f"party {k}" for k in SIGNING}
+    with ThreadPoolExecutor(len(made)) as pool:
+        futures = [pool.submit(over_link, made[k], memory.link(hub, name), seconds=20) for k, name in names.items()]
+        server = pool.submit(over_hub, made[0], hub, list(names.values()), seconds=20, timeout=20)
+        for future in [*futures, server]:
+            future.result(20)
 
 
 def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
@@ -59,8 +81,8 @@ def test_the_server_sees_words_that_look_like_chance_and_never_the_same() -> Non
                 step = half.send(heard)
             except StopIteration as done:
                 return done.value
-            if isinstance(step, Send) and step.message.dtype == torch.int64:
-                seen[party].append(step.message)
+            if isinstance(step, Send) and isinstance(step.message, Words):
+                seen[party].append(step.message.words)
             heard = yield step
 
     together({0: made[0], **{k: watched(made[k], k) for k in seen}})
@@ -78,6 +100,50 @@ def test_masked_halves_go_over_the_wire() -> None:
         driver(made)
         ends.append(parameters())
     assert distance(*ends) < 1e-12
+
+
+def test_what_a_sum_is_made_of_leaves_no_process_without_masks() -> None:
+    """In one process, which has everything, nothing leaves."""
+    with pytest.raises(ValueError, match=r"secure sum around a half .*masked_party.* accept_disclosure=True"):
+        over_streams(halves("sums", False, 1)[0])
+    together(halves("sums", False, 1)[0])
+    over_streams(halves("sums", True, 1)[0])
+    over_streams(halves("noiseless", False, 1)[0])  # an ordinary split network's, which says what it sends
+
+
+def test_what_is_not_summed_at_the_cut_layer_is_refused() -> None:
+    """Masks would hand the server zeros and a sum in the place of what it joins side by side."""
+    network = splits.CASES["concatenated"]()
+    server, parties = network.nodes(splits.data(), splits.SGD)
+    made = {0: masked_server(server_half(server, [Iteration()]), KEYS, GRID, run=b"run")}
+    for k, party in enumerate(parties, start=1):
+        made[k] = masked_party(
+            party_half(party, [Iteration()]), k, KEYS, SIGNING[k], GRID, privacy.from_seed(k), run=b"run"
+        )
+    with pytest.raises(TypeError, match="but got Value; use a sum at the cut layer"):
+        together(made)
+
+
+def test_masks_go_on_from_the_points_of_a_journal() -> None:
+    """Keys are agreed anew in each block of iterations, so that one that is begun again has other masks."""
+
+    def over(half: Half, journal: Journal, node: Stateful, mask: Callable[[Half], Half]) -> Half:
+        yield from journal.through(lambda some: mask(half(node, some)), node, ITERATIONS, every=2)
+
+    ends = []
+    for masks in (False, True):
+        model, data = some_model("augmented", "bernoulli")
+        family = GUIDES["sums"]()
+        server, parties = nodes(model, family, some_parameters(model, family, data), data, shared=False)
+        plain = lambda half: half
+        hide = lambda half, k: masked_party(half, k, KEYS, SIGNING[k], GRID, run=b"run")
+        hear = lambda half: masked_server(half, KEYS, GRID, run=b"run")
+        made = {0: over(server_half, Journal(), server, hear if masks else plain)}
+        for p in parties:
+            made[p.index] = over(party_half, Journal(), p, partial(hide, k=p.index) if masks else plain)
+        together(made)
+        ends.append(gathered(server, parties))
+    assert distance(*ends) < 1e-8
 
 
 def test_models_that_need_more_than_a_sum_are_refused() -> None:
@@ -123,5 +189,5 @@ def test_the_first_message_is_a_key_and_the_second_what_the_server_passes_on() -
     made, _ = halves("noiseless", True, 0)
     first = next(made[1])
     assert first.to == 0
-    assert first.message.dtype == torch.uint8
+    assert isinstance(first.message, Keys)
     assert isinstance(made[1].send(None), Receive)

@@ -71,7 +71,10 @@ def test_variational_inference(name: str, guide: str, shared: bool) -> None:
     sides = [nodes(model, family, q, data, shared) for _ in range(2)]
     (server, parties), (there, others) = sides
     traffic = together({0: server_half(server, iterations)} | {p.index: party_half(p, iterations) for p in parties})[1]
-    moved = remotely(server_half(there, iterations), {f"party {p.index}": party_half(p, iterations) for p in others})[1]
+    moved = remotely(
+        server_half(there, iterations),
+        {f"party {p.index}": party_half(p, iterations, accept_disclosure=True) for p in others},
+    )[1]
     assert moved == traffic
     assert all(same(one.part, two.part) for one, two in zip((server, *parties), (there, *others)))
 
@@ -81,7 +84,10 @@ def test_split_networks(name: str) -> None:
     models, iterations = [splits.CASES[name]() for _ in range(2)], [Iteration(step=step) for step in range(3)]
     (server, parties), (there, others) = [model.nodes(splits.data(), splits.SGD) for model in models]
     traffic = together({0: server_half(server, iterations)} | {p.index: party_half(p, iterations) for p in parties})[1]
-    moved = remotely(server_half(there, iterations), {f"party {p.index}": party_half(p, iterations) for p in others})[1]
+    moved = remotely(
+        server_half(there, iterations),
+        {f"party {p.index}": party_half(p, iterations, accept_disclosure=True) for p in others},
+    )[1]
     assert moved == traffic
     assert same(models[0], models[1])
 

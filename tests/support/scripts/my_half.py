@@ -56,5 +56,5 @@ def half(journal: Journal, name: str = os.environ.get("SITE", "clinic")) -> Half
     rows = yield from journal.once(Holder(IDENTIFIERS[name], name).following("leader"))
     part, unknown = network().parties[PARTIES.index(name)], torch.full((len(rows),), torch.nan, dtype=torch.float64)
     node = PartyNode(part, vfl.VerticalData((features(name)[rows],), unknown), optimizer=sgd, per_row=True)
-    yield from journal.through(partial(party_half, node, delay=DELAY), node, ITERATIONS, EVERY)
+    yield from journal.through(partial(party_half, node, delay=DELAY, accept_disclosure=True), node, ITERATIONS, EVERY)
     return rows, {key: value.detach() for key, value in part.named_parameters()}

@@ -58,7 +58,11 @@ def compare(name: str, guide: str, shared: bool, local_steps: int) -> tuple[floa
 def run(node: ServerNode | PartyNode, iterations: list[Iteration], local_steps: int = 1) -> Traffic:
     """This rank's half over the process group."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    half = server_half(node, iterations) if rank == 0 else party_half(node, iterations, local_steps)
+    half = (
+        server_half(node, iterations)
+        if rank == 0
+        else party_half(node, iterations, local_steps, accept_disclosure=True)
+    )
     return over_ranks(half, rank, ranks)[1]
 
 

@@ -18,7 +18,7 @@ from fedtorch.trust.attacks.split import gram_matrix, label_scores, split_invers
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
 from fedtorch.vfl.nodes.iteration import party_half, server_half
-from fedtorch.vfl.nodes.node import Gradient, Iteration, ServerNode, Value
+from fedtorch.vfl.nodes.node import Iteration, ServerNode
 
 WIDTHS, N = [3, 2], 200
 KEYS = random.fold_in(random.key(0), torch.arange(1))
@@ -40,13 +40,13 @@ def heard(
     """What the first party sends and is sent in training, `(T, 1, M, C, n)` each."""
     server, parties = model.nodes(data, lambda parameters: torch.optim.SGD(parameters, lr=lr))
     iterations = [Iteration(step=step) for step in range(steps)]
-    said: dict[type, list[Tensor]] = {Value: [], Gradient: []}
-    overhear = lambda node, message, sent: said[type(message)].append(message[0])
+    said: dict[bool, list[Tensor]] = {True: [], False: []}
+    overhear = lambda node, message, sent: said[sent].append(message[0])
     halves = {0: defence(server, server_half(server, iterations))}
     halves |= {party.index: party_half(party, iterations) for party in parties}
     halves[1] = attacks.tapped(halves[1], overhear)
     together(halves)
-    return torch.stack(said[Value]), torch.stack(said[Gradient])
+    return torch.stack(said[True]), torch.stack(said[False])
 
 
 def right(gradients: Tensor, labels: Tensor = DATA.response) -> float:

@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedtorch._representation import without_rows
+from fedtorch.learns import NOISED, Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, wrapped
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.trust.privacy._checks import check_clip, check_noise
@@ -26,6 +29,18 @@ from fedtorch.trust.privacy.accounting.spending import on_grid
 from fedtorch.trust.privacy.noise import gaussian
 from fedtorch.vfl.model.vertical import summed
 from fedtorch.vfl.nodes.node import Gradient, ServerNode
+
+
+@tells(
+    Learns("of each label what ε of all steps together lets through", "attacks.guessed_labels", "a smaller ε"),
+    exactness=NOISED,
+)
+@without_rows
+class NoisedGradient(NamedTuple):
+    """Down: a `Gradient` with noise."""
+
+    gradient: Tensor  # (B, M, C, n)
+
 
 _CALLS = itertools.count()  # of releases in this process, so that no two have the same noise
 
@@ -81,7 +96,7 @@ def noised_gradients(
 
 
 def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: Entropy) -> Half:
-    released: Gradient | None = None
+    released: NoisedGradient | None = None
 
     def take(step: Send | Receive) -> Half:
         nonlocal released
@@ -90,7 +105,7 @@ def _noised(server: ServerNode, half: Half, clip: float, noise: float, entropy: 
         elif isinstance(step.message, Gradient):
             if released is None:
                 size = server.data.total.to(step.message.gradient).reshape(-1, 1, 1, 1) if server.per_row else 1.0
-                released = Gradient(release(step.message.gradient * size, clip, noise, entropy) / size)
+                released = NoisedGradient(release(step.message.gradient * size, clip, noise, entropy) / size)
             step = step._replace(message=released)
         return (yield step)
 
