@@ -22,7 +22,6 @@ from .datasets.weather import (
 )
 from .federated import ClientData as ClientData, FederatedData as FederatedData
 from .formulas.design import Design as Design
-from .formulas.encoding import Encoding as Encoding
 from .frames.reading import from_frame as from_frame
 from .items import read as read
 from .loaders import (
