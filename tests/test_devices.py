@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support import pretended_device
+from support.device_cases import CASES
 from support.device_worker import Worker
 from support.oracles.closed_forms import distance
 from test_conformance import ALGORITHMS, REORDERED, every_algorithm, models_of, population, start
@@ -123,6 +124,19 @@ def alike(one: Any, two: Any) -> bool:
 @pytest.mark.parametrize("loads", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_answers_on_a_device_as_on_the_cpu(name: str, loads: bool, worker: Worker) -> None:
     assert worker(differing, name, loads) == {}
+
+
+def case_apart(name: str) -> float:
+    """How far a part is on the device from what it is on the CPU."""
+    warnings.simplefilter("ignore")
+    with pretended_device.pretended():
+        found = CASES[name](FAR)
+    return distance(found, CASES[name]("cpu"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_part_gives_the_numbers_of_the_cpu(name: str, worker: Worker) -> None:
+    assert worker(case_apart, name) < REORDERED
 
 
 def test_tensors_of_two_places_do_not_meet(worker: Worker) -> None:

@@ -268,8 +268,10 @@ def _of_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[s
         for tensors in (part._parameters, part._buffers) if path else ():
             yield from _entries(prefix, tensors, dict(tensors), seen, 0)
         for key, parameter in part._parameters.items():
-            if parameter is not None and vars(parameter):
-                yield from _entries(f"{prefix}{key}.", vars(parameter), dict(vars(parameter)), seen, 0)
+            # By `_is_param` torch knows a parameter of a class of its own, such as one that is quantised.
+            own = {} if parameter is None else {k: v for k, v in vars(parameter).items() if k != "_is_param"}
+            if own:
+                yield from _entries(f"{prefix}{key}.", vars(parameter), own, seen, 0)
             if parameter is not None and parameter._backward_hooks:
                 yield from _hooked(f"{prefix}{key}", parameter._backward_hooks, seen)
         for key in _HOOKS:

@@ -48,12 +48,13 @@ def fitted(device: str) -> vfl.VariationalFit:
     data = tree.to(verticals.gaussian_data([3], 30), device)
     model = vfl.augmented(likelihoods.gaussian(verticals.SD), verticals.predictors([3]), torch.tensor((0.5, 1.0)))
     guide = vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True)
-    return vfl.sfvi(model, guide, data, key=random.key(0), steps=5, draws=2, size=2)
+    return vfl.sfvi(model, guide, data, key=random.key(0), steps=2, draws=2, size=2)
 
 
 @DEVICE
 def test_variational_inference(device) -> None:
     found, wanted = fitted(device), fitted("cpu")
-    for one, other in zip(tree.leaves(tree.to(found.parameters, "cpu")), tree.leaves(wanted.parameters)):
-        torch.testing.assert_close(one, other, **CLOSE)
+    # Adam takes whole steps along gradients that are zero but for rounding, so that parameters themselves differ.
+    for one, other in zip(found.moments(), wanted.moments()):
+        torch.testing.assert_close(one.cpu(), other, **CLOSE)
     torch.testing.assert_close(found.bounds.cpu(), wanted.bounds, **CLOSE)
