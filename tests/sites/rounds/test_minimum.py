@@ -239,13 +239,16 @@ def test_scores_of_few_rows_are_of_one_model() -> None:
 
 
 def test_log_densities_of_few_rows_are_over_one_cavity() -> None:
-    def told(minimum: int) -> Any:
+    def told(minimum: int, one: bool = False) -> Any:
         make = lambda: ft.ep(hierarchical.linear(hierarchical.normal(3, random=[]), noise=1.0))
         run = on_sites(make, policy=Policy(minimum=minimum, after_fit=("densities",)))
-        elsewhere(run)
+        run.step()
+        if not one:
+            elsewhere(run)
         return run.clients.ask(run.outbox, "evidence", {}, {})["elpd"]
 
     assert told(1).isfinite()
+    assert told(10, one=True).isfinite()
     with pytest.raises(RuntimeError, match="only where all of its clients were sent the same"):
         told(10)
 
