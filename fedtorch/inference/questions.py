@@ -15,8 +15,8 @@ from fedtorch.inference.checks import CALIBRATION, HISTOGRAM, MEANS, POWERS
 from fedtorch.inference.comparison import DENSITIES
 from fedtorch.inference.marginal_effects import EFFECTS, VARIABLES
 
-FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0])
+FACTORS = Kind("factors", "effects", tell_sums, lambda form: room_for(form)[0], weighed=True)
 DEVICES = Kind("devices", "effects", tell_devices, lambda form: room_for(form)[1], by_client=True)
-AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2])
+AVERAGE = Kind("average", "effects", tell_average, lambda form: room_for(form)[2], weighed=True)
 _EVERY = (COEFFICIENTS, DEVIATIONS, DENSITIES, EVIDENCE, VARIABLES, EFFECTS, CALIBRATION, POWERS, HISTOGRAM, MEANS)
 QUESTIONS = {kind.name: kind for kind in (*_EVERY, FACTORS, DEVICES, AVERAGE)}

@@ -2,13 +2,14 @@
 
 What a site has said of a column it says again, to the bit, and with one minimum for good: two answers that differ, by
 rows that came meanwhile, by another minimum or other bins, would together tell what neither does. So it keeps them.
+That it tells nothing is an answer, too: the largest minimum with which it tells something would count rows.
 
 >>> log = AnswerLog(None)
 >>> log.once("bins of age", 10, lambda: [200, 61.5]), log.once("bins of age", 10, lambda: [201, 61.6])
 ([200, 61.5], [200, 61.5])
 >>> log.once("bins of age", 20, lambda: [201, 61.6])
 Traceback (most recent call last):
-fedtorch.data.agreement.disclosure.Refused: the site has told its bins of age with a minimum of 10 rows, and ...
+fedtorch.data.agreement.disclosure.Refused: the site has told its bins of age, or that it tells none, with a ...
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class AnswerLog:
         self._held: dict[str, Any] = {"answers": {}, "designs": []}
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
-        """Return what was told before, or tell it for the first time.
+        """Return what was told before, None too, or tell it for the first time.
 
         Raises:
             Refused: it was told with another minimum.
@@ -75,13 +76,13 @@ class AnswerLog:
         answer = _as_read(tell())
         with self._lock():
             before = self._read()["answers"].get(what)
-            if before is None or before["answer"] is None:  # nothing was told
+            if before is None:
                 before = self._held["answers"][what] = {"minimum": minimum, "answer": answer}
                 self._write()
         if before["minimum"] != minimum:
             raise Refused(
-                f"the site has told its {what} with a minimum of {before['minimum']} rows, and tells it with no other; "
-                "ask with that"
+                f"the site has told its {what}, or that it tells none, with a minimum of {before['minimum']} rows, and "
+                "answers with no other; ask with that"
             )
         if before["answer"] != answer:
             _LOG.warning(

@@ -5,8 +5,8 @@ design. Questions and answers are JSON.
 
 1. `describe`: the formula, the minimum, offsets beside the formula's, and which levels are declared. A site reads the
    formula against the fixed list, compares it with its policy, and tells of its own columns what at least `minimum` of
-   its own rows are behind: mean and sum of squares of columns that are scaled and of the response less its offsets,
-   histograms of those that have knots, names of levels.
+   its own rows are behind: histograms of columns that are scaled or have knots, of the response and of offsets, from
+   which means and sds follow; names of levels.
 2. `make`: the design. Each site makes its own rows by it, or refuses where a row has a level that is in none.
 
 >>> import pandas

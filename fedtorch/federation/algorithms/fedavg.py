@@ -32,8 +32,8 @@ Weight = Callable[[Any], Tensor]  # data -> (K,)
 
 
 LEARNS = Learns(
-    "membership of rows; with one step on few rows, the rows; of a linear model, in d + 1 rounds, what sufficient "
-    "statistics tell",
+    "membership of rows; with one step, on few rows or from weights that the server chooses, the rows; of a linear "
+    "model, in d + 1 rounds, what sufficient statistics tell",
     "attacks.gradient_inversion",
     "privacy.client_level, privacy.example_level, sums under masks",
 )

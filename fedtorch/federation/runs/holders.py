@@ -77,6 +77,7 @@ class Kind(NamedTuple):
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
+    weighed: bool = False  # whether a sum weighs clients as the server says, so that it may be of one alone
 
 
 def ask(

@@ -138,11 +138,11 @@ class Behind:
 
         return {name: mean(values).clone() for name, values in info.items()}
 
-    def note(self, what: str, ids: Tensor) -> None:
-        """Write to the site's own log which clients have too few rows, by name."""
+    def note(self, what: str, ids: Tensor, why: str = "") -> None:
+        """Write to the site's own log, by name, which clients have too few rows, or what else is with them."""
         names = [self._names[client - self._first] for client in ids[:_NAMED].tolist()]
         more = f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""
-        _LOG.warning("%s: clients %s%s have fewer than %d %s", what, names, more, self.least, self._what)
+        _LOG.warning("%s: clients %s%s %s", what, names, more, why or f"have fewer than {self.least} {self._what}")
 
 
 def behind(configuration: SiteConfiguration, first: int = 0) -> Behind:

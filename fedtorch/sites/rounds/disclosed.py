@@ -17,14 +17,26 @@ NUMBERS = ("sequence", "sizes.*", "nodes", "protocol", "again", "everybody")  # 
 _NAMES = Learns("who is there, by name where every client has at least `minimum` rows", helps="Policy(minimum=…)")
 _COUNTS = Learns("how many rows each client has; of clients with few, their mean", helps="Policy(minimum=…)")
 _SCHEMA = Learns("names, dtypes and shapes of the columns")
-_WHO = Learns("which clients answered, or had numbers that are none, and in which field")
+_WHO = Learns(
+    "which clients answered, or had numbers that are none, and in which field; not which where clients have few rows"
+)
 _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
-_SCORES = Learns("how well each client's validation rows are predicted", "attacks.membership", "Policy(minimum=…)")
+_SCORES = Learns(
+    "how well validation rows are predicted, by as many models as the server sends",
+    "attacks.membership",
+    "Policy(minimum=…)",
+)
 _TOLD = {
     "effects": Learns("a client's posterior: of few rows, what a fit to them tells", helps="Policy(after_fit=(…))"),
-    "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(rounds=…)"),
-    "margins": Learns("sums of changes of the mean response", helps="Policy(minimum=…)"),
-    "checks": Learns("sums of responses by bins of at least `minimum` rows", helps="Policy(minimum=…)"),
+    "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(after_fit=(…))"),
+    "margins": Learns(
+        "sums of changes of the mean response at points that the server chooses: who has a row",
+        helps="Policy(after_fit=(…))",
+    ),
+    "checks": Learns(
+        "sums of responses by bins of at least `minimum` rows; at points that the server chooses, who has a row",
+        helps="Policy(after_fit=(…))",
+    ),
 }
 _COLUMN = "what at least `minimum` rows of a site have in common; of fewer, that they are there"
 _AGREED = {

@@ -196,6 +196,13 @@ class SiteSession:
         if not self.leaves and gathered.message is not None:
             reply = Reply(gathered.message, None, gathered.info)
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
+        if self._adds and (unfit := {**gathered.failed, **gathered.refused}):
+            why = f"fail, or their messages are not finite: {next(iter(unfit.values()))}"
+            self._rows.note("no sum", torch.tensor(list(unfit)), why)
+            raise Refusal(
+                "the site adds up clients with few rows, and not every message is finite; its own log says whose; take "
+                "smaller steps or another start, or leave out clients whose rows are at fault"
+            )
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
@@ -350,6 +357,8 @@ class SiteSession:
         if few and len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site, some of which have few validation rows", inboxes.ids.tolist())
         rows.check(inboxes.ids, additive=True)
+        if few and self.algorithm.exchange.additive:
+            one_of(inboxes.inbox)
         sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         chosen = validation.select(inboxes.ids - self.first)
         every = after_fit.by_client(self.clients, inboxes, chosen, sums)
@@ -372,8 +381,11 @@ class SiteSession:
         if len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site", inboxes.ids.tolist())
         configuration, minimum = self.configuration, self.watch.policy.minimum
-        least = int(self._rows.each(inboxes.ids).min()) if kind.by_client else self._rows.all(inboxes.ids)
+        each = kind.by_client or kind.weighed
+        least = int(self._rows.each(inboxes.ids).min()) if each else self._rows.all(inboxes.ids)
         self.watch.after_fit(kind.tells, least)
+        if self._few and self.algorithm.exchange.additive:
+            one_of(inboxes.inbox)
         evaluate = on_cpu(partial(after_fit.by_client, self.clients, inboxes))
         minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]

@@ -315,7 +315,7 @@ def test_what_a_site_has_told_it_tells_again_and_with_no_other_minimum(
     assert Answers(frames[1], folder=tmp_path).answer(asked) == first
     assert "bins of 'age' as it told it before, of other rows than it has now; delete" in caplog.text
     finer = Answers(FRAMES["a"], folder=tmp_path).answer({**asked, "minimum": 11})
-    assert "with a minimum of 10 rows, and tells it with no other" in finer["refused"]
+    assert "with a minimum of 10 rows, and answers with no other" in finer["refused"]
 
 
 def test_a_site_hears_of_nothing_that_could_move_an_answer() -> None:
@@ -384,11 +384,22 @@ def test_how_many_cells_are_missing_is_told_of_at_least_the_minimum(missing: int
     assert sum(Answers(holes).answer(question("los ~ scale(age)"))["histograms"]["age"][1]) == told
 
 
-def test_what_was_not_told_may_be_told_with_another_minimum() -> None:
+def test_that_nothing_is_told_is_an_answer_which_no_smaller_minimum_changes() -> None:
+    """The largest minimum with which a site tells bins would count the rows of its smallest bin."""
     site = Answers(FRAMES["a"])
     asked = question("los ~ scale(age)")
-    assert site.answer({**asked, "minimum": 301})["histograms"] == {"age": None}
-    assert sum(site.answer(asked)["histograms"]["age"][1]) == 300
+    for _ in range(2):
+        assert site.answer({**asked, "minimum": 301})["histograms"] == {"age": None}
+    assert "or that it tells none, with a minimum of 301 rows" in site.answer(asked)["refused"]
+
+
+def test_that_nothing_is_told_stays_so_when_a_row_comes(tmp_path: Path) -> None:
+    """Nine of a hundred are yes; bins from the next row on would tell that it is yes."""
+    asked = question("los ~ scale(ill)")
+    before, after = (FRAMES["a"].assign(ill=1.0 * (numpy.arange(300) < yes)) for yes in (9, 10))
+    assert Answers(after).answer(asked)["histograms"]["ill"] is not None
+    for frame in (before, after):
+        assert Answers(frame, folder=tmp_path).answer(asked)["histograms"]["ill"] is None
 
 
 def test_a_column_whose_name_is_that_of_a_logarithm_is_another() -> None:

@@ -210,6 +210,87 @@ def test_scores_of_few_validation_rows_are_told_as_one_sum_of_all_clients() -> N
         scored(TEN, slice(0, 5))
 
 
+def elsewhere(run: ft.Run) -> None:
+    """Make a server send the first client other tensors than the others."""
+    session = run.clients.session
+    sent = session.inboxes
+
+    def inboxes(outbox: Any, ids: torch.Tensor) -> frames.Inboxes:
+        starts = tree.map(torch.clone, sent(outbox, ids).inbox)
+        [leaf[0].add_(1) for leaf in tree.leaves(starts) if leaf.is_floating_point()]
+        return frames.Inboxes(ids, starts)
+
+    session.inboxes = inboxes
+
+
+def test_scores_of_few_rows_are_of_one_model() -> None:
+    metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
+
+    def scored(policy: Policy) -> None:
+        brought = offers(DATA, fedavg, sites=1, policy=policy)["a"]
+        host = Loopback({"a": replace(brought, validation=DATA, metrics=metrics)}, None)
+        run = ft.Run(fedavg(), Remote(host, ["a"], "it", rows=DATA.rows, quorum=1.0, seconds=0.05), seed=3)
+        elsewhere(run)
+        run.evaluate(run.population.validation, metrics)
+
+    scored(Policy(minimum=1))
+    with pytest.raises(RuntimeError, match="only where all of its clients were sent the same"):
+        scored(TEN)
+
+
+def test_log_densities_of_few_rows_are_over_one_cavity() -> None:
+    def told(minimum: int, one: bool = False) -> Any:
+        make = lambda: ft.ep(hierarchical.linear(hierarchical.normal(3, random=[]), noise=1.0))
+        run = on_sites(make, policy=Policy(minimum=minimum, after_fit=("densities",)))
+        run.step()
+        if not one:
+            elsewhere(run)
+        return run.clients.ask(run.outbox, "evidence", {}, {})["elpd"]
+
+    assert told(1).isfinite()
+    assert told(10, one=True).isfinite()
+    with pytest.raises(RuntimeError, match="only where all of its clients were sent the same"):
+        told(10)
+
+
+def test_sums_over_devices_that_the_server_weighs_are_held_by_each_devices_rows() -> None:
+    """With a weight of zero for all others, they are of one device."""
+    head = ft.LinearHead(3, intercept=False, dtype=torch.float64)
+    make = lambda: ft.matrix_normal(ft.least_squares(head), noise=1.0)
+    each = {"noise": torch.ones(2).double(), "factor": torch.tensor([[1.0], [0.0]]).double()}
+
+    def asked(minimum: int) -> Any:
+        run = on_sites(make, linear_clients([3, 40]), Policy(minimum=minimum, after_fit=("effects",)))
+        return run.clients.ask(run.outbox, "factors", {"multiple": torch.full((1,), 1e-9).double()}, {}, each)
+
+    assert asked(3).right.isfinite().all()
+    for minimum in (4, 10):
+        with pytest.raises(RuntimeError, match=f"{minimum} rows"):
+            asked(minimum)
+
+
+def test_whose_message_is_not_finite_is_not_told_where_clients_have_few_rows(caplog: Any) -> None:
+    """A server may choose starts at which a message overflows if a client's row is large."""
+    x, y = (torch.cat(each) for each in zip(*linear_clients([3, 3, 3, 3])))
+    x[0] = 1e300
+    data = ft.data.from_tensors(list(zip(x.split(3), y.split(3))))
+
+    def last_said(policy: Policy) -> frames.Frame:
+        said = list[bytes]()
+        host = Loopback(offers(data, fedavg, {}, 1, policy=policy), None)
+        host.after = lambda name, reply: said.append(reply) or reply
+        with pytest.raises((RuntimeError, ValueError)):
+            ft.Run(fedavg(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05)).step()
+        return frames.read(said[-1], "a")
+
+    assert last_said(Policy(minimum=1)).about["refused"].keys() == {"0"}
+    with caplog.at_level(logging.WARNING):
+        reason = last_said(TEN).about["reason"]
+    assert "not every message is finite" in reason
+    assert not any(character.isdigit() for character in reason)
+    assert "no sum: clients ['0'] fail, or their messages are not finite: " in caplog.text
+
+
 # -- sums over one start -----------------------------------------------------------------------------------------------
 
 
@@ -244,15 +325,7 @@ def test_clients_of_few_rows_are_added_up_over_one_start_only() -> None:
 
     def one_elsewhere(policy: Policy) -> None:
         run = on_sites(policy=policy)
-        session = run.clients.session
-        sent = session.inboxes
-
-        def inboxes(outbox: Any, ids: torch.Tensor) -> frames.Inboxes:
-            starts = tree.map(torch.clone, sent(outbox, ids).inbox)
-            [leaf[0].add_(1.0) for leaf in tree.leaves(starts)]
-            return frames.Inboxes(ids, starts)
-
-        session.inboxes = inboxes
+        elsewhere(run)
         run.step()
 
     one_elsewhere(Policy(minimum=1))
