@@ -86,3 +86,24 @@ def test_a_search_of_settings_without_privacy_has_no_epsilon() -> None:
     found = ft.grid(plain, {"clip": CLIPS}, ft.InProcess(TRAINING), rounds=1, **SCORED)
     assert found.epsilon is None
     assert "epsilon of the search" not in found.table
+
+
+@pytest.mark.parametrize("search", ["grid", "random", "tpe"])
+def test_private_and_exact_settings_in_one_search_are_refused(search: str) -> None:
+    """The search's epsilon would stand beside an exact setting, which may be the best; at random before training."""
+    exact = ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1).double()))
+    mixed = lambda clip: build(clip) if clip < 4 else exact
+    asked = {"clip": CLIPS[2:]}
+    with pytest.raises(ValueError, match="all private or all exact, but got some of each"):
+        if search == "grid":
+            ft.grid(mixed, asked, ft.InProcess(TRAINING), rounds=1, **SCORED)
+        else:
+            ft.tune(
+                mixed,
+                asked,
+                ft.InProcess(TRAINING),
+                search=search,
+                rounds=1,
+                trials=2 if search == "random" else 16,
+                **SCORED,
+            )
