@@ -26,11 +26,12 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. What
-  is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
-  learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
-  new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
-  on the identifier.
+  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. A
+  leader that does not keep to the protocol may send sums of points, each of which confirms several identifiers of a
+  small domain. What is longer is refused before it is read. All others follow the protocol: who puts guessed
+  identifiers into its list learns whether the other has them, and no such protocol can prevent it. Secrets come from
+  the operating system, are new in each alignment and are not reproducible; which rows are common does not depend on
+  them. Hashing takes a time that depends on the identifier.
 
 The leader is the party with the labels, usually. `Holder.leading` and `Holder.following` are the halves of the protocol
 for any driver of `fedtorch.protocol.halves`, and `intersect` runs all of it in one process.
@@ -67,7 +68,7 @@ _BLINDING = "Blinding identifiers"
     Learns(
         "how many rows the sender has; to the leader, which of its own rows each member has, whether or not the others "
         "have them; and of guessed identifiers whether they are there",
-        helps="DailyLimit: so many guesses a day",
+        helps="DailyLimit: so many points a day, each of which may test several guesses",
     )
 )
 @without_rows
