@@ -19,10 +19,10 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   that compare all lists at once, by oblivious programmable pseudorandom functions (Kolesnikov, Matania, Pinkas,
   Rosulek, Trieu, CCS 2017, with 72 s for five parties of 2²⁰ rows), which `cryptography` has none of; and `required=`
   needs to know it.
-- *The common order* is not that of the leader's table, which may be sorted by the label. Where all members have all
-  common rows it is that of the identifiers, which all of them know. Otherwise it would say between which identifiers
-  those lie that a member lacks; then it is drawn from the system's entropy, and `intersect`, where nobody hides
-  anything, puts it back.
+- *The common order* is not that of the leader's table, which may be sorted by the label. Where all members are
+  required it is that of the identifiers, which all of them know. Otherwise it would say between which identifiers those
+  lie that a member lacks; then it is drawn from the system's entropy, and `intersect`, where nobody hides anything,
+  puts it back. A server that is not the leader sees rows in this order, too.
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
@@ -203,7 +203,7 @@ class Holder:
     def leading(self, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
         """Run the leader's half, usually that of the party with the labels; return its own rows in the common order.
 
-        The order is that of the identifiers, or one by chance where a member lacks a row.
+        The order is that of the identifiers, or one by chance where not all members are required.
 
         Args:
             members: their names.
@@ -238,7 +238,7 @@ class Holder:
                 f"Expected rows that {self.name!r} and {needed} share, but got none; are identifiers alike?"
             )
         own = sorted(shared.nonzero()[:, 0].tolist(), key=lambda row: self.identifiers[row])
-        if any(bool((places[name][own] < 0).any()) for name in members):
+        if set(needed) < set(members):
             secrets.SystemRandom().shuffle(own)
         for name in members:
             yield Send(name, Positions(places[name][own]), rows=True)

@@ -2,7 +2,7 @@
 
 Whoever puts guessed identifiers into its list learns which of them a party has, and no intersection can prevent it.
 So a party says how many points a day it answers. Who keeps to the protocol tests one identifier by a point; who sends
-sums of points may test several identifiers of a small domain by one. Within 24 hours up to twice as many pass, those
+sums of points may test several identifiers of a small domain by one. Within 24 hours nearly twice as many pass, those
 that were left and those that come back meanwhile:
 
     limit = DailyLimit("guesses.json", 20_000)           # about what the other's honest list is long
