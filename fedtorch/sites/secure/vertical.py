@@ -6,9 +6,12 @@ gradient. `masked_party` puts masks on what a party sends, one for each other pa
 drives them, do not know.
 
 In its first message each party says a key, signed, which the server passes on; masks then are fresh in every message.
-*From whom:* the server, whether it keeps to the protocol or passes keys on as it likes (they are signed, and all have
-to be there), and the server with all but two of the parties, of whom it learns the sum. All parties take part in every
-iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
+*From whom:* the server, also one that passes keys on as it likes (they are signed, and all have to be there). It may
+work with other parties, as long as two are honest; of these it learns the sum. *Not from whom:* parties, which learn
+the labels of their gradients and with them the others' sum; and a server that sends parties different gradients, for it
+reads one party's changes in the next sums. As many sums as there are parameters tell what all features span. Sums of
+runs that differ by a party tell its part: nothing remembers past ones. All parties take part in every iteration: there
+are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 
@@ -65,7 +68,9 @@ class Keys(NamedTuple):
 
 @tells(
     Learns(
-        "nothing by themselves; all parties' together, the sum of their parts of each row's predictor, in each step"
+        "nothing by themselves; all parties' together, the sum of their parts of each row's predictor, in each step; "
+        "as many sums as there are parameters tell what all features span; to a server that sends parties different "
+        "gradients, one party's changes"
     ),
     exactness="rounded to a grid",
     of="the sum of all parties, under masks",

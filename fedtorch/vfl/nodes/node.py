@@ -33,7 +33,8 @@ _PART = Learns(
     "masked_party, where the server needs the sum alone",
 )
 _LABELS = Learns(
-    "the labels, all of two classes from the first step on, whatever the noise ρ",
+    "the labels, all of two classes from the first step on, whatever the noise ρ; and with them the sum of the others' "
+    "parts of each row's predictor, of two parties the other's, masks or not",
     "attacks.guessed_labels",
     "privacy.noised_gradients at ε of 1 or less",
 )

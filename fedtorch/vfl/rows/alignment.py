@@ -13,19 +13,25 @@ computes a(bP) and compares: equal points are equal identifiers, and points of r
   half of the hashes fall on the curve's twist. Its group is as hard, but which of the two a blinded point is on stays
   visible, one bit of every row, and clamping makes secrets multiples of the cofactor; it is not used here.)
 - *The leader learns* how many rows each member has, and for its own rows which member has them. *A member learns* how
-  many rows the leader has, which of its own rows are used (all required parties have them), and their order. Who
-  carries messages learns all sizes. With two parties the leader learns of no row but the common ones; with more, a row
-  that one member has and another lacks is left out, and the leader knows who has it. Protocols that hide that compare
-  all lists at once, by oblivious programmable pseudorandom functions (Kolesnikov, Matania, Pinkas, Rosulek, Trieu, CCS
-  2017, with 72 s for five parties of 2²⁰ rows), which `cryptography` has none of; and `required=` needs to know it.
+  many rows the leader has, how many it has in common with all required members, and which of its own rows are among
+  these. Who carries messages learns all sizes. With two parties the leader learns of no row but the common ones; with
+  more, a row that one member has and another lacks is left out, and the leader knows who has it. Protocols that hide
+  that compare all lists at once, by oblivious programmable pseudorandom functions (Kolesnikov, Matania, Pinkas,
+  Rosulek, Trieu, CCS 2017, with 72 s for five parties of 2²⁰ rows), which `cryptography` has none of; and `required=`
+  needs to know it.
+- *The common order* is not that of the leader's table, which may be sorted by the label. Where all members are
+  required it is that of the identifiers, which all of them know. Otherwise it would say between which identifiers those
+  lie that a member lacks; then it is drawn from the system's entropy, and `intersect`, where nobody hides anything,
+  puts it back. A server that is not the leader sees rows in this order, too.
 - *Identifiers* are compared in Unicode's normal form C, so that "é" is the same as "e" with an accent after it, which
   two systems may write for one name; nothing else is folded, neither case nor blanks.
 - *Limits.* A holder takes so many points from others at most (`most`), in all that is asked of it, and so many a day,
-  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. What
-  is longer is refused before it is read. All follow the protocol: who puts guessed identifiers into its list
-  learns whether the other has them, and no such protocol can prevent it. Secrets come from the operating system, are
-  new in each alignment and are not reproducible; the result does not depend on them. Hashing takes a time that depends
-  on the identifier.
+  whoever asks and however often (`limit`): every point that it multiplies is a guess that the other can test. A
+  leader that does not keep to the protocol may send sums of points, each of which confirms several identifiers of a
+  small domain. What is longer is refused before it is read. All others follow the protocol: who puts guessed
+  identifiers into its list learns whether the other has them, and no such protocol can prevent it. Secrets come from
+  the operating system, are new in each alignment and are not reproducible; which rows are common does not depend on
+  them. Hashing takes a time that depends on the identifier.
 
 The leader is the party with the labels, usually. `Holder.leading` and `Holder.following` are the halves of the protocol
 for any driver of `fedtorch.protocol.halves`, and `intersect` runs all of it in one process.
@@ -62,7 +68,7 @@ _BLINDING = "Blinding identifiers"
     Learns(
         "how many rows the sender has; to the leader, which of its own rows each member has, whether or not the others "
         "have them; and of guessed identifiers whether they are there",
-        helps="DailyLimit: so many guesses a day",
+        helps="DailyLimit: so many points a day, each of which may test several guesses",
     )
 )
 @without_rows
@@ -72,7 +78,7 @@ class Points(NamedTuple):
     x: Tensor  # (n, 32) uint8
 
 
-@tells(Learns("which of the member's own rows all required parties have, and their order at the leader"))
+@tells(Learns("how many rows the leader and all required members have, and which of the member's own are among them"))
 @without_rows
 class Positions(NamedTuple):
     """To a member: which of its points are used, in the common order."""
@@ -197,6 +203,8 @@ class Holder:
     def leading(self, members: Sequence[str], required: Iterable[str] | None = None) -> Half:
         """Run the leader's half, usually that of the party with the labels; return its own rows in the common order.
 
+        The order is that of the identifiers, or one by chance where not all members are required.
+
         Args:
             members: their names.
             required: members without which a row is left out; all by default.
@@ -207,8 +215,8 @@ class Holder:
         >>> clinic, laboratory = Holder(["b", "c", "a"], "clinic"), Holder(["a", "d", "b"], "laboratory")
         >>> halves = {"clinic": clinic.leading(["laboratory"]), "laboratory": laboratory.following("clinic")}
         >>> rows, traffic = together(halves)
-        >>> rows["clinic"], rows["laboratory"]  # of a and b, in the clinic's order
-        (tensor([0, 2]), tensor([2, 0]))
+        >>> rows["clinic"], rows["laboratory"]  # of a and b, in the order of identifiers
+        (tensor([2, 0]), tensor([0, 2]))
         """
         needed = list(members if required is None else required)
         for name in needed:
@@ -229,9 +237,12 @@ class Holder:
             raise ValueError(
                 f"Expected rows that {self.name!r} and {needed} share, but got none; are identifiers alike?"
             )
+        own = sorted(shared.nonzero()[:, 0].tolist(), key=lambda row: self.identifiers[row])
+        if set(needed) < set(members):
+            secrets.SystemRandom().shuffle(own)
         for name in members:
-            yield Send(name, Positions(places[name][shared]), rows=True)
-        return shared.nonzero()[:, 0]
+            yield Send(name, Positions(places[name][own]), rows=True)
+        return torch.tensor(own)
 
     def _times(self, point: ec.EllipticCurvePublicKey) -> bytes:
         return self._secret.exchange(ec.ECDH(), point)
@@ -244,7 +255,7 @@ def intersect(
 
     Args:
         identifiers: of every party, by name.
-        leader: the name of the one that compares; the common order is that of its rows.
+        leader: the name of the one that compares; the common order is that of its identifiers.
         required: members without which a row is left out; all by default.
 
     Raises:
@@ -253,10 +264,13 @@ def intersect(
     if leader not in identifiers:
         raise ValueError(f"Expected a leader among {list(identifiers)}, but got {leader!r}")
     members = [name for name in identifiers if name != leader]
-    halves = {leader: Holder(identifiers[leader], leader).leading(members, required)}
+    leads = Holder(identifiers[leader], leader)
+    halves = {leader: leads.leading(members, required)}
     halves |= {name: Holder(identifiers[name], name).following(leader) for name in members}
     rows, traffic = together(halves)
-    return Intersection(tuple(rows[name] for name in identifiers), sum(traffic))
+    own = [leads.identifiers[row] for row in rows[leader].tolist()]
+    order = sorted(range(len(own)), key=own.__getitem__)
+    return Intersection(tuple(rows[name][order] for name in identifiers), sum(traffic))
 
 
 def _normalised(identifiers: Sequence[str], name: str) -> list[str]:

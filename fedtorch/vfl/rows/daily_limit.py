@@ -1,7 +1,9 @@
 """A daily limit on the identifiers that others may test at a party, counted in a file over alignments and processes.
 
 Whoever puts guessed identifiers into its list learns which of them a party has, and no intersection can prevent it.
-So a party says how many a day it answers, and a guesser needs as many days as that goes into the names there are:
+So a party says how many points a day it answers. Who keeps to the protocol tests one identifier by a point; who sends
+sums of points may test several identifiers of a small domain by one. Within 24 hours nearly twice as many pass, those
+that were left and those that come back meanwhile:
 
     limit = DailyLimit("guesses.json", 20_000)           # about what the other's honest list is long
     Holder(identifiers, "clinic", limit=limit).following("leader")
@@ -25,7 +27,7 @@ class DailyLimit:
 
     Args:
         path: of the file with the count; none yet has counted nothing.
-        a_day: identifiers.
+        a_day: identifiers, one a point.
         now: seconds since 1970. A clock that is set back gives nothing until it has caught up.
 
     >>> import tempfile

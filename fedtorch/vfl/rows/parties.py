@@ -4,7 +4,7 @@
 >>> labels = Party("registry", ["cem", "ann"], response=torch.tensor([1.0, 0.0]))
 >>> aligned = align([clinic, labels])
 >>> aligned.data.features[0].flatten().tolist(), aligned.data.response.tolist()
-([3.0, 1.0], [1.0, 0.0])
+([1.0, 3.0], [0.0, 1.0])
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ class Aligned(NamedTuple):
 def align(parties: Sequence[Party], *, required: Iterable[str] | None = None) -> Aligned:
     """Align rows by private set intersection; `fedtorch.vfl.rows.alignment` says what each party learns.
 
-    The party with the labels leads, and its order is the common one. A row stays if all required parties have it; where
-    another one lacks it, its features are zero and `data.present` says so.
+    The party with the labels leads, and the common order is that of its identifiers. A row stays if all required
+    parties have it; where another one lacks it, its features are zero and `data.present` says so.
 
     Args:
         parties: with distinct names; one of them has the labels.

@@ -17,6 +17,7 @@ from support.verticals import draw, logistic_data
 from torch import Tensor, nn
 
 from fedtorch import random, vfl
+from fedtorch.learns import UNDECLARED, declared
 from fedtorch.protocol.halves import Half, together
 from fedtorch.sites import secure
 from fedtorch.sites.secure.vertical import Words
@@ -24,7 +25,7 @@ from fedtorch.trust import attacks, privacy
 from fedtorch.trust.attacks.split import label_scores
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.nodes.iteration import party_half, server_half
-from fedtorch.vfl.nodes.node import Iteration, ServerNode, Summand
+from fedtorch.vfl.nodes.node import Gradient, Iteration, ServerNode, Summand
 from fedtorch.vfl.rows.alignment import Holder, Points
 
 WIDTHS, N, STEPS = [3, 2], 400, 20
@@ -131,6 +132,18 @@ def test_values_under_masks_add_up_to_the_sum_of_the_parties() -> None:
     shared = secure.Grid().decode(total).reshape(N)
     own, other = (clear[j][0].value.flatten() for j in (1, 2))
     torch.testing.assert_close(shared - own, other, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("masks", [False, True])
+def test_one_party_reads_the_other_s_part_from_its_gradients(masks: bool) -> None:
+    """The sign of y − p gives y, so p, and the logit of p less one's own part is the other's."""
+    clear, _ = heard(steps=1)
+    _, told = heard(steps=1, masks=masks)
+    (gradient,) = [N * message.gradient.flatten() for message in told[1] if isinstance(message, Gradient)]
+    p = (gradient > 0).double() - gradient
+    own, other = (clear[j][0].value.flatten() for j in (1, 2))
+    torch.testing.assert_close(p.logit() - own, other, rtol=0, atol=1e-6)
+    assert "of two parties the other's" in declared(Gradient, UNDECLARED).worst
 
 
 LISTS = {

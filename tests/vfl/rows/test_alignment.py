@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fedtorch import wire
-from fedtorch.protocol.halves import Half, Receive, Send, decode, drive, encode
+from fedtorch.protocol.halves import Half, Receive, Send, decode, drive, encode, together
 from fedtorch.vfl.rows import alignment
 from fedtorch.vfl.rows.alignment import Holder, Points, Positions, intersect
 from fedtorch.vfl.rows.daily_limit import DailyLimit
@@ -25,7 +25,7 @@ LISTS = {
 
 def common(required: list[str] | None = None) -> list[str]:
     needed = [set(LISTS[name]) for name in (required if required is not None else ["clinic", "laboratory"])]
-    return [i for i in LISTS["registry"] if all(i in own for own in needed)]
+    return sorted(i for i in LISTS["registry"] if all(i in own for own in needed))
 
 
 @pytest.mark.parametrize("required", [None, ["clinic"], []])
@@ -34,6 +34,30 @@ def test_intersection_is_the_plain_one(required: list[str] | None) -> None:
     for (name, own), rows in zip(LISTS.items(), found.rows):
         expected = [i if i in own else None for i in common(required)]
         assert [None if row < 0 else own[row] for row in rows.tolist()] == expected, name
+
+
+def aligned(lists: dict[str, list[str]], required: list[str]) -> dict[str, list[str | None]]:
+    """The identifiers in the common order as each party has them, None where it lacks one."""
+    leader, *members = lists
+    halves = {leader: Holder(lists[leader], leader).leading(members, required)}
+    rows, _ = together(halves | {name: Holder(lists[name], name).following(leader) for name in members})
+    return {name: [None if row < 0 else lists[name][row] for row in rows[name].tolist()] for name in lists}
+
+
+def test_the_common_order_does_not_tell_that_of_the_leader_s_table() -> None:
+    """A table that is sorted by the label has another order, and a row that a member lacks is at any place."""
+    names = [f"p{i:02}" for i in range(30)]
+    by_label = names[1::2] + names[::2]
+    lists = {"leader": by_label, "b": names[::-1], "c": names[:15]}
+    of_all = aligned(lists, ["b", "c"])
+    assert of_all["leader"] == of_all["b"] == of_all["c"] == names[:15]
+    orders = [aligned(lists, ["b"]) for _ in range(2)]
+    for found in orders:
+        assert sorted(filter(None, found["leader"])) == names
+        assert found["b"] == found["leader"]
+        assert found["c"] == [name if name in lists["c"] else None for name in found["b"]]
+        assert found["leader"] not in (names, by_label)  # by chance with probability 2/30!
+    assert orders[0]["leader"] != orders[1]["leader"]
 
 
 def test_bytes_are_those_of_the_messages() -> None:

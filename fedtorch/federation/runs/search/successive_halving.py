@@ -147,7 +147,7 @@ def tune(
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
         ValueError: there is nothing to try, the validation rows are of other clients, the folder is of another search,
-            the budget of private settings is spent.
+            some settings are private and others exact, the budget of private settings is spent.
         ImportError: Optuna is not installed.
 
     Example:
@@ -185,7 +185,9 @@ def tune(
     if isinstance(search, str) and search == "random":
         settings = drawn(space, trials, seed)
         for setting in settings:  # what cannot be built is refused before anything is trained
-            budget = built(build, setting, seed).budget
+            algorithm = built(build, setting, seed)
+            ledger.check(algorithm)
+            budget = algorithm.budget
             if folder is not None and budget is not None and not budget.kept:
                 raise ValueError(
                     "Expected ledger= a file for private settings whose trials are kept in a folder, but got a ledger "

@@ -166,8 +166,8 @@ def grid(
 
     Raises:
         TypeError: `build` has no such parameters, or needs others, or returns no algorithm.
-        ValueError: there is nothing to try, the validation rows are of other clients, or private settings cost more
-            than their budget together, or have claims that do not add up.
+        ValueError: there is nothing to try, the validation rows are of other clients, some settings are private and
+            others exact, or private settings cost more than their budget together, or have claims that do not add up.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -209,13 +209,33 @@ def grid(
 
 
 class SearchLedger:
-    """The one ledger from which all private settings of a search spend."""
+    """The one ledger from which all settings of a search spend: all are private, or none is."""
 
     def __init__(self) -> None:
         self._budget: Budget | None = None
+        self._private: bool | None = None  # before the first setting nobody knows
+
+    def check(self, algorithm: Algorithm) -> None:
+        """Raise ValueError if some of the settings are private and others exact.
+
+        An exact setting tells of the rows what no ε bounds, also by being chosen or not.
+        """
+        private = algorithm.budget is not None
+        if self._private not in (None, private):
+            raise ValueError(
+                "Expected settings that are all private or all exact, but got some of each: the search's epsilon would "
+                "say nothing of the exact ones; search them apart, or give each setting a mechanism"
+            )
+        self._private = private
 
     def join(self, algorithms: Sequence[Algorithm], rounds: int) -> None:
-        """Have algorithms spend from it; raise ValueError where `rounds` of each cost more than it allows."""
+        """Have algorithms spend from it.
+
+        Raises:
+            ValueError: some are private and others exact, or `rounds` of each cost more than it allows.
+        """
+        for algorithm in algorithms:
+            self.check(algorithm)
         budgets = [algorithm.budget for algorithm in algorithms if algorithm.budget is not None]
         if self._budget is None and budgets:
             self._budget, *budgets = budgets

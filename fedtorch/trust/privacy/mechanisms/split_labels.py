@@ -32,7 +32,12 @@ from fedtorch.vfl.nodes.node import Gradient, ServerNode
 
 
 @tells(
-    Learns("of each label what ε of all steps together lets through", "attacks.guessed_labels", "a smaller ε"),
+    Learns(
+        "of each label, beyond what features predict, what ε of all steps together lets through, steps that are done "
+        "again included; of the others' parts what no ε bounds",
+        "attacks.guessed_labels",
+        "a smaller ε",
+    ),
     exactness=NOISED,
 )
 @without_rows
@@ -51,6 +56,8 @@ def noised_gradients(
     """Clip and noise a server's gradients row by row, with fresh noise in each step.
 
     A sum at the cut layer has one gradient for all parties, which is noised once: all of them hear the same numbers.
+    Nothing counts releases. A half of a journal (`fedtorch.sites.vertical`) does steps again after a broken line, with
+    other noise, and each of them costs ε: pass the half itself, which a broken line ends, or count them.
 
     Args:
         server: the node, which must have nothing that learns.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +88,19 @@ def test_a_search_of_settings_without_privacy_has_no_epsilon() -> None:
     found = ft.grid(plain, {"clip": CLIPS}, ft.InProcess(TRAINING), rounds=1, **SCORED)
     assert found.epsilon is None
     assert "epsilon of the search" not in found.table
+
+
+@pytest.mark.parametrize(
+    "search",
+    [
+        partial(ft.grid, rounds=1),
+        partial(ft.tune, rounds=1, trials=2),
+        partial(ft.tune, rounds=1, trials=16, search="tpe"),
+    ],
+)
+def test_private_and_exact_settings_in_one_search_are_refused(search: Callable[..., Any]) -> None:
+    """The search's epsilon would stand beside an exact setting, which may be the best."""
+    exact = ft.fedavg(ft.least_squares(torch.nn.Linear(3, 1).double()))
+    mixed = lambda clip: build(clip) if clip < 4 else exact
+    with pytest.raises(ValueError, match="all private or all exact, but got some of each"):
+        search(mixed, {"clip": CLIPS[2:]}, ft.InProcess(TRAINING), **SCORED)
