@@ -121,8 +121,8 @@ def test_alignment_and_training_on_one_stream() -> None:
     leader, _, parties = remotely(
         my_half.leader(Journal()), {name: my_half.half(Journal(), name) for name in my_half.PARTIES}
     )
-    assert [my_half.IDENTIFIERS["leader"][row] for row in leader[0]] == list("fecba")
-    assert [my_half.IDENTIFIERS["laboratory"][row] for row in parties["laboratory"][0]] == list("fecba")
+    assert [my_half.IDENTIFIERS["leader"][row] for row in leader[0]] == list("abcef")
+    assert [my_half.IDENTIFIERS["laboratory"][row] for row in parties["laboratory"][0]] == list("abcef")
     for name, found in {"leader": leader, **parties}.items():
         check_against(wanted[name], found)
 
