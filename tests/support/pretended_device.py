@@ -7,10 +7,7 @@ that is read from the device, and every copy to the host, is counted by the line
 It says nothing of what needs a device: CUDA graphs, streams, pinned memory, collectives, mixed precision's numbers,
 compiled programs. `"far"` is no `"cuda"`: branches on that name are not taken.
 
->>> with pretended() as waits:
-...     ones = torch.ones(2, device=NAME)
-...     float(ones.sum()), ones.device.type, sum(waits.values())
-(2.0, 'far', 1)
+A process that knows the device behaves otherwise elsewhere, so that tests have it in another one, `device_worker`.
 """
 
 from __future__ import annotations
