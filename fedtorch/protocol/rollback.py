@@ -5,8 +5,7 @@ has, the server sends back the last one that all have, and at the end everybody 
 function is one end of that, to be used between the two ends of a driver: `fedtorch.sites.vertical` has one over
 streams.
 
->>> from fedtorch.learns import Learns, tells
-from fedtorch.protocol.halves import together
+>>> from fedtorch.protocol.halves import together
 >>> from fedtorch.protocol.journal import Journal
 >>> journals = {name: Journal() for name in ("server", "clinic")}
 >>> journals["server"].enter("0" * 32)

@@ -15,8 +15,8 @@ summand under masks. See `split` and `iteration`.
 >>> import torch, fedtorch as ft
 >>> clinic = ft.vfl.Party("clinic", ["ann", "bob", "cem"], torch.tensor([[1.0], [2.0], [3.0]]), ["age"])
 >>> labels = ft.vfl.Party("registry", ["cem", "ann"], response=torch.tensor([1.0, 0.0]))
->>> ft.vfl.align([clinic, labels]).data.features[0].flatten()  # of the rows that both have
-tensor([3., 1.])
+>>> ft.vfl.align([clinic, labels]).data.features[0].flatten()  # of the rows that both have, by identifier
+tensor([1., 3.])
 """
 
 from fedtorch._lazy import attach

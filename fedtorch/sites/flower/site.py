@@ -16,7 +16,7 @@ What a site says when a stream opens:
 >>> folder = tempfile.TemporaryDirectory()
 >>> lines = [
 ...     "import torch, fedtorch as ft",
-...     "data = ft.data.from_tensors([(torch.eye(2), torch.ones(2))], names=['bed 1'])",
+...     "data = ft.data.from_tensors([(torch.ones(20, 2), torch.ones(20))], names=['bed 1'])",
 ...     "algorithms = {'averaging': lambda: ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1)))}",
 ... ]
 >>> _ = Path(f"{folder.name}/my_data.py").write_text("; ".join(lines))
