@@ -151,7 +151,7 @@ def ways_of_training(data: ft.data.FederatedData, rounds: int, seed: int) -> lis
         Way("personal background", "shares all but what differs: 64 numbers stay with their camera", personal, data),
         Way(
             f"the same, ε = {EPSILON:g}",
-            f"hides whether a camera took part: much noise on a mean of {len(data)}, little on one of thousands",
+            f"hides what a camera tells: much noise on a mean of {len(data)}, little on one of thousands",
             private,
             data,
         ),

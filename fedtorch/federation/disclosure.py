@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from fedtorch.federation.exchanges.exchange import Mean, Sent
-from fedtorch.learns import EXACT as EXACT, NOISED, UNDECLARED, Field as Field, Learns, declared
+from fedtorch.learns import EXACT, NOISED, UNDECLARED, Field, Learns, declared
 from fedtorch.tree import Tree
 
 if TYPE_CHECKING:

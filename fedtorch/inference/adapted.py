@@ -44,7 +44,7 @@ def adapted(run: Run, rows: Any, *, site: str | None = None, tolerance: float = 
         | :-- | :-- | --: | --: | --: |
         | ward 7 | level | 3.83 | 0.31 | 3.22 to 4.45 |
     """
-    data = rows.to("cpu") if isinstance(rows, FederatedData) else _as_data(run, rows, site).to("cpu")
+    data = (rows if isinstance(rows, FederatedData) else _as_data(run, rows, site)).to("cpu")
     check_design(data, run.design)
     return posterior_of(run.algorithm).adapted(run, data, tolerance)
 

@@ -43,7 +43,7 @@ class Disclosure(NamedTuple):
 
     @property
     def counted(self) -> str:
-        """Return what the minimum counts, in words."""
+        """Return the word for what `minimum` counts: "rows" or "persons"."""
         return "rows" if self.person is None else "persons"
 
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
@@ -68,7 +68,7 @@ class AnswerLog:
         self._held: dict[str, Any] = {"answers": {}, "designs": []}
 
     def once(self, what: str, minimum: int, tell: Callable[[], Any]) -> Any:
-        """Return what was told before, None too, or tell it for the first time.
+        """Return the answer that was given before, which may be None, or give it for the first time.
 
         Raises:
             Refused: it was told with another minimum.

@@ -112,7 +112,7 @@ def behind(chosen: numpy.ndarray, persons: numpy.ndarray | None) -> int:
 
 
 def _between(persons: numpy.ndarray | None) -> Callable[[int, int], int]:
-    """Return what counts the rows from one to another, or the persons that they are of."""
+    """Return a function of two places that counts the rows between them, or the persons of these rows."""
     if persons is None:
         return lambda first, last: last - first
     return functools.cache(lambda first, last: len(numpy.unique(persons[first:last])))

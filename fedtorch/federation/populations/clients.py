@@ -12,7 +12,7 @@ from fedtorch import tree
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.client_loaders import ClientLoaders, NoRows
 from fedtorch.federation.algorithm import Algorithm, Reply
-from fedtorch.federation.disclosure import Field, of_reply
+from fedtorch.federation.disclosure import of_reply
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.exchanges.exchange import (
     Sent,
@@ -28,6 +28,7 @@ from fedtorch.federation.exchanges.exchange import (
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.state_table import StateTable
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Field
 from fedtorch.tree import Rows, Tree
 
 BLOCK_ROWS = 65_536  # rows of a block in evaluation

@@ -22,7 +22,6 @@ from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.digests import Notes, noted
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.disclosure import Field
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.populations._ranks import Ranks
 from fedtorch.federation.populations.clients import Gathered, LocalClients
@@ -30,6 +29,7 @@ from fedtorch.federation.populations.in_process import SMALL_BLOCK, placed
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.populations.stored import StoredClients
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Field
 from fedtorch.tree import Tree
 
 TIMEOUT = timedelta(minutes=10)

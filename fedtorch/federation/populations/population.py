@@ -17,9 +17,9 @@ from torch import Tensor
 
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.disclosure import Field
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Field
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)

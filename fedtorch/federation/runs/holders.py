@@ -41,7 +41,7 @@ Evaluate = Callable[[FederatedData, Callable[[Tree, ClientData], Tree]], Tree]  
 
 
 class Holder(NamedTuple):
-    """Hold what whoever has rows computes with: all of it is on the CPU."""
+    """Hold the rows, names and models with which their owner answers a question. Tensors are on the CPU."""
 
     algorithm: Algorithm
     data: FederatedData  # the rows of its clients
@@ -77,7 +77,7 @@ class Kind(NamedTuple):
     answer: Callable[[Holder, Mapping[str, Tensor], Mapping[str, Any]], Tree]
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
-    weighed: bool = False  # whether a sum weighs clients as the server says, so that it may be of one alone
+    weighed: bool = False  # whether the server chooses the clients' weights in a sum: it can then be one client's
 
 
 def ask(
@@ -138,13 +138,19 @@ def _described(run: Run) -> dict[str, Any]:
 def local_holder(run: Run, frame: Any = None) -> Holder:
     """Return this process as the holder of a run's rows; raise ValueError where they are at sites."""
     rows, names = rows_at_hand(run), numbers(tuple(run.population.names))
-    return Holder(run.algorithm, rows, names, on_cpu(partial(run.clients.evaluate, run.outbox)), 0, frame)
+    return Holder(run.algorithm, rows, names, at_clients(run), 0, frame)
+
+
+def at_clients(run: Run) -> Evaluate:
+    """Return `Clients.evaluate` of a run in this process, for functions of models and rows on the CPU."""
+    return on_cpu(partial(run.clients.evaluate, run.outbox))
 
 
 def on_cpu(evaluate: Evaluate) -> Evaluate:
-    """Return what gives functions clients' models and rows on the CPU, wherever these are trained.
+    """Return a version of `evaluate` that hands models and rows to the function on the CPU, and its results too.
 
-    A question is asked once, in float64, with pandas, SciPy and numbers of the server's beside it.
+    Clients may be trained on another device. What is asked of them afterwards is computed once, in float64, partly by
+    SciPy and pandas, which need the CPU.
     """
 
     def evaluated(data: FederatedData, function: Callable[[Tree, ClientData], Tree]) -> Tree:

@@ -86,7 +86,7 @@ class Modules:
         return ServerModule(held, tuple(name for name in sorted(used - held.keys()) if matters(named[name])))
 
     def _predicts_with(self, outbox: Tree) -> set[str]:
-        """Return the names of the tensors of server and states that a client predicts with, by those of nobody."""
+        """Return the names of the tensors of server and states that a client predicts with, asked of no client."""
         nobody = self._algorithm.exchange.scatter(outbox, slice(0, 0)), tree.expand(self._state, 0)
         return set(dict(self._algorithm.model(*nobody)))
 

@@ -131,10 +131,9 @@ class Behind:
         """Return clients' diagnostics `(M,)`, their means in the place of each; NaN where few rows have a value."""
 
         def mean(values: Tensor) -> Tensor:
-            told = ~values.isnan()
-            return (
-                values.nanmean() if self.is_enough(ids[told]) else torch.full_like(values[:1].sum(), torch.nan)
-            ).expand(len(values))
+            enough = self.is_enough(ids[~values.isnan()])
+            one = values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)
+            return one.expand(len(values))
 
         return {name: mean(values).clone() for name, values in info.items()}
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.disclosure import Field
 from fedtorch.federation.exchanges.carry import Carry
 from fedtorch.federation.populations.population import Pending
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Field
 from fedtorch.protocol.halves import Half, Traffic
 from fedtorch.protocol.versions import FIRST
 from fedtorch.sites.audit.recording import ServerRecording

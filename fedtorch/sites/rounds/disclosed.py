@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from fedtorch.federation.algorithm import Algorithm
-from fedtorch.federation.disclosure import CLIENT, EXACT, SERVER, SITE, Field
+from fedtorch.federation.disclosure import CLIENT, SERVER, SITE
 from fedtorch.federation.exchanges.carry import Carry
-from fedtorch.learns import Learns
+from fedtorch.learns import EXACT, Field, Learns
 
 NUMBERS = ("sequence", "sizes.*", "nodes", "protocol", "again", "everybody")  # of frames, which say nothing of rows
 _NAMES = Learns("who is there, by name where every client has at least `minimum` rows", helps="Policy(minimum=…)")

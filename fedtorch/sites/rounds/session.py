@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from fedtorch import _files as files, checkpoint, functional, tree
 from fedtorch.federation.algorithm import Reply, first_total, start_of
-from fedtorch.federation.disclosure import Field, of_reply
+from fedtorch.federation.disclosure import of_reply
 from fedtorch.federation.populations.clients import Gathered, LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
+from fedtorch.learns import Field
 from fedtorch.protocol.versions import FIRST, Versions
 from fedtorch.sites.envelopes.envelopes import SiteEnvelopes
 from fedtorch.sites.envelopes.keyring import DIRECTORY, SiteKeys

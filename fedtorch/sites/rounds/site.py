@@ -15,7 +15,7 @@ import torch
 from fedtorch import checkpoint
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.federation.budget import Budget
-from fedtorch.federation.disclosure import Field
+from fedtorch.learns import Field
 from fedtorch.protocol.halves import Half, Name, Receive, Send, drive, encode
 from fedtorch.protocol.versions import alone_in
 from fedtorch.sites.audit.audit import AuditRecord

@@ -21,7 +21,7 @@ from test_conformance import ALGORITHMS, POOLED, STARTS, population
 import fedtorch as ft
 from fedtorch import tree, trust
 from fedtorch.federation.algorithms.ep import settled
-from fedtorch.federation.disclosure import Field
+from fedtorch.learns import Field
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked, sealed
 from fedtorch.sites.rounds import frames, sites as meeting

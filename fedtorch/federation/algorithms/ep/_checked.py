@@ -41,7 +41,7 @@ def checked(run: Run, tolerance: float, node: int | None = None) -> Checked:
     """Return the model and server, on the CPU, of a run whose q can be used; raise and warn as `posterior`."""
     if not isinstance(run.server, EPServer):
         raise TypeError(f"Expected a run of ft.ep, but got one of {run.algorithm.settings.get('algorithm')}")
-    copies, server = run.server.version.ndim > 0, tree.to(run.server, "cpu")  # as what is asked has other numbers there
+    copies, server = run.server.version.ndim > 0, tree.to(run.server, "cpu")  # where the model's numbers are
     if copies:
         server = at_node(server, node)
     elif node is not None:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import ClientData
 from fedtorch.federation.algorithms.ep._checked import checked
 from fedtorch.federation.algorithms.ep.correction import Corrected
-from fedtorch.federation.runs.holders import on_cpu
+from fedtorch.federation.runs.holders import at_clients
 from fedtorch.federation.runs.run import Run
 from fedtorch.models import gaussian
 from fedtorch.models.device_posterior import DevicePosterior
@@ -48,4 +46,4 @@ def devices(run: Run, *, given: Corrected | None = None, tolerance: float = 0.01
         nodes, weights = tree.expand((given.nodes, given.weights), len(block.count))
         return model.given(nodes, weights, rows)
 
-    return on_cpu(partial(run.clients.evaluate, run.outbox))(data, own)
+    return at_clients(run)(data, own)

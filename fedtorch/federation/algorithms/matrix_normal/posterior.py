@@ -17,7 +17,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.algorithms.matrix_normal.noise import noise_variance
 from fedtorch.federation.populations.population import feature_names, row_counts
 from fedtorch.federation.posterior import Coefficients, Named
-from fedtorch.federation.runs.holders import on_cpu
+from fedtorch.federation.runs.holders import at_clients
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, over_clients, own_names
 from fedtorch.models.gaussian import Moments
@@ -229,8 +229,7 @@ def _fitted(run: Any) -> tuple[Tensor, LowRank]:
 
 
 def _statistics(run: Any) -> SufficientStatistics:
-    evaluate = on_cpu(partial(run.clients.evaluate, run.outbox))
-    return evaluate(run.population.data, partial(device_statistics, run.algorithm))
+    return at_clients(run)(run.population.data, partial(device_statistics, run.algorithm))
 
 
 def device_statistics(algorithm: Algorithm, tensors: dict[str, Tensor], block: ClientData) -> SufficientStatistics:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,7 +25,7 @@ from fedtorch.federation.algorithms.maximum_likelihood._newton import Expansion
 from fedtorch.federation.algorithms.maximum_likelihood._problem import MaximumServer, Problem, maximised
 from fedtorch.federation.populations.population import row_counts
 from fedtorch.federation.posterior import posterior_of
-from fedtorch.federation.runs.holders import on_cpu
+from fedtorch.federation.runs.holders import at_clients
 from fedtorch.federation.runs.run import Run
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.estimates import Estimates, own_names
@@ -177,10 +176,10 @@ def devices(run: Run, *, tolerance: float = 1e-8) -> DevicePosterior:
         raise TypeError(f"Expected a run on data at hand, but got one on {run.population!r}")
 
     def own(outbox: dict[str, Tensor], block: ClientData) -> DevicePosterior:
-        at = phi.cpu().expand(len(block.count), 1, -1)
+        at = phi.expand(len(block.count), 1, -1)
         return model.given(at, torch.ones_like(at[..., 0]), model.prepare(block))
 
-    return on_cpu(partial(run.clients.evaluate, run.outbox))(data, own)
+    return at_clients(run)(data, own)
 
 
 def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
@@ -221,7 +220,7 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
 
 
 def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
-    """Say what helps where steps have become small: another model where the coefficients' covariance is singular."""
+    """Return advice for a fit that has not converged; it names the coefficients whose covariance is singular."""
     hierarchy, means = problem.model.hierarchy, problem.means
     place = torch.tensor(hierarchy.random, dtype=torch.int64)
     if len(place) < 2 or not hierarchy.coefficients:

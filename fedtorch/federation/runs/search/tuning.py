@@ -213,7 +213,7 @@ class SearchLedger:
 
     def __init__(self) -> None:
         self._budget: Budget | None = None
-        self._private: bool | None = None  # before the first setting nobody knows
+        self._private: bool | None = None  # None before the first setting
 
     def check(self, algorithm: Algorithm) -> None:
         """Raise ValueError if some of the settings are private and others exact.
