@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -11,10 +13,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from support import splits
 from support.oracles.closed_forms import distance
-from support.verticals import DRAWS, GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
+from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
-from experiments.benchmarks.parts.memory import added as memory_added
-from fedtorch import vfl
 from fedtorch.protocol.halves import Half, Receive, Send, together, wrapped
 from fedtorch.protocol.journal import Journal, Stateful
 from fedtorch.random.entropy import Entropy
@@ -249,30 +249,23 @@ def test_masks_of_one_secret_are_others_in_each_block_of_iterations() -> None:
     assert float((second - first).abs().median()) > 1.0e3 > float(parties[0].propose(iterations[0]).sent.abs().max())
 
 
-def test_memory_of_a_sum_does_not_grow_with_steps() -> None:
-    """In multiples of one value, of three parties and the server in one process."""
-    model, data = some_model("augmented", "bernoulli")
-    rows = 40_000
-    data = vfl.VerticalData(
-        tuple(x[:1].expand(rows, -1).clone() for x in data.features), data.response[:1].expand(rows).clone()
-    )
-    family = GUIDES["noiseless"]()
+def test_what_is_held_of_a_sum_does_not_grow_with_steps() -> None:
+    """Bytes of all live tensors when the server has the last words of a step: of the third as of the twentieth."""
+    server, parties, iterations = made_nodes("noiseless", 20, active=[None] * 20)
+    halves = {0: server_half(server, iterations), **{p.index: party_half(p, iterations) for p in parties}}
+    made, held, heard = under_masks(halves), list[int](), itertools.count(1)
 
-    def trained(steps: int) -> Callable[[], None]:
-        def work() -> None:
-            server, parties = nodes(model, family, some_parameters(model, family, data, 1), data, shared=False)
-            iterations = [Iteration(noise, 0.05) for noise in noises(model, family, rows, 1) * steps]
-            together(
-                under_masks(
-                    {0: server_half(server, iterations), **{p.index: party_half(p, iterations) for p in parties}}
-                )
-            )
+    def watched(step: Send | Receive) -> Half:
+        answer = yield step
+        if isinstance(answer, Words) and next(heard) in (3 * 3, 3 * 20):
+            gc.collect()
+            tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+            held.append(sum(each.numel() * each.element_size() for each in tensors))
+        return answer
 
-        return work
-
-    value = DRAWS * rows * 8 / 2**20
-    few, many = (memory_added(trained(1), trained(steps)) / value for steps in (3, 30))
-    assert many < few + 3 < 60
+    together(made | {0: wrapped(made[0], watched)})
+    assert len(held) == 2
+    assert held[0] == held[1]
 
 
 def test_the_first_message_is_a_key_and_the_second_what_the_server_passes_on() -> None:
