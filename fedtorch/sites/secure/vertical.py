@@ -15,8 +15,9 @@ It may work with other parties, as long as two are honest. Whatever it does, it 
 parties after they have been told the same, and nothing else. It chooses what that is, as often as it likes: as many
 sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
 gradients and with them the others' sum. *Not what:* sums of runs that differ by a party tell its part, for nothing
-remembers past ones; and masks know nothing of rows: a leader of an alignment that tells parties different rows gets
-sums of different rows. All parties take part in every iteration: there are no shares to recover masks from, and a sum
+remembers past ones; nor where a leader of an alignment tells parties different rows, whose sums tell each party's
+values: `Holder.digest` of the rows belongs into the name of the run, and parties of different rows then refuse each
+other's keys. All parties take part in every iteration: there are no shares to recover masks from, and a sum
 that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
@@ -117,7 +118,7 @@ def masked_party(
         signing: its own Ed25519 key.
         grid: that all parties agree on.
         entropy: where its secret comes from; default: the operating system.
-        run: a name of the run that no other has.
+        run: a name of the run that no other has; at its end the digest of the rows, `Holder.digest`.
         attempt: of the run; one that is begun again is another.
 
     Raises:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -159,7 +159,9 @@ def values(party: PartyNode) -> Tensor:
     return party.propose(Iteration()).sent.flatten()
 
 
-def masked_halves(parties: Sequence[PartyNode], steps: int, bound: bool) -> dict[int, Half]:
+def masked_halves(
+    parties: Sequence[PartyNode], steps: int, bound: bool, rows: Sequence[bytes] = (b"", b"")
+) -> dict[int, Half]:
     """Halves under masks of fresh keys; `bound` is whether masks are bound to what parties have been told."""
 
     def unbound(step: Any) -> Half:
@@ -169,7 +171,8 @@ def masked_halves(parties: Sequence[PartyNode], steps: int, bound: bool) -> dict
     for party in parties:
         half = party_half(party, [Iteration(step=step) for step in range(steps)])
         half = half if bound else wrapped(half, unbound)
-        made[party.index] = secure.masked_party(half, party.index, PUBLIC, SIGNING[party.index], GRID, run=b"run")
+        run = b"run" + rows[party.index - 1]
+        made[party.index] = secure.masked_party(half, party.index, PUBLIC, SIGNING[party.index], GRID, run=run)
     return made
 
 
@@ -179,6 +182,7 @@ def deceived(
     steps: int,
     bound: bool,
     replayed: Sequence[bytes] = (),
+    rows: Sequence[bytes] = (b"", b""),
 ) -> list[Tensor]:
     """The sums that a server reads that tells party j in each step `answer(step, j)`.
 
@@ -200,7 +204,7 @@ def deceived(
                 yield Send(party.index, Gradient(answer(step, party.index)))
         return sums
 
-    sums: list[Tensor] = together({0: server(), **masked_halves(parties, steps, bound)})[0][0]
+    sums: list[Tensor] = together({0: server(), **masked_halves(parties, steps, bound, rows)})[0][0]
     return sums
 
 
@@ -240,6 +244,27 @@ def test_a_server_that_sends_one_party_back_reads_no_change_of_it(bound: bool, a
     after = values(parties[0])
     (second,) = deceived(parties, lambda step, j: 0 * PUSH, 1, bound)
     check_change(second - first, after - before[0], bound)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_leader_that_tells_parties_different_rows_gets_no_sum_of_them(bound: bool) -> None:
+    """It shifts the first party's rows by one, and has all of its values from differences of neighbours."""
+    holder = Holder([f"p{i}" for i in range(N)], "a party")
+    order = torch.arange(N)
+    sums, truth = [], []
+    for rows in (order, order.roll(-1)):
+        parties = linear_parties()
+        parties[0].data = parties[0].data._replace(features=(DATA.features[0][rows],))
+        digests = [holder.digest(each) if bound else b"" for each in (rows, order)]
+        refused = pytest.raises(ValueError, match="client 2 has signed in this session, but it has not")
+        with refused if bound and rows is not order else nullcontext():
+            sums += deceived(parties, lambda step, j: 0 * PUSH, 1, True, rows=digests)
+        truth.append(values(parties[0]))
+    assert len(sums) == 2 - bound
+    if not bound:
+        found = (sums[1] - sums[0]).cumsum(0)
+        torch.testing.assert_close(found, truth[1] - truth[0][0], rtol=0, atol=1e-4)
+        assert float(truth[1].std()) > 0.1
 
 
 def test_what_a_server_tells_all_parties_alike_is_read_in_their_sum() -> None:
