@@ -14,11 +14,12 @@ there), sends parties different gradients, or lets one do steps again, or go on 
 It may work with other parties, as long as two are honest. Whatever it does, it learns sums of the values of all honest
 parties after they have been told the same, and nothing else. It chooses what that is, as often as it likes: as many
 sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
-gradients and with them the others' sum. *Not what:* sums of runs that differ by a party tell its part, for nothing
-remembers past ones; nor where a leader of an alignment tells parties different rows, whose sums tell each party's
-values: `Holder.digest` of the rows belongs into the name of the run, and parties of different rows then refuse each
-other's keys. All parties take part in every iteration: there are no shares to recover masks from, and a sum
-that lacks one cannot be read.
+gradients and with them the others' sum.
+
+Sums of runs that differ by a party tell its part: nothing remembers past ones. Sums of rows that do not belong together
+tell a party's values, where the leader of an alignment tells parties different rows: with `Holder.digest` of the rows
+in the name of the run, parties of different rows refuse each other's keys. All parties take part in every iteration:
+there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 
@@ -162,10 +163,8 @@ def _masked_party(
                 "Expected a half that says what it has been told, as party_half does by Send.bound, but got one that "
                 "does not: masks would cancel also where the server tells parties different things"
             )
-        one, bound = (
-            session._replace(round=next(number), size=value.numel()),
-            hashlib.sha256(digest + step.bound).digest(),
-        )
+        bound = hashlib.sha256(digest + step.bound).digest()
+        one = session._replace(round=next(number), size=value.numel())
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
             words += pair_mask(one, bound, key, party, other)
