@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import pkgutil
+from typing import Any
 
 import lightning as L
 import pytest
@@ -14,10 +15,12 @@ from torch import nn
 
 import fedtorch as ft
 from fedtorch._representation import LONGEST, method, one_line
-from fedtorch.data.datasets.hearts import VerticalTable
 from fedtorch.trust import attacks, privacy, robust
+from fedtorch.trust.privacy.mechanisms.split_labels import PrivateLabels
 from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.nodes.iteration import Value
+from fedtorch.vfl.rows.data import VerticalData
+from fedtorch.vfl.rows.parties import Party
 
 LINE = ft.Network.from_edges([(0, 1), (1, 2), (2, 3), (3, 4)])
 
@@ -80,24 +83,67 @@ def test_what_does_not_fit_is_cut() -> None:
     assert (len(text), text[-1]) == (LONGEST, "…")
 
 
-NO_ROWS = {"_Parties", "_Method", "Protocol"}  # names of parties, settings, functions
+PACKAGES = ("fedtorch.vfl", "fedtorch.protocol", "fedtorch.sites.vertical")
+MODULES = (
+    "fedtorch.data.datasets.hearts",
+    "fedtorch.sites.secure.vertical",
+    "fedtorch.trust.attacks.split",
+    "fedtorch.trust.privacy.mechanisms.split_labels",
+)
+NO_ROWS = {"_Parties", "_Method", "Protocol", "Traffic", "Rate", "Kept"}  # names, settings, functions, counts
+NO_ROWS |= {"Entered", "Held", "From", "Done"}  # how far a node has come
+SETTINGS = {"Predictor", "ResponseLikelihood", "VerticalModel", "GaussianFamily", "Guide", "Auxiliary"}
+SETTINGS |= {"HierarchicalBayes"}  # dataclasses of functions and of what a model is given
 
 
-def rows_of_parties() -> list[type]:
-    """The NamedTuples of vertical code, and the table of which parties are made."""
-    found: list[type] = [VerticalTable]
-    for package in (ft.vfl, importlib.import_module("fedtorch.sites.vertical")):
-        for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-            here = [each for each in vars(importlib.import_module(info.name)).values() if isinstance(each, type)]
-            found += [each for each in here if issubclass(each, tuple) and each.__module__ == info.name]
-    return [each for each in found if each.__annotations__ and each.__qualname__ not in NO_ROWS]
+OWN_WORDS = {VerticalRun, PrivateLabels, Party, VerticalData}  # whose lines are tested by themselves
+
+
+def classes_of_parties() -> list[type]:
+    """The classes of vertical code, of its masks, noise and attacks, and of the table that parties are made of."""
+    names = [*PACKAGES, *MODULES]
+    for package in map(importlib.import_module, PACKAGES):
+        names += [info.name for info in pkgutil.walk_packages(package.__path__, f"{package.__name__}.")]
+    found: list[type] = []
+    for name in names:
+        here = [each for each in vars(importlib.import_module(name)).values() if isinstance(each, type)]
+        found += [each for each in here if each.__module__ == name]
+    return [each for each in found if each.__qualname__ not in NO_ROWS | SETTINGS]
+
+
+def is_filled(kind: type) -> bool:
+    """Whether a class is a tuple or dataclass whose representation is of its fields, whatever they are."""
+    return kind not in OWN_WORDS and (issubclass(kind, tuple) or dataclasses.is_dataclass(kind))
+
+
+def filled(kind: type, value: Any) -> Any:
+    """An object whose every field is `value`, unchecked."""
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, [value] * len(kind._fields))  # type: ignore[attr-defined]
+    made = object.__new__(kind)
+    for field in dataclasses.fields(kind):
+        object.__setattr__(made, field.name, value)
+    return made
 
 
 def test_rows_of_parties_are_found_whatever_holds_their_tensors() -> None:
-    assert {"Laws", "_Sent", "_Told", "VerticalTable", "Value"} <= {each.__qualname__ for each in rows_of_parties()}
+    names = {each.__qualname__ for each in classes_of_parties()}
+    assert {
+        "Laws",
+        "_Sent",
+        "_Told",
+        "VerticalTable",
+        "Value",
+        "Party",
+        "Send",
+        "Words",
+        "Holder",
+        "PartyNode",
+    } <= names
+    assert {"VerticalData", "Aligned", "Points", "NoisedGradient", "Journal", "Part", "NodesRun"} <= names
 
 
-@pytest.mark.parametrize("kind", rows_of_parties(), ids=lambda kind: kind.__qualname__)
+@pytest.mark.parametrize("kind", list(filter(is_filled, classes_of_parties())), ids=lambda kind: kind.__qualname__)
 def test_what_parties_keep_is_shown_by_its_shapes(kind: type) -> None:
     secret = torch.full((3, 2), 1234.5)
     held = (
@@ -107,8 +153,20 @@ def test_what_parties_keep_is_shown_by_its_shapes(kind: type) -> None:
         [torch.distributions.Normal(1234.5, 1.0)],
         Value(secret),
         (1234.5,),
+        b"1234",
     )
     for value in held:
-        shown = repr(kind(*([value] * len(kind._fields))))
+        shown = repr(filled(kind, value))
         assert "1234" not in shown
         assert "\n" not in shown
+
+
+@pytest.mark.parametrize(
+    "kind", [each for each in classes_of_parties() if not is_filled(each)], ids=lambda kind: kind.__qualname__
+)
+def test_other_objects_of_parties_show_none_of_what_they_hold(kind: type) -> None:
+    """An address, the layers of a module, settings of an optimiser, or words of an error."""
+    owner = next(base for base in kind.__mro__ if "__repr__" in vars(base))
+    assert owner in {object, type, nn.Module, BaseException, torch.optim.Optimizer} | OWN_WORDS
+    if issubclass(kind, nn.Module):
+        assert kind.extra_repr in (nn.Module.extra_repr, nn.Linear.extra_repr)

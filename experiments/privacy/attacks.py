@@ -125,9 +125,7 @@ def label_leak(rows: Rows, steps: int, seed: int) -> list[common.Row]:
 
 def private_labels(noise: float, seed: int) -> Defence:
     """Gradients clipped at 1, which no Bernoulli likelihood exceeds, with noise."""
-    return lambda server, half: privacy.noised_gradients(
-        server, half, clip=1.0, noise=noise, entropy=privacy.from_seed(seed)
-    )
+    return privacy.noised_gradients(clip=1.0, noise=noise, delta=DELTA, entropy=privacy.from_seed(seed))
 
 
 def explained(guess: Tensor, truth: Tensor) -> float:

@@ -31,11 +31,13 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree, wire
+from fedtorch._representation import without_rows
 from fedtorch.tree import Tree
 
 Name = int | str
 
 
+@without_rows
 class Send(NamedTuple):
     """Wanted by a half: that a message goes to another node; the half goes on at once."""
 
@@ -44,8 +46,10 @@ class Send(NamedTuple):
     rows: bool = False  # whether the payload says how many rows its tensors have, which the receiver cannot know
     sequence: int = 0  # of a request, by which a driver over streams that break tells its answer from earlier ones
     summed: bool = False  # whether it may leave this process as part of a secure sum only, and never as it is
+    bound: bytes = b""  # a digest of what its sender has been told, to which masks around the message are bound
 
 
+@without_rows
 class Receive(NamedTuple):
     """Wanted by a half: the next message of another node, which it is given as the value of the `yield`.
 
@@ -77,6 +81,7 @@ class Receive(NamedTuple):
         return self._replace(sender=sender, like=like, likes=(), seconds=self.seconds if seconds is None else seconds)
 
 
+@without_rows
 class Heard(NamedTuple):
     """The messages of several nodes; see `Receive`."""
 

@@ -74,7 +74,7 @@ def _score(score: Score) -> dict[str, Any]:
 
 
 def _disclosure(run: Run | VerticalRun) -> list[list[str]]:
-    """Return what leaves a client or a site, a row for all fields that are alike; nothing of vertical fits."""
+    """Return what leaves a client or a site, a row for all fields that are alike; nothing of fits in one graph."""
     if not hasattr(run, "disclosure"):
         return []
     brief = run.disclosure(brief=True)

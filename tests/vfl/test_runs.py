@@ -10,16 +10,31 @@ import lightning as L
 import pytest
 import torch
 from support import splits
-from support.verticals import GUIDES, KEY, SD, gaussian_data, logistic_data, predictors
+from support.verticals import (
+    GUIDES,
+    KEY,
+    ROWS,
+    SD,
+    gaussian_data,
+    logistic_data,
+    nodes,
+    noises,
+    predictors,
+    some_model,
+    some_parameters,
+)
 from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree, vfl
+from fedtorch.learns import UNDECLARED
 from fedtorch.report.folder import read
+from fedtorch.sites.vertical import FederatedParty
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.nodes.node import Iteration
+from fedtorch.vfl.rows.data import VerticalData
 
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False}
 
@@ -129,9 +144,9 @@ def test_predictions_in_one_graph_are_the_models() -> None:
     assert (found - exact).abs().max() < 5 * (2 * 3) ** 0.5 / 20_000**0.5
     network = splits.CASES["amortised"]()
     rows = splits.data()
-    nodes = vfl.NodesRun(*network.nodes(rows))
-    scores = nodes.evaluate(rows, {"accuracy": ft.metrics.accuracy()}, draws=10)
-    assert torch.equal(nodes.predict(rows, draws=10), nodes.predict(rows.features, draws=10))
+    fit = vfl.NodesRun(*network.nodes(rows))
+    scores = fit.evaluate(rows, {"accuracy": ft.metrics.accuracy()}, draws=10)
+    assert torch.equal(fit.predict(rows, draws=10), fit.predict(rows.features, draws=10))
     chosen = network.predict(rows.features, draws=10).argmax(1)
     counts = rows.weight > 0
     right = ((chosen == rows.response) & counts).double().sum(1) / counts.double().sum(1)
@@ -168,6 +183,80 @@ def test_the_report_of_a_variational_fit_has_its_posterior(tmp_path: Path) -> No
     assert read(tmp_path).about["clients"] == ["party 0", "party 1", "party 2"]
 
 
+def by_the_clock() -> vfl.NodesRun:
+    return vfl.NodesRun(*splits.CASES["plain"]().nodes(splits.data()), delays=lambda party, number: 2 * (party == 1))
+
+
+def of_sites() -> vfl.NodesRun:
+    """A party whose rows are at two sites."""
+    data = VerticalData((torch.ones(4, 1), torch.ones(4, 2)), torch.tensor([0.0, 1.0, 1.0, 1.0]))
+    bottoms = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)]
+    server, (one, other) = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=splits.KEYS[:1]).nodes(data)
+    rows = [(torch.ones(3, 2), torch.tensor([2, 0, 3])), (torch.ones(1, 2), torch.tensor([1]))]
+    sites = ft.InProcess(ft.data.from_tensors(rows, ["north", "south"]))
+    known = other.data._replace(features=())
+    return vfl.NodesRun(server, [one, FederatedParty(other.part, known, sites, per_row=other.per_row)])
+
+
+def variational_nodes(name: str, guide: str, shared: bool) -> vfl.NodesRun:
+    model, data = some_model(name, "bernoulli")
+    family = GUIDES[guide]()
+    server, parties = nodes(model, family, some_parameters(model, family, data), data, shared)
+    given = noises(model, family, ROWS, 4)
+    return vfl.NodesRun(server, parties, iteration=lambda number: Iteration(given[number], 0.05))
+
+
+UP, DOWN = "a party", "the server"
+DISCLOSED: dict[str, tuple[Callable[[], vfl.NodesRun], set[tuple[str, str, str]]]] = {
+    "idle parties": (among_nodes, {("Summand", "value", UP), ("Gradient", "gradient", DOWN)}),
+    "by the clock": (
+        by_the_clock,
+        {("Summand", "value", UP), ("Gradient", "gradient", DOWN), ("More", "more", DOWN)},
+    ),
+    "a party of sites": (of_sites, {("Summand", "value", UP), ("Gradient", "gradient", DOWN)}),
+    "response shared": (
+        lambda: variational_nodes("augmented", "amortised", True),
+        {("Summand", "value", UP), ("Share", "predictor", DOWN), ("Share", "shared", DOWN)},
+    ),
+    "sums": (
+        lambda: variational_nodes("augmented", "sums", False),
+        {("Summand", "value", UP), ("Gradient", "gradient", DOWN)},
+    ),
+    "power": (
+        lambda: variational_nodes("power", "mean field", True),
+        {
+            *(("Value", "value", UP), ("Share", "predictor", DOWN), ("Share", "shared", DOWN)),
+            *(("Share", "predictor", UP), ("Share", "shared", UP), ("Gradient", "gradient", DOWN)),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DISCLOSED)
+def test_a_fit_among_nodes_says_what_leaves_and_is_not_changed_by_it(name: str) -> None:
+    """Before the first iteration and between two, also while parties wait."""
+    make, leaves = DISCLOSED[name]
+    told, plain = make(), make()
+    for _ in range(3):
+        table = told.disclosure()
+        assert set(zip(table["message"], table["field"], table["of"])) == leaves
+        assert set(table["learns"]).isdisjoint({UNDECLARED.worst})
+        told.step()
+        plain.step()
+    ours, theirs = state(told), state(plain)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key].nan_to_num(), theirs[key].nan_to_num()) for key in ours)
+    assert set(told.disclosure(brief=True)["message"]) == set(table["message"])
+
+
+def test_the_report_of_a_fit_among_nodes_has_what_leaves(tmp_path: Path) -> None:
+    fit = among_nodes()
+    list(fit.rounds(2))
+    ft.report.write(fit, tmp_path)
+    header, *rows = read(tmp_path).about["disclosure"]
+    assert [row[header.index("message")] for row in rows] == ["Summand", "Gradient"]
+
+
 def test_refusals(tmp_path: Path) -> None:
     fit = variational()
     with pytest.raises(ValueError, match="rounds= or until="):
@@ -187,6 +276,6 @@ def test_refusals(tmp_path: Path) -> None:
     model, data = fit.model, gaussian_data(rows=12)
     holders = parts(model, vfl.Guide(vfl.sums()), variational("sums").parameters)
     parties = [vfl.nodes.node.PartyNode(part, own) for part, own in zip(holders[1:], data.known_to_parties(False))]
-    nodes = vfl.NodesRun(vfl.nodes.node.ServerNode(holders[0], data.known_to_server()), parties)
+    unkeyed = vfl.NodesRun(vfl.nodes.node.ServerNode(holders[0], data.known_to_server()), parties)
     with pytest.raises(ValueError, match=r"give vfl\.parts\(\.\.\., key=\)"):
-        nodes.predict(data.features)
+        unkeyed.predict(data.features)

@@ -6,12 +6,20 @@ gradient. `masked_party` puts masks on what a party sends, one for each other pa
 drives them, do not know.
 
 In its first message each party says a key, signed, which the server passes on; masks then are fresh in every message.
-*From whom:* the server, also one that passes keys on as it likes (they are signed, and all have to be there). It may
-work with other parties, as long as two are honest; of these it learns the sum. *Not from whom:* parties, which learn
-the labels of their gradients and with them the others' sum; and a server that sends parties different gradients, for it
-reads one party's changes in the next sums. As many sums as there are parameters tell what all features span. Sums of
-runs that differ by a party tell its part: nothing remembers past ones. All parties take part in every iteration: there
-are no shares to recover masks from, and a sum that lacks one cannot be read.
+Each mask is bound to what the party has been told in the whole run, `Send.bound`: masks between two parties cancel
+where both have been told the same messages in the same order, and otherwise leave words that are chance.
+
+*From whom:* the server, also an active one: one that passes keys on as it likes (they are signed, and all have to be
+there), sends parties different gradients, or lets one do steps again, or go on from another point, without the others.
+It may work with other parties, as long as two are honest. Whatever it does, it learns sums of the values of all honest
+parties after they have been told the same, and nothing else. It chooses what that is, as often as it likes: as many
+sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
+gradients and with them the others' sum.
+
+Sums of runs that differ by a party tell its part: nothing remembers past ones. Sums of rows that do not belong together
+tell a party's values, where the leader of an alignment tells parties different rows: with `Holder.digest` of the rows
+in the name of the run, parties of different rows refuse each other's keys. All parties take part in every iteration:
+there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 
@@ -38,6 +46,7 @@ Sources: as `parties`, without the parts that dropouts need.
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 from typing import NamedTuple
 
@@ -69,8 +78,7 @@ class Keys(NamedTuple):
 @tells(
     Learns(
         "nothing by themselves; all parties' together, the sum of their parts of each row's predictor, in each step; "
-        "as many sums as there are parameters tell what all features span; to a server that sends parties different "
-        "gradients, one party's changes"
+        "as many sums as there are parameters tell what all features span"
     ),
     exactness="rounded to a grid",
     of="the sum of all parties, under masks",
@@ -80,6 +88,7 @@ class Words(NamedTuple):
     """Up: a summand on the grid, under masks that cancel in the sum of all."""
 
     words: Tensor  # (B·M·C·n,) int64
+    bound: Tensor  # (32,) uint8, a digest of what the party has been told, the same of all whose masks cancel
 
 
 def _session(run: bytes, keys: dict[int, bytes], attempt: int) -> Session:
@@ -110,11 +119,11 @@ def masked_party(
         signing: its own Ed25519 key.
         grid: that all parties agree on.
         entropy: where its secret comes from; default: the operating system.
-        run: a name of the run that no other has.
+        run: a name of the run that no other has; at its end the digest of the rows, `Holder.digest`.
         attempt: of the run; one that is begun again is another.
 
     Raises:
-        TypeError: the half sends something else than a value of the sum.
+        TypeError: the half sends something else than a value of the sum, or does not say what it has been told.
         Aborted, ValueError: others' keys that are not as agreed; numbers off the grid; fewer than two parties, whose
             sum would be one party's value.
     """
@@ -141,17 +150,25 @@ def _masked_party(
         if agreed is None:
             raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
         shared[other] = agreed
-    number = itertools.count()
+    number, told = itertools.count(), False
 
     def mask(step: Send | Receive) -> Half:
+        nonlocal told
         if isinstance(step, Receive):
+            told = True
             return (yield step)
         value = _value(step.message)
+        if told and not step.bound:
+            raise TypeError(
+                "Expected a half that says what it has been told, as party_half does by Send.bound, but got one that "
+                "does not: masks would cancel also where the server tells parties different things"
+            )
+        bound = hashlib.sha256(digest + step.bound).digest()
         one = session._replace(round=next(number), size=value.numel())
         words = grid.encode(value.flatten().cpu())
         for other, key in shared.items():
-            words += pair_mask(one, digest, key, party, other)
-        yield Send(0, Words(words))
+            words += pair_mask(one, bound, key, party, other)
+        yield Send(0, Words(words, packed(bound)))
         return None
 
     return (yield from wrapped(half, mask))
@@ -168,7 +185,8 @@ def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes,
         attempt: of the run; one that is begun again is another.
 
     Raises:
-        Aborted: the half does not hear every party before it says something.
+        Aborted: the half does not hear every party before it says something; or parties that have been told different
+            things, or in another order, whose masks do not cancel.
         TypeError: the half expects something else than values of the sum.
         ValueError: fewer than two parties, whose sum would be one party's value.
     """
@@ -184,24 +202,33 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
     for party in parties:
         yield Send(party, Keys(packed(bundle(adverts))))
     total: Tensor | None = None
+    bound: Tensor | None = None
     waiting = list(parties)
 
     def add(step: Send | Receive) -> Half:
-        nonlocal total, waiting
+        nonlocal total, bound, waiting
         if isinstance(step, Send):
             if len(waiting) < len(parties):
                 raise Aborted(f"Expected all parties in every iteration, but parties {waiting} are not there")
             return (yield step)
         like = _value(step.like)
-        words = (yield Receive(step.sender, Words(torch.zeros(like.numel(), dtype=torch.int64)))).words
+        came = yield Receive(
+            step.sender, Words(torch.zeros(like.numel(), dtype=torch.int64), torch.zeros(32, dtype=torch.uint8))
+        )
         if step.sender not in waiting:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
+        if bound is not None and not torch.equal(came.bound, bound):
+            raise Aborted(
+                f"Expected parties that have been told the same, to which their masks are bound, but party "
+                f"{step.sender} has been told something else, or has another delay="
+            )
         waiting.remove(step.sender)
-        total = words if total is None else total + words
+        total = came.words if total is None else total + came.words
+        bound = came.bound
         value = torch.zeros_like(like)
         if not waiting:
             value = grid.decode(total).reshape(like.shape).to(like)
-            waiting, total = list(parties), None
+            waiting, total, bound = list(parties), None, None
         return Summand(value)
 
     return (yield from wrapped(half, add))

@@ -31,7 +31,7 @@ from torch import Tensor
 from fedtorch import wire
 from fedtorch._representation import without_rows
 from fedtorch.protocol.halves import Half, Send, Traffic
-from fedtorch.vfl.nodes.iteration import party_half
+from fedtorch.vfl.nodes.iteration import unbound_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Summand, Value
 from fedtorch.vfl.nodes.protocols import POWER, protocol_of
 
@@ -112,7 +112,7 @@ class Clock:
         return self._sent(j, number, now + delay)
 
     def _sent(self, j: int, number: int, due: int) -> _Sent:
-        half = party_half(self.parties[j], [Iteration(step=number)], self.local_steps)
+        half = unbound_half(self.parties[j], [Iteration(step=number)], self.local_steps)
         sent = next(half)
         assert isinstance(sent, Send)
         next(half)

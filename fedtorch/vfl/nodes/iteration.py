@@ -16,7 +16,9 @@ with every party's z_j (or η_j with `sums`) going up, and goes on by one of thr
 With `sums` the server must only ever learn Σ_j η_j, which carries no noise of ρ. So η_j leaves a party's process as a
 summand of a secure sum only: `fedtorch.sites.secure.masked_party` goes around a party's half and `masked_server` around
 the server's, and without them the first message is refused, unless the party says `accept_disclosure=True`. Masks need
-all parties in every iteration, so that idle parties and clocks take that word. A joint q(γ, θ) is fitted in one graph
+all parties in every iteration, so that idle parties and clocks take that word. They are bound to `PartyNode.history`,
+all that the party has been told since it was made, and cancel only among parties that have been told the same; parties
+therefore have one `delay`. A joint q(γ, θ) is fitted in one graph
 of one process that holds all parties' columns, by `fedtorch.vfl.sfvi`; no protocol among nodes does it.
 
 Several local steps per exchange keep the iteration's draws: with the response at the server the party moves along the
@@ -61,6 +63,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -70,7 +73,7 @@ from fedtorch import expected, random
 from fedtorch._representation import without_rows
 from fedtorch.learns import Learns, tells
 from fedtorch.progress import tracked
-from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
+from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together, wrapped
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, Proposal, ServerNode, Summand, Value
 from fedtorch.vfl.nodes.protocols import POWER, Protocol, protocol_of
 
@@ -104,7 +107,8 @@ def party_half(
         party: the node, trained in place.
         iterations: the same at every node; by the clock the party's own, and more than it will come to.
         local_steps: steps that a party takes per exchange.
-        delay: s, iterations by which a gradient is late at most; at the end all are taken.
+        delay: s, iterations by which a gradient is late at most; at the end all are taken. Under masks all parties
+            have the same.
         clocked: whether the server goes on by its clock, `tick=` there, and says when it is over.
         accept_disclosure: whether η_j of `sums` may leave as it is, for a server that may have this party's predictor
             of every row in every iteration, and all that can be found from it.
@@ -132,14 +136,31 @@ def party_half(
     """
     if delay < 0:
         raise ValueError(f"Expected delay of at least 0, but got {delay}")
-    protocol = protocol_of(party)
     summed = party.guide.auxiliary.server is not None and not accept_disclosure
-    if (delay or clocked) and protocol is POWER:
+    if (delay or clocked) and protocol_of(party) is POWER:
         raise ValueError("Expected an iteration of one message up and one down, but got a power model")
     if clocked:
         if delay:
             raise ValueError(f"Expected no delay by the clock, where the server never waits, but got {delay}")
         return (yield from _by_the_clock(party, iterations, local_steps, summed))
+    half = unbound_half(party, iterations, local_steps, delay, summed)
+    return (yield from wrapped(half, partial(_bound, party)))
+
+
+def _bound(party: PartyNode, step: Send | Receive) -> Half:
+    """Take a step of a party's half, which says in each message what the party has been told so far."""
+    if isinstance(step, Send):
+        return (yield step._replace(bound=party.history))
+    message = yield step
+    party.note(message)
+    return message
+
+
+def unbound_half(
+    party: PartyNode, iterations: Iterable[Iteration], local_steps: int = 1, delay: int = 0, summed: bool = False
+) -> Half:
+    """Run a party's side without its history, which nothing in one process needs; see `party_half`."""
+    protocol = protocol_of(party)
     waiting: deque[tuple[int, Iteration, Proposal]] = deque()  # for their gradients
     for number, iteration in enumerate(iterations):
         if party.takes_part(iteration):
@@ -287,7 +308,7 @@ def exchange(
     if any(party.response_shared != server.response_shared for party in parties):
         raise ValueError("Expected one answer to response_shared from server and parties, but got different ones")
     halves = {0: _iterated(server, iteration)}
-    halves |= {party.index: party_half(party, [iteration], local_steps) for party in parties}
+    halves |= {party.index: unbound_half(party, [iteration], local_steps) for party in parties}
     return together(halves)[1]
 
 

@@ -6,16 +6,18 @@ and the messages that outlive an iteration, and all of that is its `state_dict`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import checkpoint, tree
+from fedtorch import checkpoint, tree, wire
 from fedtorch._representation import without_rows
 from fedtorch.checkpoint import below
 from fedtorch.learns import Learns, tells
+from fedtorch.tree import Tree
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, party_bound
 from fedtorch.vfl.fit.guide import draw_own, fixed
@@ -205,6 +207,8 @@ class PartyNode(_Node):
 
     Attributes:
         heard: whether the server has heard of this party.
+        history: a digest of all messages that `party_half` has received for this party, in their order; part of its
+            state, so that a party that goes back to an earlier state goes back to the history of then.
 
     Raises:
         ValueError: features that do not fit the model or its weights, or a response that is needed and not given.
@@ -226,6 +230,7 @@ class PartyNode(_Node):
     """
 
     heard = False
+    history = bytes(32)
 
     def check(self, data: VerticalData) -> None:
         """Raise `ValueError` unless the data are what this party needs."""
@@ -278,13 +283,18 @@ class PartyNode(_Node):
                 objective = objective + (proposal.value * gradient).sum((-2, -1))
             ascend(self.optimizer, objective, rate)
 
+    def note(self, message: Tree) -> None:
+        """Add a message to the history: its type, and names, shapes, dtypes and bytes of its tensors."""
+        kind = type(message).__name__.encode()
+        self.history = hashlib.sha256(self.history + kind + b"\0" + wire.encode(message)).digest()
+
     def messages(self) -> dict[str, Tensor]:
-        """Return whether the server has heard of this party, which is all that outlives an iteration."""
-        return {"heard": torch.tensor(self.heard)}
+        """Return whether the server has heard of this party, and the history of what the party has heard."""
+        return {"heard": torch.tensor(self.heard), "history": torch.tensor(list(self.history), dtype=torch.uint8)}
 
     def load_messages(self, flat: Mapping[str, Tensor]) -> None:
         """Replace what `messages` returned."""
-        self.heard = bool(flat["heard"])
+        self.heard, self.history = bool(flat["heard"]), bytes(flat["history"].tolist())
 
 
 class ServerNode(_Node):
@@ -298,6 +308,7 @@ class ServerNode(_Node):
         per_row: whether the bound is divided by the weights' sum.
 
     Attributes:
+        batch: the rows of the last iteration, `(m,)`; None for all.
         values: the last value of each party, None before.
         answers: the last gradients of each party's likelihood, in the power model's protocol.
         terms: its terms of the bound in the last iteration, `(B, M)`; None where the parties evaluate the likelihood.
@@ -329,6 +340,12 @@ class ServerNode(_Node):
         self.values: list[Value | Summand | None] = [None] * parties
         self.answers: list[Share | None] = [None] * parties
         self.terms: Tensor | None = None
+        self.batch: Tensor | None = None
+
+    def draw(self, iteration: Iteration) -> Drawn:
+        """Return an iteration's rows, noise and draw of γ, and note which rows they are."""
+        self.batch = iteration.rows
+        return super().draw(iteration)
 
     def check(self, data: VerticalData) -> None:
         """Raise `ValueError` unless the likelihood has the response."""

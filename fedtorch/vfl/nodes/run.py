@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fedtorch.checkpoint import below
+from fedtorch.protocol.halves import Half
+from fedtorch.protocol.overheard import disclosure
 from fedtorch.vfl.fit.part import predicted
 from fedtorch.vfl.fit.run import Iterated, VerticalRun
 from fedtorch.vfl.nodes.clock import Clock, Delays
-from fedtorch.vfl.nodes.iteration import exchange
+from fedtorch.vfl.nodes.iteration import exchange, party_half, server_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode
 from fedtorch.vfl.rows.data import VerticalData
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+_TICK = 1.0  # seconds, which nobody waits in one process
 
 
 def _everybody(number: int) -> Iteration:
@@ -89,6 +99,44 @@ class NodesRun(VerticalRun):
         active = everybody if known.active is None else everybody[torch.as_tensor(known.active)]
         return Iterated(self._report(), active, *traffic)
 
+    def disclosure(self, brief: bool = False) -> pd.DataFrame:
+        """Return what leaves each node in an iteration, field by field, as `ft.Run.disclosure` does of a round.
+
+        It follows from the messages of the next iteration, which is done for it and undone. What sites of a
+        `FederatedParty` tell their party is not among them.
+
+        Args:
+            brief: whether fields that are alike have one row, which names the first of them in `fields`.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> data = ft.vfl.VerticalData((torch.ones(3, 1), torch.ones(3, 2)), torch.tensor([0.0, 1.0, 1.0]))
+            >>> bottoms, keys = [torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)], ft.random.key(0).reshape(1)
+            >>> network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=keys)
+            >>> fit = ft.vfl.NodesRun(*network.nodes(data))
+            >>> fit.disclosure()[["field", "shape", "of", "exactness", "reader"]]
+                  field         shape          of exactness      reader
+            0     value  (1, 1, 1, 3)     a party     exact  the server
+            1  gradient  (1, 1, 1, 3)  the server     exact     a party
+        """
+        before, terms = self._state(), self.server.terms
+        called = {0: "the server", **{party.index: "a party" for party in self.parties}}
+        try:
+            return disclosure(self._halves(), called, brief)
+        finally:
+            self._load(before)
+            self.server.terms = terms
+
+    def _halves(self) -> dict[int, Half]:
+        """Return the halves of the next iteration; by the clock those of a tick in which nobody is late."""
+        clocked = self.clock is not None
+        mine = [Iteration(step=self.number) if clocked else self.iteration(self.number)]
+        halves = {0: server_half(self.server, mine, tick=_TICK if clocked else None)}
+        for party in self.parties:
+            own = (Iteration(step=step) for step in itertools.count(self.number)) if clocked else mine
+            halves[party.index] = party_half(party, own, self.local_steps, clocked=clocked, accept_disclosure=True)
+        return halves
+
     def _report(self) -> dict[str, Tensor]:
         terms = self.server.terms
         return {} if terms is None else {"train_loss": -terms.mean()}
@@ -108,7 +156,6 @@ class NodesRun(VerticalRun):
         """
         features = features.features if isinstance(features, VerticalData) else features
         holders = [party.part for party in self.parties]
-        features = features.features if isinstance(features, VerticalData) else features
         total, shared = predicted(self.server.part, holders, features, draws, key, noise)
         return self.likelihood.mean(total, shared).mean(1)
 

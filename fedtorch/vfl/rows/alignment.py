@@ -189,6 +189,30 @@ class Holder:
             )
         return torch.where(rows < 0, rows, torch.tensor([*self.order, -1])[rows])
 
+    def digest(self, rows: Tensor) -> bytes:
+        """Return 32 bytes of the identifiers of rows in their order, the same at all parties that were told the same.
+
+        At the end of the `run=` of `fedtorch.sites.secure.masked_party` it makes the parties refuse a sum where a
+        leader has told them different rows. Whoever reads their signed messages can test a guess of the whole list.
+
+        Args:
+            rows: `(m,)` as `following` and `leading` return them.
+
+        Raises:
+            ValueError: a row that this party lacks, −1.
+
+        >>> clinic, laboratory = Holder(["ann", "bob"], "clinic"), Holder(["cem", "bob", "ann"], "laboratory")
+        >>> clinic.digest(torch.tensor([0, 1])) == laboratory.digest(torch.tensor([2, 1]))
+        True
+        >>> clinic.digest(torch.tensor([0, 1])) == laboratory.digest(torch.tensor([1, 2]))
+        False
+        """
+        if bool((rows < 0).any()):
+            missing = int((rows < 0).sum())
+            raise ValueError(f"Expected rows that {self.name!r} has, but it lacks {missing}; require all members")
+        words = [self.identifiers[row].encode() for row in rows.tolist()]
+        return hashlib.sha256(b"".join(len(word).to_bytes(8, "big") + word for word in words)).digest()
+
     def following(self, leader: str) -> Half:
         """Run a member's half; return its rows in the common order.
 

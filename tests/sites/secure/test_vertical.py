@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -13,8 +15,9 @@ from support import splits
 from support.oracles.closed_forms import distance
 from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
-from fedtorch.protocol.halves import Half, Receive, Send, together
+from fedtorch.protocol.halves import Half, Receive, Send, together, wrapped
 from fedtorch.protocol.journal import Journal, Stateful
+from fedtorch.random.entropy import Entropy
 from fedtorch.sites import Hub, secure
 from fedtorch.sites.secure import Grid
 from fedtorch.sites.secure.messages import Aborted
@@ -24,6 +27,7 @@ from fedtorch.sites.streams.hub import Limits
 from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.trust import privacy
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
+from fedtorch.vfl.nodes.node import Gradient, Summand
 
 GRID = Grid(40, 2.0**10)
 ITERATIONS = [
@@ -43,19 +47,28 @@ def over_streams(made: dict[int, Half]) -> None:
             future.result(20)
 
 
-def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
-    """(the halves by node, all parameters as they are by then)."""
+def made_nodes(guide: str, steps: int, rate: float = 0.05, active=(None, None, None, None)):
+    """(the server, the parties, the iterations)."""
     model, data = some_model("augmented", "bernoulli")
     family = GUIDES[guide]()
     server, parties = nodes(model, family, some_parameters(model, family, data), data, shared=False)
     given = noises(model, family, ROWS, steps)
-    iterations = [Iteration(noise, rate, active=here) for noise, here in zip(given, active)]
+    return server, parties, [Iteration(noise, rate, active=here) for noise, here in zip(given, active)]
+
+
+def under_masks(
+    made: dict[int, Half], entropies: dict[int, Entropy] | None = None, grid: Grid = GRID
+) -> dict[int, Half]:
+    entropies = {k: privacy.from_seed(k) for k in KEYS} if entropies is None else entropies
+    hidden = {k: masked_party(made[k], k, KEYS, SIGNING[k], grid, entropies[k], run=b"run") for k in KEYS}
+    return {0: masked_server(made[0], KEYS, grid, run=b"run"), **hidden}
+
+
+def halves(guide: str, masks: bool, steps: int, rate: float = 0.05, active=(None, None, None, None), grid: Grid = GRID):
+    """(the halves by node, all parameters as they are by then)."""
+    server, parties, iterations = made_nodes(guide, steps, rate, active)
     made = {0: server_half(server, iterations), **{p.index: party_half(p, iterations, 1) for p in parties}}
-    if masks:
-        made[0] = masked_server(made[0], KEYS, grid, run=b"run")
-        for k in SIGNING:
-            made[k] = secure.masked_party(made[k], k, KEYS, SIGNING[k], grid, privacy.from_seed(k), run=b"run")
-    return made, lambda: gathered(server, parties)
+    return under_masks(made, grid=grid) if masks else made, lambda: gathered(server, parties)
 
 
 @pytest.mark.parametrize("guide", ["sums", "noiseless"])
@@ -183,6 +196,76 @@ def test_keys_of_others_are_refused() -> None:
 def test_numbers_off_the_grid_are_refused() -> None:
     with pytest.raises(ValueError, match="numbers of at most 1e-06"):
         together(halves("noiseless", True, 1, grid=Grid(40, 1e-6))[0])
+
+
+def test_parties_of_one_delay_train_under_masks_and_others_are_named() -> None:
+    ends = []
+    for masks, delays in ((False, (2, 2, 2)), (True, (2, 2, 2)), (True, (0, 2, 0))):
+        server, parties, iterations = made_nodes("noiseless", 4)
+        made = {0: server_half(server, iterations)}
+        made |= {p.index: party_half(p, iterations, delay=delay) for p, delay in zip(parties, delays)}
+        made = under_masks(made) if masks else made
+        if len(set(delays)) > 1:
+            with pytest.raises(Aborted, match="party 2 has been told something else, or has another delay="):
+                together(made)
+            return
+        together(made)
+        ends.append(gathered(server, parties))
+        if len(ends) == 2:
+            assert distance(*ends) < 1e-8
+
+
+def test_a_half_that_does_not_say_what_it_was_told_is_refused() -> None:
+    def party() -> Half:
+        yield Send(0, Summand(torch.zeros(2)))
+        yield Receive(0, Gradient(torch.zeros(2)))
+        yield Send(0, Summand(torch.zeros(2)))
+
+    def server() -> Half:
+        for k in KEYS:
+            yield Receive(k, Summand(torch.zeros(2)))
+        for k in KEYS:
+            yield Send(k, Gradient(torch.zeros(2)))
+
+    with pytest.raises(TypeError, match="a half that says what it has been told, as party_half does"):
+        together(under_masks({0: server(), **{k: party() for k in KEYS}}))
+
+
+def test_masks_of_one_secret_are_others_in_each_block_of_iterations() -> None:
+    """Else words of a party would tell its changes from one block to the next."""
+    server, parties, iterations = made_nodes("noiseless", 2)
+    entropies, words = {k: privacy.from_seed(k) for k in KEYS}, list[torch.Tensor]()
+    for iteration in iterations:
+        made = {0: server_half(server, [iteration]), **{p.index: party_half(p, [iteration]) for p in parties}}
+        made = under_masks(made, entropies)
+
+        def noted(step: Send | Receive) -> Half:
+            if isinstance(step, Send) and isinstance(step.message, Words):
+                words.append(step.message.words)
+            return (yield step)
+
+        together(made | {1: wrapped(made[1], noted)})
+    first, second = (GRID.decode(each) for each in words)
+    assert float((second - first).abs().median()) > 1.0e3 > float(parties[0].propose(iterations[0]).sent.abs().max())
+
+
+def test_what_is_held_of_a_sum_does_not_grow_with_steps() -> None:
+    """Bytes of all live tensors when the server has the last words of a step: of the third as of the twentieth."""
+    server, parties, iterations = made_nodes("noiseless", 20, active=[None] * 20)
+    halves = {0: server_half(server, iterations), **{p.index: party_half(p, iterations) for p in parties}}
+    made, held, heard = under_masks(halves), list[int](), itertools.count(1)
+
+    def watched(step: Send | Receive) -> Half:
+        answer = yield step
+        if isinstance(answer, Words) and next(heard) in (3 * 3, 3 * 20):
+            gc.collect()
+            tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
+            held.append(sum(each.numel() * each.element_size() for each in tensors))
+        return answer
+
+    together(made | {0: wrapped(made[0], watched)})
+    assert len(held) == 2
+    assert held[0] == held[1]
 
 
 def test_the_first_message_is_a_key_and_the_second_what_the_server_passes_on() -> None:

@@ -91,10 +91,11 @@ def private_labels() -> Conversation:
     data = data._replace(features=tuple(x if x.ndim == 2 else x[0] for x in data.features))
     server, parties = network.nodes(data, splits.SGD)
     steps = [Iteration(step=step) for step in range(2)]
-    half = privacy.noised_gradients(
-        server, server_half(server, steps), clip=1.0, noise=4.0, entropy=privacy.from_seed(0)
-    )
-    return {0: half, **{party.index: party_half(party, steps) for party in parties}}
+    private = privacy.noised_gradients(clip=1.0, noise=4.0, delta=1e-3, entropy=privacy.from_seed(0))
+    return {
+        0: private(server, server_half(server, steps)),
+        **{party.index: party_half(party, steps) for party in parties},
+    }
 
 
 CONVERSATIONS: dict[str, Callable[[], Conversation]] = {

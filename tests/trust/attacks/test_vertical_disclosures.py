@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any
 
@@ -18,21 +19,23 @@ from torch import Tensor, nn
 
 from fedtorch import random, vfl
 from fedtorch.learns import UNDECLARED, declared
-from fedtorch.protocol.halves import Half, together
+from fedtorch.protocol.halves import Half, Receive, Send, packed, together, unpacked, wrapped
 from fedtorch.sites import secure
-from fedtorch.sites.secure.vertical import Words
+from fedtorch.sites.secure.messages import bundle
+from fedtorch.sites.secure.vertical import Keys, Words
 from fedtorch.trust import attacks, privacy
 from fedtorch.trust.attacks.split import label_scores
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.nodes.iteration import party_half, server_half
-from fedtorch.vfl.nodes.node import Gradient, Iteration, ServerNode, Summand
+from fedtorch.vfl.nodes.node import Gradient, Iteration, PartyNode, ServerNode, Summand
 from fedtorch.vfl.rows.alignment import Holder, Points
 
 WIDTHS, N, STEPS = [3, 2], 400, 20
-KEYS = random.fold_in(random.key(0), torch.arange(1))
+KEYS, GRID = random.fold_in(random.key(0), torch.arange(1)), secure.Grid()
 DATA = logistic_data(WIDTHS, N)
 SIGNING = {j: Ed25519PrivateKey.from_private_bytes(bytes([j]) * 32) for j in (1, 2)}
 PUBLIC = {j: key.public_key().public_bytes_raw() for j, key in SIGNING.items()}
+PUSH = draw(7, 1, 1, 1, N)  # a gradient that a server makes up
 Heard = dict[int, list[Any]]  # by party, what it sent and was sent
 
 
@@ -87,7 +90,7 @@ def test_labels_are_found_without_noise_on_the_gradients(together: bool) -> None
 def test_both_parties_find_the_labels_that_epsilon_leaves(epsilon: float, least: float | None) -> None:
     """y − p with p known is y, and a label moves it by half of what C = 1 bounds: right by Φ(√T/(4z)) of T steps."""
     noise = privacy.noise_for(epsilon=epsilon, rounds=STEPS, delta=1e-3)
-    guarded = partial(privacy.noised_gradients, clip=1.0, noise=noise, entropy=privacy.from_seed(1))
+    guarded = privacy.noised_gradients(clip=1.0, noise=noise, delta=1e-3, entropy=privacy.from_seed(1))
     sent, told = heard(guarded)
     law = 0.5 * (1 + math.erf(math.sqrt(STEPS) / (4 * noise) / math.sqrt(2)))
     found = labels_found(sent, told, together=True)
@@ -144,6 +147,167 @@ def test_one_party_reads_the_other_s_part_from_its_gradients(masks: bool) -> Non
     own, other = (clear[j][0].value.flatten() for j in (1, 2))
     torch.testing.assert_close(p.logit() - own, other, rtol=0, atol=1e-6)
     assert "of two parties the other's" in declared(Gradient, UNDECLARED).worst
+
+
+def linear_parties() -> list[PartyNode]:
+    bottoms = [nn.Linear(width, 1, dtype=torch.float64) for width in WIDTHS]
+    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS).double()
+    return network.nodes(DATA, partial(torch.optim.SGD, lr=0.5))[1]
+
+
+def values(party: PartyNode) -> Tensor:
+    return party.propose(Iteration()).sent.flatten()
+
+
+def masked_halves(
+    parties: Sequence[PartyNode], steps: int, bound: bool, rows: Sequence[bytes] = (b"", b"")
+) -> dict[int, Half]:
+    """Halves under masks of fresh keys; `bound` is whether masks are bound to what parties have been told."""
+
+    def unbound(step: Any) -> Half:
+        return (yield step._replace(bound=b"anything") if isinstance(step, Send) else step)
+
+    made = {}
+    for party in parties:
+        half = party_half(party, [Iteration(step=step) for step in range(steps)])
+        half = half if bound else wrapped(half, unbound)
+        run = b"run" + rows[party.index - 1]
+        made[party.index] = secure.masked_party(half, party.index, PUBLIC, SIGNING[party.index], GRID, run=run)
+    return made
+
+
+def deceived(
+    parties: Sequence[PartyNode],
+    answer: Callable[[int, int], Tensor],
+    steps: int,
+    bound: bool,
+    replayed: Sequence[bytes] = (),
+    rows: Sequence[bytes] = (b"", b""),
+) -> list[Tensor]:
+    """The sums that a server reads that tells party j in each step `answer(step, j)`.
+
+    Parties that it keeps out are represented by adverts of theirs that it has heard before.
+    """
+
+    def server() -> Half:
+        adverts, sums = list(replayed), []
+        for party in parties:
+            adverts.append(unpacked((yield Receive(party.index, None)).adverts))
+        for party in parties:
+            yield Send(party.index, Keys(packed(bundle(adverts))))
+        for step in range(steps):
+            total = torch.zeros(N, dtype=torch.int64)
+            for party in parties:
+                total = total + (yield Receive(party.index, None)).words
+            sums.append(GRID.decode(total))
+            for party in parties:
+                yield Send(party.index, Gradient(answer(step, party.index)))
+        return sums
+
+    sums: list[Tensor] = together({0: server(), **masked_halves(parties, steps, bound, rows)})[0][0]
+    return sums
+
+
+def check_change(found: Tensor, truth: Tensor, bound: bool) -> None:
+    """A party's change is read to the grid's rounding where masks are not bound, and otherwise is not there."""
+    assert float(truth.abs().max()) > 0.1
+    if bound:  # R² of chance has mean 1/(n − 1), and is below 9/(n − 1) but for 3 in 1000
+        assert explained(found, truth) < 9 / (N - 1)
+    else:
+        torch.testing.assert_close(found, truth, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_server_that_tells_parties_different_gradients_reads_no_change_of_one(bound: bool) -> None:
+    """It moves the first party and not the second; the difference of two sums is the first one's change."""
+    parties = linear_parties()
+    before, moves = values(parties[0]), lambda step, j: PUSH if (step, j) == (0, 1) else 0 * PUSH
+    first, second = deceived(parties, moves, 2, bound)
+    check_change(second - first, values(parties[0]) - before, bound)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_server_that_sends_one_party_back_reads_no_change_of_it(bound: bool, again: bool) -> None:
+    """After a broken line one party goes on from an earlier point, or does steps `again` with other gradients."""
+    parties = linear_parties()
+    start = parties[0].state_dict()
+    deceived(parties, lambda step, j: PUSH, 1, bound)
+    before, kept = [values(party) for party in parties], parties[1].state_dict()
+    (first,) = deceived(parties, lambda step, j: 0 * PUSH, 1, bound)
+    torch.testing.assert_close(first, sum(before), rtol=0, atol=1e-6)  # who is told the same is added up
+    parties[0].load_state_dict(start)
+    parties[1].load_state_dict(kept)
+    if again:
+        heard_before = unpacked(next(masked_halves(parties, 1, bound)[2]).message.adverts)
+        deceived(parties[:1], lambda step, j: -PUSH, 1, bound, [heard_before])
+    after = values(parties[0])
+    (second,) = deceived(parties, lambda step, j: 0 * PUSH, 1, bound)
+    check_change(second - first, after - before[0], bound)
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_leader_that_tells_parties_different_rows_gets_no_sum_of_them(bound: bool) -> None:
+    """It shifts the first party's rows by one, and has all of its values from differences of neighbours."""
+    holder = Holder([f"p{i}" for i in range(N)], "a party")
+    order = torch.arange(N)
+    sums, truth = [], []
+    for rows in (order, order.roll(-1)):
+        parties = linear_parties()
+        parties[0].data = parties[0].data._replace(features=(DATA.features[0][rows],))
+        digests = [holder.digest(each) if bound else b"" for each in (rows, order)]
+        refused = pytest.raises(ValueError, match="client 2 has signed in this session, but it has not")
+        with refused if bound and rows is not order else nullcontext():
+            sums += deceived(parties, lambda step, j: 0 * PUSH, 1, True, rows=digests)
+        truth.append(values(parties[0]))
+    assert len(sums) == 2 - bound
+    if not bound:
+        found = (sums[1] - sums[0]).cumsum(0)
+        torch.testing.assert_close(found, truth[1] - truth[0][0], rtol=0, atol=1e-4)
+        assert float(truth[1].std()) > 0.1
+
+
+def test_what_a_server_tells_all_parties_alike_is_read_in_their_sum() -> None:
+    """What is left to it: sums after gradients of its choice, as here of the changes of all."""
+    parties = linear_parties()
+    before = sum(values(party) for party in parties)
+    first, second = deceived(parties, lambda step, j: (1 - step) * PUSH, 2, True)
+    torch.testing.assert_close(second - first, sum(values(party) for party in parties) - before, rtol=0, atol=1e-6)
+
+
+def repeated(private: Callable[[ServerNode, Half], Half], times: int) -> tuple[Heard, Heard]:
+    """What parties that do not move hear of one step that they have done so many times."""
+    bottoms = [nn.Linear(width, 1, dtype=torch.float64) for width in WIDTHS]
+    network = vfl.SplitNetwork(bottoms, likelihoods.bernoulli(), keys=KEYS).double()
+    server, parties = network.nodes(DATA, partial(torch.optim.SGD, lr=1e-12))
+    sent: Heard = {1: [], 2: []}
+    told: Heard = {1: [], 2: []}
+    with suppress(RuntimeError):
+        for _ in range(times):
+            halves = {0: private(server, server_half(server, [Iteration()]))}
+            for party in parties:
+                overhear = lambda node, message, own, j=party.index: (sent if own else told)[j].append(message)
+                halves[party.index] = attacks.tapped(party_half(party, [Iteration()]), overhear)
+            together(halves)
+    return {j: messages[: len(told[1])] for j, messages in sent.items()}, told
+
+
+@pytest.mark.parametrize("budget", [None, 1.0])
+def test_a_step_that_is_asked_for_300_times_tells_no_more_than_the_budget(budget: float | None, tmp_path: Any) -> None:
+    """As by a party that hangs up at each block's end; y − p with p known is right as a normal law says."""
+    noise = privacy.noise_for(epsilon=1.0, rounds=1, delta=1e-3)
+    ledger, found = tmp_path / "labels.jsonl", []
+    settings: dict[str, Any] = {"clip": 1.0, "noise": noise, "delta": 1e-3, "budget": budget}
+    for run in range(2):
+        private = privacy.noised_gradients(**settings, ledger=ledger, entropy=privacy.from_seed(run))
+        found.append(repeated(private, 150))
+    sent, told = ({j: a[j] + b[j] for j in a} for a, b in zip(*found))
+    releases = len(told[1])
+    assert releases == (300 if budget is None else 1) == private.ledger.entries
+    assert private.ledger.epsilon == pytest.approx(privacy.epsilon(noise=noise, rounds=releases, delta=1e-3), rel=1e-6)
+    law = 0.5 * (1 + math.erf(math.sqrt(releases) / (4 * noise) / math.sqrt(2)))
+    assert labels_found(sent, told, together=True) == pytest.approx(law, abs=chance(law))
+    assert law > 0.9 if budget is None else law < 0.56
 
 
 LISTS = {

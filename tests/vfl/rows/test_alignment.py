@@ -208,6 +208,20 @@ def test_lists_that_are_too_long_are_refused_unread() -> None:
         decode(encode(Send("b", Holder(["x", "y", "z"], "leader").own_points(), rows=True)), asked, "leader")
 
 
+def test_parties_that_were_told_the_same_rows_have_one_digest() -> None:
+    """Whatever their own orders; not where the leader tells one of them others, nor where a party lacks a row."""
+    lists = {"leader": list("hgfedcba"), "b": list("abcdefx"), "c": list("yhgfedcb")}
+    holders = {name: Holder(rows, name) for name, rows in lists.items()}
+    halves = {"leader": holders["leader"].leading(["b", "c"])}
+    halves |= {name: holders[name].following("leader") for name in ("b", "c")}
+    rows = together(halves)[0]
+    assert len({holders[name].digest(rows[name]) for name in lists}) == 1
+    assert holders["b"].digest(rows["b"].flip(0)) != holders["c"].digest(rows["c"])
+    with pytest.raises(ValueError, match="rows that 'b' has, but it lacks 1; require all members"):
+        holders["b"].digest(torch.tensor([0, -1]))
+    assert Holder(["ab", "c"], "b").digest(torch.arange(2)) != Holder(["a", "bc"], "b").digest(torch.arange(2))
+
+
 def test_identifiers_are_compared_in_a_normal_form() -> None:
     composed, apart = "Zo\u00eb", "Zoe\u0308"
     found = intersect({"clinic": ["b", composed], "laboratory": [apart, "c"]}, leader="clinic").rows

@@ -171,7 +171,7 @@ class Ledger:
         if not self.allows(release, count):
             raise RuntimeError(
                 f"Round {round + 1} would bring epsilon from {self.epsilon:.4g} to {self.after(release, count):.4g} at "
-                f"delta {self.delta}, above the budget of {self.budget}; run.rounds(...) and ft.run stop before it"
+                f"delta {self.delta}, above the budget of {self.budget}; end before it, as run.rounds(...) does"
             )
 
     def _count(self, release: Release, count: int, digest: str) -> None:
