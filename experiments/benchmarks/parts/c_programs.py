@@ -51,13 +51,6 @@ def sizes_of(*numbers: int) -> str:
     return " × ".join(f"{number:,}" for number in numbers)
 
 
-def draws(small: bool) -> Work:
-    """Normal numbers of many keys."""
-    kind = CASES["philox"]
-    sizes = kind.small if small else kind.counted
-    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, ["random/philox_loop.c"])
-
-
 def sweeps(small: bool) -> Work:
     """Gibbs sweeps of small regressions."""
     kind = CASES["gibbs_sweeps"]
@@ -106,7 +99,6 @@ def evidence(small: bool) -> Work:
 
 
 WORK: dict[str, Callable[[bool], Work]] = {
-    "philox": draws,
     "gibbs_sweeps": sweeps,
     "glm_loop, linear": partial(regressions, family=glm_steps.GAUSSIAN, batch=200),
     "glm_loop, logistic": partial(regressions, family=glm_steps.BERNOULLI, batch=10),
