@@ -70,7 +70,7 @@ class Program:
         """Return what decides what is compiled: the code, and whatever it names."""
         code, values = self._function.__code__, self._values()
         named = [(name, value.text() if isinstance(value, Program) else repr(value)) for name, value in values.items()]
-        return repr((code.co_code, code.co_consts, code.co_names, self._inline, sorted(named)))
+        return repr((code.co_code, code.co_consts, code.co_names, self._inline, _OPTIONS, sorted(named)))
 
     def _values(self) -> dict[str, Any]:
         """Return what the function names, of its module and of the function that it is defined in."""

@@ -1,4 +1,4 @@
-"""Draws and new keys of Philox-4x32-10 on the CPU: the words of `random.words`, a block of four in each lane.
+"""Draws and new keys of Philox-4x32-10 on the CPU: a block of four in each lane.
 
 Bound: integer arithmetic, about a hundred operations a block; for normal and exponential numbers a logarithm, and a
 sine and cosine. Loops over the formulas below become vector instructions, for there are no branches in them and no
@@ -22,8 +22,8 @@ from torch import Tensor
 
 from fedtorch.dispatch import choice
 from fedtorch.programs.engine import Program, program
-from fedtorch.random.words import DRAW, FOLD, GAMMA
 
+DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
 _LANES = 64
 _BOOST = 0xFFFFFFFF  # the attempt whose words raise a gamma number of small shape
 _WHOLE = numpy.uint64(0x4330000000000000)  # the bits of 2⁵²

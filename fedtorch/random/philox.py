@@ -41,7 +41,8 @@ from torch import Tensor
 from fedtorch.dispatch.choice import plain, program
 from fedtorch.dispatch.launch import launch, tile
 from fedtorch.programs import philox as compiled
-from fedtorch.random.words import DRAW, FOLD, GAMMA, WORD, block_words, folded_singly, philox
+from fedtorch.programs.philox import DRAW, FOLD, GAMMA
+from fedtorch.random.words import WORD, block_words, folded_singly, philox
 
 BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
