@@ -27,7 +27,7 @@ from torch import Tensor
 
 from fedtorch import linalg
 from fedtorch.dispatch import choice
-from fedtorch.programs import variance_components as programs
+from fedtorch.programs import variance_components as compiled
 
 MOST = 16  # dimensions
 
@@ -52,7 +52,7 @@ def program(size: int, tensors: Sequence[Tensor]) -> Any:
     wide = all(tensor.dtype == torch.float64 for tensor in tensors)
     if not (0 < size <= MOST and wide and choice.plain(tensors)):
         return None
-    return programs if programs.usable() else None
+    return compiled if compiled.usable() else None
 
 
 def log_densities(model: VarianceComponents) -> Tensor:
