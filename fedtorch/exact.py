@@ -29,7 +29,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch import exact_loop
+from fedtorch.programs import exact_sums
 
 LIMBS = 10
 LARGEST = 2.0**148  # what a number must stay below
@@ -75,8 +75,8 @@ def limbs(value: Tensor) -> Tensor:
         `(..., LIMBS)`, float64, integers of magnitude below 2³³ that have the sign of the number; NaN where it is not
         finite or not smaller than 2¹⁴⁸ in magnitude.
     """
-    if (library := exact_loop.program((value,))) is not None:
-        return exact_loop.limbs(library, (value,), LIMBS)
+    if exact_sums.usable((value,)):
+        return exact_sums.limbs((value,))
     has_limbs = value.abs() < LARGEST
     fraction, exponent = torch.frexp(torch.where(has_limbs, value, 0.0))
     whole = (fraction.abs() * 2.0**53).to(torch.int64)
@@ -95,8 +95,8 @@ def limbs(value: Tensor) -> Tensor:
 def totals(*sums: Sequence[Tensor]) -> list[Tensor]:
     """Return each sum of terms of one shape in limbs, all by one look at the numbers."""
     terms = [term for each in sums for term in each]
-    if (library := exact_loop.program(terms)) is not None:
-        return [exact_loop.limbs(library, each, LIMBS) for each in sums]
+    if exact_sums.usable(terms):
+        return [exact_sums.limbs(each) for each in sums]
     flat = limbs(torch.cat([term.reshape(-1) for term in terms]) if terms else torch.zeros(0).double())
     parts = iter(flat.split([term.numel() for term in terms]))
     return [sum(next(parts) for _ in each).reshape(*each[0].shape, LIMBS) for each in sums]
@@ -108,7 +108,7 @@ def read(*totals: Tensor) -> list[Whole]:
     Raises:
         ValueError: limbs are NaN or infinite; of tensors on the CPU when their sums are asked for.
     """
-    if exact_loop.program(totals) is not None:
+    if exact_sums.usable(totals):
         return [Whole(total) for total in totals]
     flat = [total.reshape(-1, LIMBS) for total in totals]
     numbers = iter(_integers(torch.cat(flat).cpu()))
@@ -118,8 +118,8 @@ def read(*totals: Tensor) -> list[Whole]:
 def value(total: Tensor | Whole) -> Tensor:
     """Return the float64 number nearest to the sum that `total`, limbs `(..., LIMBS)` or read, stands for, `(...)`."""
     whole = read(total)[0] if isinstance(total, Tensor) else total
-    if (library := exact_loop.program((whole.like,))) is not None:
-        return _checked(exact_loop.values(library, whole.like))
+    if exact_sums.usable((whole.like,)):
+        return _checked(exact_sums.values(whole.like))
     return _tensor([_divide(number, 1 << _SCALE) for number in whole.numbers], whole.like)
 
 
@@ -130,8 +130,8 @@ def values(*totals: Tensor) -> list[Tensor]:
 
 def products(weight: Tensor, value: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Return w·x and w·x² as sums of float64 numbers without rounding: two and four terms, in the arguments' shape."""
-    if weight.shape == value.shape and (library := exact_loop.program((weight, value))) is not None:
-        return exact_loop.products(library, weight, value)
+    if weight.shape == value.shape and exact_sums.usable((weight, value)):
+        return exact_sums.products(weight, value)
     first = _product(weight, value)
     return first, (*_product(first[0], value), *_product(first[1], value))
 
@@ -160,8 +160,8 @@ def about(zeroth: Whole, first: Whole, second: Whole, centre: Whole) -> tuple[Te
         [2.0, 0.0, 2.0]
     """
     likes = [whole.like for whole in (zeroth, first, second, centre)]
-    if len({like.shape for like in likes}) == 1 and (library := exact_loop.program(likes)) is not None:
-        return _checked(exact_loop.about(library, likes)).unbind()  # type: ignore[return-value]
+    if len({like.shape for like in likes}) == 1 and exact_sums.usable(likes):
+        return _checked(exact_sums.about(likes)).unbind()  # type: ignore[return-value]
     sums: tuple[list[float], list[float], list[float]] = [], [], []
     d = 1 << _SCALE
     for w, wx, wxx, n in zip(zeroth.numbers, first.numbers, second.numbers, centre.numbers):

@@ -10,12 +10,12 @@ from support.programs import reference
 from torch import Tensor
 
 from fedtorch import exact
-from fedtorch.dispatch import choice, compiled
+from fedtorch.dispatch import choice
 
 
 @pytest.fixture(autouse=True, params=["on", "off"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """By the program in C, where there is a compiler, and by operations of torch."""
+    """By the programs, where numba is there, and by operations of torch."""
     monkeypatch.setenv(choice.VARIABLE, request.param)
     return request.param
 
@@ -84,7 +84,6 @@ def test_no_numbers_and_bad_numbers() -> None:
             exact.value(with_bad)
 
 
-@pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("shape", [(), (0,), (7,), (3, 4, 5)])
 def test_the_program_gives_the_bits_of_the_reference(shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     count = torch.Size(shape).numel()

@@ -26,7 +26,7 @@ LAYERS = (
         "random",
         "dispatch",
         "exact",
-        "exact_loop",
+        "programs",
         "_files",
         "tables",
         "functional",

@@ -7,8 +7,8 @@ At node r of client k
 
 with the same symmetric E_t for all clients, of ones at (i_t, j_t) and (j_t, i_t). That is the marginal distribution of
 the rows of a linear mixed-effects model at values of its variances, with as many rows as there are coefficients. The
-program in C computes a node in each place of a processor's vectors, and factorises M = LDL' without writing it
-anywhere; the reference is a batched Cholesky factor.
+program computes a node in each place of a processor's vectors, and factorises M = LDL' without writing it anywhere; the
+reference is a batched Cholesky factor.
 
 Source: Searle, Casella, McCulloch, "Variance components", 1992, chapter 6. Bound: arithmetic, about d² T / 2 + d³ / 6
 multiplications and additions a node.
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from fedtorch import linalg
 from fedtorch.dispatch import choice
+from fedtorch.programs import variance_components as compiled
 
 MOST = 16  # dimensions
 
@@ -47,13 +48,11 @@ class VarianceComponents(NamedTuple):
 
 
 def program(size: int, tensors: Sequence[Tensor]) -> Any:
-    """Return the program in C for vectors of this size, where it is there and knows such tensors, else None."""
+    """Return the program for vectors of this size, where it is there and knows such tensors, else None."""
     wide = all(tensor.dtype == torch.float64 for tensor in tensors)
     if not (0 < size <= MOST and wide and choice.plain(tensors)):
         return None
-    from fedtorch.kernels.programs import variance_components as module
-
-    return None if module.library() is None else module
+    return compiled if compiled.usable() else None
 
 
 def log_densities(model: VarianceComponents) -> Tensor:

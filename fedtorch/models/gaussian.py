@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.distributions import MultivariateNormal
 
-from fedtorch.kernels.moments import solved
+from fedtorch import linalg
 
 
 class Natural(NamedTuple):
@@ -57,6 +57,28 @@ def unpack(packed: Tensor) -> Tensor:
     matrix[..., row, column] = packed
     matrix[..., column, row] = packed
     return matrix
+
+
+def solved(matrix: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+    """Return (A⁻¹ v `(..., p)`, A⁻¹ `(..., p, p)`); NaN where A is not positive definite.
+
+    Args:
+        matrix: A, symmetric, `(..., p, p)`.
+        vector: v, `(..., p)`.
+    """
+    inverse = _inverse(matrix)
+    return (inverse @ vector[..., None])[..., 0], inverse
+
+
+def _inverse(matrix: Tensor) -> Tensor:
+    """Return inverses of symmetric positive definite matrices; NaN for others."""
+    if matrix.shape[-1] == 0:
+        return matrix
+    factor, info = torch.linalg.cholesky_ex(matrix)
+    good = (info == 0)[..., None, None]
+    eye = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+    half = linalg.inverse_factor(torch.where(good, factor, eye))
+    return torch.where(good, half.mT @ half, torch.nan)
 
 
 def natural(moments: Moments) -> Natural:

@@ -1,10 +1,10 @@
 r"""Numbers from keys: Philox-4x32-10 words and what is made of them, in one pass.
 
 The reference is integer tensor operations, some ninety passes over memory: the same bits on any device. Programs, in
-Triton for a CUDA device and in C for the CPU, make a block of four words a lane in registers and write numbers only;
-words, integers, coins and uniform numbers are the same bits, normal, exponential and gamma numbers the same float64
-formulas, equal to the last bit or two. A gamma number's lane proposes until one is accepted, so that nothing waits for
-the host.
+Triton for a CUDA device and by numba for the CPU, make a block of four words a lane in registers and write numbers
+only; words, integers, coins and uniform numbers are the same bits, normal, exponential and gamma numbers the same
+float64 formulas, equal to the last bit or two. A gamma number's lane proposes until one is accepted, so that nothing
+waits for the host.
 
 Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011; Box and Muller 1958; Marsaglia and Tsang,
 "A simple method for generating gamma variables", ACM TOMS 26, 2000. Bound: integer arithmetic, about a hundred
@@ -40,8 +40,9 @@ from torch import Tensor
 
 from fedtorch.dispatch.choice import plain, program
 from fedtorch.dispatch.launch import launch, tile
-from fedtorch.random import philox_loop
-from fedtorch.random.words import DRAW, FOLD, GAMMA, WORD, block_words, folded_singly, philox
+from fedtorch.programs import philox as compiled
+from fedtorch.programs.philox import DRAW, FOLD, GAMMA
+from fedtorch.random.words import WORD, block_words, folded_singly, philox
 
 BLOCK = 2**16  # words drawn at a time, so that the temporaries stay in a cache of a megabyte
 _BOOST = WORD  # the attempt whose words raise a gamma number of small shape; no element needs so many attempts
@@ -100,8 +101,8 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
         a: shape parameters `(Q, n)` in float64; where one is not finite and positive, the number is NaN.
         dtype: of the numbers, `(Q, n)`.
     """
-    if (library := _library(keys, a)) is not None:
-        return philox_loop.gamma(library, keys, a, dtype)
+    if compiled.usable(keys, a):
+        return compiled.gamma(keys, a, dtype)
     known = (a > 0) & a.isfinite()
     a, out = torch.where(known, a, 1.0), keys.new_empty(a.shape, dtype=dtype)
     smallest, (queries, count) = torch.finfo(dtype).tiny, a.shape
@@ -123,12 +124,12 @@ def gamma(keys: Tensor, a: Tensor, dtype: torch.dtype) -> Tensor:
 def folded(key: Tensor, data: Tensor | int) -> Tensor:
     """Make new keys of keys and int64 numbers that broadcast."""
     tensors = (key,) if isinstance(data, int) else (key, data)
-    if (library := _library(*tensors)) is not None:
-        return philox_loop.fold(library, key, data)
+    if math.prod(part.numel() for part in tensors) <= _SINGLY and plain(tensors):
+        return folded_singly(key, data)
+    if compiled.usable(*tensors):
+        return compiled.fold(key, data)
     programs = program("fedtorch.random.philox_program", tensors, (torch.int64,))
     if not programs:
-        if math.prod(part.numel() for part in tensors) <= _SINGLY and plain(tensors):
-            return folded_singly(key, data)
         even, odd = philox(key, (data & WORD, (data >> 32) & WORD, 0, FOLD))
         return odd[0].bitwise_left_shift(32).bitwise_or_(even[0])
     number = torch.full_like(key, data) if isinstance(data, int) else data
@@ -136,11 +137,6 @@ def folded(key: Tensor, data: Tensor | int) -> Tensor:
     out = torch.empty_like(keys)
     launch(programs.fold, -(-out.numel() // _LANES), out, keys, numbers, out.numel(), FOLD, BLOCK=_LANES)
     return out
-
-
-def _library(*tensors: Tensor) -> Any:
-    """Return the program in C where it knows these tensors, else None."""
-    return philox_loop.program() if plain(tensors) else None
 
 
 def _words(key: Tensor, start: int, count: int) -> Tensor:
@@ -225,8 +221,8 @@ def _drawn(
     if elements is not None:
         parts = elements.split(max(BLOCK // max(key.numel(), 1) // 8, 1))
         return torch.cat([convert(_words_at(key, part, words)).to(dtype) for part in parts], -1)
-    if (library := _library(key)) is not None:
-        return philox_loop.draw(library, form, key, shape, dtype, argument)
+    if compiled.usable(key):
+        return compiled.draw(form, key, shape, dtype, argument)
     count, queries = math.prod(shape), key.numel()
     programs: Any = program("fedtorch.random.philox_program", (key,), (torch.int64,))
     if not programs:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from fedtorch.dispatch.choice import plain
+from fedtorch.programs.philox import FOLD
 
 WORD = 0xFFFFFFFF
-DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart
 
 _ROUNDS = 10
 _WEYL = 0x9E3779B9, 0xBB67AE85

@@ -110,7 +110,7 @@ def test_a_reference_is_measured_beside_its_compiled_form() -> None:
 
 
 def test_what_a_compiler_refuses_is_said() -> None:
-    line = kernel_bounds.compiled("moments", small=True, compile=lambda work, dynamic: lambda: work(1, 2, 3, 4))
+    line = kernel_bounds.compiled("glm_steps", small=True, compile=lambda work, dynamic: lambda: work(1, 2, 3, 4))
     assert len(line) == len(kernel_bounds.COMPILED)
     assert line[4] == "refused (TypeError)"
     assert line[-1] == "never"
@@ -129,7 +129,7 @@ def test_programs_in_c_have_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_program_is_compiled_anew_to_time_it() -> None:
-    assert (c_programs.seconds_to_compile("random/philox_loop.c") or 0) > 0.01
+    assert (c_programs.seconds_to_compile("kernels/programs/gibbs_loop.c") or 0) > 0.01
 
 
 @pytest.mark.slow

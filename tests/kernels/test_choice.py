@@ -7,62 +7,66 @@ import torch
 from support.programs import launches
 
 from fedtorch.dispatch import choice, launch as _launch
-from fedtorch.kernels import order_statistics
 from fedtorch.kernels.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
-from fedtorch.kernels.moments import solved
 
-ARGS = torch.eye(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+ARGS = torch.eye(2, dtype=torch.float64)[None], torch.ones(1, 2, dtype=torch.float64)
+
+
+def stepped(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """A step of a linear client of two rows."""
+    start = torch.zeros(1, 2, dtype=x.dtype, device=x.device)
+    return glm_steps(GAUSSIAN, x, y, torch.full((1,), 2, device=x.device), start, steps=1, lr=0.1)[0]
 
 
 def test_off_turns_all_off(device, monkeypatch) -> None:
     args = [part.to(device) for part in ARGS]
     with launches(monkeypatch):
-        solved(*args)
+        stepped(*args)
     monkeypatch.setenv(choice.VARIABLE, "off")
     with launches(monkeypatch, at_least=0) as seen:
-        solved(*args)
+        stepped(*args)
     assert seen == []
 
 
 def test_the_default_leaves_the_cpu_alone(monkeypatch) -> None:
     monkeypatch.delenv(choice.VARIABLE)
     with launches(monkeypatch, at_least=0) as seen:
-        solved(*ARGS)
+        stepped(*ARGS)
     assert seen == []
 
 
 def test_another_setting_is_refused(device, monkeypatch) -> None:
     monkeypatch.setenv(choice.VARIABLE, "fast")
     with pytest.raises(ValueError, match="Expected FEDTORCH_KERNELS to be one of on, off, interpret, but got 'fast'"):
-        solved(*(part.to(device) for part in ARGS))
+        stepped(*(part.to(device) for part in ARGS))
 
 
 def test_tensors_on_two_devices_are_refused(device) -> None:
-    with pytest.raises(ValueError, match="Expected tensors on one device for moments, but got"):
-        solved(ARGS[0].to(device), ARGS[1].to("meta"))
+    with pytest.raises(ValueError, match="Expected tensors on one device for glm_steps, but got"):
+        stepped(ARGS[0].to(device), ARGS[1].to("meta"))
 
 
 def test_without_triton_references_run(device, monkeypatch) -> None:
     monkeypatch.setattr(choice, "installed", lambda: False)
     with launches(monkeypatch, at_least=0) as seen:
-        solved(*(part.to(device) for part in ARGS))
+        stepped(*(part.to(device) for part in ARGS))
     assert seen == []
 
 
 def test_mapped_and_traced_tensors_go_to_the_reference(device, monkeypatch) -> None:
-    matrix, vector = (part.to(device) for part in ARGS)
+    x, y = (part.to(device) for part in ARGS)
     with launches(monkeypatch, at_least=0) as seen:
-        mapped = torch.func.vmap(lambda scale: solved(scale * matrix, vector)[0])(torch.ones(3, device=device))
-        traced = torch.fx.experimental.proxy_tensor.make_fx(lambda m, v: solved(m, v)[0])(matrix, vector)
+        mapped = torch.func.vmap(lambda scale: stepped(scale * x, y))(torch.ones(3, device=device))
+        traced = torch.fx.experimental.proxy_tensor.make_fx(stepped)(x, y)
     assert seen == []
-    assert torch.equal(mapped[0], traced(matrix, vector))
+    assert torch.equal(mapped[0], traced(x, y))
 
 
 def test_interpreting_after_compiling_is_refused(monkeypatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     monkeypatch.setitem(_launch.sys.modules, "triton", choice)
     with pytest.raises(RuntimeError, match="Expected TRITON_INTERPRET=1 before Triton's first import"):
-        _launch.loaded.__wrapped__("moments", interpreted=True)
+        _launch.loaded.__wrapped__("glm_steps", interpreted=True)
 
 
 def test_tiles_cover_rows_of_any_width() -> None:
@@ -80,23 +84,11 @@ def linear_models(features: int, classes: int, dtype: torch.dtype, device: str):
     return glm_steps(CATEGORICAL if classes else GAUSSIAN, x, y, y.new_full((1,), 2).long(), start, steps=1, lr=0.1)
 
 
-def middle(messages: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A median of equal weights."""
-    value = torch.arange(2.0 * messages, dtype=torch.float64, device=device).reshape(messages, 2)
-    return order_statistics.median(value.to(dtype), torch.full((messages,), 1 / messages, device=device).double())
-
-
 BEYOND = {  # shapes and dtypes that a program does not know
-    "17 dimensions": lambda device: solved(
-        torch.eye(17, device=device).double(), torch.ones(17, device=device).double()
-    ),
-    "moments in float32": lambda device: solved(torch.eye(2, device=device), torch.ones(2, device=device)),
     "129 features": lambda device: linear_models(129, 0, torch.float64, device),
     "17 classes": lambda device: linear_models(2, 17, torch.float32, device),
     "classes in float64": lambda device: linear_models(2, 3, torch.float64, device),
     "bfloat16": lambda device: linear_models(2, 0, torch.bfloat16, device),
-    "1025 messages": lambda device: middle(1025, torch.float32, device),
-    "messages in bfloat16": lambda device: middle(5, torch.bfloat16, device),
 }
 
 

@@ -13,10 +13,8 @@ from torch.optim import SGD, Adam, AdamW
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.federation.exchanges.robust.exchange import star as robust_star
 from fedtorch.federation.solvers._fused import FusedSteps
-from fedtorch.models.gaussian_process import ConvolvedGP
-from fedtorch.trust import privacy, robust
+from fedtorch.trust import privacy
 
 OPTIMIZERS = {
     "sgd": partial(SGD, lr=0.1, weight_decay=0.1),
@@ -205,59 +203,6 @@ def test_noise_and_clipping_of_examples_take_the_stacked_steps(device, monkeypat
     with launches(monkeypatch, at_least=0) as seen:
         ft.run(ft.fedavg(local), ft.InProcess(data, device=device), rounds=1)
     assert "glm_steps" not in seen
-
-
-@pytest.mark.parametrize("active", [None, 5])
-def test_graph(active, device, monkeypatch) -> None:
-    network = ft.Network.erdos_renyi(12, 0.4, ft.random.key(1))
-    x = ft.random.normal(ft.random.key(2), (12, 6, 3), torch.float64)
-    local = ft.least_squares(torch.nn.Linear(3, 1, bias=False, dtype=torch.float64))
-
-    def server(device: str):
-        data = ft.data.from_tensors([(rows.to(device), rows.sum(1).to(device)) for rows in x])
-        run = ft.run(ft.gtv(local, network, 0.5), ft.InProcess(data, device=device), rounds=3, cohort=active)
-        return tree.to(run.server, "cpu")
-
-    with reference():
-        wanted = server("cpu")
-    with launches(monkeypatch) as seen:
-        found = server(device)
-    assert "neighbours" in seen
-    for one, other in zip(tree.leaves(found), tree.leaves(wanted)):
-        torch.testing.assert_close(one, other, **CLOSE)
-
-
-def test_multi_output_processes(device, monkeypatch) -> None:
-    x = ft.random.uniform(ft.random.key(1), (17, 1), torch.float64)
-    y = (6 * x[:, 0]).sin() + 0.1 * ft.random.normal(ft.random.key(2), (17,), torch.float64)
-
-    def server(device: str):
-        clients = [(a.to(device), b.to(device)) for a, b in zip(x.split([3, 9, 5]), y.split([3, 9, 5]))]
-        process = ConvolvedGP(torch.linspace(0, 1, 6, dtype=torch.float64)[:, None])
-        algorithm = ft.fedmgp(process, steps=2, accept_disclosure=True)
-        run = ft.run(algorithm, ft.InProcess(ft.data.from_tensors(clients), device=device), rounds=2)
-        return tree.to((run.server, run.clients.state_dict()), "cpu")
-
-    with reference():
-        wanted = server("cpu")
-    with launches(monkeypatch) as seen:
-        found = server(device)
-    assert "gp_statistics" in seen
-    for one, other in zip(tree.leaves(found), tree.leaves(wanted)):
-        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-9)  # through the inverse of a root of size 10⁴
-
-
-@pytest.mark.parametrize("rule", [robust.median(), robust.trimmed_mean(0.2)], ids=["median", "trimmed mean"])
-def test_robust_exchanges(rule, device, monkeypatch) -> None:
-    exchange = robust_star(rule, spread=10.0)  # with equal weights a processor sorts
-    message = {"a": ft.Mean(ft.random.normal(ft.random.key(3), (5, 2, 3)), torch.arange(1.0, 6.0))}
-    ids = torch.arange(5)
-    with reference():
-        wanted = exchange.finish(exchange.gather(message, ids))
-    with launches(monkeypatch) as seen:
-        found = exchange.finish(exchange.gather(tree.to(message, device), ids))
-    assert set(seen) == {"order_statistics"}
-    torch.testing.assert_close(found["a"].value.cpu(), wanted["a"].value, rtol=1e-14, atol=1e-15)
 
 
 def test_what_a_program_does_not_know_takes_the_optimiser(device, monkeypatch) -> None:

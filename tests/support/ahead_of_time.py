@@ -78,32 +78,6 @@ def glm_cases() -> Iterator[Case]:
         yield Case("glm_steps.categorical", tensors, {"IGNORED": -100, "INDEXED": indexed, "PULL": True, **tile}, 8)
 
 
-def neighbour_cases() -> Iterator[Case]:
-    for kind, rows, width in (("fp64", "fp32", 16), ("fp64", "fp64", 64), ("fp32", "fp32", 1)):
-        segments = {"SEGMENTS": 256 // width, "WIDTH": width}
-        yield Case("neighbours.gather", f"*{kind} *{rows} *i32 *{kind} *i64 *i32 *i64 i32 i32", segments)
-        yield Case("neighbours.join", f"*{kind} *i64 *i64 *i32 i32", {"PIECES": 256 // width, "WIDTH": width})
-
-
-def order_cases() -> Iterator[Case]:
-    for kind, bits, rows, columns in (("fp32", 32, 1024, 8), ("fp32", 32, 32, 256), ("fp64", 64, 1024, 4)):
-        tile = {"LARGEST": 2 ** (bits - 1) - 1, "BITS": bits, "MESSAGES": rows, "COLUMNS": columns}
-        yield Case("order_statistics.median", f"*fp64 *{kind} *fp64 i32 i32", tile, 8)
-        yield Case("order_statistics.trimmed_mean", f"*fp64 *{kind} *fp64 i32 i32 fp64", tile, 8)
-
-
-def moment_cases() -> Iterator[Case]:
-    for size in (2, 16):
-        tensors = "*fp64 *fp64 *fp64 *fp64 i32 i32"
-        yield Case("moments.solve", tensors, {"BATCH": 512 // size**2, "SIZE": size})
-
-
-def gp_cases() -> Iterator[Case]:
-    for points in (32, 16):
-        tile = {"ROWS": 32, "POINTS": points}
-        yield Case("gp_statistics.statistics", "*fp64 " * 9 + "i32 i32 i32 i32 i32 i32", tile, 8)
-
-
 def gibbs_cases() -> Iterator[Case]:
     for size in (2, 16):
         tensors = "*fp64 " * 14 + "*i64 i32 i32 i32 i32"
@@ -114,10 +88,6 @@ def cases() -> Iterator[Case]:
     yield from philox_cases()
     yield from step_cases()
     yield from glm_cases()
-    yield from neighbour_cases()
-    yield from order_cases()
-    yield from moment_cases()
-    yield from gp_cases()
     yield from gibbs_cases()
 
 

@@ -24,7 +24,7 @@ import fedtorch as ft
 from experiments.benchmarks.parts.gpu_kernels import CASES, normal
 from experiments.benchmarks.parts.gpu_timing import kernels
 from fedtorch.dispatch import choice, compiled
-from fedtorch.kernels import glm_steps, variance_components
+from fedtorch.kernels import glm_steps
 from fedtorch.kernels.glm_loop import glm_loop
 
 COLUMNS = [
@@ -49,13 +49,6 @@ class Work(NamedTuple):
 def sizes_of(*numbers: int) -> str:
     """The sizes of an operation."""
     return " × ".join(f"{number:,}" for number in numbers)
-
-
-def draws(small: bool) -> Work:
-    """Normal numbers of many keys."""
-    kind = CASES["philox"]
-    sizes = kind.small if small else kind.counted
-    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, ["random/philox_loop.c"])
 
 
 def sweeps(small: bool) -> Work:
@@ -84,33 +77,10 @@ def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
     return Work(sizes_of(clients, rows, features) + f", batches of {batch}", call, ["kernels/programs/glm_loop.c"])
 
 
-def evidence(small: bool) -> Work:
-    """Log densities of the rows of mixed models at nodes of their variances."""
-    clients, nodes, d = (2, 5, 3) if small else (100, 200, 10)
-    double = partial(normal, device="cpu", dtype=torch.float64)
-    every = torch.arange(d)
-    model = variance_components.VarianceComponents(
-        double(1, clients, nodes, d).square(),
-        double(2, clients, nodes, d),
-        double(3, clients, nodes).square() + 1,
-        every,
-        every,
-        double(4, clients, d, d),
-        torch.eye(d, dtype=torch.float64).repeat(clients, 1, 1),
-        double(5, clients, d),
-        double(6, clients, d),
-        double(7, clients, d, d),
-    )
-    call = partial(variance_components.log_densities, model)
-    return Work(sizes_of(clients, nodes, d), call, ["kernels/programs/variance_components.c"])
-
-
 WORK: dict[str, Callable[[bool], Work]] = {
-    "philox": draws,
     "gibbs_sweeps": sweeps,
     "glm_loop, linear": partial(regressions, family=glm_steps.GAUSSIAN, batch=200),
     "glm_loop, logistic": partial(regressions, family=glm_steps.BERNOULLI, batch=10),
-    "variance_components": evidence,
 }
 
 

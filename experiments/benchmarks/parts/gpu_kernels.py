@@ -13,7 +13,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments.benchmarks.parts.gpu_timing import Rates, Timed, kernels, timed
 from experiments.common import Row
-from fedtorch.kernels import gibbs_sweeps, glm_steps, gp_statistics, moments, neighbours, order_statistics, stacked_step
+from fedtorch.kernels import gibbs_sweeps, glm_steps, stacked_step
 from fedtorch.kernels.stacked_step import ClientValues
 
 
@@ -73,51 +73,6 @@ def glm(sizes: Sequence[int], device: str) -> Case:
     return Case(setting, 4.0 * x.numel(), 4.0 * x.numel() * steps, False, ours, {"Gram matrices (cuBLAS)": gram})
 
 
-def graph(sizes: Sequence[int], device: str) -> Case:
-    """A neighbours' sum."""
-    nodes, width = sizes
-    ends = ft.random.randint(ft.random.key(0), nodes, (nodes * 5, 2))
-    network = ft.Network(ends[ends[:, 0] != ends[:, 1]], nodes=nodes)
-    matrix, rows = network.adjacency(device=device), normal(1, nodes, width, device=device, dtype=torch.float64)
-    edges = 2 * len(network.edges)
-    moved = edges * 12.0 + 16.0 * nodes * width
-    setting = f"neighbours: {nodes} nodes, {edges} edges, d = {width}"
-    ours = partial(neighbours.neighbours, matrix, rows)
-    return Case(setting, moved, 2.0 * edges * width, True, ours, {"cuSPARSE": lambda: matrix @ rows})
-
-
-def median(sizes: Sequence[int], device: str) -> Case:
-    """A weighted median of messages."""
-    messages, size = sizes
-    value = normal(1, messages, size, device=device)
-    share = torch.full((messages,), 1 / messages, device=device, dtype=torch.float64)
-    ours = partial(order_statistics.median, value, share)
-    setting = f"order_statistics: median of {messages} × {size}"
-    return Case(setting, 4.0 * value.numel(), 64.0 * value.numel(), True, ours, {"torch.sort": lambda: value.sort(0)})
-
-
-def processes(sizes: Sequence[int], device: str) -> Case:
-    """Statistics of convolved Gaussian processes."""
-    units, rows, points, latents = sizes
-    double = partial(normal, device=device, dtype=torch.float64)
-    x, y, inducing = double(1, units, rows, 1), double(2, units, rows), double(3, points, 1)
-    tensors = (
-        x,
-        y,
-        torch.ones_like(y),
-        inducing,
-        double(4, units, latents, 1).square() + 0.1,
-        double(5, units, latents),
-        double(6, latents, points, points),
-    )
-    size = points * latents
-    moved = 8.0 * units * (3 * rows + size**2)
-    work = units * rows * size * (2.0 * size + 2.0 * points + 30.0)
-    ours = partial(gp_statistics.gp_statistics, *tensors)
-    setting = f"gp_statistics: {units} units × {rows} points, P = {size}"
-    return Case(setting, moved, work, True, ours, {"stored rows (cuBLAS)": partial(off, ours)})
-
-
 def sweeps(sizes: Sequence[int], device: str) -> Case:
     """Gibbs sweeps of small regressions."""
     clients, size, count = sizes
@@ -133,17 +88,6 @@ def sweeps(sizes: Sequence[int], device: str) -> Case:
     moved = 8.0 * clients * (size**2 + 8 * size)
     setting = f"gibbs_sweeps: {clients} problems of {size}, {count} sweeps"
     return Case(setting, moved, work, True, ours, {"batched Cholesky": partial(off, ours)})
-
-
-def densities(sizes: Sequence[int], device: str) -> Case:
-    """Moments of normal densities."""
-    clients, size = sizes
-    root = normal(1, clients, size, size + 4, device=device, dtype=torch.float64)
-    matrix, vector = root @ root.mT, root[..., 0].contiguous()
-    ours = partial(moments.solved, matrix, vector)
-    moved = 8.0 * clients * 2 * (size**2 + size)
-    setting = f"moments: {clients} of {size} dimensions"
-    return Case(setting, moved, 1.0 * clients * size**3, True, ours, {"cholesky_ex": partial(off, ours)})
 
 
 def off(work: Callable[[], object]) -> object:
@@ -165,11 +109,7 @@ CASES = {
     "philox": Kind(philox, (3, 8), (100, 10_000), (10_000, 10_000)),
     "stacked_step": Kind(adam, (3, 40), (50, 9_610), (10_000, 9_610)),
     "glm_steps": Kind(glm, (3, 8, 4, 2), (500, 64, 32, 20), (100_000, 64, 32, 20)),
-    "neighbours": Kind(graph, (50, 4), (10_000, 16), (1_000_000, 16)),
-    "order_statistics": Kind(median, (5, 8), (100, 10_000), (100, 1_000_000)),
-    "gp_statistics": Kind(processes, (2, 6, 3, 1), (50, 50, 20, 2), (10_000, 50, 20, 2)),
     "gibbs_sweeps": Kind(sweeps, (2, 2, 2), (400, 10, 20), (4_000, 10, 20)),
-    "moments": Kind(densities, (4, 3), (2_000, 8), (200_000, 8)),
 }
 
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from fedtorch import tree, wire
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, RowsOf, Sum, indices, map_messages
 from fedtorch.federation.exchanges.messages import in_order
-from fedtorch.kernels.neighbours import neighbours
 from fedtorch.networks.network import Network
 from fedtorch.tree import Rows, Tree
 
@@ -100,11 +99,11 @@ def _product(network: Network, ids: Tensor, rows: Tensor) -> Tensor:
     """Return the columns `ids` of the adjacency matrix times `rows` `(M, D)`."""
     adjacency = network.adjacency(torch.float64, rows.device)
     if len(ids) == network.nodes:
-        return neighbours(adjacency, rows)
+        return adjacency @ rows
     first = adjacency.crow_indices().to(torch.int64)
     starts, counts = first[ids], first[ids + 1] - first[ids]
     if _PUSH * int(counts.sum()) > len(adjacency.values()):
-        return neighbours(adjacency, rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows))
+        return adjacency @ rows.new_zeros(network.nodes, rows.shape[1]).index_copy_(0, ids, rows)
     edges = torch.arange(int(counts.sum()), device=ids.device)
     edges += (starts - counts.cumsum(0) + counts).repeat_interleave(counts)
     weighted = adjacency.values()[edges, None] * rows.repeat_interleave(counts, 0)

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
-from fedtorch.kernels import gp_statistics
 from fedtorch.models.gaussian_process._stacked_kernel import diagonal, matrix
 from fedtorch.models.gaussian_process._units import UnitModel
 from fedtorch.models.gaussian_process.algebra import block_diagonal, solve, stable_cholesky
@@ -20,15 +19,6 @@ class Features(NamedTuple):
 
     basis: Tensor  # (*b, N, P) V_m L, L the Cholesky factor of C_gg
     residual: Tensor  # (*b, N) diagonal of Ω_m, and of the covariance of the unit's own process
-    change: Tensor  # (*b, P, P) L⁻¹ basis of t
-
-
-class Sums(NamedTuple):
-    """Sums over units' rows, with weights w_n."""
-
-    gram: Tensor  # (*b, P, P) Σ w_n b_n b_n', b_n the rows of V_m L
-    cross: Tensor  # (*b, P) Σ w_n y_n b_n
-    residual: Tensor  # (*b,) Σ w_n of the diagonal of Ω_m
     change: Tensor  # (*b, P, P) L⁻¹ basis of t
 
 
@@ -104,22 +94,6 @@ class Geometry(UnitModel):
         if mask is not None:
             basis, residual = basis * mask[..., None], residual * mask
         return Features(basis, residual, self.change(root))
-
-    def sums(self, x: Tensor, y: Tensor, weight: Tensor) -> Sums | None:
-        """Return sums over rows x `(K, N, d)`, y `(K, N)` of weights `(K, N)` where a program makes them, else None.
-
-        Of units without processes of their own.
-        """
-        smoothed = self.kernel.smoothed()
-        if smoothed is None or x.ndim != 3:
-            return None
-        inputs, root = self.embed(x), self.root()
-        tensors = (inputs, y, weight, self.embed(self.inducing), *smoothed, _inverse(root))
-        if not gp_statistics.runs(tensors):
-            return None
-        gram, cross = gp_statistics.gp_statistics(*tensors)
-        whole = (weight * self.kernel.variance(inputs)).sum(-1)
-        return Sums(gram, cross, whole - gram.diagonal(dim1=-2, dim2=-1).sum(-1), self.change(root))
 
     def covariance(self, x: Tensor, z: Tensor) -> Tensor:
         """Return cov(f(x), f(z)) under the prior, the unit's own process included, `(*b, N, Z)`."""

@@ -51,10 +51,6 @@ class OutputKernel(Protocol):
         """Return cov(f(x), f(z)), `(*b, N, Z)`."""
         ...
 
-    def smoothed(self) -> tuple[Tensor, Tensor] | None:
-        """Return s `(*b, I, d)`, v `(*b, I)` if cov(f(x), g_i(w)) = v_i exp(−½ Σ_c (x_c − w_c)² / s_ic), else None."""
-        ...
-
     def spread(self, extent: Tensor) -> None:
         """Set lengthscales that suit inputs of an extent `(d,)`, a different one for each latent process."""
         ...
@@ -168,14 +164,9 @@ class ConvolutionProcess(_Mixture):
 
     def cross(self, x: Tensor, w: Tensor) -> Tensor:
         """See `OutputKernel.cross`."""
-        both, height = self.smoothed()
-        return height[..., None, None] * gaussian(x, w, both)
-
-    def smoothed(self) -> tuple[Tensor, Tensor]:
-        """See `OutputKernel.smoothed`."""
         latent = self.lengthscale.square()
         both = latent + self.smoothing.square()
-        return both, self._height(latent, both)
+        return self._height(latent, both)[..., None, None] * gaussian(x, w, both)
 
     def variance(self, x: Tensor) -> Tensor:
         """See `OutputKernel.variance`."""
@@ -211,7 +202,7 @@ def output_kernel(kernel: OutputKernel | Any, dims: int, latents: int, batch_sha
     """
     if kernel is None:
         return ConvolutionProcess(dims, latents, batch_shape)
-    return kernel if hasattr(kernel, "smoothed") else Coregionalisation(kernel, dims, batch_shape)
+    return kernel if hasattr(kernel, "cross") else Coregionalisation(kernel, dims, batch_shape)
 
 
 class Coregionalisation(_Mixture):

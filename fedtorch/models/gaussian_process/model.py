@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import random
-from fedtorch.dispatch.choice import possible
 from fedtorch.functional import Swap
 from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process._geometry import Features, Geometry
@@ -170,9 +169,6 @@ class ConvolvedGP(Geometry):
         """
         mask = full(y, mask)
         with torch.no_grad():
-            summed = self._summed(x, y, mask, exact_units)
-            if summed is not None:
-                return summed[0].turned(summed[1])
             seen = self.see(x, mask)
             moved = seen.basis @ seen.change
             if self.keeps_whole(exact_units) or isinstance(self.likelihood, GaussianLikelihood):
@@ -213,19 +209,6 @@ class ConvolvedGP(Geometry):
         weighted = basis / noise[..., None]
         constant = mask * (math.log(2 * math.pi) + noise.log()) + (y.square() + seen.residual) / noise
         return GaussianSite(basis.mT @ weighted, (weighted.mT @ y[..., None])[..., 0], -0.5 * constant.sum(-1))
-
-    def _summed(self, x: Tensor, y: Tensor, mask: Tensor, exact_units: bool) -> tuple[GaussianSite, Tensor] | None:
-        """Return (`gaussian_site` of the basis V_m L, L⁻¹ basis of t) for Gaussian noise by a program's sums."""
-        gaussian = isinstance(self.likelihood, GaussianLikelihood)
-        if not (possible(x.device) and gaussian) or self.keeps_whole(exact_units):
-            return None
-        noise = self.likelihood.noise
-        y, weight = self._centred(y, mask), mask / noise
-        sums = self.sums(x, y, weight)
-        if sums is None:
-            return None
-        constant = (mask * (math.log(2 * math.pi) + noise.log()) + weight * y.square()).sum(-1) + sums.residual
-        return GaussianSite(sums.gram, sums.cross, -0.5 * constant), sums.change
 
     def gaussian_evidence(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
@@ -302,9 +285,6 @@ class ConvolvedGP(Geometry):
         Arguments as those of `expected_log_likelihood`.
         """
         mask = full(y, mask)
-        summed = self._summed(x, y, mask, exact_units)
-        if summed is not None:
-            return evidence(summed[0].total())
         seen = self.see(x, mask)
         return evidence(self.gaussian_site(x, y, mask, seen, seen.basis, exact_units).total())
 

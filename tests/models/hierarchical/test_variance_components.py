@@ -1,4 +1,4 @@
-"""Margins of linear mixed-effects models: the program in C, its reference, and densities spelled out row by row."""
+"""Margins of linear mixed-effects models: the program, its reference, and densities spelled out row by row."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
 from fedtorch.dispatch import choice
-from fedtorch.dispatch.compiled import _compiler
 from fedtorch.kernels import variance_components
-from fedtorch.kernels.programs import variance_components as programs
 from fedtorch.kernels.variance_components import VarianceComponents
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gaussian import Moments
+from fedtorch.programs import variance_components as programs
 
-needs = pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
+needs = pytest.mark.skipif(not programs.usable(), reason="needs numba")
 
 
 def vectors(clients: int, nodes: int, size: int, *, pairs: bool, seed: int = 0) -> VarianceComponents:

@@ -13,9 +13,9 @@ tensor([3.], dtype=torch.float64)
 
 from __future__ import annotations
 
+from fedtorch.federation.exchanges.robust import order_statistics
 from fedtorch.federation.exchanges.robust._order import by_order, middle
 from fedtorch.federation.exchanges.robust.rules import Rule
-from fedtorch.kernels import order_statistics
 
 
 def median() -> Rule:

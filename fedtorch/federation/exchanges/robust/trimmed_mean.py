@@ -18,9 +18,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from fedtorch.federation.exchanges.robust import order_statistics
 from fedtorch.federation.exchanges.robust._order import by_order
 from fedtorch.federation.exchanges.robust.rules import Rule
-from fedtorch.kernels import order_statistics
 
 
 def trimmed_mean(fraction: float) -> Rule:

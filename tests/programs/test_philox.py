@@ -1,25 +1,24 @@
-"""Draws by the program in C are those of the reference: the same bits, and formulas to their rounding."""
+"""Draws by the programs for the CPU are those of the reference: the same bits, and formulas to their rounding."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections.abc import Callable
-from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from support.programs import reference
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import fedtorch
 from fedtorch import random
-from fedtorch.dispatch import choice, compiled
-from fedtorch.random import philox, philox_loop
+from fedtorch.dispatch import choice
+from fedtorch.programs import philox as programs, program
+from fedtorch.random import philox
 from fedtorch.random.draws import bits
 
-pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
+pytest.importorskip("numba")
 KEYS = random.fold_in(random.key(-5), torch.arange(7))
 LAYOUTS = {
     "one": KEYS[1],
@@ -49,7 +48,7 @@ def _by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
 def both(draw: Callable[[], Tensor], monkeypatch: pytest.MonkeyPatch) -> tuple[Tensor, Tensor]:
     """What the program and the reference give."""
     with monkeypatch.context() as patch:
-        for name in ("philox", "block_words", "folded_singly"):
+        for name in ("philox", "block_words"):
             patch.setattr(philox, name, lambda *a: pytest.fail("the reference draws"))
         found = draw()
     with reference():
@@ -121,41 +120,51 @@ class _Watched(TorchDispatchMode):
 def test_the_program_draws_where_nobody_looks_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where operations are watched, or a derivative is asked for, they are those of torch."""
     wanted = random.uniform(KEYS, (3,)), random.gamma(KEYS, 2.5)
-    monkeypatch.setattr(philox_loop, "draw", lambda *a: pytest.fail("nobody saw it"))
-    monkeypatch.setattr(philox_loop, "gamma", lambda *a: pytest.fail("it has no derivative"))
+    monkeypatch.setattr(programs, "draw", lambda *a: pytest.fail("nobody saw it"))
+    monkeypatch.setattr(programs, "gamma", lambda *a: pytest.fail("it has no derivative"))
     with _Watched():
         assert torch.equal(random.uniform(KEYS, (3,)), wanted[0])
     a = torch.tensor(2.5, dtype=torch.float64, requires_grad=True)
     torch.testing.assert_close(random.gamma(KEYS, a).detach(), wanted[1])
 
 
-def test_formulas_at_their_limits(tmp_path: Path) -> None:
+inside, inside_of_one, logarithm, cosine_and_sine = (
+    getattr(programs, name) for name in ("inside", "inside_of_one", "logarithm", "cosine_and_sine")
+)
+
+
+@program("void(float64[::1], uint32[::1], uint32[::1], float64[:, ::1])")
+def formulas(x, first, second, out):
+    """Write what the formulas give of each number, and of each pair of words."""
+    for i in range(len(x)):
+        out[0, i] = logarithm(x[i])
+        out[1, i], out[2, i] = cosine_and_sine(x[i])
+        out[3, i], out[4, i] = inside(first[i], second[i]), inside_of_one(first[i])
+
+
+def by_formulas(x: list[float], first: list[int], second: list[int]) -> numpy.ndarray:
+    out = numpy.empty((5, len(x)))
+    formulas(numpy.array(x), numpy.array(first, numpy.uint32), numpy.array(second, numpy.uint32), out)
+    return out
+
+
+def test_formulas_at_their_limits() -> None:
     """The least and the greatest that words can be, the joints of the logarithm's and of the circle's parts."""
-    header = Path(fedtorch.__file__).parent / "random" / "philox.h"
-    source = tmp_path / "formulas.c"
-    source.write_text(
-        f'#include "{header}"\n'
-        "double logarithm_of(double x) { return logarithm(x); }\n"
-        "double inside_of(uint32_t a, uint32_t b) { return inside(a, b); }\n"
-        "double one_of(uint32_t a) { return inside_of_one(a); }\n"
-        "double cosine_of(double x) { double c, s; cosine_and_sine(x, &c, &s); return c; }\n"
-        "double sine_of(double x) { double c, s; cosine_and_sine(x, &c, &s); return s; }\n"
-    )
-    library = compiled.library(source)
-    assert library is not None
-    for name in ("logarithm_of", "cosine_of", "sine_of"):
-        getattr(library, name).argtypes, getattr(library, name).restype = (ctypes.c_double,), ctypes.c_double
-    library.inside_of.argtypes, library.inside_of.restype = (ctypes.c_uint32,) * 2, ctypes.c_double
-    library.one_of.argtypes, library.one_of.restype = (ctypes.c_uint32,), ctypes.c_double
     most = 2**32 - 1
-    assert [library.inside_of(*words) for words in ((0, 0), (most, most))] == [2.0**-53, 1 - 2.0**-53]
-    assert [library.one_of(word) for word in (0, most)] == [2.0**-33, 1 - 2.0**-33]
+    ends = by_formulas([1.0, 1.0], [0, most], [0, most])
+    assert ends[3].tolist() == [2.0**-53, 1 - 2.0**-53]
+    assert ends[4].tolist() == [2.0**-33, 1 - 2.0**-33]
     root = math.sqrt(0.5)
     joints = [root, 2 * root, math.nextafter(root, 0), math.nextafter(root, 1), 1.0, 1 - 2.0**-53, 2.0**-53, 1e-300]
-    inside = random.uniform(random.key(1), (2000,), torch.float64).clamp_min(1e-18).tolist()
-    for x in (*joints, *inside, 1e300, 1 + 2.0**-52):
-        assert library.logarithm_of(x) == pytest.approx(math.log(x), rel=2.0**-52, abs=0.0), x
-    for turns in (*(n / 8 for n in range(9)), math.nextafter(0.125, 0), math.nextafter(0.875, 1), *inside):
+    drawn = random.uniform(random.key(1), (2000,), torch.float64).clamp_min(1e-18).tolist()
+    points = [*joints, *drawn, 1e300, 1 + 2.0**-52]
+    words = [0] * len(points)
+    for x, found in zip(points, by_formulas(points, words, words)[0].tolist()):
+        assert found == pytest.approx(math.log(x), rel=2.0**-52, abs=0.0), x
+    turns = [*(n / 8 for n in range(9)), math.nextafter(0.125, 0), math.nextafter(0.875, 1), *drawn]
+    words = [0] * len(turns)
+    _, cosines, sines, *_ = by_formulas(turns, words, words)
+    for x, cosine, sine in zip(turns, cosines.tolist(), sines.tolist()):
         # The argument of the oracle, up to 2π, is rounded to 2⁻⁵¹.
-        assert library.cosine_of(turns) == pytest.approx(math.cos(2 * math.pi * turns), rel=0.0, abs=2.0**-50)
-        assert library.sine_of(turns) == pytest.approx(math.sin(2 * math.pi * turns), rel=0.0, abs=2.0**-50)
+        assert cosine == pytest.approx(math.cos(2 * math.pi * x), rel=0.0, abs=2.0**-50)
+        assert sine == pytest.approx(math.sin(2 * math.pi * x), rel=0.0, abs=2.0**-50)

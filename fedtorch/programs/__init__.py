@@ -1,0 +1,24 @@
+"""Functions that numba compiles for the CPU when they are first called.
+
+A program is written in the part of Python that numba knows. Its operation has a reference in torch beside it, which
+runs where numba cannot be imported, and where `FEDTORCH_KERNELS` is `off`. No rounding is fused away and no sum
+reordered, so that a program gives the same bits on all processors that have float64.
+
+What is compiled is kept for the next process in `fedtorch/programs` below `XDG_CACHE_HOME`, or the home's `.cache`:
+`fedtorch.programs.cache` says under which conditions. `python -m fedtorch.programs` compiles all of it ahead.
+
+>>> import numpy
+>>> from fedtorch.programs import program
+>>> @program("void(float64[::1], float64[::1])")
+... def twice(x, out):
+...     for i in range(len(x)):
+...         out[i] = 2 * x[i]
+>>> x, out = numpy.ones(2), numpy.empty(2)
+>>> twice(x, out) if twice.usable() else numpy.multiply(x, 2, out=out) and None
+>>> out
+array([2., 2.])
+"""
+
+from fedtorch.programs.engine import Program, program
+
+__all__ = ["Program", "program"]

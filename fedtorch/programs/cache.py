@@ -1,0 +1,141 @@
+"""Keep compiled programs for the next process, in files that are executed when they are read.
+
+A file is read only if it belongs to this user and nobody else can write to it, and if its SHA-256 is that of its data.
+Its name is a digest of the program's code and of all that it names, of the types of its arguments, of the versions of
+numba and Python, and of the processor. The folder is used only if each one from the root to it belongs to this user or
+to root, and nobody else can write to it; in one that has the sticky bit, as `/tmp`, others cannot exchange what is this
+user's. In any other case, and after any error, programs are compiled in memory.
+
+numba's own cache keeps pickles in folders that others may write to, and reads them without a check. The data here is
+such a pickle too: what this module reads has been written by this user.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import logging
+import os
+import pickle
+import platform
+import secrets
+import stat
+from pathlib import Path
+from typing import Any
+
+from fedtorch import _files as files
+
+_LOG = logging.getLogger(__name__)
+_DIGEST = 32  # bytes before the data
+
+
+class Cache:
+    """What numba asks of the cache of a function.
+
+    Args:
+        name: of the program.
+        text: what decides what is compiled, besides the types of arguments, numba, Python and the processor.
+    """
+
+    def __init__(self, name: str, text: str) -> None:
+        self._name, self._text = name, text
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        """Return what is compiled for a signature, None if it is not there, or is not fit to be read."""
+        from numba.core.compiler import CompileResult
+
+        target.refresh()
+        try:
+            data = read(self._file(signature, target.codegen()))
+            return None if data is None else CompileResult._rebuild(target, *pickle.loads(data))
+        except Exception as error:  # whatever is wrong with a file, the program is compiled
+            _LOG.warning("the program %s is compiled, for it could not be read: %s", self._name, error)
+            return None
+
+    def save_overload(self, signature: Any, result: Any) -> None:
+        """Keep what is compiled; that it cannot be kept is said once."""
+        from numba.core import serialize
+
+        try:
+            write(self._file(signature, result.codegen), serialize.dumps(result._reduce()))
+        except OSError as error:
+            _once(str(error))
+
+    def _file(self, signature: Any, codegen: Any) -> Path:
+        """Return the file of a signature.
+
+        Raises:
+            PermissionError: others could write to the folder.
+        """
+        import numba
+
+        versions = numba.__version__, platform.python_implementation(), platform.python_version()
+        about = repr((self._text, str(signature), codegen.magic_tuple(), versions))
+        return folder() / f"{self._name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
+
+
+def folder() -> Path:
+    """Return the folder of compiled programs, which is made if it is not there.
+
+    Raises:
+        PermissionError: it or one above it belongs to somebody else, or others can write to it.
+    """
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # a relative path is ignored, as the XDG specification asks
+    place = (base if base.is_absolute() else Path.home() / ".cache") / "fedtorch" / "programs"
+    files.private_folder(place, log=False)
+    for each in (place.resolve(), *place.resolve().parents):
+        status = each.stat()
+        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not status.st_mode & stat.S_ISVTX
+        if others or status.st_uid not in (0, _user()):
+            raise PermissionError(
+                f"Expected {each}, above compiled programs, to belong to this user or root and nobody else to write to "
+                f"it, but its mode is {stat.filemode(status.st_mode)}, its owner {status.st_uid}; mend it or set "
+                "XDG_CACHE_HOME"
+            )
+    return place
+
+
+def read(file: Path) -> bytes | None:
+    """Return the data of a file, None if there is none.
+
+    Raises:
+        PermissionError: it belongs to somebody else, or others can write to it.
+        ValueError: its digest is not that of its data.
+    """
+    try:
+        place = os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError:
+        return None
+    with open(place, "rb") as opened:
+        status = os.fstat(place)  # of what is read, whatever the name has become meanwhile
+        if status.st_uid != _user() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise PermissionError(f"Expected {file} to be this user's alone, but others can write to it")
+        digest, data = opened.read(_DIGEST), opened.read()
+    if hashlib.sha256(data).digest() != digest:
+        raise ValueError(f"Expected {file} to be whole, but its digest is not that of its data")
+    return data
+
+
+def write(file: Path, data: bytes) -> None:
+    """Write data below its digest, under another name until all is written.
+
+    Raises:
+        OSError: there is no room, for example.
+    """
+    part = file.with_name(f".{file.name}-{secrets.token_hex(8)}")
+    try:
+        place = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with open(place, "wb") as opened:
+            opened.write(hashlib.sha256(data).digest() + data)
+        part.replace(file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _user() -> int:
+    return os.getuid() if hasattr(os, "getuid") else 0
+
+
+@functools.cache
+def _once(reason: str) -> None:
+    _LOG.warning("compiled programs are not kept, and every process compiles them again: %s", reason)

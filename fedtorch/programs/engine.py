@@ -1,0 +1,129 @@
+"""Compile functions by numba, which is imported when the first of them is called."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from fedtorch.dispatch import choice
+
+_LOG = logging.getLogger(__name__)
+_PATIENCE = 1.0  # seconds until it is said what is waited for
+# No lock of the interpreter while a program runs; divisions as NumPy's. Neither fusing nor reordering of operations.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "fastmath": False}
+
+
+class Program:
+    """A function in the part of Python that numba knows, compiled when it is first called.
+
+    Args:
+        function: it may call other programs by name, of its module or of the function that it is defined in.
+        signatures: in numba's words, of the calls that it knows. Without any it is a part of programs that call it.
+        inline: whether its text is put into that of its callers, as for a formula in a loop.
+    """
+
+    def __init__(self, function: types.FunctionType, signatures: tuple[str, ...], inline: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.name, self.signatures = function.__name__, signatures
+        self._function, self._inline = function, inline
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Run it.
+
+        Raises:
+            TypeError: no signature has arguments of these types.
+        """
+        return self.compile()(*arguments)
+
+    def usable(self) -> bool:
+        """Return whether it can run here: numba is there, and `FEDTORCH_KERNELS` does not say `off`."""
+        return choice.enabled() and _importable()
+
+    def compile(self) -> Any:
+        """Return numba's function, compiled for all signatures or read from the cache."""
+        return self._compiled
+
+    @functools.cached_property
+    def _compiled(self) -> Any:
+        import numba
+
+        from fedtorch.programs import cache
+
+        made = numba.njit(inline="always" if self._inline else "never", **_OPTIONS)(self._resolved())
+        if self.signatures:
+            made._cache = cache.Cache(self.name, self.text())
+            with _said(self.name):
+                for signature in self.signatures:
+                    made.compile(signature)
+            made.disable_compile()
+        return made
+
+    def text(self) -> str:
+        """Return what decides what is compiled: the code, and whatever it names."""
+        code, values = self._function.__code__, self._values()
+        named = [(name, value.text() if isinstance(value, Program) else repr(value)) for name, value in values.items()]
+        return repr((code.co_code, code.co_consts, code.co_names, self._inline, _OPTIONS, sorted(named)))
+
+    def _values(self) -> dict[str, Any]:
+        """Return what the function names, of its module and of the function that it is defined in."""
+        code, cells = self._function.__code__, self._function.__closure__ or ()
+        of_module = {name: value for name, value in self._function.__globals__.items() if name in code.co_names}
+        return {**of_module, **{name: cell.cell_contents for name, cell in zip(code.co_freevars, cells)}}
+
+    def _resolved(self) -> types.FunctionType:
+        """Return the function with the programs that it names as numba's functions."""
+        function = self._function
+        named = self._values().items()
+        values = {name: value.compile() if isinstance(value, Program) else value for name, value in named}
+        cells = tuple(types.CellType(values[name]) for name in function.__code__.co_freevars)
+        scope = {"__builtins__": __builtins__, "__name__": function.__module__, **values}
+        return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+
+
+def program(*signatures: str, inline: bool = False) -> Callable[[Any], Program]:
+    """Make a program of the function below; see `Program`.
+
+    >>> @program("int64(int64)")
+    ... def successor(number):
+    ...     return number + 1
+    >>> successor.signatures
+    ('int64(int64)',)
+    """
+    return lambda function: Program(function, signatures, inline)
+
+
+@functools.cache
+def _importable() -> bool:
+    """Return whether numba can be imported; that it cannot is said once."""
+    try:
+        importlib.import_module("numba")
+    except Exception as error:  # numba refuses releases of NumPy and Python with errors of several classes
+        _LOG.warning("numba cannot be imported, and operations run without programs, more slowly: %s", error)
+        return False
+    return True
+
+
+@contextmanager
+def _said(name: str) -> Iterator[None]:
+    """Log what is waited for, if it takes longer than a moment."""
+    began = time.monotonic()
+    word = threading.Timer(
+        _PATIENCE,
+        _LOG.warning,
+        ("compiling the program %s, once on this machine; `python -m fedtorch.programs` does it ahead", name),
+    )
+    word.daemon = True
+    word.start()
+    try:
+        yield
+    finally:
+        word.cancel()
+        _LOG.debug("the program %s is there after %.2f s", name, time.monotonic() - began)

@@ -1,0 +1,216 @@
+"""Log densities and scores of `fedtorch.kernels.variance_components` on the CPU.
+
+Nodes of a client go side by side, a lane each, through the factors of M = LDL', which are written nowhere else. A node
+that its lanes lack repeats the client's last one. Matrices are lower triangles, row by row.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy
+from numpy import float64, int64, uint64
+from torch import Tensor
+
+from fedtorch.dispatch import compiled
+from fedtorch.programs.engine import Program, program
+from fedtorch.programs.philox import logarithm
+
+_LANES = 8
+_FEW = 2**12  # nodes, for which threads are not worth their start
+_SMALLEST, _LARGEST = 2.2250738585072014e-308, 1.7976931348623157e308  # normal numbers
+_FRACTION, _ONE = numpy.uint64(0xFFFFFFFFFFFFF), numpy.uint64(0x3FF0000000000000)
+_MODEL = (
+    "float64[:, :, :], float64[:, :, :], float64[:, :], int64[::1], int64[::1], float64[:, :, ::1], "
+    "float64[:, :, ::1], float64[:, ::1], float64[:, ::1], float64[:, :, ::1], int64, int64"
+)
+
+
+@program()
+def _components(rows, columns, root, out):
+    """Write the lower triangle of B'E B for each component."""
+    size = len(root)
+    for t in range(len(rows)):
+        one, other, at = root[rows[t]], root[columns[t]], 0
+        for a in range(size):
+            for b in range(a + 1):
+                both = 0.0 if rows[t] == columns[t] else other[a] * one[b]
+                out[t, at] = one[a] * other[b] + both
+                at += 1
+
+
+@program()
+def _factorised(nodes_of, about, node, matrices, matrix, inverse, misfit, room, logs):
+    """Write L below the diagonal of `matrix`, 1 / D, L⁻¹u and log |M|, NaN where M is not positive definite."""
+    values, inputs, noise = nodes_of
+    shared, origin, centre, slope = about
+    size, last = len(centre), len(noise) - 1
+    pivot, exponents, mantissas = room[0], room[1], room[2]
+    scaled = room[3:]
+    for lane in range(_LANES):
+        at = min(node + lane, last)
+        for a in range(size):
+            misfit[a, lane] = centre[a]
+        for j in range(len(origin)):
+            x = inputs[at, j] - origin[j]
+            for a in range(size):
+                misfit[a, lane] -= x * slope[j, a]
+    at = 0
+    for a in range(size):
+        for b in range(a + 1):
+            for lane in range(_LANES):
+                matrix[at, lane] = shared[a, b]
+            at += 1
+        for lane in range(_LANES):
+            matrix[at - 1, lane] += noise[min(node + lane, last)]
+    for t in range(len(matrices)):
+        for lane in range(_LANES):
+            pivot[lane] = values[min(node + lane, last), t]
+        for at in range(size * (size + 1) // 2):
+            component = matrices[t, at]
+            for lane in range(_LANES):
+                matrix[at, lane] += pivot[lane] * component
+    for lane in range(_LANES):
+        exponents[lane] = 0.0
+        mantissas[lane] = 1.0
+    for a in range(size):
+        row = matrix[a * (a + 1) // 2 :]
+        for lane in range(_LANES):
+            pivot[lane] = row[a, lane]
+        for b in range(a):
+            above = matrix[b * (b + 1) // 2 :]
+            for i in range(b):
+                for lane in range(_LANES):
+                    row[b, lane] -= scaled[i, lane] * above[i, lane]
+            for lane in range(_LANES):
+                total = row[b, lane]
+                factor = total * inverse[b, lane]
+                scaled[b, lane] = total
+                row[b, lane] = factor
+                pivot[lane] -= total * factor
+                misfit[a, lane] -= factor * misfit[b, lane]
+        for lane in range(_LANES):
+            bits = float64(pivot[lane]).view(uint64)
+            usual = (pivot[lane] >= _SMALLEST) & (pivot[lane] <= _LARGEST)
+            inverse[a, lane] = 1.0 / pivot[lane]
+            exponents[lane] += float64(int64(bits >> uint64(52)) - 1023)
+            mantissas[lane] *= uint64((bits & _FRACTION) | _ONE).view(float64) if usual else math.nan
+    for lane in range(_LANES):
+        nan = mantissas[lane] - mantissas[lane]  # or zero: of NaN the logarithm's formula gives a number
+        logs[lane] = exponents[lane] * 0.6931471805599453 + logarithm(mantissas[lane]) + nan
+
+
+@program(f"void({_MODEL}, float64[:, ::1])")
+def write_log_densities(values, inputs, noise, rows, columns, root, shared, origin, centre, slope, begin, end, out):
+    """Write log |M| + u'M⁻¹u of the clients from `begin` to `end`, `(K, R)`."""
+    size, nodes = centre.shape[1], values.shape[1]
+    triangle = size * (size + 1) // 2
+    matrices, matrix = numpy.empty((len(rows), triangle)), numpy.empty((triangle, _LANES))
+    inverse, misfit = numpy.empty((size, _LANES)), numpy.empty((size, _LANES))
+    room, logs = numpy.empty((size + 3, _LANES)), numpy.empty(_LANES)
+    for client in range(begin, end):
+        _components(rows, columns, root[client], matrices)
+        for node in range(0, nodes, _LANES):
+            nodes_of = values[client], inputs[client], noise[client]
+            about = shared[client], origin[client], centre[client], slope[client]
+            _factorised(nodes_of, about, node, matrices, matrix, inverse, misfit, room, logs)
+            for a in range(size):
+                for lane in range(_LANES):
+                    logs[lane] += misfit[a, lane] * misfit[a, lane] * inverse[a, lane]
+            for lane in range(min(_LANES, nodes - node)):
+                out[client, node + lane] = logs[lane]
+
+
+@program()
+def _inverted(size, matrix, kept):
+    """Replace L below the diagonal by its inverse, whose diagonal is one."""
+    for a in range(size):
+        row = matrix[a * (a + 1) // 2 :]
+        for b in range(a):
+            for lane in range(_LANES):
+                kept[b, lane] = row[b, lane]
+                row[b, lane] = -row[b, lane]
+        for b in range(a):
+            for i in range(b + 1, a):
+                below = matrix[i * (i + 1) // 2 :]
+                for lane in range(_LANES):
+                    row[b, lane] -= kept[i, lane] * below[b, lane]
+        for lane in range(_LANES):
+            row[a, lane] = 1.0
+
+
+@program(f"void({_MODEL}, float64[:, ::1], float64[:, :, ::1], float64[:, :, ::1])")
+def write_scores(
+    values, inputs, noise, rows, columns, root, shared, origin, centre, slope, begin, end, weights, score, information
+):
+    """Write M⁻¹u `(K, d, R)` and the sums over nodes of weights times M⁻¹, `(K, d, d)`."""
+    size, nodes = centre.shape[1], values.shape[1]
+    triangle = size * (size + 1) // 2
+    matrices, matrix = numpy.empty((len(rows), triangle)), numpy.empty((triangle, _LANES))
+    total = numpy.empty((triangle, _LANES))
+    inverse, misfit = numpy.empty((size, _LANES)), numpy.empty((size, _LANES))
+    room, logs = numpy.empty((size + 3, _LANES)), numpy.empty(_LANES)
+    weight, scaled = numpy.empty(_LANES), numpy.empty((size, _LANES))
+    for client in range(begin, end):
+        _components(rows, columns, root[client], matrices)
+        total[:] = 0.0
+        for node in range(0, nodes, _LANES):
+            here = min(_LANES, nodes - node)
+            nodes_of = values[client], inputs[client], noise[client]
+            about = shared[client], origin[client], centre[client], slope[client]
+            _factorised(nodes_of, about, node, matrices, matrix, inverse, misfit, room, logs)
+            _inverted(size, matrix, scaled)
+            for lane in range(_LANES):
+                weight[lane] = weights[client, node + lane] if lane < here else 0.0
+                weight[lane] *= 1.0 + 0.0 * logs[lane]  # NaN where M is not positive definite
+            for a in range(size):
+                for lane in range(_LANES):
+                    misfit[a, lane] *= inverse[a, lane]
+                    inverse[a, lane] *= weight[lane]
+            for a in range(size):
+                row = matrix[a * (a + 1) // 2 :]
+                for i in range(a + 1):
+                    for lane in range(_LANES):
+                        scaled[i, lane] = row[i, lane] * inverse[a, lane]
+                    for j in range(i + 1):
+                        for lane in range(_LANES):
+                            total[i * (i + 1) // 2 + j, lane] += scaled[i, lane] * row[j, lane]
+            for b in range(size):
+                for a in range(b + 1, size):
+                    for lane in range(_LANES):
+                        misfit[b, lane] += matrix[a * (a + 1) // 2 + b, lane] * misfit[a, lane]
+                for lane in range(here):
+                    score[client, b, node + lane] = misfit[b, lane]
+        for a in range(size):
+            for b in range(a + 1):
+                found = total[a * (a + 1) // 2 + b].sum()
+                information[client, a, b] = found
+                information[client, b, a] = found
+
+
+def log_densities(model: Any) -> Tensor:
+    """Return log |M| + u'M⁻¹u, `(K, R)`; see `fedtorch.kernels.variance_components.log_densities`."""
+    log = model.root.new_empty(len(model.root), model.noise.shape[1])
+    _run(write_log_densities, model, log)
+    return log
+
+
+def scores(model: Any, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return M⁻¹u and Σ weights · M⁻¹; see `fedtorch.kernels.variance_components.scores`."""
+    clients, size = model.centre.shape
+    score = model.root.new_empty(clients, size, model.noise.shape[1])
+    information = model.root.new_empty(clients, size, size)
+    _run(write_scores, model, weights.contiguous(), score, information)
+    return score.mT, information
+
+
+def _run(function: Program, model: Any, *tensors: Tensor) -> None:
+    """Call a program for all clients, in as many threads as torch has."""
+    given = [*model[:3], *(tensor.contiguous() for tensor in model[3:])]
+    arrays, more = ([tensor.detach().numpy() for tensor in part] for part in (given, tensors))
+    call = lambda begin, end: function(*arrays, begin, end, *more)
+    compiled.in_threads(call, len(model.root), model.noise.shape[1] * compiled.ENOUGH // _FEW)
+
+
+usable = write_log_densities.usable
