@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from situations.case import FEDERATIONS, Case
-from situations.cases import CASES, THEMES
+from situations.cases import CASES, FIRST, REPEATED, THEMES
 from situations.ways import WAYS, outcome
 
 HERE = Path(__file__).parent
@@ -53,7 +53,12 @@ def page(kept: Results) -> str:
         f"| {name} | " + " | ".join(str(each[name]) for each in every.values()) + " |" for name in every["default"]
     ]
     lines = [
-        HEAD.format(cases=len(kept), clients=", ".join(map(str, FEDERATIONS["mixed"]))),
+        HEAD.format(
+            cases=len(kept),
+            first=len(FIRST),
+            repeated=len(REPEATED),
+            clients=", ".join(map(str, FEDERATIONS["mixed"])),
+        ),
         _header("outcome"),
         *total,
     ]
@@ -81,6 +86,9 @@ code; after `#` stands the report. Each is trained for a few epochs on clients o
 rows, and held against a plain loop of each client in plain PyTorch, averaged by rows. *equal*: to 1e-9 of what training
 moves, in float64; *refused*: an error says why, and what to do instead; –: nobody would promise it. What is refused by
 default mostly trains in `ft.lightning_fit`, whose column says where it does not.
+
+The fast tests run {first} of them by default and with `batched=False`. The other {repeated} repeat the kind of one of
+these, with another function of torch, size or setting; the slow tests run all {cases} in every way.
 """
 
 

@@ -11,7 +11,8 @@ from support.forked import over_ranks
 
 from situations import loop
 from situations.case import FEDERATIONS, Case
-from situations.cases import CASES
+from situations.cases import CASES, FIRST, REPEATED
+from situations.cases.repeats import REPEATS
 from situations.ways import FAST, LIKE_DEFAULT, PROMISES, RANKS, WAYS, Outcome, outcome
 
 pytestmark = [
@@ -25,12 +26,20 @@ def test_the_corpus_is_large_and_its_names_are_unique():
     assert len({case.name for case in CASES}) == len(CASES) >= 300
 
 
+def test_those_that_repeat_a_kind_name_its_first_which_runs_in_the_fast_suite():
+    names, first = {case.name for case in CASES}, {case.name for case in FIRST}
+    assert set(REPEATS) <= first
+    assert REPEATED <= names
+    assert sum(map(len, REPEATS.values())) == len(REPEATED)
+    assert len(first) >= 300
+
+
 def test_at_most_a_quarter_may_be_refused_by_default():
     assert sum("default" in case.refused for case in CASES) <= len(CASES) / 4
 
 
 @pytest.mark.parametrize("way", FAST)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", FIRST, ids=lambda case: case.name)
 def test_a_situation_equals_a_plain_loop(case: Case, way: str) -> None:
     result = outcome(case, "mixed", way)
     assert _right(case, result, way), result

@@ -32,7 +32,7 @@ from fedtorch.federation.solvers.host_state import HostGenerators, SharedDraws
 from fedtorch.federation.solvers.linear_steps import LinearSteps, linear_steps
 from fedtorch.federation.solvers.loaders.batches import LoadedBatch, LoadedBatches
 from fedtorch.federation.solvers.loaders.descending import OneByOne, check_settings, descend, one_by_one
-from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy
+from fedtorch.federation.solvers.objective import AnswersDiffer, Loss, Objective, training_copy, with_recorders
 from fedtorch.federation.solvers.plain_layers import RowwiseLoss
 from fedtorch.federation.solvers.python_state import PythonState, StateRead, hidden, refuse_late
 from fedtorch.federation.solvers.stacked_loss import NotCaptured, RoundLogs, StackedLoss, StepResult
@@ -83,7 +83,7 @@ class Descent:
         # glibc hands pages back and asks for them anew, every step, until it has seen a large block freed. Untouched.
         torch.empty(_KEPT, dtype=torch.uint8)
         trained = training_copy(module, ignore_hooks)
-        self.module, self._original, self._ignored = functional.copied(module), Remembered(module), ignore_hooks
+        self.module, self._original = functional.copied(module), Remembered(module)
         self.objective = Objective(trained, loss)
         self.rowwise = rowwise
         self._by_type: RowwiseLoss | None = RowwiseLoss(self.module, loss)
@@ -146,7 +146,7 @@ class Descent:
         if cast is not None:
             module._apply(cast)
             loss = loss._apply(cast) if isinstance(loss, nn.Module) else loss
-        copy = Objective(training_copy(module, self._ignored, copy=False), loss)
+        copy = Objective(with_recorders(module), loss)
         return StackedLoss(copy, self.trained, self._stacked_buffers, self.loss.batched)
 
     def prepare(self, data: Any) -> Any:

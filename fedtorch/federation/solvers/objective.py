@@ -27,6 +27,7 @@ from fedtorch.federation.solvers.training_metrics import (
     MetricValue,
     Reduction,
     StepCalls,
+    refuse_hidden_metrics,
     replace_metrics,
 )
 from fedtorch.tree import Tree
@@ -167,13 +168,12 @@ def _fitting() -> Any:
     return TrainerState(status=TrainerStatus.RUNNING, fn=TrainerFn.FITTING, stage=RunningStage.TRAINING)
 
 
-def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = (), copy: bool = True) -> nn.Module:
+def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = ()) -> nn.Module:
     """Return a deep copy that can train stacked: metrics replaced, hooks checked.
 
     Args:
         module: the user's.
         ignore_hooks: names of overridden hooks that training does not depend on.
-        copy: False for a module that is a copy already, which is changed itself.
 
     Raises:
         TypeError: not a module, or a LightningModule that overrides hooks of the training loop, optimises manually or
@@ -185,7 +185,13 @@ def training_copy(module: nn.Module, ignore_hooks: Sequence[str] = (), copy: boo
         _refuse_unsupported(module, ignore_hooks)
     refuse_global_store(module)
     functional.refuse_shared_memory(module)
-    module = functional.copied(module) if copy else module
+    trainable = with_recorders(functional.copied(module))
+    refuse_hidden_metrics(trainable)
+    return trainable
+
+
+def with_recorders(module: nn.Module) -> nn.Module:
+    """Return a copy of a module that `training_copy` takes, itself, with its metrics replaced."""
     replace_metrics(module)
     for part in module.modules():
         if type(part).train is not nn.Module.train:  # a part that stays in evaluation has its say

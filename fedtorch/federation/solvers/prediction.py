@@ -126,14 +126,14 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
         """Return the tensors with copies of those of some names, in which the module may write."""
         return {**tensors, **{name: tensors[name].clone() for name in names if name in tensors}}
 
-    def anew() -> nn.Module:
+    def anew(tensors: Tree) -> nn.Module:
         """Return a module that may write in its buffers, and keep what it computes, as those of GPyTorch do."""
-        return functional.with_tensors(template, written(dict(template.named_buffers()), own_buffers))
+        return functional.with_tensors(template, {**written(dict(template.named_buffers()), own_buffers), **tensors})
 
     def together(tensors: Tree, inputs: Tree, at: Tensor | None) -> Tree:
         some = (tensors, inputs) if at is None else tree.take((tensors, inputs), at.to(tree.leaves(inputs)[0].device))
         form: list[Tree] = []
-        new = anew()
+        new = anew({})
 
         def one(tensors: Tree, inputs: Tree) -> tuple[Tensor, ...]:
             output = _as_tree(functional_call(new, tensors, *functional.arguments(new, inputs)), name)
@@ -146,7 +146,7 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
 
     def alone(tensors: Tree, inputs: Tree) -> Tree:
         positional, named = functional.arguments(template, inputs)
-        own = functional.with_tensors(anew(), written(tensors, tensors))
+        own = anew(written(tensors, tensors))
         before = {name: (buffer, buffer._version) for name, buffer in own.named_buffers()}
         output = _as_tree(own(*positional, **named), name)
         after = dict(own.named_buffers())

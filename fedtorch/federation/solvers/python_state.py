@@ -236,12 +236,15 @@ class PythonState:
             own: whether attributes of the module are put back that there were.
         """
         parts = {id(vars(part)) for part in self._module.modules()}
-        new = [key for key in self.snapshot() if key not in before and key[0] not in parts]
+        new = {key for key in self._places() if key not in before and key[0] not in parts}
         _restore({key: entry for key, entry in before.items() if own or key[0] not in parts})
-        after = self.snapshot()
-        for key in new:
-            if key in after and isinstance(after[key][1][0], dict):
-                after[key][1][0].pop(key[1], None)
+        for key, place in self._places().items() if new else ():
+            if key in new and isinstance(place, dict):
+                place.pop(key[1], None)
+
+    def _places(self) -> dict[tuple[int, Any], Any]:
+        """Return what holds every attribute, by the keys of a snapshot."""
+        return {(id(place), key): place for _, place, key, _ in self._walk()}
 
     def _walk(self) -> Iterator[tuple[str, Any, Any, Any]]:
         seen = {id(part) for part in self._module.modules()}

@@ -340,10 +340,13 @@ class StepCheck:
 
 @contextmanager
 def _unseeded(twin: Any) -> Iterator[None]:
-    """Raise Seeded where steps inside draw and set torch's generator."""
+    """Raise Seeded where steps inside draw and set torch's generator; steps without draws are not watched."""
+    if not twin.random:
+        yield
+        return
     with SetGenerators() as setting:
         yield
-    if setting.met and twin.random:
+    if setting.met:
         raise Seeded
 
 

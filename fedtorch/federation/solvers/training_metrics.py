@@ -217,19 +217,19 @@ class CollectionRecorder(nn.Module):
 
 
 def replace_metrics(module: nn.Module) -> None:
-    """Put recorders in place of the metrics of a module, those in its dicts, lists and tuples too.
-
-    Raises:
-        TypeError: a metric is where none can be put in its place: an attribute of another object, or of a class.
-    """
+    """Put recorders in place of the metrics of a module, those in its dicts, lists and tuples too."""
     known: dict[int, nn.Module] = {}
     for part in list(module.modules()):
         for name, child in list(part._modules.items()):
             if child is not None and (recorder := _replaced(child, known)) is not child:
                 setattr(part, name, recorder)
         for name, value in list(vars(part).items()):
-            if name not in _TABLES and (new := _replaced(value, known)) is not value:
+            if name not in _TABLES and type(value) not in _PLAIN and (new := _replaced(value, known)) is not value:
                 vars(part)[name] = new
+
+
+def refuse_hidden_metrics(module: nn.Module) -> None:
+    """Raise TypeError for a metric in whose place `replace_metrics` puts none: of another object, or of a class."""
     for path, part in module.named_modules():
         for name, value in () if isinstance(part, MetricRecorder) else _attributes(part):
             found = next(_hidden(value, name, set()), None)

@@ -11,6 +11,7 @@ from situations.cases import (
     losses,
     operations,
     packages,
+    repeats,
     reports,
     state,
     training,
@@ -31,3 +32,5 @@ THEMES = {
     "reports": reports.CASES,
 }
 CASES: list[Case] = [case for cases in THEMES.values() for case in cases]
+REPEATED = {name for names in repeats.REPEATS.values() for name in names}
+FIRST: list[Case] = [case for case in CASES if case.name not in REPEATED]  # of their kind; they run in the fast suite
