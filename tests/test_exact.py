@@ -108,6 +108,16 @@ def test_the_program_gives_the_bits_of_the_reference(shape: tuple[int, ...], mon
             assert torch.equal(one, two)
 
 
+def test_columns_of_a_matrix() -> None:
+    """Numbers that do not lie next to each other."""
+    matrix = numbers(12, -5, 5).reshape(4, 3)
+    column = matrix[:, 1]
+    assert torch.equal(exact.limbs(column), exact.limbs(column.clone()))
+    assert torch.equal(exact.value(exact.limbs(matrix)[:, 1]), column)
+    for one, other in zip(exact.products(column, column), exact.products(column.clone(), column.clone())):
+        assert torch.equal(torch.stack(one), torch.stack(other))
+
+
 def test_bad_numbers_about_a_centre() -> None:
     one, bad = (exact.limbs(torch.tensor([value], dtype=torch.float64)) for value in (1.0, torch.nan))
     for place in range(4):

@@ -253,4 +253,4 @@ def about(totals: Sequence[Tensor]) -> Tensor | None:
 
 
 def _flat(tensor: Tensor, *columns: int) -> numpy.ndarray:
-    return tensor.detach().reshape(-1, *columns).numpy()
+    return tensor.detach().reshape(-1, *columns).contiguous().numpy()

@@ -1,9 +1,8 @@
 """The ranks of a process group as one of them meets the others: sums, rows and texts of all, and who has gone.
 
-Collectives go through shared memory where all ranks are on one machine, else over gloo, or nccl on a GPU. Beside them
-every two ranks have a stream that carries nothing until a collective fails. A rank whose process ends, ends its
-streams; one that has only waited in vain says so on them first. So the others can tell who was lost from who has
-noticed it.
+Collectives go over gloo, or nccl on a GPU. Beside them every two ranks have a stream that carries nothing until a
+collective fails. A rank whose process ends, ends its streams; one that has only waited in vain says so on them first.
+So the others can tell who was lost from who has noticed it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedtorch import tree
-from fedtorch.federation.populations._collectives import Collectives, OverGroup, shared
 from fedtorch.protocol.bounded_streams import Streams
 from fedtorch.tree import Tree
 
@@ -44,7 +42,7 @@ class Ranks:
     def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._streams: Streams | None = None
-        self._collectives: Collectives | None = None
+        self._group: Any = None
 
     def sum(self, tensor: Tensor) -> Tensor:
         """Return the sum of all ranks' tensors.
@@ -55,7 +53,7 @@ class Ranks:
         if self.world_size == 1:
             return tensor
         moved = tensor.to(self.device, copy=True)
-        self._together(self._met().all_reduce, moved)
+        self._together(dist.all_reduce, moved)
         return moved.to(tensor.device)
 
     def add(self, partial: Tree) -> Tree:
@@ -64,7 +62,7 @@ class Ranks:
         if self.world_size == 1 or not leaves:
             return partial
         total = torch.cat([_widened(leaf, self.device) for leaf in leaves])
-        self._together(self._met().all_reduce, total)
+        self._together(dist.all_reduce, total)
         parts = zip(total.split([leaf.numel() for leaf in leaves]), leaves)
         same = lambda part, leaf: part if (leaf.dtype, leaf.device) == (part.dtype, part.device) else part.to(leaf)
         pairs = tree.refill(partial, [same(part.view(leaf.shape), leaf) for part, leaf in parts])
@@ -83,7 +81,7 @@ class Ranks:
         padded = sent.new_zeros(int(counts.max()), sent.shape[1])
         padded[: len(sent)] = sent
         gathered = [torch.empty_like(padded) for _ in range(self.world_size)]
-        self._together(self._met().all_gather, gathered, padded)
+        self._together(dist.all_gather, gathered, padded)
         every = torch.cat([part[:count] for part, count in zip(gathered, counts.tolist())])
         columns = every.split([part.shape[1] for part in columns_sent], 1)
         return tree.refill(rows, [_from_bytes(part, leaf) for part, leaf in zip(columns, leaves)])
@@ -113,15 +111,16 @@ class Ranks:
 
     def _together(self, collective: Any, *tensors: Any) -> None:
         """Call a collective, and say who was missing where it fails."""
+        self._meet()
         try:
-            collective(*tensors)
+            collective(*tensors, group=self._group)
         except RuntimeError as error:
             raise RuntimeError(self._missing()) from error
 
-    def _met(self) -> Collectives:
-        """Return collectives; start what is not there: process group, a group with this timeout, streams."""
-        if self._collectives is not None:
-            return self._collectives
+    def _meet(self) -> None:
+        """Start what is not there: process group, a group with this timeout, streams."""
+        if self._streams is not None:
+            return
         nccl = backend(self.device) == "nccl"
         if not dist.is_initialized():
             device = self.device if nccl else None
@@ -129,9 +128,7 @@ class Ranks:
         plain = dist.new_group(backend="gloo", timeout=self.timeout)
         self._streams = Streams(self.rank, self.world_size, self.timeout, plain)
         weakref.finalize(self, _part, self._streams, plain)
-        memory = None if nccl else shared(self.rank, self.world_size, self._streams, self.timeout, plain)
-        self._collectives = memory or OverGroup(None if nccl else plain)
-        return self._collectives
+        self._group = None if nccl else plain
 
     def _missing(self) -> str:
         """Tell the others that this rank is here, and say who of them is not."""

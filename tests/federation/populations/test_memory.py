@@ -57,7 +57,7 @@ def test_collectives_go_over_nccl_between_devices(device: str, chosen: str, monk
     monkeypatch.setattr(ranks.dist, "is_initialized", lambda: False)
     monkeypatch.setattr(ranks.dist, "init_process_group", begin)
     with pytest.raises(Met):
-        ranks.Ranks(0, 2, torch.device(device), timedelta(seconds=1))._met()
+        ranks.Ranks(0, 2, torch.device(device), timedelta(seconds=1))._meet()
     assert begun == [(chosen, torch.device(device) if chosen == "nccl" else None)]
 
 

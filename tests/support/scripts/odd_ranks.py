@@ -144,26 +144,11 @@ def late(rank: int) -> Any:
     return "not noticed"
 
 
-def over_group(body: Callable[[int], Any]) -> Callable[[int], Any]:
-    """The same where a rank cannot take part in sums through memory."""
-
-    def without_memory(rank: int) -> Any:
-        os.environ["FEDTORCH_KERNELS"] = "off" if rank == 1 else "on"
-        try:
-            return body(rank)
-        finally:
-            del os.environ["FEDTORCH_KERNELS"]
-
-    return without_memory
-
-
-def ways(rank: int) -> Any:
-    """Return by what three rounds meet, how many of the files for it are left behind, and what rounds give."""
+def same(rank: int) -> Any:
+    """Return what three rounds give."""
     run = made(cohort=3)
     list(run.rounds(3))
-    mapped = Path("/proc/self/maps").read_text().splitlines() if sys.platform == "linux" else []
-    left = [line for line in mapped if "/fedtorch-" in line and not line.endswith("(deleted)")]
-    return [type(run.population.ranks._collectives).__name__, len(left), *numbers(run)]
+    return numbers(run)
 
 
 def in_turn(**cases: Callable[[int], Any]) -> Callable[[int], Any]:
@@ -200,8 +185,7 @@ GROUPS: dict[str, tuple[int, Callable[[int], Any]]] = {
         2,
         in_turn(
             **{
-                "memory": ways,
-                "group": over_group(ways),
+                "same": same,
                 "collectives": collectives,
                 "rate": odd(1, rate=lambda: 0.1),
                 "evaluation first": first_evaluates,
@@ -238,7 +222,6 @@ def main(folder: Path) -> None:
         findings |= {case: [rank[case] for rank in ranks] for case in ranks[0]}
     for name, body in (("lost", lost), ("late", late)):
         findings[name] = over_ranks(folder / name, 3, body)
-        findings[f"{name} over a group"] = over_ranks(folder / f"{name}_over_group", 3, over_group(body))
     findings["alone"] = [alone(1), alone(2)]
     (folder / "findings.json").write_text(json.dumps(findings))
 
