@@ -21,6 +21,7 @@ def every() -> Iterator[Program]:
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s", level=logging.INFO)
+    logging.getLogger("fedtorch.programs.engine").setLevel(logging.ERROR)  # it says to do what is being done
     for each in dict.fromkeys(every()):
         each.compile()
         logging.info("%s is there", each.name)
