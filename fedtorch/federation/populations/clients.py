@@ -234,8 +234,8 @@ class LocalClients:
             names = [self.names[int(indices(each.ids)[0])] for each in (first, second) if client_count(each.ids)]
             raise ValueError(
                 f"Expected messages of the same fields and shapes of all clients, but got {one} and {other}, of "
-                f"clients in the blocks of {names}; let Algorithm.client return the same of any rows, such as zeros for "
-                "what a client has nothing of"
+                f"clients in the blocks of {names}; let Algorithm.client return the same of any rows, such as zeros "
+                "for what a client has nothing of"
             )
 
     def finish(self, partial: Tree, message: Tree) -> Tree:

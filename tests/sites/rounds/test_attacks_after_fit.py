@@ -88,7 +88,7 @@ def test_one_question_at_a_slab_for_each_person_tells_who_is_there() -> None:
 def test_chosen_draws_are_refused(question: str) -> None:
     site = fitted(MARGINS)
     with pytest.raises(
-        RuntimeError, match="tells .* at draws of one posterior, and those of this question are further"
+        RuntimeError, match=r"tells .* at draws of one posterior, and those of this question are further"
     ):
         site.at(slabs(site.people, 0), question, kinds={"1": "number"})
 
@@ -131,7 +131,7 @@ def by_regression(site: Site, phi: Tensor) -> int:
 
 @pytest.mark.slow
 def test_all_numbers_of_a_question_together_tell_little_of_who_is_there() -> None:
-    """At draws of the fit a guess is as good as a coin; at the most telling that were tried it is right in two of three.
+    """At draws of the fit a guess is as good as a coin; at the most telling that were tried two of three are right.
 
     Slabs through each person are right each time. How far draws are apart is what is bounded, not how steep they are.
     """
