@@ -30,12 +30,12 @@ _TOLD = {
     "effects": Learns("a client's posterior: of few rows, what a fit to them tells", helps="Policy(after_fit=(…))"),
     "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(after_fit=(…))"),
     "margins": Learns(
-        "sums of changes of the mean response at draws of one posterior; where these are alike, whether a person is there",
+        "sums of changes of the mean response at draws of one posterior; of draws that are alike, who is in a slab",
         helps="Policy(after_fit=(…), draws=…, rounds=…)",
     ),
     "checks": Learns(
-        "sums of responses by bins of at least `minimum` rows, at draws of one posterior; where these are alike, whether "
-        "a person is there",
+        "sums of responses by bins of at least `minimum` rows, at draws of one posterior; of draws that are "
+        "alike, who is on one side of a plane",
         helps="Policy(after_fit=(…), draws=…, rounds=…)",
     ),
 }
