@@ -221,6 +221,37 @@ def test_with_noise_it_is_at_chance(name: str) -> None:
     assert chance(right, trials), f"{right} of {trials}"
 
 
+def equals() -> ft.Algorithm:
+    """Averaging in which every client counts alike."""
+    return ft.fedavg(sgd(1e-2, steps=1), weight=lambda data: torch.ones_like(data.count))
+
+
+def of_the_model(make: Make, runs: int) -> tuple[int, int]:
+    """(right guesses, guesses) of who sees the model after a round, and knows all clients' rows but the first one's."""
+    right = 0
+    for seed in range(runs):
+        data, truth = persons(seed)
+        start = equals().start
+        changed = lambda algorithm, rows, start=start: {
+            name: leaf - start[name] for name, leaf in ft.run(algorithm, ft.InProcess(rows), rounds=1).server.items()
+        }
+        every, others = changed(make(), data), [changed(equals(), data.select([k])) for k in (1, 2)]
+        left = {name: 3 * leaf - sum(other[name] for other in others) for name, leaf in every.items()}
+        right += by_change({f"value.{name}": leaf for name, leaf in left.items()}) == truth[0]
+    return right, runs
+
+
+def test_who_knows_all_others_reads_one_client_in_the_mean() -> None:
+    assert of_the_model(equals, 10) == (10, 10)
+
+
+@pytest.mark.slow
+def test_with_noise_at_the_server_one_client_is_at_chance() -> None:
+    noised = lambda: equals() | privacy.client_level(clip=1.0, noise=8.0, delta=DELTA)
+    right, trials = of_the_model(noised, 100)
+    assert chance(right, trials), f"{right} of {trials}"
+
+
 # -- the least number of rows ------------------------------------------------------------------------------------------
 
 ALONE: dict[str, tuple[Make, Guess, int, Callable[[int], Any]]] = {
