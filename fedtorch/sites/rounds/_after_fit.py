@@ -16,7 +16,7 @@ from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
-from fedtorch.federation.runs.posterior_draws import Drawn, by_client as by_client_of, masked_sum, sent_draws
+from fedtorch.federation.runs.posterior_draws import APART, Drawn, by_client as by_client_of, masked_sum, sent_draws
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
 _BY_DRAW = ("margins", "checks")  # what is told as a sum over rows for each draw
-_APART = (
-    1.0  # rms over draws and rows of a row's predictor, in noise sds, logits or logs: of d coefficients, √(d / rows)
-)
 _MOST_BESIDE = 100  # other runs in one question
 
 
@@ -101,7 +98,7 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
         return
     apart, counts = by_client_of(holder, [holder.data], [sent_draws(holder, sent).at], _apart), holder.data.counts
     alone = (apart / counts)[counts >= policy.minimum] if kind.by_client else apart[:0]
-    if not bool((torch.cat([alone, apart.sum()[None] / counts.sum()]) <= _APART**2).all()):
+    if not bool((torch.cat([alone, apart.sum()[None] / counts.sum()]) <= APART**2).all()):
         raise Refusal(
             f"the site tells {told} at draws of one posterior, and those of this question are further apart than "
             "draws are of a posterior that its rows are in; ask with those of a run that has converged, and of fewer "

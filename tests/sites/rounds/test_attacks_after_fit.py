@@ -46,16 +46,20 @@ class Site(NamedTuple):
         return answer
 
 
-def fitted(policy: Policy, seed: int = 0) -> Site:
+def fitted(policy: Policy, seed: int = 0, smokers: bool = True) -> Site:
+    """A fit to rows of which, without smokers, another column is 0 in all."""
     draws = torch.Generator().manual_seed(seed)
     normals = lambda *size: torch.randn(*size, generator=draws, dtype=torch.float64)
     people, there = normals(PEOPLE, 2), torch.randperm(PEOPLE, generator=draws) < PEOPLE // 2
     others = normals(ROWS - PEOPLE // 2, 2)
     own = torch.cat([people[there], others])
     x = torch.cat([torch.ones(ROWS, 1).double(), own], 1)
+    names = ["Intercept", "age", "bmi"]
+    if not smokers:
+        x, names = torch.cat([x, torch.zeros_like(x[:, :1])], 1), [*names, "smoker"]
     y = (torch.rand(ROWS, generator=draws).double() < (own @ torch.tensor([0.8, -0.5]).double()).sigmoid()).double()
     data = ft.data.from_tensors([(x, y)])
-    make = lambda: ft.ep(generalised.logistic(normal(3, random=[], names=["Intercept", "age", "bmi"])))
+    make = lambda: ft.ep(generalised.logistic(normal(len(names), random=[], names=names)))
     host = Loopback(offers(data, make, sites=1, policy=policy), None)
     run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
     for _ in run.rounds(8):
@@ -91,6 +95,26 @@ def test_chosen_draws_are_refused(question: str) -> None:
         RuntimeError, match=r"tells .* at draws of one posterior, and those of this question are further"
     ):
         site.at(slabs(site.people, 0), question, kinds={"1": "number"})
+
+
+def test_thresholds_by_a_column_that_is_the_same_in_all_rows() -> None:
+    """Draws that differ in its coefficient alone are alike at the rows; at rows in which it is changed they are not."""
+
+    def told(policy: Policy) -> tuple[Site, Tensor]:
+        site = fitted(policy, smokers=False)
+        slope = torch.tensor([3e5, 2e5]).double()
+        level = -(site.people @ slope)
+        thresholds = torch.stack([level - 20, level + 20], 1).flatten()  # a plane on either side of each person
+        phi = torch.cat([torch.zeros(1).double(), slope, torch.zeros(1).double()]).repeat(len(thresholds), 1)
+        phi[:, 3] = thresholds
+        return site, site.at(phi, kinds={"3": "binary"})["total"][:, 0].unflatten(0, (-1, 2)).diff(dim=1)[:, 0]
+
+    site, between = told(MARGINS._replace(minimum=1))
+    assert right(site, between) == PEOPLE
+    with pytest.raises(
+        RuntimeError, match="where a variable is changed in the site's rows, draws of this question are"
+    ):
+        told(MARGINS)
 
 
 def test_too_many_draws_are_refused_whatever_they_are() -> None:
