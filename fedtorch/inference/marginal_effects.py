@@ -168,17 +168,19 @@ class _Table(NamedTuple):
 
         Arguments are those of `effects`.
         """
-        most = 0.0
+        every = [0.0]
         for number, kind in kinds.items():
             for change in self._changes(int(number), kind):
-                ends = zip(*(self._predictors(theta, sites, x) for x in change[:2]))
-                every = torch.stack([torch.stack([eta.var(-1, correction=0).sum() for eta in each]) for each in ends])
-                most = max(most, float(every.sum(0).max()) / len(self.read.sites))
-        return most
+                for x in change[:2]:
+                    parts = self._predictors(theta, sites, x)
+                    every.append(sum(float(eta.var(-1, correction=0).sum()) for eta in parts) / len(x))
+        return float(torch.tensor(every).max())  # NaN where there is one
 
     def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
-        ends = zip(*(self._predictors(draws, sites, x) for x in change[:2]))
-        return sum((family.mean(high) - family.mean(low)).sum(0) for low, high in ends) / change.step
+        total = torch.zeros(draws.shape[1], dtype=torch.float64)
+        for low, high in zip(*(self._predictors(draws, sites, x) for x in change[:2])):
+            total += (family.mean(high) - family.mean(low)).sum(0)
+        return total / change.step
 
     def _predictors(self, draws: Tensor, sites: Sequence[str], x: Tensor) -> Iterator[Tensor]:
         """Yield x'θ of rows, some at a time, `(n, S)`."""
