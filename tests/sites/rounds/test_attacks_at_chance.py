@@ -262,7 +262,10 @@ ALONE: dict[str, tuple[Make, Guess, int, Callable[[int], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ALONE)
+SLOW = "expectation propagation"  # whose programs are compiled first
+
+
+@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.slow if each == SLOW else ()) for each in ALONE])
 def test_a_site_of_one_person_is_read_and_by_default_says_nothing(name: str) -> None:
     make, guess, rounds, drawn = ALONE[name]
     right, trials = score(make, guess, runs=4, rounds=rounds, drawn=drawn)
