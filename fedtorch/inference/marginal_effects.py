@@ -24,7 +24,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
-from fedtorch.federation.runs.posterior_draws import by_client, sent_draws, site_draws
+from fedtorch.federation.runs.posterior_draws import APART, by_client, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
 from fedtorch.inference.pooling import refuse_pooled
@@ -163,16 +163,33 @@ class _Table(NamedTuple):
         totals = [self._total(family, theta, sites, change) for change in every]
         return {"total": torch.stack(totals, 1), "rows": torch.tensor(float(len(self.read.sites))).double()}
 
+    def apart(self, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]) -> float:
+        """Return the variance over draws of rows' predictors, in the mean, where rows are changed so that it is most.
+
+        Arguments are those of `effects`.
+        """
+        every = [0.0]
+        for number, kind in kinds.items():
+            for change in self._changes(int(number), kind):
+                for x in change[:2]:
+                    parts = self._predictors(theta, sites, x)
+                    every.append(sum(float(eta.var(-1, correction=0).sum()) for eta in parts) / len(x))
+        return float(torch.tensor(every).max())  # NaN where there is one
+
     def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
-        owners, offset = np.array(self.read.sites, dtype=object), self.read.rows.offset
         total = torch.zeros(draws.shape[1], dtype=torch.float64)
+        for low, high in zip(*(self._predictors(draws, sites, x) for x in change[:2])):
+            total += (family.mean(high) - family.mean(low)).sum(0)
+        return total / change.step
+
+    def _predictors(self, draws: Tensor, sites: Sequence[str], x: Tensor) -> Iterator[Tensor]:
+        """Yield x'θ of rows, some at a time, `(n, S)`."""
+        owners, offset = np.array(self.read.sites, dtype=object), self.read.rows.offset
         for number, name in enumerate(sites):
             mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), draws[number]
             for part in mine.split(max(1, _NUMBERS // len(theta))):
                 more = 0.0 if offset is None else offset[part, None].to(theta)
-                means = [family.mean(_widened(x[part], theta) @ theta.mT + more) for x in change[:2][::-1]]
-                total += (means[0] - means[1]).sum(0)
-        return total / change.step
+                yield _widened(x[part], theta) @ theta.mT + more
 
     def _changes(self, number: int, kind: str) -> Iterator[_Change]:
         """Yield changes of a variable; of a factor from its first level to each other."""
@@ -269,6 +286,13 @@ def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any
     if not all(str(number).isdecimal() and kind in _KINDS for number, kind in kinds.items()):
         raise ValueError(f"Expected kinds of variables by number, but got {str(kinds)[:100]}")
     theta = by_client(holder, [holder.data], [drawn.at], lambda every: every[0].theta)
+    bounded = holder.minimum > 1 and not drawn.family.precise  # of means that are linear a few numbers tell all
+    if bounded and not table.apart(theta, holder.data.names, kinds) <= APART**2:
+        raise Unanswerable(
+            "where a variable is changed in the site's rows, draws of this question are further apart than draws are "
+            "of a posterior that rows are in; ask with those of a run that has converged, and leave out variables of "
+            "which rows say little, by variables="
+        )
     return table.effects(drawn.family, theta, holder.data.names, kinds)
 
 

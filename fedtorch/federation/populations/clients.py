@@ -82,6 +82,9 @@ class LocalClients:
         blocks: `(ids, data)` of the clients here.
         clients: how many clients there are in all.
         chunk: at most so many at once.
+
+    Attributes:
+        noted: names of what clients have told beside their messages, which may be other names of each client.
     """
 
     in_process = True
@@ -98,6 +101,7 @@ class LocalClients:
         self.algorithm, self.names, self.clients, self._chunk = algorithm, names, clients, chunk
         self.device = blocks[0][1].count.device
         self.table = StateTable(tree.to(state, self.device, copy=True), clients)
+        self.noted: dict[str, None] = {}
         self.hold(blocks)
         self._validation: dict[int, tuple[FederatedData, list[tuple[Tensor, ClientData]]]] = {}
 
@@ -190,6 +194,8 @@ class LocalClients:
                 return self.gather(outbox, cohort, turn, lost)
             if replied is None:
                 continue
+            if answers is not None:
+                self._check_alike(answers, replied)
             answers = replied
             if turn.round == 0:
                 check_shapes(answers.message, answers.ids)
@@ -214,8 +220,23 @@ class LocalClients:
         if not infos:  # nobody answers; the names of what is told come from a block without clients
             nobody = self.empty_block()
             infos.append((nobody[0], self.reply(nobody, outbox, turn).info))
+        self.noted.update((name, None) for _, info in infos for name in info)
         partial, message = exchange.merge(partials) if partials else None, answers and answers.message
         return Gathered(partial, states, *joined(infos), up, down, refused, failed, message)
+
+    def _check_alike(self, first: Answers, second: Answers) -> None:
+        """Raise ValueError where clients send other fields, or of other shapes, than those of another block.
+
+        Sums of them would be of something else, and a disclosure would name the fields of some clients only.
+        """
+        one, other = (_shapes(each.message) for each in (first, second))
+        if one != other:
+            names = [self.names[int(indices(each.ids)[0])] for each in (first, second) if client_count(each.ids)]
+            raise ValueError(
+                f"Expected messages of the same fields and shapes of all clients, but got {one} and {other}, of "
+                f"clients in the blocks of {names}; let Algorithm.client return the same of any rows, such as zeros "
+                "for what a client has nothing of"
+            )
 
     def finish(self, partial: Tree, message: Tree) -> Tree:
         """Return the aggregate as the server takes it, of a partial one and any block's messages."""
@@ -297,8 +318,13 @@ class LocalClients:
     def disclosed(
         self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn, at_sites: bool = False
     ) -> list[Field]:
-        """Return what leaves the clients, each of them a site of its own unless they are `at_sites`."""
-        return of_reply(algorithm, carry, self.reply(self.empty_block(), outbox, turn), at_sites)
+        """Return what leaves the clients, each of them a site of its own unless they are `at_sites`.
+
+        What some of them alone tell beside their messages is known once they have.
+        """
+        reply = self.reply(self.empty_block(), outbox, turn)
+        info = {**reply.info, **dict.fromkeys(self.noted, torch.empty(0))}
+        return of_reply(algorithm, carry, reply._replace(info=info), at_sites)
 
     def _stacked(self, data: FederatedData) -> list[tuple[Tensor, ClientData]]:
         if id(data) not in self._validation:
@@ -334,6 +360,11 @@ def _places(cohort: Tensor, ids: Tensor) -> Tensor | None:
     place, cohort = place[inside], cohort[inside]
     place = place[ids[place] == cohort]
     return None if len(place) == len(ids) else place
+
+
+def _shapes(message: Tree) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of one client's tensors, by their path."""
+    return {path: tuple(leaf.shape[1:]) for path, leaf in tree.items(message)}
 
 
 def _as_slice(ids: Tensor) -> Rows:

@@ -269,6 +269,7 @@ class _DistributedClients:
         if numbers[many - 1]:
             told = [name for names in self.ranks.texts(sorted(here.info)) for name in names]
             self._names = tuple(sorted({*self._names, *told}))
+            self.local.noted.update(dict.fromkeys(self._names))
             table = self.ranks.add(self._table(cohort, here, turn))
             numbers = [int(number) for number in table.counts.tolist()]
         counts, asked = _Counts(*numbers[:many]), self._everybody if cohort is None else cohort

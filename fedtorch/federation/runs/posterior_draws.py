@@ -24,6 +24,7 @@ from fedtorch.models.rows import Observations, observations
 from fedtorch.tree import Tree
 
 DrawnAt = Callable[[ClientData, Tensor, Tensor], Any]  # (a block of clients, their ids, numbers of their names)
+APART = 1.0  # sds over draws of rows' predictors, at most, at sites; of d coefficients and n rows they are √(d / n)
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 

@@ -44,7 +44,7 @@ class SiteRecording:
 
     def __init__(self, record: AuditRecord | None, configuration: SiteConfiguration) -> None:
         self._record = record
-        self._told: Any = None  # the run of which it is on record what leaves the site
+        self._told: Any = None  # the run of which it is on record what leaves the site, and what that is
         if record is not None:
             rows = int(configuration.data.counts.sum())
             about: dict[str, Any] = {
@@ -89,7 +89,7 @@ class SiteRecording:
         Args:
             do: answers a request.
             budget: of the run, as it is at the answer.
-            leaves: what leaves the site in a round of the run, which is written once, before the first answer.
+            leaves: what leaves the site in rounds of the run, which is written before the first answer that has more.
         """
         return do if self._record is None else partial(self._answered, self._record, do, budget, leaves)
 
@@ -104,11 +104,11 @@ class SiteRecording:
         asked = {name: frame.about[name] for name in _ASKS if name in frame.about}
         record.note("request", kind=frame.kind, digest=digest(frame.payload), **asked)
         answer = do(frame)
-        if frame.kind == "round" and frame.about.get("run") != self._told and (fields := leaves()):
-            self._told = frame.about.get("run")
+        if frame.kind == "round" and (fields := leaves()) and (of := (frame.about.get("run"), fields)) != self._told:
+            self._told = of
             brief = in_brief(as_frame(fields))
             said = brief[["fields", "of", "exactness", "reader"]].values.tolist()
-            record.note("leaves", run=self._told, fields=said)
+            record.note("leaves", run=of[0], fields=said)
         about: dict[str, Any] = {"kind": frame.kind, "run": frame.about.get("run")}
         if answer is not None:
             said = wire.metadata(answer)

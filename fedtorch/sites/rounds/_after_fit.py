@@ -16,12 +16,13 @@ from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
+from fedtorch.federation.runs.posterior_draws import APART, Drawn, by_client as by_client_of, masked_sum, sent_draws
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.fingerprint import built
 from fedtorch.sites.rounds.frames import Frame, Inboxes
-from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.policy import AFTER_FIT, Policy, Refusal
 from fedtorch.sites.rounds.server import ServerSession
 from fedtorch.sites.rounds.sites import reasons
 from fedtorch.tree import Tree
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from fedtorch.federation.runs.holders import Holder, Kind
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
+_BY_DRAW = ("margins", "checks")  # what is told as a sum over rows for each draw
 _MOST_BESIDE = 100  # other runs in one question
 
 
@@ -73,6 +75,48 @@ def question(frame: Frame, algorithm: Algorithm) -> tuple[Kind, dict[str, Tensor
         return QUESTIONS[name], room(frame.names("shapes"))
     except ValueError as error:
         raise frame.refused("shapes of tensors", str(error)) from None
+
+
+def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: Policy) -> None:
+    """Refuse draws at which sums over rows would tell single rows: more of them than a posterior needs, or others.
+
+    A sum at a draw of large coefficients counts the rows on one side of a plane, or in a slab. Draws of one posterior
+    move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart.
+
+    Raises:
+        Refusal: they are too many, or too far apart.
+    """
+    if kind.tells not in _BY_DRAW or "phi" not in sent:
+        return
+    told = AFTER_FIT[kind.tells]
+    if len(sent["phi"]) > policy.draws:
+        raise Refusal(
+            f"the site tells {told} at no more than {policy.draws} draws in one question, but was sent "
+            f"{len(sent['phi'])}; ask with fewer, such as by draws=; its side would allow it by a larger Policy(draws=)"
+        )
+    if policy.minimum == 1:
+        return
+    apart, counts = by_client_of(holder, [holder.data], [sent_draws(holder, sent).at], _apart), holder.data.counts
+    alone = (apart / counts)[counts >= policy.minimum] if kind.by_client else apart[:0]
+    if not bool((torch.cat([alone, apart.sum()[None] / counts.sum()]) <= APART**2).all()):
+        raise Refusal(
+            f"the site tells {told} at draws of one posterior, and those of this question are further apart than "
+            "draws are of a posterior that its rows are in; ask with those of a run that has converged, and of fewer "
+            "coefficients where rows say little of some"
+        )
+
+
+def _apart(drawn: list[Drawn]) -> Tensor:
+    """Return the sums over clients' rows of the variances of a row's predictor over the draws, `(K,)`.
+
+    They are in units of the response's noise, of the draw that has least, where its family has one.
+    """
+    every = drawn[0]
+    total = torch.zeros(len(every.mask), dtype=torch.float64)
+    for part in every.parts():
+        unit = every.scales(part).amin(-1) if every.family.precise else torch.ones(())
+        total += masked_sum(every.predictor(part).var(-1, correction=0) / unit, every.mask[:, part])
+    return total
 
 
 def answer(

@@ -30,6 +30,7 @@ class Behind:
         names: theirs, which its own log alone has.
         first: the number of the first of them, as the server counts.
         persons: whose rows each client has, by name, where these count in place of rows.
+        rows: what they are called.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class Behind:
         names: Sequence[str],
         first: int,
         persons: Mapping[str, frozenset[Any]] | None = None,
+        rows: str = "rows",
     ) -> None:
         self.least, self._names, self._first, self._persons = policy.minimum, names, first, persons
         self._told = counts
         self._counts = counts if persons is None else torch.tensor([len(persons[name]) for name in names])
         self._numbers = {name: number for number, name in enumerate(names, first)}
-        self._what = "rows" if persons is None else policy.counted
+        self._what = rows if persons is None else policy.counted
 
     def each(self, ids: Tensor) -> Tensor:
         """Return how many rows are behind each of some clients `(M,)`."""

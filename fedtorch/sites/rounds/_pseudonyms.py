@@ -5,7 +5,8 @@ site's minimum, the names of all are pseudonyms, for patients with many rows are
 digest of the name, by a secret of the site. What a name was told as first it is told as for good, so that runs that
 come later, and restarts, have the same clients.
 
-The secret and what names were told as are `names.json` in the site's folder.
+The secret and what names were told as are `names.json` in the site's folder. To look a name up and to write it down is
+one step under the file's lock, so that two processes of a site tell one name as the same.
 
 >>> names = Pseudonyms(None)
 >>> told = names.told(("ward 7", "ward 8"), hidden=False)
@@ -19,12 +20,15 @@ import hashlib
 import hmac
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from fedtorch import _files as files
 
 FILE = "names.json"
 _DIGITS = 16
+_SECONDS = 30.0  # for another process of the site
 
 
 class Pseudonyms:
@@ -40,19 +44,30 @@ class Pseudonyms:
     def __init__(self, folder: Path | None) -> None:
         self._path = None if folder is None else folder / FILE
         self._secret, self._told = secrets.token_hex(32), dict[str, str]()
-        if self._path is not None and self._path.exists():
-            kept = files.read_json(self._path)
-            self._secret, self._told = kept["secret"], kept["told"]
+        self._read()
 
     def told(self, names: Sequence[str], hidden: bool) -> tuple[str, ...]:
         """Return what names are told as; `hidden` says whether those that were not told yet get pseudonyms."""
-        new = {name: self._pseudonym(name) if hidden else name for name in names if name not in self._told}
-        if new:
-            self._told.update(new)
-            if self._path is not None:
-                files.private_folder(self._path.parent)
-                files.write_json(self._path, {"secret": self._secret, "told": self._told})
+        if any(name not in self._told for name in names):
+            with self._lock():
+                self._read()
+                new = [name for name in names if name not in self._told]
+                self._told.update({name: self._pseudonym(name) if hidden else name for name in new})
+                if new and self._path is not None:
+                    files.write_json(self._path, {"secret": self._secret, "told": self._told})
         return tuple(self._told[name] for name in names)
+
+    def _lock(self) -> AbstractContextManager[Any]:
+        if self._path is None:
+            return nullcontext()
+        files.private_folder(self._path.parent)
+        return files.private_lock(f"{self._path}.lock", _SECONDS)
+
+    def _read(self) -> None:
+        """Take in what was written down, by another process too."""
+        if self._path is not None and self._path.exists():
+            kept = files.read_json(self._path)
+            self._secret, self._told = kept["secret"], kept["told"]
 
     def _pseudonym(self, name: str) -> str:
         digest = hmac.new(bytes.fromhex(self._secret), name.encode("utf-8", "surrogatepass"), hashlib.sha256)

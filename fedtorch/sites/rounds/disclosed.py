@@ -24,18 +24,19 @@ _WORDS = Learns("nothing: words that look like chance, or are sealed, and keys")
 _SCORES = Learns(
     "how well validation rows are predicted, by as many models as the server sends",
     "attacks.membership",
-    "Policy(minimum=…)",
+    "Policy(minimum=…, rounds=…)",
 )
 _TOLD = {
     "effects": Learns("a client's posterior: of few rows, what a fit to them tells", helps="Policy(after_fit=(…))"),
     "densities": Learns("a site's likelihood at points that the server chooses", helps="Policy(after_fit=(…))"),
     "margins": Learns(
-        "sums of changes of the mean response at points that the server chooses: who has a row",
-        helps="Policy(after_fit=(…))",
+        "sums of changes of the mean response at draws of one posterior; of draws that are alike, who is in a slab",
+        helps="Policy(after_fit=(…), draws=…, rounds=…)",
     ),
     "checks": Learns(
-        "sums of responses by bins of at least `minimum` rows; at points that the server chooses, who has a row",
-        helps="Policy(after_fit=(…))",
+        "sums of responses by bins of at least `minimum` rows, at draws of one posterior; of draws that are "
+        "alike, who is on one side of a plane",
+        helps="Policy(after_fit=(…), draws=…, rounds=…)",
     ),
 }
 _COLUMN = "what at least `minimum` rows of a site have in common; of fewer, that they are there"

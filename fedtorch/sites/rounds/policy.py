@@ -36,7 +36,7 @@ class Refusal(ValueError):
 class Policy(NamedTuple):
     """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops."""
 
-    rounds: int | None = None  # answered in all, over all runs
+    rounds: int | None = None  # answered in all, over all runs; scores and questions after a fit count as rounds
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
     honest: int = 1  # clients of a sum under masks, its own among them, whose noise the site counts on together
     remember_sums: bool = True  # in its folder of states; else only as long as its process runs
@@ -45,6 +45,7 @@ class Policy(NamedTuple):
     columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
+    draws: int = 1000  # in a question for "margins" or "checks", a sum over rows for each of which leaves
     person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
@@ -64,10 +65,10 @@ class Policy(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError unless they are in range."""
-        if self.minimum < 1 or self.designs < 0 or isinstance(self.columns, str):
+        if self.minimum < 1 or self.designs < 0 or self.draws < 1 or isinstance(self.columns, str):
             raise ValueError(
-                f"Expected a minimum of at least 1 row, columns as a tuple, and no negative number of designs, but got "
-                f"{self}"
+                f"Expected a minimum of at least 1 row, at least 1 draw, columns as a tuple, and no negative number of "
+                f"designs, but got {self}"
             )
         if self.person is not None and not isinstance(self.person, str):
             raise ValueError(f"Expected person= as a column of the site's frame, but got {self.person!r}")
@@ -121,9 +122,7 @@ class Watch:
     def before(self, algorithm: Algorithm, turn: Turn, ids: Tensor) -> None:
         """Count a round, before anything of it is computed, or refuses it."""
         budget, policy = algorithm.budget, self.policy
-        if policy.rounds is not None:
-            with self._lock:
-                self._count(policy.rounds)
+        self.count()
         if budget is not None:
             if not budget.allows() or budget.report()["epsilon"] > (policy.epsilon or math.inf):
                 raise Refusal("the budget of the site's own ledger is spent")
@@ -149,19 +148,20 @@ class Watch:
                 f"the site does not tell {AFTER_FIT[what]} of fewer than {policy.minimum} {policy.counted}; its side "
                 "would allow it by a smaller Policy(minimum=)"
             )
-        if policy.rounds is not None:
-            with self._lock:
-                self._count(policy.rounds)
+        self.count()
 
-    def _count(self, most: int) -> None:
-        """Count a round, or refuses it."""
-        self._read()
-        if self._rounds >= most:
-            many = "s" * (self._rounds != 1)
-            raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
-        self._rounds += 1
-        for path in self._paths:
-            files.write_json(path, {"rounds": self._rounds})
+    def count(self) -> None:
+        """Count a round, scores, or a question after the fit, or refuse it where there were enough."""
+        if self.policy.rounds is None:
+            return
+        with self._lock:
+            self._read()
+            if self._rounds >= self.policy.rounds:
+                many = "s" * (self._rounds != 1)
+                raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
+            self._rounds += 1
+            for path in self._paths:
+                files.write_json(path, {"rounds": self._rounds})
 
     def _read(self) -> None:
         """Take in what has been counted, by another process of this site too."""

@@ -219,6 +219,7 @@ class ServerSession:
         own = self._own[site]
         look = self._looks.of(frame, self.message, len(own), self.hidden)
         came = frame.tree(look.like, finite=False)
+        self.local.noted.update(dict.fromkeys(came["info"]))
         ids = self._all[site] if look.everybody else came["ids"]
         clients = [] if look.everybody and not look.refused else [*ids.tolist(), *look.refused]
         if any(client not in own for client in clients) or len(set(clients)) != len(clients):

@@ -58,7 +58,7 @@ class SiteSession:
         over: whether the run has ended.
         about: what the server has begun it with.
         versions: of the clients' states.
-        leaves: what leaves the site in a round, field by field; nothing before the first.
+        leaves: what leaves the site in a round, field by field, of all rounds so far; nothing before the first.
 
     Raises:
         Refusal: the site does not offer that, or would run something else under that name.
@@ -110,6 +110,7 @@ class SiteSession:
             check_begun(self.versions.folder, begin.text("algorithm"), configuration.data, anyway)
         self.versions.put(FIRST, self.clients.state_dict())
         self.leaves: list[Field] = []
+        self._noted = set[str]()  # names of what clients tell beside their messages, as `leaves` has them
         self._version: int | None = FIRST
         self._wanted: set[int] | None = None  # versions to which the server may go back; None: no others are here
         self._last: frames.Inboxes | None = None
@@ -194,8 +195,9 @@ class SiteSession:
         self.watch.before(self.algorithm, turn, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
         gathered = self.clients.gather(inboxes, cohort, turn, lost)
-        if not self.leaves and gathered.message is not None:
-            reply = Reply(gathered.message, None, gathered.info)
+        if gathered.message is not None and (not self.leaves or self.clients.noted.keys() - self._noted):
+            self._noted = set(self.clients.noted)
+            reply = Reply(gathered.message, None, dict.fromkeys(self.clients.noted, torch.empty(0)))
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
         if self._adds and (unfit := {**gathered.failed, **gathered.refused}):
             why = f"fail, or their messages are not finite: {next(iter(unfit.values()))}"
@@ -352,18 +354,20 @@ class SiteSession:
         if self.configuration.validation is None or not set(wanted) <= self.configuration.metrics.keys():
             raise Refusal(f"the site has validation rows for {sorted(self.configuration.metrics)}, not for {wanted}")
         inboxes, _, _ = self._hear(frame)
-        validation = self.configuration.validation
-        rows = Behind(self.watch.policy, validation.counts, validation.names, self.first)
+        validation, additive = self.configuration.validation, self.algorithm.exchange.additive
+        known = (self.watch.policy, validation.counts, validation.names, self.first)
+        rows = Behind(*known, rows="validation rows")
         few = len(rows.few(self._everybody)) > 0
-        if few and len(inboxes.ids) != self._count:
+        if few and additive and len(inboxes.ids) != self._count:
             raise frame.refused("all clients of the site, some of which have few validation rows", inboxes.ids.tolist())
-        rows.check(inboxes.ids, additive=True)
-        if few and self.algorithm.exchange.additive:
+        rows.check(inboxes.ids, additive)  # where each client has a model of its own, a sum of scores may follow one's
+        if few and additive:
             one_of(inboxes.inbox)
+        self.watch.count()
         sums = after_fit.scoring(self.algorithm, {name: self.configuration.metrics[name] for name in wanted})
         chosen = validation.select(inboxes.ids - self.first)
         every = after_fit.by_client(self.clients, inboxes, chosen, sums)
-        every = in_one(every) if few else every
+        every = in_one(every) if few and additive else every
         return frames.encode("answer", {"sums": every}, sequence=frame.integer("sequence", 1))
 
     def ask(self, frame: Frame, beside: Callable[[str | None], SiteConfiguration]) -> bytes:
@@ -391,6 +395,7 @@ class SiteSession:
         minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
+        after_fit.check_draws(kind, sent, holder, self.watch.policy)
         return after_fit.answer(frame, kind, sent, holder, beside)
 
     def end(self, frame: Frame) -> None:

@@ -250,6 +250,12 @@ def test_models_are_compared_row_by_row_where_the_rows_are(models: Models, monke
         compare(models.there)
 
 
+def test_marginal_effects_where_rows_count_are_those_of_one_process(both: Both) -> None:
+    """Draws of a fit are close enough together, at the sites' rows and where a variable is changed in them."""
+    there, here = (WHAT["margins"](run) for run in (both.under(after_fit=("margins",)), both.here))
+    np.testing.assert_allclose(numbers(there), numbers(here), rtol=1e-6, atol=1e-8)
+
+
 def test_nothing_is_told_of_few_rows(both: Both) -> None:
     run = both.under(after_fit=EVERYTHING, minimum=31)  # a ward has 30 rows, a site 60
     assert ft.inference.loo(run, draws=20, tolerance=torch.inf).left_out == len(FRAME)

@@ -1,6 +1,7 @@
 """Whoever reads what a site of one person says has the person's row; a site that holds to `minimum` says nothing then.
 
-Each attack reads real frames, as a server would, and is one of those that a run's disclosure speaks of.
+Each attack reads real frames, as a server would, and is one of those that a run's disclosure speaks of. How often a
+guess is right where noise, masks or `minimum` protect a person is counted in `test_attacks_at_chance`.
 """
 
 from __future__ import annotations
@@ -317,6 +318,8 @@ def test_a_weight_is_the_number_of_rows_and_masks_hold_it_back() -> None:
 
 TRUST = "tests/trust/attacks/"
 HERE = "tests/sites/rounds/test_attacks_on_rows.py::"
+CHANCE = "tests/sites/rounds/test_attacks_at_chance.py::"
+ONE_PERSON = f"{CHANCE}test_a_site_of_one_person_is_read_and_by_default_says_nothing"
 TOLD = f"{HERE}test_a_site_that_is_one_person_tells_the_row_where_its_policy_allows_it"
 EVIDENCE = {  # of what is told at worst, by its beginning
     "membership of rows; with one step": TOLD,
@@ -327,6 +330,7 @@ EVIDENCE = {  # of what is told at worst, by its beginning
     "means and products of a client's columns": TOLD,
     "sums of products of all columns of a site": TOLD,
     "the numbers by which nodes are compared": TOLD,
+    "the outputs of a unit with no more rows than inducing values": ONE_PERSON,
     "the losses and what a module logs": f"{HERE}test_a_loss_tells_whose_row_a_site_has_and_masks_hold_it_back",
     "how many rows the client has": f"{HERE}test_a_weight_is_the_number_of_rows_and_masks_hold_it_back",
     "attributes of a node's rows": f"{TRUST}test_neighbour.py::test_a_neighbour_knows_the_local_problem",
@@ -334,7 +338,6 @@ EVIDENCE = {  # of what is told at worst, by its beginning
 }
 NO_ATTACK = {  # what says of itself what it tells, or whose attack nobody has written
     "whether a step of the client was left out",
-    "the outputs of a unit with no more rows than inducing values, of one row its input, too; its amplitudes and noise",
 }
 
 

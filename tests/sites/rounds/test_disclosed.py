@@ -232,6 +232,50 @@ def test_an_algorithm_of_ones_own_reads_a_clients_exact_values() -> None:
     ]
 
 
+def sending(message: Any, info: Any = lambda data: {}) -> ft.Algorithm:
+    """An algorithm whose clients send what is made of their rows, and note more beside it."""
+    return ft.Algorithm(
+        init=lambda parameters, clients: (parameters, ()),
+        outbox=lambda server: server,
+        client=lambda inbox, state, data, turn: ft.Reply(ft.Sum(message(data)), state, info(data)),
+        server=lambda server, aggregate, key: server,
+        model=lambda inbox, state: inbox,
+        start=torch.zeros(()),
+    )
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        lambda data: data.batch[0].sum(1)[:, : 1 + int(data.count.sum()) % 2],  # as many numbers as clients differ in
+        lambda data: {"even" if int(data.count.sum()) % 2 == 0 else "odd": data.count.double()},
+    ],
+    ids=["shapes", "fields"],
+)
+def test_clients_that_send_other_fields_or_shapes_than_others_are_refused(message: Any) -> None:
+    """Shapes that differ would be added up side by side, and a disclosure would name those of some clients."""
+    run = ft.Run(sending(message), ft.InProcess(DATA, chunk=1))
+    with pytest.raises(ValueError, match="messages of the same fields and shapes of all clients"):
+        run.step()
+
+
+def test_what_only_some_clients_note_is_disclosed_once_they_have() -> None:
+    """In one process, at the server of sites, and at the site."""
+    note = lambda data: {"age": data.count.double()} if int(data.count[:1].sum()) == 9 else {}
+    make = lambda: sending(lambda data: data.count.double(), note)
+    noted = lambda run: set(run.disclosure()["field"]) - {"value"}
+    run = ft.Run(make(), ft.InProcess(DATA, chunk=1))
+    assert noted(run) == set()
+    run.step()
+    assert noted(run) == {"info.age"}
+    there, listener = listened(make, DATA, torch.zeros(()), chunk=1)
+    there.step()
+    assert ("round", "info.age", (2,)) in listener.said
+    assert uncovered(listener.said, disclosed(there)) == set()
+    leaves = [site._session.leaves for site in there.population.plan.sites.host.sites.values()]
+    assert [{field.field for field in each} for each in leaves] == [{"value"}, {"value", "info.age"}, {"value"}]
+
+
 PRIVATE = {
     "client_level": lambda: (
         ft.fedavg(sgd(0.1), weight=lambda data: torch.ones_like(data.count))

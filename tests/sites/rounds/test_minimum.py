@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, join, masked, sealed
 from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.rounds._behind import Behind
+from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.trust import robust, secure
@@ -236,6 +239,23 @@ def test_scores_of_few_rows_are_of_one_model() -> None:
     scored(Policy(minimum=1))
     with pytest.raises(RuntimeError, match="only where all of its clients were sent the same"):
         scored(TEN)
+
+
+def test_scores_on_a_graph_are_of_each_nodes_own_validation_rows() -> None:
+    """A node's model is its own, so that one sum of scores may follow one node's model."""
+    metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
+    training = linear_clients([40, 50, 60])
+    make = lambda: ft.gtv(sgd(0.1), ft.Network.ring(3), 0.5)
+
+    def scored(validation: ft.data.FederatedData) -> Any:
+        brought = offers(training, make, sites=1, policy=TEN)["a"]
+        host = Loopback({"a": replace(brought, validation=validation, metrics=metrics)}, None)
+        run = ft.run(make(), Remote(host, ["a"], "it", rows=training.rows, quorum=1.0, seconds=0.05), rounds=1, seed=3)
+        return run.evaluate(run.population.validation, metrics)["mse"]
+
+    assert not scored(linear_clients([10, 12, 11])).clients.isnan().any()
+    with pytest.raises(RuntimeError, match="client 1 has fewer than 10 validation rows"):
+        scored(linear_clients([30, 9, 30]))
 
 
 def test_log_densities_of_few_rows_are_over_one_cavity() -> None:
@@ -538,6 +558,31 @@ def test_what_a_name_was_told_as_it_is_told_as_for_good(tmp_path: Path) -> None:
     assert grown[:20] == names
     assert grown[20].startswith("client ")
     assert b"C-7" not in said
+
+
+def test_two_processes_of_a_site_tell_a_name_as_the_same(tmp_path: Path) -> None:
+    """Both begin before either has told anything, and neither forgets what the other has told."""
+    one, two = Pseudonyms(tmp_path), Pseudonyms(tmp_path)
+    both = one.told(("B-1", "B-2"), hidden=True)
+    assert two.told(("B-2", "B-3"), hidden=True)[0] == both[1]
+    assert one.told(("B-1", "B-2", "B-3", "ward"), hidden=False)[:2] == both
+    again = Pseudonyms(tmp_path).told(("B-1", "B-2", "B-3", "ward"), hidden=True)
+    assert again == (*both, two.told(("B-3",), hidden=True)[0], "ward")
+
+
+def test_who_begins_at_once_makes_one_secret(tmp_path: Path) -> None:
+    """Each has a lock of its own on the file, as a process has."""
+    ready = threading.Barrier(8)
+
+    def told(number: int) -> tuple[str, ...]:
+        names = Pseudonyms(tmp_path)
+        ready.wait()
+        return names.told((f"B-{number}", "B-9"), hidden=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        every = list(pool.map(told, range(8)))
+    assert len({last for _, last in every}) == 1
+    assert Pseudonyms(tmp_path).told([f"B-{k}" for k in range(8)], hidden=True) == tuple(first for first, _ in every)
 
 
 def test_row_counts_of_few_rows_are_told_as_a_mean() -> None:

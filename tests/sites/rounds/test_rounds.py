@@ -70,3 +70,15 @@ def test_two_processes_of_one_site_count_together(tmp_path: Path) -> None:
     for each in (one, two):
         with pytest.raises(Refusal, match="answered 3 rounds"):
             count(each, 1)
+
+
+def test_scores_count_as_rounds() -> None:
+    """A server that has many models scored learns of the validation rows by each."""
+    metrics = {"mse": lambda prediction, target: (prediction[..., 0] - target) ** 2}
+    brought = offers(DATA, averaging, sites=1, policy=Policy(rounds=2, minimum=1), validation=DATA, metrics=metrics)
+    run = ft.run(averaging(), Remote(Loopback(brought, None), ["a"], "it", rows=DATA.rows), rounds=1)
+    run.evaluate(run.population.validation, metrics)
+    with pytest.raises(RuntimeError, match="the site has answered 2 rounds, and does not answer more"):
+        run.evaluate(run.population.validation, metrics)
+    with pytest.raises(RuntimeError, match="the site has answered 2 rounds"):
+        run.step()

@@ -1,0 +1,170 @@
+"""One question after a fit, at draws that a server has chosen, tells which of many known people have a row.
+
+A hundred and more rows at one site, and eighty people whose age and body mass index a server knows, of whom forty are
+there. A sum of changes of the mean response at a draw of large coefficients counts the rows in a thin slab of the
+columns' space: with a slab through each person one question tells who is there.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from scipy.stats import binom
+from support.loopback import Clock, Loopback
+from support.sites import offers
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch.federation.posterior import posterior_of
+from fedtorch.models.hierarchical import generalised, normal
+from fedtorch.sites import Policy, Remote
+from fedtorch.sites.rounds import sites as meeting
+
+PEOPLE, ROWS = 80, 200
+MARGINS = Policy(after_fit=("margins", "checks"))
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "time", Clock)
+
+
+class Site(NamedTuple):
+    """A fit to a site's rows, and people whom the server knows."""
+
+    run: ft.Run
+    people: Tensor  # (80, 2) age and body mass index, in sds
+    there: Tensor  # (80,) bool
+
+    def at(self, phi: Tensor, question: str = "effects", **about: Any) -> dict[str, Tensor]:
+        """What the site tells at these values of the coefficients `(S, 3)`."""
+        sent = {"phi": phi, "key": ft.random.key(0)}
+        about = about or {"kinds": {"1": "number"}}
+        answer: dict[str, Tensor] = self.run.clients.ask(self.run.outbox, question, sent, about)
+        return answer
+
+
+def fitted(policy: Policy, seed: int = 0, smokers: bool = True) -> Site:
+    """A fit to rows of which, without smokers, another column is 0 in all."""
+    draws = torch.Generator().manual_seed(seed)
+    normals = lambda *size: torch.randn(*size, generator=draws, dtype=torch.float64)
+    people, there = normals(PEOPLE, 2), torch.randperm(PEOPLE, generator=draws) < PEOPLE // 2
+    others = normals(ROWS - PEOPLE // 2, 2)
+    own = torch.cat([people[there], others])
+    x = torch.cat([torch.ones(ROWS, 1).double(), own], 1)
+    names = ["Intercept", "age", "bmi"]
+    if not smokers:
+        x, names = torch.cat([x, torch.zeros_like(x[:, :1])], 1), [*names, "smoker"]
+    y = (torch.rand(ROWS, generator=draws).double() < (own @ torch.tensor([0.8, -0.5]).double()).sigmoid()).double()
+    data = ft.data.from_tensors([(x, y)])
+    make = lambda: ft.ep(generalised.logistic(normal(len(names), random=[], names=names)))
+    host = Loopback(offers(data, make, sites=1, policy=policy), None)
+    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+    for _ in run.rounds(8):
+        pass
+    return Site(run, people, there)
+
+
+def slabs(people: Tensor, seed: int, steepness: float = 1e5) -> Tensor:
+    """Coefficients `(80, 3)` at which the response changes in a thin slab through each person."""
+    angle = 6.28 * torch.rand(len(people), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    slope = steepness * torch.stack([angle.cos(), angle.sin()], 1)
+    return torch.cat([-(slope * people).sum(1, keepdim=True), slope], 1)
+
+
+def right(site: Site, told: Tensor) -> int:
+    """How many of the people are guessed right by who has the larger half of the numbers told."""
+    guess = torch.zeros(PEOPLE, dtype=torch.bool)
+    guess[told.argsort(descending=True)[: PEOPLE // 2]] = True
+    return int((guess == site.there).sum())
+
+
+def test_one_question_at_a_slab_for_each_person_tells_who_is_there() -> None:
+    """Where the site's policy counts single rows, or where there was no rule."""
+    site = fitted(MARGINS._replace(minimum=1))
+    told = site.at(slabs(site.people, 0))["total"][:, 0]
+    assert right(site, told.abs()) == PEOPLE
+
+
+@pytest.mark.parametrize("question", ["effects", "calibration", "means"])
+def test_chosen_draws_are_refused(question: str) -> None:
+    site = fitted(MARGINS)
+    with pytest.raises(
+        RuntimeError, match=r"tells .* at draws of one posterior, and those of this question are further"
+    ):
+        site.at(slabs(site.people, 0), question, kinds={"1": "number"})
+
+
+def test_thresholds_by_a_column_that_is_the_same_in_all_rows() -> None:
+    """Draws that differ in its coefficient alone are alike at the rows; at rows in which it is changed they are not."""
+
+    def told(policy: Policy) -> tuple[Site, Tensor]:
+        site = fitted(policy, smokers=False)
+        slope = torch.tensor([3e5, 2e5]).double()
+        level = -(site.people @ slope)
+        thresholds = torch.stack([level - 20, level + 20], 1).flatten()  # a plane on either side of each person
+        phi = torch.cat([torch.zeros(1).double(), slope, torch.zeros(1).double()]).repeat(len(thresholds), 1)
+        phi[:, 3] = thresholds
+        return site, site.at(phi, kinds={"3": "binary"})["total"][:, 0].unflatten(0, (-1, 2)).diff(dim=1)[:, 0]
+
+    site, between = told(MARGINS._replace(minimum=1))
+    assert right(site, between) == PEOPLE
+    with pytest.raises(
+        RuntimeError, match="where a variable is changed in the site's rows, draws of this question are"
+    ):
+        told(MARGINS)
+
+
+def test_too_many_draws_are_refused_whatever_they_are() -> None:
+    site = fitted(MARGINS._replace(draws=200, minimum=1))
+    with pytest.raises(RuntimeError, match=r"no more than 200 draws in one question, but was sent 201; ask with fewer"):
+        site.at(torch.zeros(201, 3).double())
+    assert site.at(torch.zeros(200, 3).double())["total"].shape == (200, 1)
+
+
+def test_questions_of_ordinary_use_are_answered() -> None:
+    site = fitted(MARGINS)
+    table = ft.inference.marginal_effects(site.run, tolerance=torch.inf)
+    assert list(table.index) == ["age", "bmi"]
+
+
+def test_draws_that_are_alike_tell_of_one_person() -> None:
+    """What one question may still tell: whether somebody is in one slab."""
+    site = fitted(MARGINS)
+    for person in (0, 1, 2, 3):
+        told = site.at(slabs(site.people, 0)[person].expand(10, 3))["total"]
+        assert bool((told.abs() > 1).all()) == bool(site.there[person])
+
+
+def by_regression(site: Site, phi: Tensor) -> int:
+    """How many of the people the best linear guess has right, of all that a question tells together.
+
+    It knows the distribution that other rows are drawn from, and takes what these add for noise.
+    """
+    x = torch.cat([torch.ones(20_000, 1), torch.randn(20_000, 2, generator=torch.Generator().manual_seed(9))], 1)
+    effects = lambda rows: (rows @ phi.mT).sigmoid() * (1 - (rows @ phi.mT).sigmoid()) * phi[:, 1]
+    of_others, own = effects(x.double()), effects(torch.cat([torch.ones(PEOPLE, 1).double(), site.people], 1))
+    unit, mean = of_others.abs().mean(0), of_others.mean(0)
+    noise = torch.cov((of_others / unit).mT) * (ROWS - PEOPLE // 2) + (ROWS * 1e-14) ** 2 * torch.eye(len(phi)).double()
+    more, told = (own - mean) / unit, (site.at(phi)["total"][:, 0] - ROWS * mean) / unit
+    gain = more @ torch.linalg.pinv(more.mT @ more + 4 * noise, hermitian=True)
+    return right(site, gain @ (told - more.sum(0) / 2))
+
+
+@pytest.mark.slow
+def test_all_numbers_of_a_question_together_tell_little_of_who_is_there() -> None:
+    """At draws of the fit a guess is as good as a coin; at the most telling that were tried two of three are right.
+
+    Slabs through each person are right each time. How far draws are apart is what is bounded, not how steep they are.
+    """
+    sites = [fitted(MARGINS, seed) for seed in range(6)]
+    own = [posterior_of(site.run.algorithm).draws(site.run, 512, None, torch.inf, 0).sent["phi"] for site in sites]
+    trials = PEOPLE * len(sites)
+    low, high = binom.interval(0.9999, trials, 0.5)
+    assert low <= sum(by_regression(site, phi) for site, phi in zip(sites, own, strict=True)) <= high
+    chosen = torch.tensor([0.0, 3.0, 3.0]).double() + 0.5 * torch.randn(
+        512, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
+    )
+    assert sum(by_regression(site, chosen) for site in sites) < 0.75 * trials
