@@ -210,7 +210,6 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "parameters without a dimension": (
         "dtype: float32",
         "images of one pixel",
-        "one class",
         "labels of a client that others lack",
         "classes by cosine",
     ),
