@@ -465,7 +465,7 @@ WRONG_SHAPE = r"(?i)shape|broadcast"
 CASES: list[Case] = [
     scalar("loss: weighted mean with rare weights tsai#154", rows=rare_targets, loss=rare_weights, times=4),
     scalar("loss: mean over targets that are there gpytorch#1591", rows=rare_targets, loss=missing_targets, times=4),
-    scalar("loss: flooding", rows=far_targets, loss=flooding, epochs=2, rounds=12),
+    scalar("loss: flooding", rows=far_targets, loss=flooding, epochs=24),
     scalar("loss: bounded", rows=rare_targets, loss=bounded, times=4),
     *(
         scalar(f"loss: {name}", loss=loss)

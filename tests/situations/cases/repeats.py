@@ -12,6 +12,7 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "embedding, padding_idx=-6 is the first row",
         "embedding, padding_idx, Adam",
         "embedding, padding_idx, momentum",
+        "embedding, padding_idx, minibatches",
         "embedding, padding_idx that no row has",
         "embedding, padding row that is not zero",
         "embedding, frozen from_pretrained",
@@ -26,10 +27,10 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "embedding, max_norm and padding_idx pytorch#28959": ("embedding, max_norm of the 1-norm pytorch#30899",),
     "embedding, tied with the output": ("embedding, tied, with padding_idx",),
     "bag, mean, padding_idx": (
+        "bag, mean pytorch#86819",
         "bag, sum",
         "bag, max",
         "bag, sum, padding_idx",
-        "bag, max, padding_idx",
     ),
     "bag, trained per_sample_weights": ("bag, trained per_sample_weights, padding_idx",),
     "loss: weighted mean with rare weights tsai#154": ("loss: weighted mean, without a hidden layer",),
@@ -40,11 +41,10 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "loss: root of the mean": (
         "loss: logarithm of the mean",
         "loss: tilted, log-mean-exp",
-        "loss: root of the mean, without a hidden layer",
-    ),
-    "loss: relative 2-norm neuraloperator": (
+        "loss: relative 2-norm neuraloperator",
         "loss: ratio of sums",
         "loss: unexplained variance",
+        "loss: root of the mean, without a hidden layer",
     ),
     "loss: mean of the worst half": (
         "loss: maximum over rows",
@@ -54,7 +54,12 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "loss: Huber's with the batch's bound",
         "loss: OHEM",
     ),
-    "loss: correlation": ("loss: concordance correlation",),
+    "loss: correlation": (
+        "loss: concordance correlation",
+        "torchmetrics: concordance as the loss",
+        "torchmetrics: unexplained variance as the loss",
+        "torchmetrics: similarity of images as the loss",
+    ),
     "loss: pairwise ranking": (
         "loss: softmax over rows",
         "loss: smooth area under the curve",
@@ -106,6 +111,7 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "module: attention that takes rows for time": (
         "module: attention over rows",
         "module: nearest row of the batch",
+        "module: GRU that takes rows for time",
         "module: Transformer layer that takes rows for time",
     ),
     "step: prior divided by the batch's length": ("a sum of a likelihood beside a mean 4Dsurvival#11",),
@@ -116,22 +122,20 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "step: weights as a field, momentum",
     ),
     "loss: weighted mean, minibatches": ("loss: flooding, minibatches",),
-    "loss of torch: cross-entropy, weights, partial": ("loss of torch: cross-entropy, weights",),
     "loss of torch: cross-entropy, weights and smoothed": (
+        "loss of torch: cross-entropy, weights",
+        "loss of torch: cross-entropy, weights, partial",
         "loss of torch: cross-entropy, smoothed",
         "loss of torch: cross-entropy, ignored and smoothed",
     ),
     "loss of torch: cross-entropy, ignored labels": (
         "loss of torch: cross-entropy, ignored labels at the end",
-        "loss of torch: cross-entropy, an ignored class",
+        "loss of torch: cross-entropy, an ignored class, minibatches",
+        "a smaller last minibatch keras#20241",
     ),
-    "loss of torch: cross-entropy, an ignored class, minibatches": ("a smaller last minibatch keras#20241",),
     "loss of torch: cross-entropy, probabilities": ("loss of torch: cross-entropy, probabilities and weights",),
     "loss of torch: cross-entropy of tokens": ("loss of torch: cross-entropy of tokens, flattened",),
-    "loss of torch: multi-margin": (
-        "loss of torch: multi-margin, weights",
-        "loss of torch: multilabel margin",
-    ),
+    "loss of torch: multi-margin, weights": ("loss of torch: multi-margin",),
     "loss of torch: binary cross-entropy, sum": (
         "loss of torch: cross-entropy, sum",
         "loss of torch: binary cross-entropy",
@@ -141,7 +145,6 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "loss of torch: logits, positive weights": (
         "loss of torch: multilabel soft margin",
         "loss of torch: logits, weights of classes",
-        "loss of torch: soft margin",
     ),
     "loss of torch: triplets": (
         "loss of torch: hinge of embeddings",
@@ -150,12 +153,13 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     ),
     "loss of torch: Huber": (
         "loss of torch: smooth absolute",
+        "loss of torch: Poisson",
+        "loss of torch: Poisson, full, without logarithm",
         "loss of torch: a normal distribution",
         "loss of torch: a mixture distribution",
         "loss of torch: a categorical distribution",
         "loss of torch: a divergence of distributions",
     ),
-    "loss of torch: Poisson, full, without logarithm": ("loss of torch: Poisson",),
     "loss of torch: KL, sum": (
         "loss of torch: KL, mean over rows",
         "loss of torch: KL, of logarithms",
@@ -196,6 +200,7 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "complex: a matrix, momentum",
         "complex: a matrix, RMSprop",
     ),
+    "complex: a matrix, two rounds": ("complex: a matrix, minibatches",),
     "complex: layers of torch": ("complex: buffer",),
     "complex: Fourier operator": (
         "complex: Fourier operator, Adam",
@@ -205,7 +210,6 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "parameters without a dimension": (
         "dtype: float32",
         "images of one pixel",
-        "one class",
         "labels of a client that others lack",
         "classes by cosine",
     ),
@@ -228,10 +232,10 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "straight through: one hot",
         "straight through: nearest code",
     ),
-    "gradient inside: penalty of inputs lightning#4487": ("gradient inside: penalty, minibatches",),
     "gradient inside: energies and forces lightning#10287": ("gradient inside: differential equation",),
     "gradient inside: torch.func.jacrev": (
         "gradient inside: torch.func.grad",
+        "gradient inside: torch.func.jvp",
         "Jacobian of torch.autograd.functional functorch#847",
     ),
     "gradient inside: an inner step": (
@@ -252,7 +256,10 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "unused layer: AdamW",
         "unused layer: maximising Adam with decay",
     ),
-    "layer by the sign of the batch: AdamW": ("experts on the rows they win: AdamW",),
+    "layer by the sign of the batch: AdamW": (
+        "layer by the sign of the batch: momentum, minibatches",
+        "experts on the rows they win: AdamW",
+    ),
     "frozen layer, AdamW": (
         "frozen layer",
         "frozen bias",
@@ -261,22 +268,31 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "Python: a counter with a threshold scvi-tools#307": (
         "Python: a weight that warms up by a counter scvi-tools#1569",
         "Python: a penalty in every fourth step StyleGAN2",
-        "Python: a counter that begins late",
     ),
     "Python: a moving average as a float": ("Python: a moving average as a tensor attribute",),
     "Python: a queue of outputs": ("Python: a list whose length is asked",),
-    "Python: outputs stored, never read lightning#16520": ("Python: losses in a dict of lists, never read",),
+    "Python: outputs stored, never read lightning#16520": (
+        "Python: losses in a dict of lists, never read",
+        "Python: a moving average that nobody reads",
+        "a potential that each forward begins anew snntorch#250",
+        "evaluations counted, never read torchdiffeq#53",
+    ),
     "Python: a moving average that is read after a warm-up": (
         "Python: a moving average of tensors that is read after a warm-up",
         "Python: the previous output after a warm-up",
+        "Python: a list that is asked from the third epoch on",
     ),
-    "buffers: running mean, averaged, two rounds": ("buffers: running mean, averaged",),
+    "Python: epoch and step that the trainer counts": ("Python: epoch and step, minibatches",),
+    "buffers: running mean, averaged": ("buffers: running mean, averaged, two rounds",),
     "buffers: running maximum in place, averaged": (
         "buffers: running maximum assigned, averaged",
         "buffers: running maximum, minibatches",
     ),
     "buffers: range from infinity, two rounds": ("buffers: range from infinity, averaged",),
-    "buffers: counts and flags, averaged": ("buffers: constant, not persistent, None",),
+    "buffers: counts and flags, averaged": (
+        "buffers: counts and flags, local",
+        "buffers: constant, not persistent, None",
+    ),
     "itself: penalty of type(m) is nn.Linear": (
         "itself: penalty by names",
         "itself: penalty by class names",
@@ -295,16 +311,20 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "itself: a forward replaced by a closure on the instance": (
         "itself: a forward replaced by a method on the instance PEFT",
     ),
+    "elsewhere: a constant of a cached function": ("Python: a tensor in a closure",),
     "BatchNorm, averaged, two rounds": (
         "BatchNorm, averaged",
         "BatchNorm, averaged, minibatches",
+        "BatchNorm2d, averaged",
+        "BatchNorm1d of signals, averaged",
     ),
-    "BatchNorm without statistics functorch#273": ("BatchNorm without weights",),
+    "BatchNorm without statistics functorch#273": (
+        "BatchNorm without weights",
+        "BatchNorm of parts of a batch pytorch-tabnet",
+    ),
     "BatchNorm, momentum=None functorch#867": ("BatchNorm, momentum=1",),
-    "BatchNorm1d of signals, averaged": ("BatchNorm2d, averaged",),
     "GroupNorm": (
         "GroupNorm of one group without weights",
-        "InstanceNorm",
         "InstanceNorm with statistics, averaged",
     ),
     "LayerNorm": (
@@ -313,10 +333,7 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "RMSNorm",
         "local response",
     ),
-    "weight_norm, parametrised": (
-        "orthogonal",
-        "symmetric, parametrised",
-    ),
+    "weight_norm, parametrised": ("symmetric, parametrised",),
     "containers of modules and parameters": (
         "a weight that is a property",
         "a class token and places opacus#239",
@@ -329,28 +346,28 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "LSTM, both directions": (
         "LSTM",
         "LSTM, two layers",
+        "GRU from a trained start",
+        "LSTM from a trained start",
     ),
-    "LSTM, time first, without bias": ("GRU, time first",),
+    "GRU, time first": ("LSTM, time first, without bias",),
     "RNN, ReLU": (
         "RNN",
         "RNN, both directions",
         "RNN, two layers",
     ),
-    "LSTM from a trained start": ("GRU from a trained start",),
-    "LSTM cell": (
-        "GRU cell",
-        "RNN cell",
-    ),
     "attention with the weights of each head": (
         "attention",
         "attention with weights",
+        "attention, queries of other lengths",
         "attention, added keys, zeros",
+        "attention, keys of other widths",
+        "attention, without bias",
+        "attention, time first",
     ),
     "attention, causal mask and hint": ("attention, causal mask",),
-    "attention, masked keys and causal pytorch#100709": ("attention, a mask unless all are masked",),
-    "attention, keys of other widths": (
-        "attention, queries of other lengths",
-        "attention, without bias",
+    "attention, masked keys and causal pytorch#100709": (
+        "attention, masked keys pytorch#41508",
+        "attention, a mask unless all are masked",
     ),
     "scaled dot products, mask": (
         "attention, scaled, causal by hand",
@@ -393,10 +410,8 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "padding: replicated, negative",
         "shuffled channels",
         "identity",
-        "unflatten",
     ),
     "activation: GLU": (
-        "bilinear",
         "cosine similarity",
         "pairwise distance",
         "activation: CELU",
@@ -487,8 +502,9 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "optimiser: groups with rates, decay and momentum": (
         "optimiser: groups with betas",
         "optimiser: a group with rate zero",
+        "rates and schedules by layer",
+        "optimiser that groups by dimensions WatChMaL#112",
     ),
-    "schedule: the loss by global_step": ("a weight by the share of training done lightning#5449",),
     "schedule: StepLR, by epochs": (
         "schedule: warm-up by LambdaLR, by epochs",
         "schedule: MultiStepLR, by epochs",
@@ -511,8 +527,10 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "schedule: warm restarts, by steps lightning#20436",
         "schedule: MultiplicativeLR, by steps lightning#20436",
     ),
-    "schedule: CyclicLR, by steps lightning#20436": ("schedule: CyclicLR, by epochs",),
+    "schedule: chain, by epochs": ("schedule: sequence, by steps",),
     "schedule: one cycle with momentum": (
+        "schedule: CyclicLR, by epochs",
+        "schedule: CyclicLR, by steps lightning#20436",
         "schedule: Adam under a cosine",
         "a cycle over the whole training lightning#11599",
     ),
@@ -521,11 +539,8 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "clipped by norm, Adam",
         "clipped above every norm",
     ),
-    "three rounds, minibatches": ("three rounds",),
-    "a linear model, Adam, minibatches": (
-        "a linear model",
-        "a linear model, twenty epochs",
-    ),
+    "three rounds": ("three rounds, minibatches",),
+    "a linear model, Adam, minibatches": ("a linear model",),
     "GPyTorch: sparse, Gaussian": (
         "GPyTorch: sparse, Bernoulli",
         "GPyTorch: sparse, Student",
@@ -540,10 +555,7 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
         "GPyTorch: sparse, noise of each row gpytorch#1276",
         "GPyTorch: sparse, two outputs that share nothing gpytorch#2332",
     ),
-    "torchmetrics: concordance as the loss": (
-        "torchmetrics: unexplained variance as the loss",
-        "torchmetrics: similarity of images as the loss",
-    ),
+    "torchmetrics: three metrics logged in the step, minibatches": ("torchmetrics: accuracy logged in the step",),
     "weights renormed by .data in forward braindecode": ("weights renormed in place in forward",),
     "directions and magnitudes peft#1474": (
         "a frozen original beside its copy peft#602",
@@ -556,16 +568,14 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "weights made for each row": ("weights made by a network",),
     "subclass: masked weights": (
         "subclass: standardised filters",
+        "subclass: causal convolution",
         "subclass: norm in float32",
         "subclass: norm of channels",
-    ),
-    "subclass: GRU that returns outputs only": (
-        "subclass: causal convolution",
+        "subclass: GRU that returns outputs only",
         "subclass: attention of one argument",
         "recurrent convolutions ConvLSTM#21",
     ),
     "BatchNorm as buffers vision#1728": ("BatchNorm without gradients, statistics move lightning#15062",),
-    "evaluations counted, never read torchdiffeq#53": ("a potential that each forward begins anew snntorch#250",),
     "a buffer read on both sides of its update pytorch#22095": ("buffers: moving average of a weight",),
     "a queue of keys with a pointer moco": (
         "a memory by numbers of rows",
@@ -589,7 +599,6 @@ REPEATS: dict[str, tuple[str, ...]] = {  # the first of a kind -> those that rep
     "weights cut by .data in the step": ("a temperature cut by .data CLIP",),
     "function: a rule of its own for vmap pytorch#91451": ("function: differentiated twice functorch#296",),
     "pairs of columns by combinations functorch#368": (
-        "documents divided by zeros attention-gym#25",
         "where with a number, diag_embed functorch#26",
         "bits of numbers pytorch#180727",
     ),
