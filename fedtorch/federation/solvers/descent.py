@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedtorch import functional, random, tree
+from fedtorch._devices import every_generator, restored
 from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
@@ -165,7 +166,7 @@ class Descent:
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
         if len(data.count):
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
-            with torch.random.fork_rng([]):  # a module may set a seed
+            with restored(every_generator()):  # a module may set a seed
                 check_rows(self.loss, data, values, self._original)
                 self._learn(data)
                 check = partial(failure_on_one_row, self.loss, data, values)
