@@ -434,4 +434,14 @@ CASES: dict[str, Case] = {
         clustering.tied(RING, discrepancy.maximum_likelihood(nodes(device))),
     ),
 }
-SLOW = {*CHUNKED}
+QUICK = {"fedmgp, exact units", "gtv, norms", "gtv, exact", "gibbs, groups", "a Gaussian process in one place"}
+SLOW = {
+    *CHUNKED,
+    *MODELS.keys() - QUICK,
+    "without_server",
+    "gradient_descent, one by one",
+    "gradient_descent, stacked",
+    "gradient_descent, loaders",
+    "lightning_fit, loaders",
+    *(f"split network, {name}" for name in splits.CASES.keys() - {"plain", "sums"}),
+}  # whose code others run, too, or that take seconds

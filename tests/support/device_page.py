@@ -1,4 +1,4 @@
-"""The page of what the pretended device counts. As a program it writes the table of waits anew.
+"""The page of what the pretended device counts. As a program it writes the table of waits anew, or rows that are named.
 
 The tables of operations in float64 and of CUDA's branches are written by hand; tests hold all three against what is
 counted.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 import warnings
 from collections import Counter
 from pathlib import Path
@@ -28,11 +29,12 @@ _HEADINGS = {"waits": "## Waits", "doubles": "## Float64", "cuda": "## What it c
 
 
 class Page:
-    """The page's tables: rows by the first column."""
+    """The page's tables: rows by the first column, and the files in float64."""
 
     def __init__(self) -> None:
         text = PATH.read_text()
-        self.waits, self.doubles, self.cuda = (_rows(text, heading) for heading in _HEADINGS.values())
+        self.waits, doubles, self.cuda = (_rows(text, heading) for heading in _HEADINGS.values())
+        self.doubles = [place for places in doubles for place in re.findall(r"[\w/.]+", places)]
 
 
 def _rows(text: str, heading: str) -> dict[str, str]:
@@ -88,15 +90,15 @@ def names_cuda(node: ast.AST) -> bool:
     )
 
 
-def _write() -> None:
-    """Write the table of waits."""
-    rows = "\n".join(row(name, looked_at(name)["waits"]) for name in ROUNDS)
-    table = f"| what runs | waits | where |\n| --- | --- | --- |\n{rows}\n"
-    text = PATH.read_text()
-    head, heading, rest = text.partition(f"{_HEADINGS['waits']}\n")
+def _write(names: list[str]) -> None:
+    """Write the table of waits, of these rounds anew."""
+    kept = Page().waits
+    rows = {name: row(name, looked_at(name)["waits"]) if name in names else kept[name] for name in ROUNDS}
+    table = "\n".join(["| what runs | waits | where |", "| --- | --- | --- |", *rows.values(), ""])
+    head, heading, rest = PATH.read_text().partition(f"{_HEADINGS['waits']}\n")
     PATH.write_text(head + heading + re.sub(r"(^\|.*\n)+", lambda _: table, rest, count=1, flags=re.MULTILINE))
 
 
 if __name__ == "__main__":
     pretended_device.register()
-    _write()
+    _write(sys.argv[1:] or list(ROUNDS))

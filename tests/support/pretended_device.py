@@ -1,9 +1,9 @@
 """A device that is pretended: tensors say that they are on `far:0`, their numbers are the CPU's.
 
 Operations refuse tensors of both places as CUDA does, so that a place which mixes them fails without a GPU. Numbers of
-one element go with a device, CPU indices select from its tensors, and `numpy()` of its tensors is refused. It draws from
-a generator of its own, and refuses those of the CPU. Counted by the line of the package are waits, that is numbers that
-are read and copies to the host, and operations in float64.
+one element go with a device, CPU indices select from its tensors, and `numpy()` of its tensors is refused. It draws
+from a generator of its own, and refuses those of the CPU. Counted by the line of the package are waits, that is numbers
+that are read and copies to the host, and operations in float64.
 
 It says nothing of what needs a device: CUDA graphs, streams, pinned memory, collectives, mixed precision's numbers,
 compiled programs. `"far"` is no `"cuda"`: branches on that name are not taken.

@@ -386,11 +386,11 @@ class Descent:
         ):
             traits.append(per_epoch)
         if state.steps is not None:
-            traits.append(state.steps.to("cpu"))
-            counted = self.configured(_SOME_STEPS).optimizer.counts
+            counted, told = self.configured(_SOME_STEPS).optimizer.counts, [state.steps]
             for parts in state.optimizer.values():
-                traits.extend([ever_trained(parts)] if parts else [])
-                traits.extend(value.to("cpu") for name, value in parts.items() if name in counted)
+                told.extend([ever_trained(parts)] if parts else [])
+                told.extend(value for name, value in parts.items() if name in counted)
+            traits.extend(torch.stack([each.to(state.steps.device, torch.float64) for each in told]).cpu())
         traits = [trait for trait in traits if not bool((trait == trait[0]).all())]
         if not traits:
             return [torch.arange(len(per_epoch))]
