@@ -434,14 +434,19 @@ CASES: dict[str, Case] = {
         clustering.tied(RING, discrepancy.maximum_likelihood(nodes(device))),
     ),
 }
-QUICK = {"fedmgp, exact units", "gtv, norms", "gtv, exact", "gibbs, groups", "a Gaussian process in one place"}
-SLOW = {
-    *CHUNKED,
-    *MODELS.keys() - QUICK,
-    "without_server",
-    "gradient_descent, one by one",
-    "gradient_descent, stacked",
-    "gradient_descent, loaders",
-    "lightning_fit, loaders",
-    *(f"split network, {name}" for name in splits.CASES.keys() - {"plain", "sums"}),
-}  # whose code others run, too, or that take seconds
+QUICK = {
+    *ALGORITHMS.keys() - {"without_server"},
+    "gradient_descent",
+    "gradient_descent, plain",
+    "least_squares",
+    "least_squares, logistic",
+    "lazy_loading",
+    "robust bulyan",
+    "robust geometric_median",
+    "robust median",
+    "noise of clients",
+    "gtv, exact",
+    "gtv, norms",
+}
+SPLIT = {f"split network, {name}" for name in splits.CASES}
+SLOW = (ROUNDS.keys() | SPLIT) - QUICK - {"split network, plain", "split network, sums"}
