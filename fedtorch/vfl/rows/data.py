@@ -95,7 +95,7 @@ class VerticalData(_Fields):
         >>> VerticalData((torch.ones(3, 2),), torch.zeros(3)).to("cpu").features[0].device
         device(type='cpu')
         """
-        return self._make(tree.to(tuple(self), device))
+        return VerticalData._make(tree.to(tuple(self), device))
 
     def to_dtype(self, dtype: torch.dtype) -> VerticalData:
         """Convert response, offset and weights to this dtype; features keep theirs."""
