@@ -20,7 +20,7 @@ from support.device_cases import CASES, ROUNDS, SLOW
 from support.device_worker import Worker
 from support.oracles.closed_forms import distance
 from support.pretended_accelerator import FarAccelerator
-from test_conformance import ALGORITHMS, READS, REORDERED, every_algorithm, population, start
+from test_conformance import ALGORITHMS, READS, REORDERED, population, start
 
 import fedtorch as ft
 from fedtorch import tree
@@ -168,7 +168,7 @@ def alike(one: Any, two: Any) -> bool:
     return one == two if isinstance(one, str) or isinstance(two, str) else distance(one, two) < REORDERED
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", slow_or_not(ALGORITHMS))
 @pytest.mark.parametrize("loads", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_answers_on_a_device_as_on_the_cpu(name: str, loads: bool, worker: Worker) -> None:
     assert worker(differing, name, loads) == {}
@@ -255,10 +255,41 @@ def trained_by(accelerator: str) -> dict[str, Any]:
     return {"places": sorted(places), "apart": distance(*models)}
 
 
-@pytest.mark.parametrize("place", ["cpu", FAR])
+@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.slow), FAR])
 def test_trainers_of_clients_train_on_their_accelerator(place: str, worker: Worker) -> None:
     found = worker(trained_by, place)
     assert found == {"places": [place if place == "cpu" else f"{FAR}:0"], "apart": 0}
+
+
+def in_half_precision() -> dict[str, Any]:
+    """Whether the device's autocast is on without and with half precision, and how far both models are apart."""
+    from support.oracles.closed_forms import linear, linear_clients, sgd
+
+    asked: set[bool] = set()
+
+    class Looking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear().float()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.add(torch.is_autocast_enabled(FAR))
+            return self.layer(x)
+
+    models, on = [], []
+    with pretended_device.pretended():
+        for precision in ("32", "bf16"):
+            asked.clear()
+            data = linear_clients([5, 9, 4]).map(lambda rows: tree.to(rows, torch.float32))
+            local = sgd(0.1, Looking(), steps=2, precision=precision)
+            run = ft.run(ft.fedavg(local), ft.InProcess(data, device=FAR), rounds=2, progress=False)
+            models.append(tree.to(run.tensors(), "cpu"))
+            on.append(True in asked)
+    return {"on": on, "apart": distance(*models)}
+
+
+def test_half_precision_is_asked_for_and_changes_nothing(worker: Worker) -> None:
+    assert worker(in_half_precision) == {"on": [False, True], "apart": 0}
 
 
 def federated(accelerator: str) -> Tree:

@@ -173,6 +173,7 @@ class _Backend(_DummyBackendModule):
 
 
 _KERNELS = torch.library.Library("aten", "IMPL")
+_FALLBACKS = torch.library.Library("_", "IMPL")
 _GENERATOR = torch.Generator
 _generators: list[torch.Generator] = []
 _seen = Seen()
@@ -215,6 +216,7 @@ def register() -> None:
     # Autograd's gradients and indices by a list are made below the modes of Python: the device has to know how.
     _KERNELS.impl("empty_strided", _empty_strided, "PrivateUse1")
     _KERNELS.impl("_copy_from", _copy_from, "PrivateUse1")
+    _FALLBACKS.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast is on, and casts nothing
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **other: Any) -> Far:
