@@ -21,6 +21,8 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_map
 
+from fedtorch._devices import is_cuda
+
 aten = torch.ops.aten
 _VIEWS = tuple(getattr(aten, name).default for name in ("detach", "expand", "view", "_unsafe_view", "alias", "permute"))
 
@@ -221,7 +223,7 @@ def recorded(graph: Step, *tensors: Tensor) -> tuple[Step, str | None]:
         (True, 'the tensors are on cpu')
     """
     devices = {tensor.device for tensor in tensors}
-    if len(devices) != 1 or next(iter(devices)).type != "cuda":
+    if len(devices) != 1 or not is_cuda(next(iter(devices))):
         return graph, f"the tensors are on {', '.join(sorted(map(str, devices))) or 'no device'}"
     held = [tensor.detach().clone() for tensor in tensors]
     try:

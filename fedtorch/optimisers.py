@@ -178,7 +178,7 @@ class TreeOptimizer:
         parts = [(name, part, value) for name, saved in state.items() for part, value in saved.items()]
         if not parts:
             return set(), {}
-        device = parts[0][2].device
+        device = next((value.device for _, _, value in parts if not value.is_cpu), parts[0][2].device)
         flags = [value.any().to(device, torch.float64) for _, _, value in parts]
         held = [(name, part, value) for name, part, value in parts if part in self._counts]
         numbers = [(value[0] if self.stacked else value).to(device, torch.float64) for _, _, value in held]

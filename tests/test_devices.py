@@ -1,7 +1,12 @@
-"""Everything on a pretended device: the CPU's numbers, and no place where tensors of two devices meet."""
+"""Everything on a pretended device: the CPU's numbers, no place where tensors of two devices meet, few waits.
+
+`docs/explanation/devices.md` has what is counted here: `PYTHONPATH=.:tests python -m support.device_page` writes it.
+"""
 
 from __future__ import annotations
 
+import ast
+import functools
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -10,17 +15,21 @@ from typing import Any
 
 import pytest
 import torch
-from support import pretended_device
-from support.device_cases import CASES
+from support import device_page, pretended_device
+from support.device_cases import CASES, ROUNDS, SLOW
 from support.device_worker import Worker
 from support.oracles.closed_forms import distance
-from test_conformance import ALGORITHMS, REORDERED, every_algorithm, models_of, population, start
+from support.pretended_accelerator import FarAccelerator
+from test_conformance import ALGORITHMS, READS, REORDERED, population, start
 
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.federation.algorithms.ep import corrected
+from fedtorch.tree import Tree
 
 FAR = pretended_device.NAME
+PAGE = device_page.Page()
+slow_or_not = lambda names: [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in names]
 
 
 @pytest.fixture(scope="module")
@@ -30,16 +39,55 @@ def worker() -> Iterator[Worker]:
     worker.close()
 
 
-def apart(name: str) -> float:
-    """How far models of an algorithm on the device are from those on the CPU."""
-    with pretended_device.pretended():
-        found = models_of(name, FAR)
-    return distance(found, models_of(name, "cpu"))
+@pytest.fixture(scope="module")
+def look(worker: Worker) -> Callable[[str], Any]:
+    return functools.cache(lambda name: worker(device_page.looked_at, name))
 
 
-@every_algorithm
-def test_an_algorithm_gives_the_numbers_of_the_cpu(name: str, worker: Worker) -> None:
-    assert worker(apart, name) < REORDERED
+every_rounds = pytest.mark.parametrize("name", slow_or_not(ROUNDS))
+
+
+@every_rounds
+def test_rounds_give_the_numbers_of_the_cpu(name: str, look: Callable[[str], Any]) -> None:
+    assert look(name)["apart"] < REORDERED
+
+
+@every_rounds
+def test_a_round_waits_as_seldom_as_the_page_says(name: str, look: Callable[[str], Any]) -> None:
+    assert PAGE.waits[name] == device_page.row(name, look(name)["waits"])
+
+
+@pytest.mark.parametrize("name", slow_or_not(ALGORITHMS))
+def test_a_round_seldom_waits_for_a_device(name: str, look: Callable[[str], Any]) -> None:
+    waits = sum(look(name)["waits"].values())
+    assert waits == READS.get(name, min(4, waits)), look(name)["waits"]
+
+
+def test_the_page_has_all_rounds_and_no_others() -> None:
+    assert list(PAGE.waits) == list(ROUNDS)
+
+
+@every_rounds
+def test_float64_is_where_the_page_says(name: str, look: Callable[[str], Any]) -> None:
+    """In rounds of numbers in float32."""
+    assert [line for line in look(name)["doubles"] if not line.startswith(tuple(PAGE.doubles))] == []
+
+
+@pytest.mark.slow
+def test_the_page_says_of_no_more_float64_than_there_is(look: Callable[[str], Any]) -> None:
+    lines = {line for name in ROUNDS for line in look(name)["doubles"]}
+    assert [place for place in PAGE.doubles if not any(line.startswith(place) for line in lines)] == []
+
+
+def test_the_page_has_all_that_asks_for_cuda() -> None:
+    """No other code names CUDA, but for the names of Lightning's accelerators."""
+    root, found = Path(ft.__file__).parent, set()
+    for path in root.rglob("*.py"):
+        text = path.read_text()
+        named = "cuda" in text and any(map(device_page.names_cuda, ast.walk(ast.parse(text))))
+        if named and path.name != "_devices.py":
+            found.add(path.relative_to(root).as_posix())
+    assert found == set(PAGE.cuda)
 
 
 def numbers(found: Any) -> Any:
@@ -120,7 +168,7 @@ def alike(one: Any, two: Any) -> bool:
     return one == two if isinstance(one, str) or isinstance(two, str) else distance(one, two) < REORDERED
 
 
-@every_algorithm
+@pytest.mark.parametrize("name", slow_or_not(ALGORITHMS))
 @pytest.mark.parametrize("loads", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_run_answers_on_a_device_as_on_the_cpu(name: str, loads: bool, worker: Worker) -> None:
     assert worker(differing, name, loads) == {}
@@ -134,17 +182,137 @@ def case_apart(name: str) -> float:
     return distance(found, CASES[name]("cpu"))
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", slow_or_not(CASES))
 def test_a_part_gives_the_numbers_of_the_cpu(name: str, worker: Worker) -> None:
     assert worker(case_apart, name) < REORDERED
 
 
-def test_tensors_of_two_places_do_not_meet(worker: Worker) -> None:
-    with pytest.raises(AssertionError, match="MixedDevices: Expected all tensors to be on the same device"):
-        worker(mixing)
+@pytest.mark.parametrize(
+    ("fails", "message"),
+    [
+        ("tensors", "MixedDevices: Expected all tensors to be on the same device"),
+        ("generator", "Expected a generator of the place of the tensors in aten::"),
+    ],
+)
+def test_two_places_do_not_meet(fails: str, message: str, worker: Worker) -> None:
+    with pytest.raises(AssertionError, match=message):
+        worker(mixing, fails)
 
 
-def mixing() -> None:
-    """Add tensors of two devices."""
+def mixing(what: str) -> None:
+    """Add tensors of two devices, or draw there from the CPU's generator."""
     with pretended_device.pretended():
-        torch.ones(2, device=FAR) + torch.ones(2)
+        if what == "tensors":
+            torch.ones(2, device=FAR) + torch.ones(2)
+        torch.rand(2, device=FAR, generator=torch.Generator())
+
+
+def test_draws_of_a_device_are_of_its_own_generators(worker: Worker) -> None:
+    assert worker(drawing) == []
+
+
+def drawing() -> list[str]:
+    """What is wrong with draws on the device."""
+    wrong, own = [], torch.far.default_generators[0]  # type: ignore[attr-defined]
+    with pretended_device.pretended():
+        torch.manual_seed(3)
+        before = torch.get_rng_state()
+        first = torch.rand(4, device=FAR)
+        if not torch.equal(torch.get_rng_state(), before):
+            wrong.append("the CPU's generator has moved")
+        torch.manual_seed(3)
+        if not torch.equal(first.cpu(), torch.rand(4, device=FAR).cpu()):
+            wrong.append("torch.manual_seed does not seed the device")
+        generator = torch.Generator(device=FAR).manual_seed(3)
+        if generator.device != first.device or not isinstance(generator, torch.Generator):
+            wrong.append(f"a generator of the device is {generator}")
+        state = own.get_state()
+        if not torch.equal(torch.rand(4, device=FAR, generator=generator).cpu(), first.cpu()):
+            wrong.append("a generator with the same seed draws otherwise")
+        if not torch.equal(own.get_state(), state):
+            wrong.append("a draw from a generator has moved the device's own")
+    return wrong
+
+
+def trained_by(accelerator: str) -> dict[str, Any]:
+    """What a client's Trainers with dropout see on an accelerator, and whether two runs are the same."""
+    from support.small_federations import Classifier, classes
+
+    places: set[str] = set()
+
+    class Placed(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            places.update({str(batch[0].device), str(self.head.weight.device), str(self.device)})
+            return super().training_step(batch, batch_idx)
+
+    given = {"accelerator": FarAccelerator()} if accelerator == FAR else {}
+    models = []
+    with pretended_device.pretended():
+        for _ in range(2):
+            local = ft.lightning_fit(Placed(), max_epochs=1, batch_size=4, **given)
+            population = ft.InProcess(classes(), device=accelerator)
+            models.append(tree.to(ft.run(ft.fedavg(local), population, rounds=2, progress=False).tensors(), "cpu"))
+    return {"places": sorted(places), "apart": distance(*models)}
+
+
+@pytest.mark.parametrize("place", [pytest.param("cpu", marks=pytest.mark.slow), FAR])
+def test_trainers_of_clients_train_on_their_accelerator(place: str, worker: Worker) -> None:
+    found = worker(trained_by, place)
+    assert found == {"places": [place if place == "cpu" else f"{FAR}:0"], "apart": 0}
+
+
+def in_half_precision() -> dict[str, Any]:
+    """Whether the device's autocast is on without and with half precision, and how far both models are apart."""
+    from support.oracles.closed_forms import linear, linear_clients, sgd
+
+    asked: set[bool] = set()
+
+    class Looking(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = linear().float()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            asked.add(torch.is_autocast_enabled(FAR))
+            return self.layer(x)
+
+    models, on = [], []
+    with pretended_device.pretended():
+        for precision in ("32", "bf16"):
+            asked.clear()
+            data = linear_clients([5, 9, 4]).map(lambda rows: tree.to(rows, torch.float32))
+            local = sgd(0.1, Looking(), steps=2, precision=precision)
+            run = ft.run(ft.fedavg(local), ft.InProcess(data, device=FAR), rounds=2, progress=False)
+            models.append(tree.to(run.tensors(), "cpu"))
+            on.append(True in asked)
+    return {"on": on, "apart": distance(*models)}
+
+
+def test_half_precision_is_asked_for_and_changes_nothing(worker: Worker) -> None:
+    assert worker(in_half_precision) == {"on": [False, True], "apart": 0}
+
+
+def federated(accelerator: str) -> Tree:
+    """A federation under a Trainer with an accelerator: its models and history."""
+    from support.oracles.closed_forms import linear_clients, sgd
+    from support.small_federations import trainer
+
+    device = "cpu" if accelerator == "cpu" else FAR
+    federation = ft.Federation(ft.fedavg(sgd(0.1)), ft.InProcess(linear_clients([5, 9, 4]), device=device))
+    given = {"accelerator": FarAccelerator(), "devices": 1} if accelerator == FAR else {}
+    trainer(max_epochs=2, **given).fit(federation)
+    return tree.to(dict(federation.client_module(0).state_dict()), "cpu"), torch.tensor(
+        federation.history["train_loss"]
+    )
+
+
+def federated_apart(accelerator: str) -> float:
+    """How far a federation's models on the device are from those on the CPU, under a Trainer there or on the CPU."""
+    with pretended_device.pretended():
+        found = federated(accelerator)
+    return distance(found, federated("cpu"))
+
+
+@pytest.mark.parametrize("accelerator", ["host", FAR])
+def test_a_federation_under_a_trainer(accelerator: str, worker: Worker) -> None:
+    assert worker(federated_apart, accelerator) < REORDERED

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch._devices import is_cuda
 from fedtorch.dispatch import launch as _launch
 
 VARIABLE = "FEDTORCH_KERNELS"
@@ -65,7 +66,7 @@ def possible(device: torch.device) -> bool:
     (True, False)
     """
     chosen = _mode()
-    return chosen != "off" and device.type in ("cuda", "cpu") and (device.type == "cuda" or chosen == "interpret")
+    return chosen != "off" and (is_cuda(device) or (device.type == "cpu" and chosen == "interpret"))
 
 
 def program(

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random
+from fedtorch._devices import generators, restored
 from fedtorch.module_randomness import plain_attention
 
 aten = torch.ops.aten
@@ -50,13 +51,12 @@ class Seeded(NotImplementedError):
 
 def _is_global(generator: torch.Generator) -> bool:
     """Return whether a generator is torch's own of its device; Python has another object for it at every call."""
-    device, kept = generator.device, generator.get_state()
-    own = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else torch.default_generator
+    before, own = generator.get_state(), generators(generator.device)[-1]
     seed = own.initial_seed() ^ 1
     try:
         return generator.manual_seed(seed).initial_seed() == own.initial_seed()
     finally:
-        generator.set_state(kept)
+        generator.set_state(before)
 
 
 class KeyedRandomness(TorchDispatchMode):
@@ -143,10 +143,7 @@ class KeyedRandomness(TorchDispatchMode):
         if self._note is not None:
             self._note()
         device, seed = self.keys.device, int(self.key()) % 2**63
-        gpus = [device.index or 0] if device.type == "cuda" else []
-        with torch.random.fork_rng(gpus):
-            for generator in (torch.default_generator, *(torch.cuda.default_generators[gpu] for gpu in gpus)):
-                generator.manual_seed(seed)
+        with restored(generators(device), seed):
             return fn(*args, **kwargs)
 
     def anew(self) -> KeyedRandomness:

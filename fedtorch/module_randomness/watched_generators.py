@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fedtorch._devices import generators
 from fedtorch.module_randomness.interception import KeyedRandomness
 
 T = TypeVar("T")
@@ -93,11 +94,11 @@ def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]],
         >>> torch.equal(torch.get_rng_state(), before)
         True
     """
-    if device.type not in ("cpu", "cuda"):
+    drawing = generators(device)
+    if device.type != "cpu" and len(drawing) == 1:
         return again()[0]
-    generators = _global_generators(device)
-    before = [generator.get_state() for generator in generators]
-    moved = lambda: not all(torch.equal(_words(g.get_state()), _words(state)) for g, state in zip(generators, before))
+    before = [generator.get_state() for generator in drawing]
+    moved = lambda: not all(torch.equal(_words(g.get_state()), _words(state)) for g, state in zip(drawing, before))
     back = True  # also where one of both fails
     try:
         result = function()
@@ -107,16 +108,8 @@ def unless_drawn(function: Callable[[], T], again: Callable[[], tuple[T, bool]],
         return result
     finally:
         if back and moved():
-            for generator, state in zip(generators, before):
+            for generator, state in zip(drawing, before):
                 generator.set_state(state)
-
-
-def _global_generators(device: torch.device) -> list[torch.Generator]:
-    """Return those which operations on tensors of the CPU and of a device draw from."""
-    generators = [torch.default_generator]
-    if device.type == "cuda":
-        generators.append(torch.cuda.default_generators[device.index or 0])
-    return generators
 
 
 def _words(state: Tensor) -> Tensor:

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -57,7 +56,7 @@ def mean_label(data: FederatedData, label: int | str = 1) -> Tensor:
         label: the field of the labels, `(total,)` or `(total, p)`.
     """
     target = _field(data, label)
-    return _sums(data, target.flatten(1) if target.ndim > 1 else target[:, None]) / data.counts[:, None]
+    return _means(data, target.flatten(1) if target.ndim > 1 else target[:, None])
 
 
 def maximum_likelihood(data: FederatedData, fit: Callable[[Tree], Tensor] | None = None) -> Tensor:
@@ -105,7 +104,7 @@ def pooled_gradient(data: FederatedData) -> Tensor:
     """
     x, y = (leaf.to(torch.float64) for leaf in (_field(data, 0), _field(data, 1)))
     residual = x @ linear_regression((x, y)) - y
-    return 2 * _sums(data, x * residual[:, None]) / data.counts[:, None]
+    return 2 * _means(data, x * residual[:, None])
 
 
 def gradients(loss: Callable[[Tree, Tree], Tensor], parameters: Tree, data: FederatedData) -> Tensor:
@@ -193,7 +192,8 @@ def autoencoder_code(
     spread = rows.std(0, correction=0)
     rows = (rows - rows.mean(0)) / torch.where(spread > 0, spread, 1.0)
     widths = [rows.shape[1], hidden, code, hidden, rows.shape[1]] if hidden else [rows.shape[1], code, rows.shape[1]]
-    layers = [_layer(random.fold_in(key, i), a, b) for i, (a, b) in enumerate(pairwise(widths))]
+    keys = [random.fold_in(key.to(rows.device), i) for i in range(len(widths) - 1)]
+    layers = [_layer(*each) for each in zip(keys, widths, widths[1:])]
     half = len(layers) // 2
     optimizer = torch.optim.LBFGS(
         [leaf for layer in layers for leaf in layer], max_iter=iterations, line_search_fn="strong_wolfe"
@@ -208,7 +208,7 @@ def autoencoder_code(
 
     with Progress(_TITLE, unit="evaluation") as shown:
         optimizer.step(closure)
-    return _sums(data, _run(layers[:half], rows).detach()) / data.counts[:, None]
+    return _means(data, _run(layers[:half], rows).detach())
 
 
 def _field(data: FederatedData, name: int | str) -> Tensor:
@@ -220,17 +220,16 @@ def _field(data: FederatedData, name: int | str) -> Tensor:
     return fields[str(name)].detach()
 
 
-def _sums(data: FederatedData, values: Tensor) -> Tensor:
-    """Return sums of rows `(total, m)` by node, `(n, m)` float64."""
+def _means(data: FederatedData, values: Tensor) -> Tensor:
+    """Return means of rows `(total, m)` by node, `(n, m)` float64."""
     node = torch.arange(len(data)).repeat_interleave(data.counts).to(values.device)
-    return torch.zeros(len(data), values.shape[1], dtype=torch.float64, device=values.device).index_add_(
-        0, node, values.to(torch.float64)
-    )
+    total = torch.zeros(len(data), values.shape[1], dtype=torch.float64, device=values.device)
+    return total.index_add_(0, node, values.to(torch.float64)) / data.counts[:, None].to(values.device)
 
 
 def _layer(key: Tensor, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
     weight = random.normal(key, (inputs, outputs), torch.float64) / math.sqrt(inputs)
-    return weight.requires_grad_(), torch.zeros(outputs, dtype=torch.float64, requires_grad=True)
+    return weight.requires_grad_(), torch.zeros(outputs, dtype=weight.dtype, device=key.device, requires_grad=True)
 
 
 def _run(layers: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 """A device that is pretended: tensors say that they are on `far:0`, their numbers are the CPU's.
 
 Operations refuse tensors of both places as CUDA does, so that a place which mixes them fails without a GPU. Numbers of
-one element go with a device, CPU indices select from its tensors, and `numpy()` of its tensors is refused. Every number
-that is read from the device, and every copy to the host, is counted by the line of the package that waits for it.
+one element go with a device, CPU indices select from its tensors, and `numpy()` of its tensors is refused. It draws
+from a generator of its own, and refuses those of the CPU. Counted by the line of the package are waits, that is numbers
+that are read and copies to the host, and operations in float64.
 
 It says nothing of what needs a device: CUDA graphs, streams, pinned memory, collectives, mixed precision's numbers,
 compiled programs. `"far"` is no `"cuda"`: branches on that name are not taken.
@@ -13,20 +14,61 @@ A process that knows the device behaves otherwise elsewhere, so that tests have 
 from __future__ import annotations
 
 import contextlib
-import traceback
+import linecache
+import sys
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
+
+import fedtorch
 
 NAME = "far"
-_READS = {"aten::_local_scalar_dense", "aten::equal", "aten::is_nonzero", "aten::nonzero"}
+_PACKAGE = f"{Path(fedtorch.__file__).parent}/"
+_READS = {  # the host waits for their results, or for the sizes of these
+    "aten::_local_scalar_dense",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::nonzero",
+    "aten::masked_select",
+    "aten::_unique2",
+    "aten::unique_dim",
+    "aten::unique_consecutive",
+    "aten::_linalg_check_errors",
+    "aten::_linalg_eigh",
+    "aten::_linalg_svd",
+}
 _ANY_PLACE = {"aten::_to_copy", "aten::to", "aten::copy_", "aten::set_", "aten::lift_fresh"}
 _INDEXING = {"aten::index", "aten::_unsafe_index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"}
+
+
+Line = tuple[str, int]  # file of the package, number
+
+
+@dataclass
+class Seen:
+    """What operations on the device were, by line of the package that called them."""
+
+    waits: Counter[Line] = field(default_factory=Counter)  # numbers that were read, copies to the host
+    doubles: Counter[Line] = field(default_factory=Counter)  # operations with numbers in float64, of more than one
+
+    def clear(self) -> None:
+        self.waits.clear()
+        self.doubles.clear()
+
+
+def by_text(lines: Counter[Line]) -> dict[str, int]:
+    """How often each line was, by its file and what stands there."""
+    found: Counter[str] = Counter()
+    for (file, number), count in lines.items():
+        found[f"{file}: {linecache.getline(_PACKAGE + file, number).strip()}"] += count
+    return dict(found)
 
 
 class MixedDevices(RuntimeError):
@@ -63,7 +105,7 @@ class Far(torch.Tensor):
         self.elem = other.elem
 
     def tolist(self) -> Any:
-        _count()
+        _note(_seen.waits)
         return self.elem.detach().tolist()
 
     def numpy(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,13 +125,63 @@ class _Pretend(TorchDispatchMode):
         return _called(operation, args, kwargs or {})
 
 
+class FarGenerator(torch.Generator):
+    """A generator of the device."""
+
+    def __new__(cls) -> FarGenerator:
+        made = super().__new__(cls, "cpu")
+        _generators.append(made)  # kept, so that no other is taken for it
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(NAME, 0)
+
+    def __deepcopy__(self, memo: Any) -> FarGenerator:
+        return FarGenerator().set_state(self.get_state())
+
+
+class _EitherGenerator(type):
+    def __call__(cls, device: Any = "cpu") -> torch.Generator:
+        return FarGenerator() if _is_far(device) else _GENERATOR(device)
+
+    def __instancecheck__(cls, value: Any) -> bool:
+        return isinstance(value, _GENERATOR)
+
+
+class _Generator(metaclass=_EitherGenerator):
+    """`torch.Generator` of either place."""
+
+
+class _Backend(_DummyBackendModule):
+    """What is `torch.far`."""
+
+    default_generators: tuple[torch.Generator, ...] = ()
+
+    def manual_seed_all(self, seed: int) -> None:
+        for generator in self.default_generators:
+            generator.manual_seed(seed)
+
+    def get_rng_state(self, device: Any = 0) -> torch.Tensor:
+        return self.default_generators[0].get_state()
+
+    def set_rng_state(self, state: torch.Tensor, device: Any = 0) -> None:
+        self.default_generators[0].set_state(state)
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+
 _KERNELS = torch.library.Library("aten", "IMPL")
-_waits: Counter[str] = Counter()
+_FALLBACKS = torch.library.Library("_", "IMPL")
+_GENERATOR = torch.Generator
+_generators: list[torch.Generator] = []
+_seen = Seen()
 
 
 @contextlib.contextmanager
-def pretended() -> Iterator[Counter[str]]:
-    """Let there be the device; yields how often each line of the package waited for it."""
+def pretended() -> Iterator[Seen]:
+    """Let there be the device; yields what operations on it were."""
     register()
     made = torch.tensor, torch.Tensor.new_tensor, torch.as_tensor
 
@@ -105,23 +197,26 @@ def pretended() -> Iterator[Counter[str]]:
         return made[2](values, **kinds).to(device)
 
     torch.tensor, torch.Tensor.new_tensor, torch.as_tensor = tensor, new_tensor, as_tensor
-    _waits.clear()
+    torch.Generator = _Generator
+    _seen.clear()
     try:
         with _Pretend():
-            yield _waits
+            yield _seen
     finally:
         torch.tensor, torch.Tensor.new_tensor, torch.as_tensor = made
+        torch.Generator = _GENERATOR
 
 
 @cache
 def register() -> None:
     """Tell torch of the device, once in a process and before its first backward pass."""
-    from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-
-    _setup_privateuseone_for_python_backend(NAME)
+    backend = _Backend()
+    backend.default_generators = (FarGenerator(),)
+    _setup_privateuseone_for_python_backend(NAME, backend)
     # Autograd's gradients and indices by a list are made below the modes of Python: the device has to know how.
     _KERNELS.impl("empty_strided", _empty_strided, "PrivateUse1")
     _KERNELS.impl("_copy_from", _copy_from, "PrivateUse1")
+    _FALLBACKS.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # autocast is on, and casts nothing
 
 
 def _empty_strided(size: Any, stride: Any, *, dtype: Any = None, **other: Any) -> Far:
@@ -137,27 +232,90 @@ def _is_far(device: Any) -> bool:
     return device is not None and torch.device(device).type == NAME
 
 
+class _Facts(NamedTuple):
+    """What is asked of an operation at every call."""
+
+    name: str
+    in_place: bool
+    random: bool
+
+
+@cache
+def _facts(operation: Any) -> _Facts:
+    name = operation._schema.name
+    random = torch.Tag.nondeterministic_seeded in operation.tags
+    return _Facts(name, operation._schema.is_mutable and name.endswith("_"), random)
+
+
 def _called(operation: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Do an operation on the numbers, where its tensors may meet; return tensors on the device where it would."""
-    name, device, flat = operation._schema.name, kwargs.get("device"), tree_leaves((args, kwargs))
+    (name, in_place, random), device = _facts(operation), kwargs.get("device")
+    flat = [*_leaves(args), *_leaves(tuple(kwargs.values()))]
     far = [leaf for leaf in flat if isinstance(leaf, Far)]
     near = [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Far)]
     if far and near and name not in _ANY_PLACE:
         _check(name, args, far, near)
-    if far and (name in _READS or (name == "aten::_to_copy" and device is not None and not _is_far(device))):
-        _count()
-    if name == "aten::copy_" and far and not isinstance(args[0], Far):
-        _count()
+    if far and _waits(name, device, args):
+        _note(_seen.waits)
     on_device = bool(far) if device is None else _is_far(device)
     given = kwargs if device is None else {**kwargs, "device": torch.device("cpu")}
     if _is_far(device):
         given.pop("pin_memory", None)
-    out = operation(*tree_map(_numbers, args), **tree_map(_numbers, given))
+    generator = next((leaf for leaf in flat if isinstance(leaf, _GENERATOR)), None)
+    if generator is not None and on_device != any(generator._cdata == each._cdata for each in _generators):
+        raise RuntimeError(f"Expected a generator of the place of the tensors in {name}, but got one of the other")
+    with _own_draws() if on_device and random and generator is None else contextlib.nullcontext():
+        out = operation(*_mapped(_numbers, args), **{key: _mapped(_numbers, value) for key, value in given.items()})
+    if on_device and (any(map(_is_double, far)) or any(map(_is_double, _leaves(out)))):
+        _note(_seen.doubles)
     if "out" in kwargs:
         return kwargs["out"]
-    if operation._schema.is_mutable and args and isinstance(args[0], torch.Tensor) and name.endswith("_"):
+    if in_place and args and isinstance(args[0], torch.Tensor):
         return args[0]
-    return tree_map(lambda leaf: _far(leaf) if on_device else leaf, out)
+    return _mapped(_far, out) if on_device else out
+
+
+def _waits(name: str, device: Any, args: Any) -> bool:
+    """Whether the host waits for an operation on the device."""
+    if name == "aten::_to_copy":
+        return device is not None and not _is_far(device)
+    if name == "aten::copy_":
+        return not isinstance(args[0], Far)
+    if name in _INDEXING:
+        return any(isinstance(index, Far) and index.dtype == torch.bool for index in args[1])
+    return name in _READS
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """What lists and tuples of an operation's arguments hold: they have no other containers, and many have none."""
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _mapped(function: Any, value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return type(value)([_mapped(function, part) for part in value])
+    return function(value)
+
+
+@contextlib.contextmanager
+def _own_draws() -> Iterator[None]:
+    """Let the CPU's operations draw from the device's generator."""
+    (own,), shared = getattr(torch, NAME).default_generators, torch.default_generator
+    before = shared.get_state()
+    shared.set_state(own.get_state())
+    try:
+        yield
+    finally:
+        own.set_state(shared.get_state())
+        shared.set_state(before)
+
+
+def _is_double(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.float64, torch.complex128) and leaf.numel() > 1
 
 
 def _check(name: str, args: Any, far: list[Far], near: list[torch.Tensor]) -> None:
@@ -182,7 +340,12 @@ def _far(leaf: Any) -> Any:
     return Far(leaf) if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Far) else leaf
 
 
-def _count() -> None:
-    lines = [line for line in traceback.extract_stack() if "/fedtorch/" in line.filename]
-    if lines:
-        _waits[f"{lines[-1].filename.rpartition('/fedtorch/')[2]}: {lines[-1].line}"] += 1
+def _note(lines: Counter[Line]) -> None:
+    """Count the line of the package that is running, or for which a tree is walked through."""
+    frame = sys._getframe(1)
+    while frame is not None and (
+        not frame.f_code.co_filename.startswith(_PACKAGE) or frame.f_code.co_filename == _PACKAGE + "tree.py"
+    ):
+        frame = frame.f_back
+    if frame is not None:
+        lines[frame.f_code.co_filename.removeprefix(_PACKAGE), frame.f_lineno] += 1

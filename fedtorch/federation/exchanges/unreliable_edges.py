@@ -113,8 +113,9 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
         return reply._replace(message=Mean(whole, number))
 
     def server(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
-        state = _send(state, aggregate, key)
-        arrived, state = _arrive(state, network, loss, delay)
+        number = int(state.round)
+        state = _send(state, aggregate, key, number)
+        arrived, state = _arrive(state, network, loss, delay, number)
         inner = state.algorithm._replace(total=tree.add(state.algorithm.total, arrived))
         return state._replace(algorithm=algorithm.server(inner, None, random.fold_in(key, _SERVER)))
 
@@ -132,10 +133,10 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
     )
 
 
-def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
-    """Put a round's messages into the window in place of the oldest."""
+def _send(state: Edges, aggregate: RowsOf, key: Tensor, number: int) -> Edges:
+    """Put the messages of round `number` into the window in place of the oldest."""
     ids = aggregate.ids.to(state.sent.device)
-    slot = int(state.round) % len(state.keys)
+    slot = number % len(state.keys)
     sent = state.sent.index_add(0, ids, torch.ones_like(ids))
 
     def enter(window: Tensor, new: Tensor) -> Tensor:
@@ -152,19 +153,20 @@ def _send(state: Edges, aggregate: RowsOf, key: Tensor) -> Edges:
     )
 
 
-def _arrive(state: Edges, network: Network, loss: float, delay: int) -> tuple[Tree, Edges]:
-    """Return the changes of all nodes' sums, and the edges' new memory, by the messages that arrive now."""
+def _arrive(state: Edges, network: Network, loss: float, delay: int, round: int) -> tuple[Tree, Edges]:
+    """Return the changes of all nodes' sums, and the edges' new memory, by the messages that arrive in a round."""
     device = state.sent.device
-    low, high = network.edges.to(device).unbind(1)
+    low, high = network.edges.unbind(1)
     sender, receiver = torch.cat((low, high)), torch.cat((high, low))
     weight = network.weights.to(device).repeat(2)
     change = tree.map(lambda leaf: leaf.new_zeros(len(state.sent), *leaf.shape[1:]), state.last)
     last, sequence = state.last, state.sequence
-    names = numbers(network.names)
-    edge = torch.stack((names[sender.cpu()], names[receiver.cpu()]))
-    for age in range(min(len(state.keys), int(state.round)) - 1, -1, -1):  # the oldest first
-        slot = (int(state.round) - 1 - age) % len(state.keys)
-        key = state.keys[slot].cpu()
+    names, keys = numbers(network.names), state.keys.cpu()
+    edge = torch.stack((names[sender], names[receiver]))
+    sender, receiver = sender.to(device), receiver.to(device)
+    for age in range(min(len(keys), round + 1) - 1, -1, -1):  # the oldest first
+        slot = (round - age) % len(keys)
+        key = keys[slot]
         number = state.numbers[slot, sender]
         comes = random.randint(_of_edges(key, _DELAY, edge), delay + 1) == age
         comes &= ~random.bernoulli(_of_edges(key, _LOST, edge), loss)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch._devices import is_cuda
 from fedtorch.protocol.bounded_streams import Streams
 from fedtorch.tree import Tree
 
@@ -156,7 +157,7 @@ class Ranks:
 
 def backend(device: torch.device) -> str:
     """Return the name of the library for collectives between tensors of a device."""
-    return "nccl" if device.type == "cuda" else "gloo"
+    return "nccl" if is_cuda(device) else "gloo"
 
 
 def _part(streams: Streams, group: Any) -> None:

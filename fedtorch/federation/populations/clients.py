@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import tree
+from fedtorch._devices import is_cuda
 from fedtorch.data import BadClients, ClientData, FederatedData
 from fedtorch.data.client_loaders import ClientLoaders, NoRows
 from fedtorch.federation.algorithm import Algorithm, Reply
@@ -395,7 +396,7 @@ def joined(infos: Sequence[tuple[Rows, dict[str, Tensor]]]) -> tuple[Tensor, dic
 
 def block_bytes(device: torch.device) -> int:
     """Return the bytes that a block of clients may take: 128 MiB, or a quarter of a CUDA device's free memory."""
-    if device.type != "cuda":
+    if not is_cuda(device):
         return _BYTES
     free, _ = torch.cuda.mem_get_info(device)
     return free // _SHARE

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fedtorch import functional, tree
+from fedtorch._devices import is_cuda
 from fedtorch.checkpoint import describe
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.digests import Notes, noted
@@ -286,7 +287,8 @@ def own_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     device = torch.device(device)
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if device == torch.device("cuda") else device
+    unnumbered = is_cuda(device) and device.index is None
+    return torch.device(device.type, int(os.environ.get("LOCAL_RANK", "0"))) if unnumbered else device
 
 
 def _place() -> tuple[int, int]:

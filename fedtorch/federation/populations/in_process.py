@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fedtorch._devices import is_cuda
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.digests import Notes, noted
 from fedtorch.federation.algorithm import Algorithm
@@ -84,7 +85,7 @@ def placed(
         )
     if chunk is not None and chunk < 1:
         raise ValueError(f"Expected chunk of at least 1, but got {chunk}")
-    if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    if device is not None and is_cuda(torch.device(device)) and not torch.cuda.is_available():
         raise ValueError(f"Expected a CUDA device for device={str(device)!r}, but got none; leave device= away")
     data = data if device is None else data.to(device)
     return data, data.names, data.device

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import expected, tree
+from fedtorch._devices import every_generator, generators, restored
 from fedtorch.data import ClientData, FederatedData, FederatedLoaders
 from fedtorch.data.federated import described_rows
 from fedtorch.federation.algorithm import Algorithm
@@ -104,8 +105,7 @@ def evaluate_batches(
 @contextmanager
 def _evaluating() -> Iterator[None]:
     """Compute without gradients; what a metric draws, as bootstraps do, is the same every time, and moves nothing."""
-    with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)
+    with torch.inference_mode(False), torch.no_grad(), restored(every_generator(), seed=0):
         yield
 
 
@@ -192,7 +192,7 @@ class Sums:
         for each in self._pooled.values():
             each.begin(clients)
         device = tree.leaves(tensors)[0].device
-        with torch.random.fork_rng([device] if device.type == "cuda" else []):  # others draw the same without them
+        with restored(generators(device)):  # others draw the same without them
             told = (self._of_rows(tensors, rows, mask) for rows, mask in self._of_one_memory(parts))
             total = functools.reduce(tree.add, told)
         places = {name: each.end().to(device) for name, each in self._pooled.items()}

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from fedtorch._devices import generators, restored
 from fedtorch.expected import loaded
 from fedtorch.federation.runs.evaluation import ClientBatches
 from fedtorch.federation.runs.joined_epoch import JoinedEpoch
@@ -119,8 +120,7 @@ class OwnSteps:
     @contextmanager
     def _quiet(self) -> Iterator[None]:
         """Record no gradients, and leave torch's generators as they are."""
-        gpus = [self._device] if self._device.type == "cuda" else []
-        with torch.inference_mode(False), torch.no_grad(), torch.random.fork_rng(devices=gpus):
+        with torch.inference_mode(False), torch.no_grad(), restored(generators(self._device)):
             yield
 
     @contextmanager
@@ -138,9 +138,8 @@ class OwnSteps:
             self._logs.rows = 0
 
     def _seeded(self, seed: int) -> None:
-        torch.default_generator.manual_seed(seed)
-        if self._device.type == "cuda":
-            torch.cuda.default_generators[self._device.index or 0].manual_seed(seed)
+        for generator in generators(self._device):
+            generator.manual_seed(seed)
 
     def _epoch(self, module: Any, client: ClientBatches, joined: JoinedEpoch) -> _Epoch:
         rows = sum(size for _, size in self._steps(module, client.batches))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import functional, random, tree
+from fedtorch._devices import generators, restored
 from fedtorch._untrained import Remembered, refuse_untrained
 from fedtorch.captured import IndexUsed, capture
 from fedtorch.data import BadClients
@@ -139,11 +140,10 @@ def _failure(
     buffers = functional.buffers(stacked.objective.module)
     kept = functional.Swap(stacked.objective.module, list(buffers))(list(buffers.values()))
     seeded = HostGenerators.seeded(0)
-    device = own[0].device  # whose generator is put back: to intercept all operations takes longer than they do
-    drawing = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    # The generators are put back: to intercept all operations takes longer than they do.
+    drawing = restored(generators(own[0].device), seed=0)
     untouched = PythonState(stacked.objective.module, vars(stacked.objective)["loss"]).left_alone()
     with untouched, kept, seeded, drawing, warnings.catch_warnings(), torch.enable_grad():
-        torch.default_generator.manual_seed(0)
         warnings.filterwarnings("error", message="None of the inputs have requires_grad")  # a checkpoint's
         try:
             with torch.autograd.graph.disable_saved_tensors_hooks(_CHECKPOINTED):

@@ -96,8 +96,8 @@ def perturbed(tensor: Tensor, number: int = 0) -> Tensor:
 
 
 def ever_trained(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return 1 for clients whose optimisers have had a gradient of a parameter and 0 for others, `(K,)`."""
-    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0).long().cpu()
+    """Return which clients' optimisers have had a gradient of a parameter, `(K,)` bool."""
+    return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0)
 
 
 def joined(groups: Sequence[Tensor], done: Sequence[Local]) -> Local:

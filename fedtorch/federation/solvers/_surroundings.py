@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_only
 
+from fedtorch._devices import every_generator, restored
+
 _SIGNALS = tuple(sorted(signal.valid_signals()))  # as numbers and names, which takes long to ask for
 
 
@@ -28,23 +30,18 @@ def isolated(device: torch.device, accelerator: Any, seed: int) -> Iterator[None
         accelerator: what the Trainer is told to use; None leaves it to the device.
         seed: of torch's, numpy's and Python's generators.
     """
-    gpu = device.type == "cuda" or accelerator in ("auto", "cuda", "gpu")
-    # Asking for the state of a GPU's generator would initialise CUDA: left alone where nobody uses it.
-    seen = torch.cuda.is_initialized() or (gpu and torch.cuda.is_available())
-    gpus = list(range(torch.cuda.device_count())) if seen else []
+    if accelerator in ("auto", "cuda", "gpu") and torch.cuda.is_available():
+        torch.cuda.init()  # its generators are there only then; where nobody uses it, it is left alone
     with (
-        _restored(seen),
+        _restored(),
         warnings.catch_warnings(),
-        torch.random.fork_rng(devices=gpus),
+        # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
+        restored(every_generator(), seed),
         torch.inference_mode(False),
         torch.enable_grad(),
         _without_autocast({"cpu", device.type}),
     ):
         warnings.filterwarnings("ignore", module=r"lightning(_utilities)?\.")
-        # torch.manual_seed would also seed GPUs that are not initialised yet, for good.
-        torch.default_generator.manual_seed(seed)
-        for index in gpus:
-            torch.cuda.default_generators[index].manual_seed(seed)
         python_random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         yield
@@ -64,7 +61,7 @@ def _without_autocast(devices: set[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _restored(cuda: bool) -> Iterator[None]:
+def _restored() -> Iterator[None]:
     """Restore generators, torch's flags, the environment, signal handlers and Lightning's loggers at the end."""
     cudnn, warn_only = torch.backends.cudnn, torch.is_deterministic_algorithms_warn_only_enabled()
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -77,7 +74,7 @@ def _restored(cuda: bool) -> Iterator[None]:
         after.callback(python_random.setstate, python_random.getstate())
         after.callback(_restore_environment, dict(os.environ))
         after.callback(setattr, rank_zero_only, "rank", vars(rank_zero_only)["rank"])
-        if cuda:
+        if torch.cuda.is_initialized():
             after.callback(torch.cuda.set_device, torch.cuda.current_device())
         if threading.current_thread() is threading.main_thread():  # only there they can be set
             for number in _SIGNALS:

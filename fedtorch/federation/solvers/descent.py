@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fedtorch import functional, random, tree
+from fedtorch._devices import every_generator, restored
 from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
@@ -165,7 +166,7 @@ class Descent:
             raise BadClients(empty, "Expected at least one row to train on, but got none; leave the client out")
         if len(data.count):
             values = self.tensors(self.parameters, LocalState({}, self.buffers, None))
-            with torch.random.fork_rng([]):  # a module may set a seed
+            with restored(every_generator()):  # a module may set a seed
                 check_rows(self.loss, data, values, self._original)
                 self._learn(data)
                 check = partial(failure_on_one_row, self.loss, data, values)
@@ -385,11 +386,11 @@ class Descent:
         ):
             traits.append(per_epoch)
         if state.steps is not None:
-            traits.append(state.steps.to("cpu"))
-            counted = self.configured(_SOME_STEPS).optimizer.counts
+            counted, told = self.configured(_SOME_STEPS).optimizer.counts, [state.steps]
             for parts in state.optimizer.values():
-                traits.extend([ever_trained(parts)] if parts else [])
-                traits.extend(value.to("cpu") for name, value in parts.items() if name in counted)
+                told.extend([ever_trained(parts)] if parts else [])
+                told.extend(value for name, value in parts.items() if name in counted)
+            traits.extend(torch.stack([each.to(state.steps.device, torch.float64) for each in told]).cpu())
         traits = [trait for trait in traits if not bool((trait == trait[0]).all())]
         if not traits:
             return [torch.arange(len(per_epoch))]

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from fedtorch._devices import every_generator
 from fedtorch.expected import loaded
 
 
@@ -93,7 +94,7 @@ class SetGenerators:
     def _profile(self, frame: Any, event: str, function: Any) -> None:
         if event != "c_call" or getattr(function, "__name__", "") not in self._SETTING:
             return
-        if any(function.__self__ is each for each in (torch.default_generator, *torch.cuda.default_generators)):
+        if any(function.__self__ is each for each in every_generator()):
             while _root(frame) in ("torch", "contextlib"):
                 frame = frame.f_back
             self.met |= _root(frame) != _root(sys._getframe())

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, default_convert
 
 from fedtorch import functional, random, tree
+from fedtorch._devices import is_cuda
 from fedtorch._untrained import Remembered, refuse_untrained
 from fedtorch.data import ClientData
 from fedtorch.data.client_loaders import ClientLoaders
@@ -383,9 +384,9 @@ class _Fit:
     ) -> dict[str, Any]:
         given = dict(arguments) if limit is None else {**arguments, "limit_train_batches": limit}
         single: Any = 1
-        if device.type in ("cpu", "cuda") and "accelerator" not in given:
+        if "accelerator" not in given and (device.type == "cpu" or is_cuda(device)):
             given["accelerator"] = device.type
-            if device.type == "cuda":
+            if is_cuda(device):
                 single = [device.index or 0]
         callbacks = [watch, *as_list(copy.deepcopy(given.pop("callbacks", None)))]
         # Lightning must not find torchrun or SLURM, whose jobs it would requeue on signals.

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 
 from fedtorch import functional, stacked_layers, tree
+from fedtorch._devices import generators, restored
 from fedtorch.federation.solvers.step_check import relative_gap, tolerance
 from fedtorch.tree import Tree
 
@@ -156,9 +157,9 @@ def predictor(module: nn.Module, batched: Callable[[], bool] = lambda: True, row
     def each(tensors: Tree, inputs: Tree) -> Tree:
         """Return the outputs of clients one by one, each of whom draws from where the generators are."""
         device, outputs = tree.leaves(inputs)[0].device, []
-        count, generators = len(tree.leaves(inputs)[0]), [device] if device.type == "cuda" else []
+        count, drawn = len(tree.leaves(inputs)[0]), generators(device)
         for k in range(count):
-            with torch.random.fork_rng(generators) if k + 1 < count else nullcontext():  # the last may go on
+            with restored(drawn) if k + 1 < count else nullcontext():  # the last may go on
                 outputs.append(alone(*tree.map(lambda x, k=k: x[k], (tensors, inputs))))
         try:
             return tree.stack(outputs)

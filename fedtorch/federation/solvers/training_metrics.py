@@ -51,8 +51,8 @@ class Reduction(NamedTuple):
         """
         there = sizes > 0
         reduced = self._of(values, sizes, there)
-        some = there.any(0)
-        return reduced if bool(some.all()) else torch.where(some, reduced, torch.nan)
+        reduced = reduced if reduced.is_floating_point() else reduced.double()
+        return torch.where(there.any(0), reduced, torch.nan)
 
     def _of(self, values: Tensor, sizes: Tensor, there: Tensor) -> Tensor:
         if self.name == "last":

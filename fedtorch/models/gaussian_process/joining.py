@@ -153,7 +153,7 @@ def join(
             "federation's unit"
         )
     check_rows(model, x, y, y.shape[:-1])
-    batch, key = y.shape[:-1], random.key(0) if key is None else key
+    batch, key = y.shape[:-1], (random.key(0) if key is None else key).to(y.device)
     count, exact = batch.numel(), model.keeps_whole(exact_units)
     if known and batch:
         raise ValueError(f"Expected known rows of one unit, the model's own, but got those of {count}")

@@ -160,8 +160,8 @@ def spike_and_slab(
         if blocks is None and (found := gibbs_server.spike_and_slab(*given)):
             return found[0], SpikeAndSlab(*found[1:])
         for_flips, for_theta, for_variance, for_inclusion, for_more_flips = random.split(keys, 5)
-        index = (torch.arange(p) if blocks is None else blocks).to(estimate.device)
-        count = int(index.max()) + 1
+        index = torch.arange(p) if blocks is None else blocks
+        count, index = int(index.max()) + 1, index.to(estimate.device)
 
         def flip_blocks(each: Tensor, evidence: Tensor, for_uniform: Tensor) -> Tensor:
             total = evidence.new_zeros(len(keys), count).index_add_(1, index, evidence)

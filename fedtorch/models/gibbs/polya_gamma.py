@@ -42,7 +42,7 @@ def polya_gamma(key: Tensor, tilt: Tensor) -> Tensor:
         beyond[left] = side if fresh is None else torch.where(fresh[left], side, beyond[left])
         x, proposed = _propose(beyond[left], z[left], rate[left], u)
         accepted = proposed & _series_accepts(x, u[4])
-        result[left[accepted]] = x[accepted]
+        result[left] = torch.where(accepted, x, 0.0)
         fresh = torch.zeros_like(beyond) if fresh is None else fresh
         fresh[left] = proposed  # a truncated draw that failed is tried again on its side, a refused x from the start
         left, attempt = left[~accepted], attempt + 1

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch import expected
+from fedtorch import expected, tree
 from fedtorch._representation import call, one_line, without_rows
 
 
@@ -88,6 +88,14 @@ class VerticalData(_Fields):
         if self.weight is None:
             return values.sum(-1)
         return (values * self.weight.reshape(-1, 1, self.weight.shape[-1])).sum(-1)
+
+    def to(self, device: torch.device | str) -> VerticalData:
+        """Return the rows on a device.
+
+        >>> VerticalData((torch.ones(3, 2),), torch.zeros(3)).to("cpu").features[0].device
+        device(type='cpu')
+        """
+        return VerticalData._make(tree.to(tuple(self), device))
 
     def to_dtype(self, dtype: torch.dtype) -> VerticalData:
         """Convert response, offset and weights to this dtype; features keep theirs."""

@@ -1,9 +1,11 @@
-"""Closed forms and data that several tests share; everything in float64."""
+"""Closed forms and data that several tests share; everything in float64, or in another dtype inside `numbers_in`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +18,17 @@ from fedtorch.tree import Tree
 # Sums of tens of numbers of order one, over a few rounds, with systems of condition number below a thousand:
 # some thousand roundings of 1e-16.
 ROUNDING = 1e-12
+NUMBERS: ContextVar[torch.dtype] = ContextVar("numbers", default=torch.float64)  # of data and modules
+
+
+@contextmanager
+def numbers_in(dtype: torch.dtype) -> Iterator[None]:
+    """Make data and modules in a dtype inside."""
+    token = NUMBERS.set(dtype)
+    try:
+        yield
+    finally:
+        NUMBERS.reset(token)
 
 
 def linear_clients(sizes: Sequence[int], features: int = 3, seed: int = 0, outputs: int = 0) -> ft.data.FederatedData:
@@ -29,7 +42,7 @@ def linear_clients(sizes: Sequence[int], features: int = 3, seed: int = 0, outpu
     for size in sizes:
         x = draw(size, features)
         y = x @ draw(features, outputs or 1) + 0.3 * draw(size, outputs or 1) + draw(1)
-        clients.append((x, y if outputs else y[:, 0]))
+        clients.append((x.to(NUMBERS.get()), (y if outputs else y[:, 0]).to(NUMBERS.get())))
     return ft.data.from_tensors(clients, [f"client {k}" for k in range(len(sizes))])
 
 
@@ -51,7 +64,7 @@ def linear(features: int = 3, outputs: int = 1, bias: bool = True, seed: int = 0
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
-    return module
+    return module.to(NUMBERS.get())
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:

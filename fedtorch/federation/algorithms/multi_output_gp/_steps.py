@@ -98,7 +98,7 @@ def adam(
     one, two = (1 - torch.as_tensor(beta, dtype=torch.float64) ** steps for beta in _BETAS)
 
     def move(value: Tensor, m: Tensor, v: Tensor) -> Tensor:
-        step = (m / tree.along(one, m)) / ((v / tree.along(two, v)).sqrt() + 1e-8)
+        step = (m / tree.along(one.to(m), m)) / ((v / tree.along(two.to(v), v)).sqrt() + 1e-8)
         return (value + lr * step).to(value.dtype)
 
     moved = tree.map(move, parameters, first, second)

@@ -47,11 +47,12 @@ def bulyan(faulty: int) -> Rule:
 def _bulyan(faulty: int, values: Tensor, weights: Tensor) -> Tensor:
     distances, count = squared_distances(inner_products(values)), values.shape[-2]
     alive = torch.ones_like(weights, dtype=torch.bool)
-    for _ in range(count - 2 * faulty):
-        score = scores(distances, faulty, alive).clamp(max=torch.finfo(torch.float64).max)  # one that is left alone
+    for taken in range(count - 2 * faulty):
+        score = scores(distances, faulty, alive, count - taken)
+        score = score.clamp(max=torch.finfo(torch.float64).max)  # infinite where one is left alone
         best = score.masked_fill(~alive, torch.inf).argmin(-1, keepdim=True)
         alive = alive.scatter(-1, best, False)
-    chosen = (~alive).nonzero()[:, -1].reshape(*alive.shape[:-1], -1)
+    chosen = alive.to(torch.int8).argsort(dim=-1, stable=True)[..., : count - 2 * faulty]
     kept = values.gather(-2, chosen[..., None].expand(*chosen.shape, values.shape[-1]))
     return by_columns(partial(_nearest_to_median, count - 4 * faulty))(kept, weights)
 

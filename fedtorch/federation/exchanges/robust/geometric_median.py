@@ -29,7 +29,8 @@ from fedtorch.federation.exchanges.robust.rules import (
     squared_distances,
 )
 
-_STEPS, _TOLERANCE = 2000, 1e-12  # iterations at most; change of the coefficients at which they end
+_BLOCKS, _STEPS = 63, 32  # of iterations; after each block the host asks once whether they have converged
+_TOLERANCE = 1e-12  # change of the coefficients at which they have
 _SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding of inner products
 
 
@@ -48,10 +49,13 @@ def _weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
     near = spread <= spread.median(-1, keepdim=True).values
     smallest = _SMOOTHING * products.diagonal(dim1=-2, dim2=-1).median(-1, keepdim=True).values.sqrt()
     coefficients = normalised(torch.where(near, weights, 0.0))
-    for _ in range(_STEPS):
-        distance = distances_from(products, coefficients)
-        new = normalised(weights / distance.clamp(min=smallest.clamp(min=torch.finfo(torch.float64).tiny)))
-        change, coefficients = (new - coefficients).abs().amax(), new
-        if float(change) < _TOLERANCE:
+    smallest = smallest.clamp(min=torch.finfo(torch.float64).tiny)
+    for _ in range(_BLOCKS):
+        for _ in range(_STEPS):
+            old, coefficients = (
+                coefficients,
+                normalised(weights / distances_from(products, coefficients).clamp(min=smallest)),
+            )
+        if float((coefficients - old).abs().amax()) < _TOLERANCE:
             break
     return coefficients

@@ -48,19 +48,20 @@ def krum(faulty: int, chosen: int = 1) -> Rule:
     return Rule(name, by_inner_products(partial(_chosen, faulty, chosen)), least, convex=True)
 
 
-def scores(distances: Tensor, faulty: int, alive: Tensor | None = None) -> Tensor:
+def scores(distances: Tensor, faulty: int, alive: Tensor | None = None, left: int = 0) -> Tensor:
     """Compute Krum's scores `(..., M)` of squared distances `(..., M, M)`, infinite for messages not `alive`.
 
     Args:
         distances: squared.
         faulty: f.
-        alive: `(..., M)` bool, the messages among which neighbours are looked for, as many in every batch.
+        alive: `(..., M)` bool, the messages among which neighbours are looked for.
+        left: how many these are in every batch.
     """
     count = distances.shape[-1]
     others = distances + torch.diag(torch.full((count,), torch.inf, dtype=distances.dtype, device=distances.device))
     if alive is not None:
         others = others.masked_fill(~(alive[..., None] & alive[..., None, :]), torch.inf)
-        count = int(alive.sum(-1).amax())
+        count = left
     neighbours = max(1, count - faulty - 2)
     return others.topk(neighbours, largest=False, sorted=False).values.sum(-1)
 

@@ -257,7 +257,7 @@ class PrivateLoss(StackedLoss):
     ) -> list[Tensor]:
         """Return sums with noise, divided by the expected numbers of rows, each in its tensor's dtype."""
         sizes = [leaf[0].numel() for leaf in sums]
-        flat = torch.cat([leaf.flatten(1).to("cpu", torch.float64) for leaf in sums], 1)
+        flat = torch.cat([leaf.flatten(1).to(torch.float64) for leaf in sums], 1).cpu()
         scale = torch.tensor(self.spending.release.noise * self.clip, dtype=torch.float64)
         noise = self.spending.of_each(f"noise of step {index}", keys, flat.shape[1])
         noised = on_grid(flat + scale * noise, scale) / (self.sampling_rate * counts[:, None])

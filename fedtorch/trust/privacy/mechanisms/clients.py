@@ -310,7 +310,7 @@ def _released(aggregate: Tree, scale: float, phase: str, spending: Spending) -> 
     means, expected = _means(aggregate), spending.expected
     sums = tuple(tree.scale(mean.value, float(mean.weight)) for mean in means)
     leaves = tree.leaves(tree.as_real(sums))
-    flat = torch.cat([leaf.flatten().cpu() for leaf in leaves])
+    flat = torch.cat([leaf.flatten() for leaf in leaves]).cpu()
     scales = torch.full_like(flat, scale)
     noised = on_grid(flat + spending.noise(phase, scales), scales).split([leaf.numel() for leaf in leaves])
     rows = [part.reshape(leaf.shape).to(leaf.device) for part, leaf in zip(noised, leaves)]
