@@ -119,7 +119,7 @@ def test_what_follows_a_separated_fit() -> None:
     run = fitted(frame, "died ~ age + device + (1 | site)", "logistic")
     table, (message,) = summary(run)
     assert "(separated" in message
-    given = corrected(run, points=1024)
+    given = corrected(run, points=2048)
     mean, sd, _ = of_the_device(frame, table, "logistic")
     with pytest.warns(RuntimeWarning, match="rests on the prior; merge levels"):
         found = run.summary(given=given).loc["device[T.new]"]

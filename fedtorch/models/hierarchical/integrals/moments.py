@@ -36,13 +36,13 @@ _MANY = 64  # responses of a client, trials each counted, from which on they may
 _REST = 2e-3  # of a log likelihood, by the sixth derivatives, up to which it is
 _LOWEST = -0.7  # the least change of a row's information, as a share of it
 _MODE = 1.0  # Newton decrement, from which on no mode was found
-# By how much moments may differ from the normal approximation, of its sd or variance, and stay those of a rule about the
-# mode. Of random designs errors are then below 0.03 sds (1 and 2 coordinates); from 0.6 on they are 0.1. With 0.3 many
-# more nodes of φ are integrated anew, most of little weight, and a fit of three coordinates takes seven times as long.
+# By how much moments may differ from the normal approximation, of its sd or variance, and stay those of a rule about
+# its mode. Of random designs of one and two coordinates errors are then below 0.03 sds; of 0.6 they are 0.1. By 0.3
+# more nodes of φ are integrated anew, most of little weight, and three coordinates take seven times as long.
 _NORMAL = 0.4
-# Variance of a row's predictor, from which on it is asked whether the row bends elsewhere. A row bends within some four
-# units of its predictor, and nodes of a rule are an sd apart. Of random designs with variances up to 1e5 all limits from
-# 25 to 400 have the same errors; one of 1600 misses an edge by 0.2 sds.
+# Variance of a row's predictor, from which on it is asked whether the row bends elsewhere. A row bends within some
+# four units of its predictor, and nodes of a rule are an sd apart. Of random designs with variances up to 1e5 all
+# limits from 25 to 400 have the same errors; by one of 1600 an edge is missed by 0.2 sds.
 _WIDE = 400.0
 _AWAY = 2.0  # sds of it, where that is asked
 _BENT = 0.3  # of a row's slope in its predictor's sd, what the expansion about the mode does not foretell
