@@ -182,8 +182,7 @@ def test_the_order_of_coefficients_does_not_matter() -> None:
     means, covariances = [], []
     for columns, random in (([0, 1, 2, 3], [0, 2]), (order, [1, 0])):
         model = generalised.logistic(hierarchical.normal(4, random=random))
-        spread = torch.diag(torch.tensor([0.5] * 4 + [1.0] * 2).double())  # no node is integrated anew, along a row
-        cavity = Moments(torch.zeros(1, 6).double(), spread[None])
+        cavity = Moments(torch.zeros(1, 6).double(), torch.eye(6).double()[None])
         prepared = model.prepare(block(x[:, columns], y))
         tilted = model.project(cavity, prepared, torch.zeros(1, dtype=torch.int64)).tilted
         means.append(tilted.mean[0, :4])

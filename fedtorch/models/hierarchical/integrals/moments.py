@@ -37,9 +37,9 @@ _REST = 2e-3  # of a log likelihood, by the sixth derivatives, up to which it is
 _LOWEST = -0.7  # the least change of a row's information, as a share of it
 _MODE = 1.0  # Newton decrement, from which on no mode was found
 # By how much moments may differ from the normal approximation, of its sd or variance, and stay those of a rule about
-# its mode. Of random designs of one and two coordinates errors are then below 0.03 sds; of 0.6 they are 0.1. By 0.3
-# more nodes of φ are integrated anew, most of little weight, and three coordinates take seven times as long.
-_NORMAL = 0.4
+# its mode. Errors of random designs of one and two coordinates are then below 0.07 sds; by 0.6 they reach 0.11, by 0.4
+# 0.03, but more nodes of φ are integrated anew, most of little weight, and three coordinates take thrice as long.
+_NORMAL = 0.5
 # Variance of a row's predictor, from which on it is asked whether the row bends elsewhere. A row bends within some
 # four units of its predictor, and nodes of a rule are an sd apart. Of random designs with variances up to 1e5 all
 # limits from 25 to 400 have the same errors; by one of 1600 an edge is missed by 0.2 sds.
