@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,9 +20,10 @@ from fedtorch.models.hierarchical.cumulative import cumulative, difference_names
 CHAINS, VARYING, LEVELS = 50, 3, tuple("abcd")
 FAR = 1e3  # an end beyond all thresholds
 Rows = Callable[[Tensor, Tensor], Tensor]  # linear predictors (C, K, N) and fixed effects (C, f) -> log likelihood (C,)
+Made = tuple[hierarchical.Model, list[Any], Rows]
 
 
-def binomial(x: Tensor, eta: Tensor, generator: torch.Generator) -> tuple[hierarchical.Model, list[object], Rows]:
+def binomial(x: Tensor, eta: Tensor, generator: torch.Generator) -> Made:
     trials = torch.randint(1, 4, eta.shape, generator=generator).double()
     coins = torch.rand(3, *eta.shape, generator=generator, dtype=torch.float64) < eta.sigmoid()
     y = (coins * (torch.arange(3)[:, None, None] < trials)).sum(0).double()
@@ -32,7 +34,7 @@ def binomial(x: Tensor, eta: Tensor, generator: torch.Generator) -> tuple[hierar
     return model, rows, lambda eta, fixed: (y * eta - trials * softplus(eta)).sum((1, 2))
 
 
-def ordered(x: Tensor, eta: Tensor, generator: torch.Generator) -> tuple[hierarchical.Model, list[object], Rows]:
+def ordered(x: Tensor, eta: Tensor, generator: torch.Generator) -> Made:
     noise = torch.rand(eta.shape, generator=generator, dtype=torch.float64).logit()
     y = ((eta + noise)[..., None] > torch.tensor([0.0, 1.0, 2.2])).sum(-1)
     names = ["Intercept", "a", "b", *difference_names(LEVELS)]
@@ -52,7 +54,7 @@ def ordered(x: Tensor, eta: Tensor, generator: torch.Generator) -> tuple[hierarc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [binomial, ordered])
-def test_three_coefficients_have_the_posterior_of_long_chains(make: Callable[..., tuple[object, ...]]) -> None:
+def test_three_coefficients_have_the_posterior_of_long_chains(make: Callable[..., Made]) -> None:
     """Means within 0.1 sds and sds within a tenth; chains know means to 0.02 sds, and sds to 2 %."""
     generator = torch.Generator().manual_seed(11)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
@@ -60,7 +62,7 @@ def test_three_coefficients_have_the_posterior_of_long_chains(make: Callable[...
     x = draw(clients, 6, VARYING)
     x[..., 0] = 1
     own = 0.7 * draw(VARYING) + 0.7 * draw(clients, VARYING)
-    model, rows, likelihood = make(x, (x @ own[..., None])[..., 0], generator)  # type: ignore[misc]
+    model, rows, likelihood = make(x, (x @ own[..., None])[..., 0], generator)
     run = ft.run(ft.ep(model), ft.InProcess(ft.data.from_tensors(rows)), rounds=30, until=settled(), progress=False)
     q, prior = (gaussian.moments(each) for each in (run.server.posterior, model.prior.completed()))
     means, size = model.hierarchy.mean.shape[1], len(model.names)
