@@ -166,7 +166,8 @@ def _project(matrix: Tensor, degree: float) -> Tensor:
     """Return the nearest symmetric matrix with weights in [0, 1], zero diagonal and this degree.
 
     It is clip(M + μ_i + μ_j) for the μ that give the degree, found by Newton steps on the dual: its gradient is how
-    much the degrees lack, its curvature D + A of the pairs strictly inside [0, 1].
+    much the degrees lack, its curvature D + A of the pairs strictly inside [0, 1]. Weights and counts of pairs are pure
+    numbers, and so are the limits of rounding here.
     """
     n = len(matrix)
     eye = torch.eye(n, dtype=matrix.dtype)

@@ -10,8 +10,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from fedtorch.data import FederatedData
 from fedtorch.data.frames.incomplete import Incomplete
 from fedtorch.federation.runs.run import Run
@@ -57,7 +55,7 @@ def about(
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
         "scores": {name: _score(score) for name, score in (scores or {}).items() if score.is_number},
-        "network": reduced(network if network is not None else _network(run)),
+        "network": reduced(_network(run) if network is None else network),
         "posteriors": [*posteriors.found(run), *(clients or [])],
         "privacy": _privacy(run),
         "missing": _missing(run),
@@ -94,10 +92,7 @@ def _missing(run: Run | VerticalRun) -> dict[str, Any] | None:
 
 
 def _network(run: Run | VerticalRun) -> Network | None:
-    edges = run.algorithm.settings.get("edges")
-    if not isinstance(edges, torch.Tensor):
-        return None
-    return Network(edges, run.algorithm.settings.get("weights"), len(run.population.names))
+    return None if isinstance(run, VerticalRun) else run.algorithm.exchange.network
 
 
 def _privacy(run: Run | VerticalRun) -> dict[str, Any] | None:

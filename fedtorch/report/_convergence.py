@@ -18,16 +18,15 @@ COLUMNS = ("mean_change", "sd_change", "damping", "remaining", "improper", "fail
 _FAR = 5.0  # sds that a mean may move in a round
 
 
-def propagation(table: pd.DataFrame, *, damping: float = 1.0) -> list[str]:
+def propagation(table: pd.DataFrame) -> list[str]:
     """Return sentences about the rounds of a run, none where the history is not that of expectation propagation.
 
     Args:
-        table: of the history.
-        damping: of undisturbed rounds.
+        table: of the history, from the first round on.
     """
     if not len(table) or not set(COLUMNS[:5]) <= set(table):
         return []
-    return [_end(table), *_steps(table, damping), *_improper(table), *_failed(table)]
+    return [_end(table), *_steps(table), *_improper(table), *_failed(table)]
 
 
 def _end(table: pd.DataFrame) -> str:
@@ -44,9 +43,10 @@ def _end(table: pd.DataFrame) -> str:
     return f"Not settled after {count}: {moved}. The numbers below may still change; allow more rounds."
 
 
-def _steps(table: pd.DataFrame, damping: float) -> list[str]:
+def _steps(table: pd.DataFrame) -> list[str]:
     """Return why steps were shorter than they might have been."""
     taken, numbers = table["damping"].to_numpy(float), table["round"].to_numpy(int)
+    damping = taken[0]  # no round has disturbed the first
     short = numbers[taken < 0.999 * damping]
     if not len(short):
         full = "whole" if damping == 1 else f"of {number(damping)}, as asked,"

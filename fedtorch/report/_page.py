@@ -44,7 +44,7 @@ def page(story: Story) -> str:
     clients = about["clients"] or sorted(set(story.losses["client"]))
     losses, shared = joined(story.losses, about["organisations"])
     last = _last_losses(losses)
-    convergence = propagation(table, damping=_damping(about["settings"]))
+    convergence = propagation(table)
     return (
         _templates()
         .get_template("page.html")
@@ -90,14 +90,6 @@ def _templates() -> Environment:
     )
     made.filters |= {"picture": picture, "name": visible, "text": partial(visible, longest=_LONGEST_TEXT)}
     return made
-
-
-def _damping(settings: dict[str, Any]) -> float:
-    """Return the damping that a run was asked for; settings may be words."""
-    try:
-        return float(settings.get("damping", 1.0))
-    except (TypeError, ValueError):
-        return 1.0
 
 
 def _tiles(story: Story, clients: int) -> list[tuple[str, str, str]]:

@@ -40,6 +40,7 @@ from fedtorch.chained_log import canonical, chained, digest, entries_of, faults
 from fedtorch.data import FederatedData
 from fedtorch.federation.runs.run import Run
 from fedtorch.history import Round
+from fedtorch.networks.network import Network
 
 __all__ = ["RunRecord"]
 
@@ -144,7 +145,7 @@ class RunRecord:
             "code": _code_digest(),
             "data": None if data is None else described(data),
             "settings": settings,
-            "network": _network(run.algorithm.settings),
+            "network": _network(run.algorithm.exchange.network),
             "versions": versions(),
             "machine": {"system": platform.platform(), "processor": platform.machine()},
             "rounds_done": run.number,
@@ -266,10 +267,9 @@ def _of_file(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _network(settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the network of an algorithm over one."""
-    edges = settings.get("edges")
-    return None if edges is None else {"edges": len(edges), "is": checkpoint.describe(edges)}
+def _network(network: Network | None) -> dict[str, Any] | None:
+    """Return how many edges a network has, and a digest of them."""
+    return None if network is None else {"edges": len(network.edges), "is": checkpoint.describe(network.edges)}
 
 
 def versions() -> dict[str, str]:

@@ -62,6 +62,40 @@ def test_apfl_mixes_by_its_own_alpha() -> None:
         torch.testing.assert_close(leaf[0], mixed.detach(), atol=1e-6, rtol=0)
 
 
+def test_apfl_of_quadratic_losses_is_its_closed_form() -> None:
+    """Of losses whose gradient is H (w - b), s steps take w to b + M^s (w - b), M = I - lr H, and α to a line in α."""
+    lr, steps, draws = 0.05, 3, torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randn(*shape, generator=draws, dtype=torch.float64)
+    rows = [(draw(size, 2), draw(size)) for size in (4, 9, 6)]
+    local = ft.gradient_descent(
+        torch.nn.Linear(2, 1, bias=False, dtype=torch.float64),
+        steps=1,
+        loss=lambda found, y: (found[:, 0] - y).square().mean(),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=lr),
+    )
+    start = {"weight": draw(1, 2)}
+    hessians = [2 * x.T @ x / len(y) for x, y in rows]
+    best = [torch.linalg.lstsq(x, y[:, None]).solution[:, 0] for x, y in rows]
+    power = lambda k, s: torch.linalg.matrix_power(torch.eye(2).double() - lr * hessians[k], s)
+    shared, own, alphas = start["weight"][0], [start["weight"][0]] * 3, [pfllib.ALPHA] * 3
+    for done in ft.Run(pfllib.apfl(local, lr, steps), ft.InProcess(ft.data.from_tensors(rows)), start).rounds(6):
+        after = []
+        for k in range(3):
+            apart = own[k] - shared
+            for s in range(steps):
+                pull = apart @ power(k, s + 1) @ hessians[k] @ power(k, s)
+                moved = alphas[k] * (1 - 0.02 * lr - lr * pull @ apart) - lr * pull @ (shared - best[k])
+                alphas[k] = float(moved.clamp(0, 1))
+            after.append(best[k] + power(k, steps) @ (shared - best[k]))
+            own[k] = after[k] + alphas[k] * power(k, steps) @ apart
+        shared = sum(len(y) * w for (_, y), w in zip(rows, after)) / 19
+        torch.testing.assert_close(done.server["weight"][0], shared, rtol=0, atol=1e-12)
+        states = done.clients.table.read(slice(0, 3))
+        torch.testing.assert_close(states.personal["weight"][:, 0], torch.stack(own), rtol=0, atol=1e-12)
+        torch.testing.assert_close(states.alpha.double(), torch.tensor(alphas, dtype=torch.float64), rtol=0, atol=1e-12)
+    assert max(alphas) - min(alphas) > 1e-3  # each has moved by its own rows
+
+
 @pytest.mark.slow
 def test_the_trial_runs(tmp_path: Path) -> None:
     try:

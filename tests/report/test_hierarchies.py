@@ -101,7 +101,7 @@ def test_short_steps_have_their_reason(columns: dict[str, list[float]], expected
 
 
 def test_steps_as_short_as_asked_are_whole() -> None:
-    assert "All steps were of 0.5, as asked," in propagation(history(damping=[0.5, 0.5]), damping=0.5)[1]
+    assert "All steps were of 0.5, as asked," in propagation(history(damping=[0.5, 0.5]))[1]
 
 
 def test_failed_projections_are_named() -> None:

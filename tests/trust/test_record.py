@@ -11,6 +11,7 @@ from support.oracles.closed_forms import linear, linear_clients, sgd
 
 import fedtorch as ft
 from fedtorch.cli import main
+from fedtorch.networks.solvers import norm2
 from fedtorch.trust import privacy, record
 from fedtorch.trust.drift import DriftAlarm
 
@@ -54,6 +55,28 @@ def test_a_record_says_what_was_done(tmp_path: Path) -> None:
         assert line["round"] == round.number
         assert line["asked"] == record.spans(round.asked)
         assert line["answered"] == record.spans(round.ids)
+
+
+@pytest.mark.parametrize(
+    ("name", "edges"),
+    [("squared", K), ("tied", K), ("lossy", K), ("budget", K), ("without a server", K), ("star", None)],
+)
+def test_a_record_has_the_network_whose_nodes_the_clients_are(name: str, edges: int | None, tmp_path: Path) -> None:
+    ring, local = ft.Network.ring(K), ft.least_squares(linear())
+    algorithm = {
+        "squared": lambda: ft.gtv(local, ring, 0.5),
+        "tied": lambda: ft.gtv(local, ring, 0.5, penalty=norm2),
+        "lossy": lambda: ft.gtv(local, ring, 0.5) | ft.unreliable_edges(ring, loss=0.1),
+        "budget": lambda: ft.edge_weights(ring, 4, edges=5),  # a number of edges among its settings is no network
+        "without a server": lambda: ft.without_server(ft.fedavg(local), ring, 1e-6),
+        "star": lambda: ft.fedavg(local),
+    }[name]()
+    data = ft.data.from_tensors([(torch.ones(1, 3), torch.ones(1)) for _ in range(K)]) if name == "budget" else DATA
+    ledger = record.RunRecord()
+    run = ft.run(algorithm, ft.InProcess(data), rounds=2, record=ledger)
+    run.save(tmp_path / "run.safetensors")
+    found = ledger.content(run, tmp_path / "run.safetensors")["network"]
+    assert (found and found["edges"]) == edges
 
 
 def test_a_private_run_has_its_epsilon_on_record(tmp_path: Path) -> None:

@@ -156,7 +156,8 @@ def _first(state: NormalDraws, sums: _Sums, key: Tensor, between: bool) -> Norma
     if far(moved[0], mean[0], variance):
         return state._replace(normal=state.normal._replace(mean=mean))
     constant = variance <= _rounding(mean[0])
-    variance = torch.where(constant, torch.where(mean[0] == 0, 1.0, mean[0].square()), variance)
+    least = _rounding(mean[0]).clamp(min=torch.finfo(mean.dtype).tiny ** 0.5)  # of values that are all the same
+    variance = torch.where(constant, least, variance)
     spread = GUESS * variance if between else torch.zeros_like(variance)
     chains = len(mean)
     normal = SiteNormal(mean, torch.diag(variance).expand(chains, -1, -1), spread.expand(chains, -1))

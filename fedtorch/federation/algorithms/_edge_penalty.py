@@ -90,7 +90,7 @@ def edge_rounds(
         "client": partial(_client, parts=parts),
         "server": partial(_server, parts=parts),
         "model": partial(_model, parts=parts),
-        "exchange": private_rows(),
+        "exchange": private_rows()._replace(network=network),
         "report": _report,
     }
 

@@ -155,6 +155,7 @@ def consensus(network: Network, tolerance: float | None = None) -> Exchange:
         ),
         additive=False,
         heard_by="its neighbours",
+        network=network,
     )
 
 

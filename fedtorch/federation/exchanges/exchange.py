@@ -26,13 +26,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.tree import Rows, Tree
+
+if TYPE_CHECKING:
+    from fedtorch.networks.network import Network
 
 
 class Mean(NamedTuple):
@@ -99,6 +102,7 @@ class Exchange(NamedTuple):
     traffic: Callable[[Tree, Tree, Rows], tuple[int, int]]  # (outbox, messages, ids) -> (bytes up, bytes down)
     additive: bool
     heard_by: str = "the server"  # who takes what clients send, as a disclosure says it
+    network: Network | None = None  # whose nodes the clients are, for reports and records
 
 
 def client_count(ids: Rows) -> int:

@@ -65,6 +65,7 @@ def graph(network: Network) -> Exchange:
         traffic=lambda outbox, messages, ids: (int(neighbours[ids].sum()) * wire.size_of(tree.row_layout(messages)), 0),
         additive=False,
         heard_by="its neighbours",
+        network=network,
     )
 
 

@@ -126,7 +126,12 @@ def _unreliable(network: Network, loss: float, delay: int, algorithm: Algorithm)
         client=client,
         server=server,
         exchange=again(
-            private_rows()._replace(scatter=exchange.scatter, traffic=exchange.traffic, heard_by=exchange.heard_by)
+            private_rows()._replace(
+                scatter=exchange.scatter,
+                traffic=exchange.traffic,
+                heard_by=exchange.heard_by,
+                network=exchange.network,
+            )
         ),
         told=None,
         report=None if report is None else lambda state: report(state.algorithm),

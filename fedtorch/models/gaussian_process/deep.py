@@ -156,6 +156,10 @@ class DeepGP(nn.Module):
     `ft.gradient_descent(module, loss=DeepGP.loss, …)` without `batch_size`, for the loss takes a batch for all of a
     unit's rows, in `ft.personal_layers(local, module.own)`. Kernels are the same in all layers, RBF or Matérn.
 
+    Intervals of one layer cover what they say. Of two layers they are too narrow, as q takes layers for independent: of
+    three simulated groups of sixteen units with twelve rows, kernels and noise known, those of 95 % cover 84, 90 and
+    94 % of new outputs, and training for longer does not change that.
+
     Args:
         inducing: inducing inputs `(J, d)` of every layer to begin with; inner layers have d outputs.
         rows: of all units together.

@@ -52,7 +52,8 @@ from fedtorch.models.hierarchical.integrals.given import Coefficients, Given
 from fedtorch.models.hierarchical.projections import LogFactor, Projected, Projection, Start
 from fedtorch.models.quadrature import Nodes, QuadratureRule, default_rule, scout_rule, tilt
 
-# Share of a variance by which rows may seem to make it greater: rules of few nodes do by 0.05 where rows say nothing.
+# Share of a variance by which rows may seem to make it greater, which they never do. Rules of few nodes are off by 0.05
+# where rows say nothing, and are then taken to say nothing; twice that is no error of a rule that sees its integrand.
 _MISSED = 0.1
 _CHUNK = 2**18  # numbers in one array of the nodes of a chunk of clients: as many as caches hold
 

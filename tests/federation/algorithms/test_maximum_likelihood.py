@@ -390,6 +390,26 @@ def test_covariances_of_less_than_full_rank_are_said_within_sixty_rounds() -> No
     assert float(found.correlation.abs().tril(-1).max()) < 0.99
 
 
+def test_a_converged_fit_of_less_than_full_rank_is_said() -> None:
+    """No variance is zero there and no correlation of two is 1, but two combinations explain three coefficients."""
+    generator = np.random.default_rng(322)
+    root, parts = generator.normal(size=(3, 2)), []
+    for k in range(8):
+        x, own = generator.normal(size=(6, 2)), 1 + root @ generator.normal(size=2)
+        y = own[0] + x @ own[1:] + generator.normal(size=6)
+        parts.append(pandas.DataFrame({"site": f"s{k}", "a": x[:, 0], "b": x[:, 1], "y": y}))
+    frame = pandas.concat(parts, ignore_index=True)
+    data = ft.data.from_frame(frame, client="site", formula="y ~ a + b + (1 + a + b | site)")
+    algorithm = ft.maximum_likelihood(hierarchical.regression(data.design))
+    run = ft.run(algorithm, ft.InProcess(data), rounds=60, until=maximised())
+    assert run.number < 60
+    with pytest.warns(RuntimeWarning, match="tell every variance, but .* of the random coefficients 'Intercept', 'a'"):
+        found = estimates(run)
+    assert float(found.sds.min()) > 0.1
+    assert float(torch.linalg.eigvalsh(found.correlation)[0]) < 1e-4
+    assert found.errors.isnan().tolist() == [False] * 3 + [True] * 6 + [False]
+
+
 def test_what_cannot_be_done_is_refused(gaussian: ft.data.FederatedData) -> None:
     with pytest.raises(TypeError, match="Expected a hierarchical model"):
         ft.maximum_likelihood(ft.fedavg)  # type: ignore[arg-type]

@@ -108,6 +108,20 @@ def test_constant_columns_do_not_break_draws() -> None:
     assert bool(after(5, data, 2).normal.covariance.isfinite().all())
 
 
+def test_cells_of_a_constant_column_are_the_constant() -> None:
+    """Whatever its units are: no spread is made up for values that have none."""
+    rows = []
+    for x, y in clients(0.2):
+        same = torch.tensor([5e8, 0.0]).double().repeat(len(x), 1)
+        rows.append((torch.cat([x, torch.where(torch.arange(len(x))[:, None] % 3 == 0, torch.nan, same)], 1), y))
+    normal = after(5, imputation.incomplete(rows), 2).normal
+    width = len(rows[0][0][0])
+    assert normal.mean[:, width - 2].tolist() == pytest.approx([5e8] * 2, rel=1e-12)
+    assert float(normal.mean[:, width - 1].abs().max()) < 1e-70
+    assert float((normal.covariance[:, width - 2, width - 2].sqrt() / 5e8).max()) < 1e-12
+    assert float(normal.covariance[:, width - 1, width - 1].max()) < 1e-150
+
+
 def test_what_has_no_posterior_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one draw, but got draws=0"):
         ft.normal_em(0)

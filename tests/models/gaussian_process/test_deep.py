@@ -153,6 +153,38 @@ def test_intervals_of_new_outputs_cover_what_they_say(likelihood: str) -> None:
     assert float(place.mean()) == pytest.approx(0.5, abs=3 * float(place.mean(1).std()) / math.sqrt(units))
 
 
+@pytest.mark.slow
+def test_intervals_of_two_layers_cover_what_the_docstring_says() -> None:
+    """A warp that sixteen units share is drawn, too; kernels and noise are known, so that only q of both is learnt."""
+    units, size, more, spread = 16, 12, 20, 0.02
+    covered = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        drawn = lambda *shape, of=generator: torch.randn(*shape, generator=of, dtype=DTYPE)
+        grid = torch.linspace(0, 1, 201, dtype=DTYPE)[:, None]
+        eye = 1e-8 * torch.eye(201, dtype=DTYPE)
+        warped = grid + torch.linalg.cholesky(kernel(grid, grid, 0.3, spread) + spread * eye) @ drawn(201, 1)
+        f = (torch.linalg.cholesky(kernel(warped, warped, 0.2) + eye) @ drawn(201, units)).T
+        place = torch.stack([torch.randperm(201, generator=generator)[: size + more] for _ in range(units)])
+        x, y = grid[place], f.gather(1, place) + 0.1 * drawn(units, size + more)
+        module = DeepGP(torch.linspace(0, 1, 12, dtype=DTYPE)[:, None], units * size)
+        with torch.no_grad():
+            module.outer.log_lengthscale.fill_(math.log(0.2))
+            module.inner[0].log_lengthscale.fill_(math.log(0.3))
+            module.inner[0].log_variance.fill_(math.log(spread))
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(name.endswith(("mean", "root")))
+        adam = lambda parameters: torch.optim.Adam(parameters, lr=0.1)
+        local = ft.gradient_descent(module, steps=10, loss=DeepGP.loss, optimizer=adam, reset="never")
+        data = ft.data.from_tensors([(x[k, :size], y[k, :size]) for k in range(units)])
+        personal = ft.personal_layers(local, ("outer.mean", "outer.root"))
+        run = ft.run(personal, ft.InProcess(data), rounds=60, progress=False)
+        places = torch.stack([run.client_module(k).predict(x[k, size:]).cdf(y[k, size:]) for k in range(units)])
+        covered.append(float(((places > 0.025) & (places < 0.975)).to(DTYPE).mean()))
+    assert 0.80 < min(covered) <= max(covered) < 0.98
+    assert sum(covered) / 3 < 0.94  # less than what they say
+
+
 @pytest.mark.parametrize("inducing", [PLACES, torch.cat([PLACES, PLACES.flip(0).square()], 1)], ids=["one", "two"])
 @torch.no_grad()
 def test_one_layer_is_gpytorchs_sparse_process(inducing: Tensor) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from scipy.special import log_expit
-from scipy.stats import norm, qmc
+from scipy.special import gammaln, log_expit
+from scipy.stats import norm, qmc, t as student
 
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import corrected, settled
@@ -119,7 +119,7 @@ def test_what_follows_a_separated_fit() -> None:
     run = fitted(frame, "died ~ age + device + (1 | site)", "logistic")
     table, (message,) = summary(run)
     assert "(separated" in message
-    given = corrected(run, points=1024)
+    given = corrected(run, points=2048)
     mean, sd, _ = of_the_device(frame, table, "logistic")
     with pytest.warns(RuntimeWarning, match="rests on the prior; merge levels"):
         found = run.summary(given=given).loc["device[T.new]"]
@@ -167,6 +167,84 @@ def test_clients_without_a_mixed_response(kind: str, size: int, variance: float,
     np.testing.assert_allclose(found.covariances[0, 0].diagonal().sqrt().numpy() / sd, 1, atol=tolerance)
     evidence = float(model.log_factor(phi, rows)) - np.log(np.exp(log).mean())
     assert abs(evidence) < tolerance
+
+
+def random_design(seed: int, size: int) -> tuple[str, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A client of 1 to 60 rows: family, mean and variance of its coefficients, 0.05 to 400, columns and responses.
+
+    Responses are mixed, all events, none, or one.
+    """
+    rng = np.random.default_rng((seed, size))
+    rows, variance = int(np.exp(rng.uniform(0, np.log(60)))), np.exp(rng.uniform(np.log(0.05), np.log(400), size))
+    mean = rng.normal(size=size) * np.minimum(variance, 4) ** 0.5
+    x = np.c_[np.ones(rows), rng.normal(size=(rows, size - 1))]
+    eta = np.clip(x @ (mean + np.minimum(variance**0.5, 1.5) * rng.normal(size=size)), -6, 4)
+    kind, of = ("logistic", "poisson")[seed % 2], seed // 2 % 4
+    y = rng.binomial(1, 1 / (1 + np.exp(-eta))) if kind == "logistic" else rng.poisson(np.exp(eta))
+    y = [y, np.zeros(rows), np.maximum(y, 1), np.arange(rows) == 0][of] * 1.0
+    return kind, mean, variance, x, y
+
+
+def importance(
+    kind: str, mean: np.ndarray, variance: np.ndarray, x: np.ndarray, y: np.ndarray
+) -> tuple[float, np.ndarray, np.ndarray, float]:
+    """Log evidence, mean, sds and effective size: Sobol points, half of the prior, half of a t density at the mode."""
+    columns, size = x * variance**0.5, len(mean)
+    rate = (lambda eta: 1 / (1 + np.exp(-eta))) if kind == "logistic" else (lambda eta: np.exp(np.minimum(eta, 300)))
+
+    def log(z: np.ndarray) -> np.ndarray:
+        eta = x @ mean + z @ columns.T
+        ratio = np.logaddexp(0, eta) if kind == "logistic" else rate(eta)
+        return (y * eta - ratio).sum(-1) - 0.5 * (z**2).sum(-1)
+
+    mode = np.zeros(size)
+    for _ in range(200):
+        p = rate(x @ mean + columns @ mode)
+        bend = columns.T * (p * (1 - p) if kind == "logistic" else p) @ columns + np.eye(size)
+        step, share = np.linalg.solve(bend, columns.T @ (y - p) - mode), 1.0
+        while log(mode + share * step) < log(mode) and share > 1e-10:
+            share /= 2
+        mode = mode + share * step
+    half = 1.2 * np.linalg.cholesky(np.linalg.inv(bend))
+    u = np.clip(qmc.Sobol(size + 1, seed=1).random_base2(14), 1e-12, 1 - 1e-12)
+    z = np.where(u[:, :1] < 0.5, norm.ppf(u[:, 1:]), mode + student.ppf(u[:, 1:], 4) @ half.T)
+    away = np.linalg.solve(half, (z - mode).T).T
+    both = [norm.logpdf(z).sum(1), student.logpdf(away, 4).sum(1) - np.log(half.diagonal()).sum()]
+    ratio = log(z) - 0.5 * size * np.log(2 * np.pi) - np.logaddexp(*both) + np.log(2)
+    weights = np.exp(ratio - ratio.max())
+    evidence, share = ratio.max() + np.log(weights.mean()), weights / weights.sum()
+    theta = mean + variance**0.5 * z
+    centre = share @ theta
+    return evidence, centre, np.sqrt(share @ (theta - centre) ** 2), 1 / (share**2).sum()
+
+
+@pytest.mark.parametrize(
+    ("size", "tolerance"),
+    [
+        (1, 0.03),
+        pytest.param(2, 0.03, marks=pytest.mark.slow),
+        pytest.param(3, 0.1, marks=pytest.mark.slow),
+        pytest.param(4, 0.15, marks=pytest.mark.slow),
+    ],
+)
+def test_clients_of_random_designs_have_their_moments(size: int, tolerance: float) -> None:
+    """In sds of what is exact, by draws whose own error is 0.01; designs that no constant was chosen by."""
+    worst = 0.0
+    for seed in range(48):
+        kind, mean, variance, x, y = design = random_design(seed, size)
+        evidence, centre, sds, effective = importance(*design)
+        assert effective > 500
+        make: Callable[..., Any] = getattr(generalised, kind)
+        model = make(hierarchical.normal(size))
+        rows = model.prepare(ft.data.from_tensors([(torch.tensor(x), torch.tensor(y))]).stack([0]))
+        phi = torch.tensor(np.r_[mean, np.log(variance)])[None, None]
+        found = model.given(phi, torch.ones(1, 1).double(), rows)
+        moved = (found.means[0, 0].numpy() - centre) / sds
+        ratio = found.covariances[0, 0].diagonal().sqrt().numpy() / sds - 1
+        log = float(model.log_factor(phi, rows)) - evidence
+        log += gammaln(y + 1).sum() if kind == "poisson" else 0.0
+        worst = max(worst, abs(moved).max(), abs(ratio).max(), abs(log))
+    assert worst < tolerance
 
 
 @pytest.mark.parametrize("inner", ["default", gauss_hermite(1, 25)])

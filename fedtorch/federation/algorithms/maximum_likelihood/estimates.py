@@ -107,7 +107,7 @@ def estimates(run: Run, *, tolerance: float = 1e-8) -> Maximum:
     return Maximum(
         model.names,
         phi,
-        _covariance(run, problem, best, warns=not dependent),
+        _covariance(run, problem, best, tolerance, warns=not dependent),
         float(best.value),
         model.hierarchy.covariance(zeta[:scales]),
         float((zeta[-1] / 2).exp()) if learnt else None,
@@ -212,7 +212,7 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
     elif not maximised(tolerance)({"gain": [float(server.gain)]}):
         warnings.warn(
             f"Not converged after {run.number} rounds: another step would add {float(server.gain):.2g} to the log "
-            f"likelihood; {_of_singular(run, problem, best.at)}",
+            f"likelihood; {_of_singular(run, problem, best.at) or 'allow more rounds'}",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -220,21 +220,21 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
 
 
 def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
-    """Return advice for a fit that has not converged; it names the coefficients whose covariance is singular."""
+    """Name the coefficients whose covariance is singular, and say what helps; "" where it is of full rank."""
     hierarchy, means = problem.model.hierarchy, problem.means
     place = torch.tensor(hierarchy.random, dtype=torch.int64)
     if len(place) < 2 or not hierarchy.coefficients:
-        return "allow more rounds"
+        return ""
     spread = hierarchy.covariance(problem.phi(at)[means : len(hierarchy.names)])[place[:, None], place]
     sds = spread.diagonal().sqrt()
     values, vectors = torch.linalg.eigh(spread / torch.outer(sds, sds))
     if bool(values[0] > _FLAT):
-        return "allow more rounds"
+        return ""
     involved = taking_part([coefficient_names(run)[j] for j in hierarchy.random], vectors[:, values <= _FLAT])
     return (
         f"the covariance of the random coefficients {', '.join(involved)} is singular, as where fewer of them explain "
-        "all (a singular fit), and likelihoods go on rising slowly there: leave one of them, or their correlations, "
-        "out, or give it a prior and use ft.ep"
+        "all (a singular fit), where likelihoods rise slowly and variances have no standard errors: leave one of them, "
+        "or their correlations, out, or give it a prior and use ft.ep"
     )
 
 
@@ -255,7 +255,7 @@ def _of_dependence(run: Run, model: Model) -> str:
     )
 
 
-def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Tensor:
+def _covariance(run: Run, problem: Problem, best: Expansion, tolerance: float, warns: bool) -> Tensor:
     """Return the covariance of φ, with NaN for what the likelihood does not know, of which it may warn."""
     means, curvature = problem.means, best.curvature
     seen = curvature.diagonal() * run.server.best.steps.square().cpu()  # of an empty column there is rounding only
@@ -280,6 +280,10 @@ def _covariance(run: Run, problem: Problem, best: Expansion, warns: bool) -> Ten
         )
     slopes = torch.autograd.functional.jacobian(problem.phi, best.at)
     unknown = (slopes[:, ~known] != 0).any(1)
+    if bool(known.all()) and (singular := _of_singular(run, problem, best.at)):
+        unknown[means : len(problem.model.hierarchy.names)] = True
+        if warns and maximised(tolerance)({"gain": [float(run.server.gain)]}):
+            warnings.warn(f"Expected clients that tell every variance, but {singular}", RuntimeWarning, stacklevel=3)
     covariance = slopes @ inverse @ slopes.mT
     return covariance.masked_fill(unknown[:, None] | unknown, torch.nan)
 

@@ -121,17 +121,17 @@ def test_sds_of_four_random_coefficients_are_those_of_a_dense_density(seed: int)
             value = value + torch.distributions.MultivariateNormal(phi[:, :4] @ rows.T, spread).log_prob(response)
         return value
 
-    z = draw(4000, 8)
-    z = z / draw(4000, 6).square().mean(1).sqrt()[:, None]
+    z = draw(16_000, 8)
+    z = z / draw(16_000, 6).square().mean(1).sqrt()[:, None]
     phi = q.mean + z @ torch.linalg.cholesky(1.2 * q.covariance).T
     share = (log_density(phi) + 7 * (z.square().sum(1) / 6).log1p()).softmax(0)
-    assert float(1 / share.square().sum()) > 1500  # so that an sd has an error of 2 %
+    assert float(1 / share.square().sum()) > 8000  # so that an sd has an error of 0.8 %, and a mean one of 0.011 sds
     away = phi - share @ phi
     ratio = q.covariance.diagonal().sqrt() / (share @ away.square()).sqrt()
-    assert float(ratio[:4].min()) > 0.9 - 0.04
-    assert float(ratio[:4].max()) < 1.1 + 0.04
+    assert float(ratio[:4].min()) > 0.9
+    assert float(ratio[:4].max()) < 1.1
     shift = (q.mean - share @ phi) / q.covariance.diagonal().sqrt()
-    assert float(shift[:4].abs().max()) < 0.25
+    assert float(shift[:4].abs().max()) < 0.25  # by which an interval of 95 % still covers 94.3 %
 
 
 def tiny(seed: int) -> tuple[ft.data.FederatedData, np.ndarray]:

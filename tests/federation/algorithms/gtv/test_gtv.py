@@ -24,6 +24,7 @@ import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.federation.exchanges.exchange import Sent
 from fedtorch.networks import solvers
+from fedtorch.random.named import numbers
 
 SIZES = [7, 4, 9, 5, 12, 6, 8, 5]
 N = len(SIZES)
@@ -235,6 +236,35 @@ def test_a_sum_is_always_that_of_the_last_values_heard() -> None:
         sent = done.clients.table.read(slice(0, N)).parameters["weight"][:, 0]
         out_of_step |= distance(heard, NETWORK.adjacency().to_dense() @ sent) > 1e-3
     assert out_of_step  # messages were really lost and late
+
+
+def test_lossy_edges_are_a_plain_simulation_of_letters() -> None:
+    """Nodes with a box for each neighbour, letters that fly, and who is active: all else is the test's own loop."""
+    loss, delay, n, at = 0.3, 2, torch.tensor(SIZES), NETWORK.adjacency().to_dense()
+    algorithm = relax() | ft.unreliable_edges(NETWORK, loss=loss, delay=delay)
+    start = torch.full((3,), 1.0, dtype=torch.float64)
+    w, written = start.repeat(N, 1), [0] * N
+    box = {(i, j): (0, start) for i in range(N) for j in at[i].nonzero()[:, 0].tolist()}
+    names, flying, late, lost = numbers(NETWORK.names), [], 0, 0
+    run = ft.Run(algorithm, ft.InProcess(BARE), {"weight": start[None]}, cohort=5, seed=6)
+    for done in run.rounds(20):
+        key, before = done.server.keys[(done.number - 1) % (delay + 1)], dict(box)
+        for i in done.ids.tolist():
+            x, y = BARE[i]
+            near = [j for k, j in box if k == i]
+            pull = sum(at[i, j] * before[i, j][1] for j in near)
+            own = x.T @ x / n[i] + ALPHA * at[i].sum() * torch.eye(3).double()
+            w[i], written[i] = torch.linalg.solve(own, x.T @ y.flatten() / n[i] + ALPHA * pull), written[i] + 1
+            for j in near:
+                drawn = [random.fold_in(random.fold_in(random.fold_in(key, p), names[i]), names[j]) for p in (0, 1)]
+                gone, waits = bool(random.bernoulli(drawn[0], loss)), int(random.randint(drawn[1], delay + 1))
+                late, lost = late + (waits > 0), lost + gone
+                flying += [] if gone else [(done.number + waits, written[i], i, j, w[i].clone())]
+        for _, number, i, j, value in (letter for letter in flying if letter[0] == done.number):
+            if number > box[j, i][0]:
+                box[j, i] = number, value
+        assert distance(models(done, algorithm), w) < ROUNDING
+    assert min(late, lost) > 50
 
 
 def test_edges_that_lose_nothing_change_nothing() -> None:
