@@ -27,6 +27,7 @@ LAYERS = (
         "dispatch",
         "exact",
         "programs",
+        "_devices",
         "_files",
         "tables",
         "functional",

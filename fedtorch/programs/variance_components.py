@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fedtorch.dispatch import compiled
 from fedtorch.programs.engine import Program, program
+from fedtorch.programs.exact_sums import product
 from fedtorch.programs.philox import logarithm
 
 _LANES = 8
@@ -54,8 +55,9 @@ def _factorised(nodes_of, about, node, matrices, matrix, inverse, misfit, room, 
             misfit[a, lane] = centre[a]
         for j in range(len(origin)):
             x = inputs[at, j] - origin[j]
-            for a in range(size):
-                misfit[a, lane] -= x * slope[j, a]
+            for a in range(size):  # products that nearly cancel the centre are not rounded
+                rounded, error = product(x, slope[j, a])
+                misfit[a, lane] = (misfit[a, lane] - rounded) - error
     at = 0
     for a in range(size):
         for b in range(a + 1):
