@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 MOST_LEVELS = 1000
 _LONGEST_NAME = 1000
 _SMALLEST, _LARGEST = 1e-100, 1e100  # numbers but 0: beyond these it would be told of a row's value by its overflow
-_RANGE = f"0 or from {_SMALLEST:g} to {_LARGEST:g} in size"
 
 
 class Levels(NamedTuple):
@@ -132,7 +131,7 @@ def _check(good: bool, name: Any, wanted: str, got: Any = "") -> None:
     if not good:
         raise ValueError(
             f"Expected {wanted} in the encoding of {str(name)[:80]!r}, but got {str(got)[:200] or 'something else'}; "
-            "agree on the encoding again"
+            f"agree on the encoding again, by numbers that are 0 or from {_SMALLEST:g} to {_LARGEST:g} in size"
         )
 
 
@@ -154,7 +153,7 @@ def _check_levels(name: str, value: Levels) -> None:
 
 def _check_spline(name: str, value: Spline) -> None:
     _check(isinstance(value.knots, tuple) and _finite(*value.knots, value.lower, value.upper),
-           name, f"knots, {_RANGE}", value)  # fmt: skip
+           name, "knots", value)  # fmt: skip
     ordered = [value.lower, *value.knots, value.upper]
     _check(
         value.lower < value.upper and ordered == sorted(ordered), name, "ascending knots between the bounds", ordered
@@ -166,15 +165,15 @@ def _check_polynomial(name: str, value: Polynomial) -> None:
     rows = value.coefficients
     _check(isinstance(rows, tuple) and len(rows) >= 1, name, "coefficients of polynomials", rows)
     good = all(isinstance(row, tuple) and len(row) == len(rows) + 1 and _finite(*row) for row in rows)
-    _check(good, name, f"coefficients ({len(rows)}, {len(rows) + 1}), {_RANGE}", rows)
+    _check(good, name, f"coefficients ({len(rows)}, {len(rows) + 1})", rows)
 
 
 def _check_scale(name: str, value: Scale) -> None:
-    _check(_finite(*value) and value.sd > 0, name, f"a finite mean and a positive sd, {_RANGE}", tuple(value))
+    _check(_finite(*value) and value.sd > 0, name, "a finite mean and a positive sd", tuple(value))
 
 
 def _check_number(name: str, value: Any) -> None:
-    _check(_finite(value), name, f"a finite number, {_RANGE}", value)
+    _check(_finite(value), name, "a finite number", value)
 
 
 _CHECKS: dict[type, Callable[[str, Any], None]] = {
