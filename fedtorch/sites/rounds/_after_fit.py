@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _MOST_NODES = 2**16  # of the mixtures that sites tell
 _BY_DRAW = ("densities", "margins", "checks")  # what is told as sums over rows at draws
 _MOST_BESIDE = 100  # other runs in one question
+_MOST_APART = 3  # models of one question that may predict rows differently, such as one without the best covariate
 
 
 def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
@@ -81,8 +82,9 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
     """Refuse draws at which sums over rows would tell single rows: more of them than a posterior needs, or others.
 
     A sum at a draw of large coefficients counts the rows on one side of a plane, or in a slab. Draws of one posterior
-    move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart. Models
-    that are compared are held to the same together, else each of a hundred could have a plane of its own.
+    move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart. More
+    than a few models that are compared are held to the same together, else each of a hundred could have a plane of its
+    own. A few tell what one question at a single draw tells anyway, whether somebody is in one slab.
 
     Raises:
         Refusal: they are too many, or too far apart.
@@ -109,10 +111,10 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
             "draws are of a posterior that its rows are in; ask with those of a run that has converged, and of fewer "
             "coefficients where rows say little of some"
         )
-    if not bool(between.all()):
+    if len(every) > _MOST_APART and not bool(between.all()):
         raise Refusal(
-            f"the site tells {told} of models together that predict its rows alike, and those of this question are "
-            "further apart; ask of fewer models together, or of each alone, such as by loo(run)"
+            f"the site tells {told} of more than {_MOST_APART} models together where they predict its rows alike, and "
+            f"those of this question are further apart; compare at most {_MOST_APART} of them at a time"
         )
 
 

@@ -143,7 +143,8 @@ def densities(site: Site, phi: Tensor, draws: int = 2) -> Tensor:
     """Sums of log densities at values of the coefficients `(P, 3)`, of up to 99 models in a question, `(P,)`."""
     told = []
     for part in phi.split(99):
-        sent, described = {}, [_described(site.run)] * (len(part) - 1)
+        sent: dict[str, Tensor] = {}
+        described = [_described(site.run)] * (len(part) - 1)
         for end, one in zip([*(f" {i}" for i in range(len(described))), ""], part, strict=True):
             sent |= {f"phi{end}": one.expand(draws, 3).clone(), f"key{end}": ft.random.key(0)}
         about = {"method": "waic", "beside": described}
@@ -169,7 +170,7 @@ def by_second_differences(site: Site, steepness: float = 1e6, width: float = 1e-
 def test_log_densities_of_models_at_planes_beside_each_person_tell_who_is_there() -> None:
     """Each of a hundred models in one question has a plane of its own, at which its draws are all the same."""
     assert by_second_differences(fitted(DENSITIES._replace(minimum=1))) >= 0.95 * PEOPLE
-    with pytest.raises(RuntimeError, match=r"of models together that predict its rows alike, and those of this .*loo"):
+    with pytest.raises(RuntimeError, match=r"of more than 3 models together where they predict its rows alike, and"):
         by_second_differences(fitted(DENSITIES))
 
 
@@ -189,6 +190,17 @@ def test_draws_for_log_densities_are_those_of_one_posterior_in_each_model() -> N
             )
     with pytest.raises(RuntimeError, match=r"no more than 100 draws in one question, but was sent 101"):
         ft.inference.loo(site.run, draws=101, tolerance=torch.inf)
+
+
+def test_three_models_that_are_far_apart_are_compared_and_four_are_not() -> None:
+    """A covariate may explain nearly all of a response. Three planes tell of one person, as one draw does."""
+    site = fitted(DENSITIES)
+    own = posterior_of(site.run.algorithm).draws(site.run, 1, None, torch.inf, 0).sent["phi"]
+    four = torch.cat([own, slabs(site.people, 0)[:3]])
+    assert densities(site, four[:3]).isfinite().all()
+    with pytest.raises(RuntimeError, match="compare at most 3 of them at a time"):
+        densities(site, four)
+    assert densities(site, own.expand(9, 3)).unique().shape == (1,)
 
 
 def test_accuracy_of_ordinary_use_is_told() -> None:
