@@ -50,8 +50,8 @@ class Disclosure(NamedTuple):
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
         """Raise `Refused` for a formula that reads other columns, and for a smaller minimum.
 
-        Columns of names are others, unless they are listed: as levels of a factor they would tell names, and one row's
-        by a coefficient of its own.
+        The columns of clients and persons are among the others unless they are listed: a level that is declared would
+        tell whether somebody of that name is there.
         """
         if minimum < self.minimum:
             raise Refused(

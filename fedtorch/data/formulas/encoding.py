@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 MOST_LEVELS = 1000
 _LONGEST_NAME = 1000
-_SMALLEST, _LARGEST = 1e-100, 1e100  # numbers but 0: beyond these it would be told of a row's value by its overflow
+_SMALLEST, _LARGEST = 1e-100, 1e100  # numbers but 0: beyond these rows may overflow, which tells of them
 
 
 class Levels(NamedTuple):
@@ -152,8 +152,7 @@ def _check_levels(name: str, value: Levels) -> None:
 
 
 def _check_spline(name: str, value: Spline) -> None:
-    _check(isinstance(value.knots, tuple) and _finite(*value.knots, value.lower, value.upper),
-           name, "knots", value)  # fmt: skip
+    _check(isinstance(value.knots, tuple) and _finite(*value.knots, value.lower, value.upper), name, "knots", value)
     ordered = [value.lower, *value.knots, value.upper]
     _check(
         value.lower < value.upper and ordered == sorted(ordered), name, "ascending knots between the bounds", ordered

@@ -125,9 +125,9 @@ def _apart(drawn: list[Drawn]) -> Tensor:
     the same, however many draws it has. They are in units of the response's noise, of the draw that has least, where
     its family has one. Of ordered responses the predictor is that of the threshold at which it varies most.
     """
-    families: dict[str, list[int]] = {}
+    families: dict[tuple[Any, ...], list[int]] = {}
     for number, one in enumerate(drawn):
-        families.setdefault(one.family.name, []).append(number)
+        families.setdefault((one.family.name, *one.scale.shape[2:]), []).append(number)
     mask = drawn[0].mask
     total = torch.zeros(len(mask), len(drawn) + len(families), dtype=torch.float64)
     for place, members in enumerate(families.values(), len(drawn)):
@@ -135,7 +135,8 @@ def _apart(drawn: list[Drawn]) -> Tensor:
         for part in max(models, key=lambda one: one.theta.shape[1]).parts():
             near = models[0].predictor(part)[..., :1]  # from which differences have more digits than far values
             planes = [_planes(one, part, near) for one in models]
-            units = [one.scales(part).amin(-1) if one.family.precise else torch.ones(()) for one in models]
+            known = [one.scales(part).amin(-1) if one.family.precise else torch.ones(()) for one in models]
+            units = [unit.expand_as(mask[:, part]) for unit in known]  # of a row, where it has a weight
             each = torch.stack([values.var(2, correction=0) for values in planes], -1)
             means = torch.stack([values.mean(2) for values in planes], -1)
             joint = (each.mean(-1) + means.var(-1, correction=0)).amax(-1) / torch.stack(units).amin(0)

@@ -43,9 +43,7 @@ class Policy(NamedTuple):
     remember_sums: bool = True  # in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
     minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
-    columns: tuple[str, ...] | None = (
-        None  # of a frame that formulas may read; None for all but those of clients and persons
-    )
+    columns: tuple[str, ...] | None = None  # that formulas may read; None for all but those of clients and persons
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
     draws: int = (
@@ -190,6 +188,8 @@ def check_sizes(sent: Tree) -> None:
             continue
         shared = values[:1] if values.ndim and values.stride(0) == 0 else values  # the same for all clients
         low, high = shared.aminmax()
+        if bool(low.isnan()):
+            low, high = shared.nan_to_num(0.0, torch.inf, -torch.inf).aminmax()
         most = _LARGEST[values.dtype]
         if bool(low < -most) or bool(high > most):
             raise Refusal(

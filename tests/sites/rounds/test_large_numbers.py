@@ -81,4 +81,4 @@ def test_the_largest_number_of_each_kind(dtype: torch.dtype, least: float) -> No
     )
     for value in (least, -least, torch.inf):
         with pytest.raises(Refusal, match="a number in 'w' that is larger"):
-            check_sizes({"w": torch.tensor([0.0, value], dtype=torch.float64).to(dtype).expand(3, 2)})
+            check_sizes({"w": torch.tensor([torch.nan, value], dtype=torch.float64).to(dtype).expand(3, 2)})
