@@ -15,6 +15,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,11 +28,13 @@ from fedtorch.data.agreement.histogram import Histogram, behind, histogram
 from fedtorch.data.bad_clients import without_rows
 from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.design import Design
+from fedtorch.data.formulas.encoding import Scale
 from fedtorch.data.formulas.grammar import Formula, Quantity
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.requirements import Requirements, requirements
 
 _LOG = logging.getLogger(__name__)
+_LARGEST = 100.0  # the decimal logarithm of what a design may make of numbers of about one
 
 
 class Answers:
@@ -102,6 +105,7 @@ class Answers:
             raise Refused(str(error)) from None
         formula = self._formula(design.formula)
         self.disclosure.check(self.disclosure.minimum, design.reads)
+        _check_sizes(design)
         self._has(design.reads)
         self._log.count(text, self.disclosure.designs)
         for column, levels in design.encoding.levels.items():
@@ -212,6 +216,34 @@ class Answers:
 
 
 _STEPS = {"describe": Answers.describe, "make": Answers.make}
+
+
+def _check_sizes(design: Design) -> None:
+    """Refuse a design whose centres and scales make large numbers together, of which rows may overflow.
+
+    A design comes from the server. Whether rows overflow by it would tell how large the largest value is.
+    """
+    encoding = design.encoding
+    for column in design.made:
+        size = _size(encoding.standard.get(column.name))
+        for variable in (part.variable for part in column.parts):
+            if variable.function in ("center", "scale"):
+                scale = encoding.scales[variable.name]
+                size += _size(scale if variable.function == "scale" else Scale(scale.mean, 1.0))
+            elif variable.function == "poly":
+                mean, sd, coefficients = encoding.polynomials[variable.name]
+                largest = max(abs(number) for row in coefficients for number in row)
+                size += len(coefficients) * _size(Scale(mean, sd)) + max(0.0, math.log10(largest or 1.0))
+        if size > _LARGEST:
+            raise Refused(
+                f"the design makes numbers of about 1e{size:.0f} of the column {column.name!r}, and the site makes "
+                f"none beyond 1e{_LARGEST:.0f} by centres and scales; agree on the encoding again"
+            )
+
+
+def _size(scale: Scale | None) -> float:
+    """Return the decimal logarithm of what numbers of about one become by a centre and a scale, at least 0."""
+    return 0.0 if scale is None else max(0.0, math.log10(1.0 + abs(scale.mean)) - math.log10(scale.sd))
 
 
 def described(formula: Formula, needs: Requirements, also: Sequence[str]) -> tuple[Quantity, ...]:

@@ -11,13 +11,13 @@ True
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 MOST_LEVELS = 1000
 _LONGEST_NAME = 1000
+_SMALLEST, _LARGEST = 1e-100, 1e100  # numbers but 0: beyond these rows may overflow, which tells of them
 
 
 class Levels(NamedTuple):
@@ -131,12 +131,15 @@ def _check(good: bool, name: Any, wanted: str, got: Any = "") -> None:
     if not good:
         raise ValueError(
             f"Expected {wanted} in the encoding of {str(name)[:80]!r}, but got {str(got)[:200] or 'something else'}; "
-            "agree on the encoding again"
+            f"agree on the encoding again, by numbers that are 0 or from {_SMALLEST:g} to {_LARGEST:g} in size"
         )
 
 
 def _finite(*values: Any) -> bool:
-    return all(isinstance(value, (int, float)) and math.isfinite(value) for value in values)
+    """Return whether values are numbers that are finite, and 0 or neither too small nor too large."""
+    return all(
+        isinstance(value, (int, float)) and (value == 0 or _SMALLEST <= abs(value) <= _LARGEST) for value in values
+    )
 
 
 def _check_levels(name: str, value: Levels) -> None:

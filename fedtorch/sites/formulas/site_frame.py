@@ -40,7 +40,7 @@ class SiteFrame:
         self._path = None if folder is None else folder / _FILE
         self._answers: Answers | None = None
         if configuration.frame is not None:
-            limits = Disclosure(policy.minimum, policy.columns, policy.designs, policy.person)
+            limits = Disclosure(policy.minimum, policy.columns, policy.designs, policy.person, configuration.client)
             self._answers = Answers(configuration.frame, limits, folder)
             if self._path is not None and self._path.exists():
                 self._make(Design.from_json(files.read_json(self._path)["design"]))

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     from fedtorch.federation.runs.holders import Holder, Kind
 
 _MOST_NODES = 2**16  # of the mixtures that sites tell
-_BY_DRAW = ("margins", "checks")  # what is told as a sum over rows for each draw
+_BY_DRAW = ("densities", "margins", "checks")  # what is told as sums over rows at draws
 _MOST_BESIDE = 100  # other runs in one question
+_MOST_APART = 3  # models of one question that may predict rows differently, such as one without the best covariate
 
 
 def scoring(algorithm: Algorithm, wanted: Mapping[str, Any]) -> Callable[[Tree, ClientData], Tree]:
@@ -81,42 +82,74 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
     """Refuse draws at which sums over rows would tell single rows: more of them than a posterior needs, or others.
 
     A sum at a draw of large coefficients counts the rows on one side of a plane, or in a slab. Draws of one posterior
-    move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart.
+    move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart. More
+    than a few models that are compared are held to the same together, else each of a hundred could have a plane of its
+    own. A few tell what one question at a single draw tells anyway, whether somebody is in one slab.
 
     Raises:
         Refusal: they are too many, or too far apart.
     """
     if kind.tells not in _BY_DRAW or "phi" not in sent:
         return
-    told = AFTER_FIT[kind.tells]
-    if len(sent["phi"]) > policy.draws:
+    told, every = AFTER_FIT[kind.tells], [*holder.beside, (holder, sent)]
+    if (most := max(len(its["phi"]) for _, its in every)) > policy.draws:
         raise Refusal(
             f"the site tells {told} at no more than {policy.draws} draws in one question, but was sent "
-            f"{len(sent['phi'])}; ask with fewer, such as by draws=; its side would allow it by a larger Policy(draws=)"
+            f"{most}; ask with fewer, such as by draws=; its side would allow it by a larger Policy(draws=)"
         )
     if policy.minimum == 1:
         return
-    apart, counts = by_client_of(holder, [holder.data], [sent_draws(holder, sent).at], _apart), holder.data.counts
-    alone = (apart / counts)[counts >= policy.minimum] if kind.by_client else apart[:0]
-    if not bool((torch.cat([alone, apart.sum()[None] / counts.sum()]) <= APART**2).all()):
+    sources, counts = [sent_draws(one, its).at for one, its in every], holder.data.counts[:, None]
+    apart = by_client_of(holder, [one.data for one, _ in every], sources, _apart)
+    alone = (apart / counts)[counts[:, 0] >= policy.minimum] if kind.by_client else apart[:0]
+    within, between = (torch.cat([alone, apart.sum(0, keepdim=True) / counts.sum()]) <= APART**2).split(
+        [len(every), apart.shape[1] - len(every)], dim=1
+    )
+    if not bool(within.all()):
         raise Refusal(
             f"the site tells {told} at draws of one posterior, and those of this question are further apart than "
             "draws are of a posterior that its rows are in; ask with those of a run that has converged, and of fewer "
             "coefficients where rows say little of some"
         )
+    if len(every) > _MOST_APART and not bool(between.all()):
+        raise Refusal(
+            f"the site tells {told} of more than {_MOST_APART} models together where they predict its rows alike, and "
+            f"those of this question are further apart; compare at most {_MOST_APART} of them at a time"
+        )
 
 
 def _apart(drawn: list[Drawn]) -> Tensor:
-    """Return the sums over clients' rows of the variances of a row's predictor over the draws, `(K,)`.
+    """Return sums over clients' rows of the variances of a row's predictor over draws, `(K, models + families)`.
 
-    They are in units of the response's noise, of the draw that has least, where its family has one.
+    They are those over the draws of each model, and then over those of all models of a family, each of which counts
+    the same, however many draws it has. They are in units of the response's noise, of the draw that has least, where
+    its family has one. Of ordered responses the predictor is that of the threshold at which it varies most.
     """
-    every = drawn[0]
-    total = torch.zeros(len(every.mask), dtype=torch.float64)
-    for part in every.parts():
-        unit = every.scales(part).amin(-1) if every.family.precise else torch.ones(())
-        total += masked_sum(every.predictor(part).var(-1, correction=0) / unit, every.mask[:, part])
+    families: dict[tuple[Any, ...], list[int]] = {}
+    for number, one in enumerate(drawn):
+        families.setdefault((one.family.name, *one.scale.shape[2:]), []).append(number)
+    mask = drawn[0].mask
+    total = torch.zeros(len(mask), len(drawn) + len(families), dtype=torch.float64)
+    for place, members in enumerate(families.values(), len(drawn)):
+        models = [drawn[number] for number in members]
+        for part in max(models, key=lambda one: one.theta.shape[1]).parts():
+            near = models[0].predictor(part)[..., :1]  # from which differences have more digits than far values
+            planes = [_planes(one, part, near) for one in models]
+            known = [one.scales(part).amin(-1) if one.family.precise else torch.ones(()) for one in models]
+            units = [unit.expand_as(mask[:, part]) for unit in known]  # of a row, where it has a weight
+            each = torch.stack([values.var(2, correction=0) for values in planes], -1)
+            means = torch.stack([values.mean(2) for values in planes], -1)
+            joint = (each.mean(-1) + means.var(-1, correction=0)).amax(-1) / torch.stack(units).amin(0)
+            own = each.amax(2) / torch.stack(units, -1)
+            total[:, members] += masked_sum(own, mask[:, part])
+            total[:, place] += masked_sum(joint, mask[:, part])
     return total
+
+
+def _planes(drawn: Drawn, part: slice, near: Tensor) -> Tensor:
+    """Return by how much predictors of some rows are above `near`, before and after thresholds, `(K, n, S, planes)`."""
+    eta = (drawn.predictor(part) - near)[..., None]
+    return eta if drawn.scale.ndim == 2 else torch.cat([eta, eta - drawn.scale[:, None]], -1)
 
 
 def answer(
@@ -125,6 +158,7 @@ def answer(
     sent: Mapping[str, Tensor],
     holder: Holder,
     configured: Callable[[str | None], SiteConfiguration],
+    policy: Policy,
 ) -> bytes:
     """Return a site's answer.
 
@@ -133,9 +167,10 @@ def answer(
         kind, sent: the question.
         holder: the site in this run.
         configured: design of a formula, as JSON -> the configuration with rows by it, for other runs.
+        policy: of the site.
 
     Raises:
-        Refusal: the site cannot, or other runs are of algorithms, rows or clients that it does not have.
+        Refusal: the site cannot or may not, or other runs are of algorithms, rows or clients that it does not have.
     """
     from fedtorch.federation.runs.holders import Unanswerable, sent_beside
 
@@ -146,8 +181,10 @@ def answer(
             raise Refusal("the site's rows of another model are not of the same clients, or not as many")
         one = holder._replace(algorithm=built(its, other)[0], data=its.data)
         beside.append((one, sent_beside(sent, number)))
+    holder = holder._replace(beside=beside)
+    check_draws(kind, sent, holder, policy)
     try:
-        told = kind.answer(holder._replace(beside=beside), sent, frame.names("about"))
+        told = kind.answer(holder, sent, frame.names("about"))
     except Unanswerable as error:
         raise Refusal(str(error)) from error
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1

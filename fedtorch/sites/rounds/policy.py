@@ -19,11 +19,12 @@ from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _SECONDS = 30.0  # for another process of the site that counts
+_LARGEST = {torch.float64: 1e100, torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 65504.0}
 
 
 AFTER_FIT = {
     "effects": "the posterior of each of its clients' coefficients",
-    "densities": "sums over its rows of log densities at draws",
+    "densities": "sums over its rows of log densities",
     "margins": "sums over its rows of changes of the mean response",
     "checks": "sums over its rows of responses, observed and drawn anew",
 }
@@ -42,10 +43,12 @@ class Policy(NamedTuple):
     remember_sums: bool = True  # in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
     minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
-    columns: tuple[str, ...] | None = None  # of a frame that formulas may read; None for all
+    columns: tuple[str, ...] | None = None  # that formulas may read; None for all but those of clients and persons
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
-    draws: int = 1000  # in a question for "margins" or "checks", a sum over rows for each of which leaves
+    draws: int = (
+        1000  # of a model, in a question for "densities", "margins" or "checks", which are told as sums over rows
+    )
     person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
@@ -171,6 +174,28 @@ class Watch:
     def _counts(self, budget: Budget) -> bool:
         """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
+
+
+def check_sizes(sent: Tree) -> None:
+    """Refuse tensors of the server with numbers so large that whether rows overflow would tell how large these are.
+
+    Raises:
+        Refusal: one has; it is named.
+    """
+    for path, leaf in tree.items(sent):
+        values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+        if not values.is_floating_point() or not values.numel():
+            continue
+        shared = values[:1] if values.ndim and values.stride(0) == 0 else values  # the same for all clients
+        low, high = shared.aminmax()
+        if bool(low.isnan()):
+            low, high = shared.nan_to_num(0.0, torch.inf, -torch.inf).aminmax()
+        most = _LARGEST[values.dtype]
+        if bool(low < -most) or bool(high > most):
+            raise Refusal(
+                f"the server has sent a number in {path or 'its tensor'!r} that is larger than {most:g}; whether a "
+                "client's rows overflow there would tell of them; take smaller steps or another start"
+            )
 
 
 def in_one(sums: Tree) -> Tree:

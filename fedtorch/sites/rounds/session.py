@@ -31,7 +31,7 @@ from fedtorch.sites.rounds.fingerprint import built, fingerprint
 from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.one_process.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
-from fedtorch.sites.rounds.policy import Refusal, Watch, in_one
+from fedtorch.sites.rounds.policy import Refusal, Watch, check_sizes, in_one
 from fedtorch.tree import Tree
 
 MOST_CLIENTS = 10_000_000
@@ -92,6 +92,7 @@ class SiteSession:
         self._heard = tree.map(lambda leaf: leaf[0], first)  # one client's inbox
         sent = begin.tree({"state": like, "names": torch.zeros(self._count, dtype=torch.int64)}, finite=False)
         state = sent["state"]
+        check_sizes(state)
         self._names = torch.zeros(total, dtype=torch.int64)  # by which the clients draw: those that the server knows
         self._names[self.first : self.first + self._count] = sent["names"]
         self._past = PastSums(folder, configuration.policy.remember_sums) if past is None else past
@@ -395,8 +396,7 @@ class SiteSession:
         minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
-        after_fit.check_draws(kind, sent, holder, self.watch.policy)
-        return after_fit.answer(frame, kind, sent, holder, beside)
+        return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
 
     def end(self, frame: Frame) -> None:
         """Keep what the clients hear last; the run is over."""
@@ -447,6 +447,7 @@ class SiteSession:
         blobs = frames.plain(came["blobs"])
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), inboxes.ids))
+        check_sizes({"inbox": inboxes.inbox, "more": came["more"]})
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs

@@ -18,6 +18,7 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch.federation.posterior import posterior_of
+from fedtorch.federation.runs.holders import _described
 from fedtorch.models.hierarchical import generalised, normal
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import sites as meeting
@@ -136,6 +137,78 @@ def test_draws_that_are_alike_tell_of_one_person() -> None:
     for person in (0, 1, 2, 3):
         told = site.at(slabs(site.people, 0)[person].expand(10, 3))["total"]
         assert bool((told.abs() > 1).all()) == bool(site.there[person])
+
+
+def densities(site: Site, phi: Tensor, draws: int = 2) -> Tensor:
+    """Sums of log densities at values of the coefficients `(P, 3)`, of up to 99 models in a question, `(P,)`."""
+    told = []
+    for part in phi.split(99):
+        sent: dict[str, Tensor] = {}
+        described = [_described(site.run)] * (len(part) - 1)
+        for end, one in zip([*(f" {i}" for i in range(len(described))), ""], part, strict=True):
+            sent |= {f"phi{end}": one.expand(draws, 3).clone(), f"key{end}": ft.random.key(0)}
+        about = {"method": "waic", "beside": described}
+        lppd = site.run.clients.ask(site.run.outbox, "densities", sent, about)["lppd"]
+        told.append(lppd)  # those beside come first
+    return torch.cat(told)
+
+
+DENSITIES = Policy(after_fit=("densities",))
+
+
+def by_second_differences(site: Site, steepness: float = 1e6, width: float = 1e-3) -> int:
+    """How many people are guessed right by log densities at three planes through and beside each of them."""
+    middle = slabs(site.people, 9, steepness)
+    aside = torch.tensor([[-1.0], [0.0], [1.0]]).double() * steepness * width
+    planes = middle[:, None].expand(-1, 3, -1).clone()
+    planes[..., 0] += aside[:, 0]
+    told = densities(site, planes.flatten(0, 1)).unflatten(0, (-1, 3))
+    second = (told[:, 0] - 2 * told[:, 1] + told[:, 2]) / (steepness * width)  # one a person in the middle
+    return int(((second.abs() > 0.9) == site.there).sum())
+
+
+def test_log_densities_of_models_at_planes_beside_each_person_tell_who_is_there() -> None:
+    """Each of a hundred models in one question has a plane of its own, at which its draws are all the same."""
+    assert by_second_differences(fitted(DENSITIES._replace(minimum=1))) >= 0.95 * PEOPLE
+    with pytest.raises(RuntimeError, match=r"of more than 3 models together where they predict its rows alike, and"):
+        by_second_differences(fitted(DENSITIES))
+
+
+def test_draws_for_log_densities_are_those_of_one_posterior_in_each_model() -> None:
+    site = fitted(DENSITIES._replace(draws=100))
+    near, far = (
+        posterior_of(site.run.algorithm).draws(site.run, 80, None, torch.inf, 0).sent["phi"],
+        slabs(site.people, 0),
+    )
+    for first, second in ((near, far), (far, near)):
+        sent = {"phi": first, "phi 0": second, "key": ft.random.key(0), "key 0": ft.random.key(0)}
+        with pytest.raises(
+            RuntimeError, match="log densities at draws of one posterior, and those of this question are"
+        ):
+            site.run.clients.ask(
+                site.run.outbox, "densities", sent, {"method": "loo", "beside": [_described(site.run)]}
+            )
+    with pytest.raises(RuntimeError, match=r"no more than 100 draws in one question, but was sent 101"):
+        ft.inference.loo(site.run, draws=101, tolerance=torch.inf)
+
+
+def test_three_models_that_are_far_apart_are_compared_and_four_are_not() -> None:
+    """A covariate may explain nearly all of a response. Three planes tell of one person, as one draw does."""
+    site = fitted(DENSITIES)
+    own = posterior_of(site.run.algorithm).draws(site.run, 1, None, torch.inf, 0).sent["phi"]
+    four = torch.cat([own, slabs(site.people, 0)[:3]])
+    assert densities(site, four[:3]).isfinite().all()
+    with pytest.raises(RuntimeError, match="compare at most 3 of them at a time"):
+        densities(site, four)
+    assert densities(site, own.expand(9, 3)).unique().shape == (1,)
+
+
+def test_accuracy_of_ordinary_use_is_told() -> None:
+    run = fitted(DENSITIES).run
+    alone = [accuracy(run, tolerance=torch.inf) for accuracy in (ft.inference.loo, ft.inference.waic)]
+    table = ft.inference.compare({"one": run, "again": run}, tolerance=torch.inf)
+    assert [each.left_out for each in alone] == [ROWS, ROWS]
+    assert table["difference"].tolist() == [0.0, 0.0]
 
 
 def by_regression(site: Site, phi: Tensor) -> int:
