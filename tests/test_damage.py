@@ -114,7 +114,7 @@ KINDS: dict[str, tuple[str, Callable[[Path], Any], Callable[[Path], Any]]] = {
     ),
     "rounds of a policy": (
         "rounds.json",
-        lambda path: Watch(Policy(rounds=3), path.parent)._count(3),
+        lambda path: Watch(Policy(rounds=3), path.parent).count(),
         lambda path: Watch(Policy(rounds=3), path.parent),
     ),
     "answers": (

@@ -27,7 +27,7 @@ MADE = ("_build", "_tools", "reference", "results")  # folders whose pages other
 CELL = re.compile(r"```\{code-cell\}[^\n]*\n(.*?)```", re.DOTALL)
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NOT_PYTHON = re.compile(r"[:%!]")  # how options of a cell and commands to the notebook begin
-CHAIN = re.compile(r"\b(?:ft|fedtorch)(?:\.\w+)+")
+CHAIN = re.compile(r"(?<!python -m )\b(?:ft|fedtorch)(?:\.\w+)+")
 
 
 def stubs() -> dict[str, Path]:
