@@ -34,8 +34,8 @@ _TOLD = {
         helps="Policy(after_fit=(…), draws=…, rounds=…)",
     ),
     "checks": Learns(
-        "sums of responses by bins of at least `minimum` rows, at draws of one posterior; of draws that are "
-        "alike, who is on one side of a plane",
+        "sums of responses by bins of at least `minimum` rows, at draws of one posterior; to an active server, which "
+        "knows by which numbers responses are drawn anew, what single rows are predicted to be",
         helps="Policy(after_fit=(…), draws=…, rounds=…)",
     ),
 }

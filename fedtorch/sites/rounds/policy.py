@@ -46,9 +46,7 @@ class Policy(NamedTuple):
     columns: tuple[str, ...] | None = None  # that formulas may read; None for all but those of clients and persons
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
-    draws: int = (
-        1000  # of a model, in a question for "densities", "margins" or "checks", which are told as sums over rows
-    )
+    draws: int = 1000  # of a model, in a question for "densities", "margins" or "checks", told as sums over rows
     person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
