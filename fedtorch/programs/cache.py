@@ -58,7 +58,7 @@ class Cache:
 
         try:
             write(self._file(signature, result.codegen), serialize.dumps(result._reduce()))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
             _once(str(error))
 
     def _file(self, signature: Any, codegen: Any) -> Path:

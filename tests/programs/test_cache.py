@@ -182,6 +182,16 @@ def test_a_cache_of_a_relative_path_is_none(tmp_path: Path, monkeypatch: pytest.
     assert len(kept(tmp_path / "home" / ".cache" / "fedtorch" / "programs")) == 1
 
 
+def test_without_a_home_programs_are_compiled_in_memory(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(Path, "home", homeless)
+    assert of_seven(scaled()) == 14
+    assert "compiled programs are not kept" in caplog.text
+
+
 def test_other_types_are_refused() -> None:
     with pytest.raises(TypeError, match="No matching definition"):
         scaled()(numpy.array([7.5]))
