@@ -96,6 +96,7 @@ format: $(STAMP)
 # Notebooks run while they are built; warnings are errors.
 docs: $(STAMP)
 	$(INSTALL) --editable '.[docs]'
+	$(BIN)/python -m fedtorch.programs 2>/dev/null  # what a page says while it waits is a warning there
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build/html
 
 bench: $(STAMP)

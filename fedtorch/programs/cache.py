@@ -2,9 +2,9 @@
 
 A file is read only if it belongs to this user and nobody else can write to it, and if its SHA-256 is that of its data.
 Its name is a digest of the program's code and of all that it names, of the types of its arguments, of the versions of
-numba and Python, and of the processor. The folder is used only if each one from the root to it belongs to this user or
-to root, and nobody else can write to it; in one that has the sticky bit, as `/tmp`, others cannot exchange what is this
-user's. In any other case, and after any error, programs are compiled in memory.
+numba and Python, of how this package compiles, and of the processor. The folder is used only if each one from the root
+to it belongs to this user or to root, and nobody else can write to it; in one that has the sticky bit, as `/tmp`,
+others cannot exchange what is this user's. In any other case, and after any error, programs are compiled in memory.
 
 numba's own cache keeps pickles in folders that others may write to, and reads them without a check. The data here is
 such a pickle too: what this module reads has been written by this user.
@@ -69,7 +69,7 @@ class Cache:
         """
         import numba
 
-        versions = numba.__version__, platform.python_implementation(), platform.python_version()
+        versions = numba.__version__, platform.python_implementation(), platform.python_version(), _how()
         about = repr((self._text, str(signature), codegen.magic_tuple(), versions))
         return folder() / f"{self._name}-{hashlib.sha256(about.encode()).hexdigest()[:32]}"
 
@@ -130,6 +130,13 @@ def write(file: Path, data: bytes) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+@functools.cache
+def _how() -> str:
+    """Return the digest of how programs are compiled and kept."""
+    texts = [Path(__file__).with_name(name).read_bytes() for name in ("engine.py", "cache.py")]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()
 
 
 def _user() -> int:

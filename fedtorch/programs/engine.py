@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib
 import logging
 import threading
@@ -78,13 +79,19 @@ class Program:
         return {**of_module, **{name: cell.cell_contents for name, cell in zip(code.co_freevars, cells)}}
 
     def _resolved(self) -> types.FunctionType:
-        """Return the function with the programs that it names as numba's functions."""
+        """Return the function with the programs that it names as numba's functions.
+
+        Its name has a digest of its text: what is compiled is linked by name, and functions that other processes have
+        compiled and kept would take each other's place if they were called the same.
+        """
         function = self._function
         named = self._values().items()
         values = {name: value.compile() if isinstance(value, Program) else value for name, value in named}
         cells = tuple(types.CellType(values[name]) for name in function.__code__.co_freevars)
         scope = {"__builtins__": __builtins__, "__name__": function.__module__, **values}
-        return types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+        made = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, cells)
+        made.__qualname__ = f"{self.name}_{hashlib.sha256(self.text().encode()).hexdigest()}"
+        return made
 
 
 def program(*signatures: str, inline: bool = False) -> Callable[[Any], Program]:

@@ -144,6 +144,26 @@ def _in_a_process(folder: str, out: Any) -> None:
     out.put(of_seven(scaled()))
 
 
+def test_parts_of_the_same_name_that_processes_have_kept_are_not_mixed_up(tmp_path: Path) -> None:
+    """Each process numbers its functions from the same number on, and the compiler links them by name and number."""
+    begin = (
+        "import torch\n"
+        "from fedtorch import random\n"
+        "from fedtorch.random import philox\n"
+        "def mean(draw): return float(draw(random.key(3), (99,), torch.float64).mean())\n"
+    )
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    def said(lines: str) -> list[str]:
+        command = [sys.executable, "-c", begin + lines]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.split()
+
+    normal, exponential = (said(f"print(mean(philox.{name}))") for name in ("normal", "exponential"))
+    assert normal != exponential
+    assert said("print(mean(philox.normal), mean(philox.exponential))") == normal + exponential
+    assert said("print(mean(philox.exponential), mean(philox.normal))") == exponential + normal
+
+
 def test_processes_at_once_do_not_disturb_each_other(folder: Path, tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     out: Any = context.Queue()
