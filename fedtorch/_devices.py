@@ -1,4 +1,4 @@
-"""What is a device's own: the generators that its operations draw from, and what CUDA alone has.
+"""The generators that a device's operations draw from, and whether a device is a CUDA GPU.
 
 Every branch that is taken on CUDA devices only asks `is_cuda`. Those who ask are the list of what nothing but a test on
 such a device shows, which `docs/explanation/devices.md` has.
@@ -13,7 +13,7 @@ import torch
 
 
 def is_cuda(device: torch.device) -> bool:
-    """Return whether tensors of a device are on a GPU of CUDA."""
+    """Return whether a device is a CUDA GPU."""
     return device.type == "cuda"
 
 

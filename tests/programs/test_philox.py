@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 import pytest
@@ -168,3 +172,24 @@ def test_formulas_at_their_limits() -> None:
         # The argument of the oracle, up to 2π, is rounded to 2⁻⁵¹.
         assert cosine == pytest.approx(math.cos(2 * math.pi * x), rel=0.0, abs=2.0**-50)
         assert sine == pytest.approx(math.sin(2 * math.pi * x), rel=0.0, abs=2.0**-50)
+
+
+def test_numbers_do_not_depend_on_vector_instructions(tmp_path: Path) -> None:
+    """A processor without any, as numba sees it, gives the same bits."""
+    lines = (
+        "import torch\n"
+        "from fedtorch import random\n"
+        "from fedtorch.random import philox\n"
+        "key, double = random.key(5), torch.float64\n"
+        "drawn = [philox.normal(key, (777,), double), philox.exponential(key, (777,), double)]\n"
+        "drawn.append(philox.gamma(key[None], torch.full((1, 777), 2.5, dtype=double), double)[0])\n"
+        "print(torch.cat(drawn).numpy().tobytes().hex())\n"
+    )
+    said = []
+    for more in ({}, {"NUMBA_CPU_NAME": "generic", "NUMBA_CPU_FEATURES": ""}):
+        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), **more}
+        done = subprocess.run(
+            [sys.executable, "-c", lines], env=environment, capture_output=True, text=True, check=True
+        )
+        said.append(done.stdout)
+    assert said[0] == said[1] != ""

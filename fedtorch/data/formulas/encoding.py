@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 MOST_LEVELS = 1000
 _LONGEST_NAME = 1000
-_SMALLEST, _LARGEST = 1e-100, 1e100  # numbers but 0: beyond these rows may overflow, which tells of them
+_SMALLEST, _LARGEST = 1e-100, 1e100  # sizes of numbers but 0; by others rows may overflow, and whether they do tells
 
 
 class Levels(NamedTuple):
@@ -136,7 +136,7 @@ def _check(good: bool, name: Any, wanted: str, got: Any = "") -> None:
 
 
 def _finite(*values: Any) -> bool:
-    """Return whether values are numbers that are finite, and 0 or neither too small nor too large."""
+    """Return whether all values are numbers that are 0 or from _SMALLEST to _LARGEST in size."""
     return all(
         isinstance(value, (int, float)) and (value == 0 or _SMALLEST <= abs(value) <= _LARGEST) for value in values
     )

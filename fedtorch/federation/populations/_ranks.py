@@ -119,7 +119,7 @@ class Ranks:
             raise RuntimeError(self._missing()) from error
 
     def _meet(self) -> None:
-        """Start what is not there: process group, a group with this timeout, streams."""
+        """Start the process group, a group with this timeout and the streams, unless they are there."""
         if self._streams is not None:
             return
         nccl = backend(self.device) == "nccl"

@@ -319,7 +319,7 @@ class LocalClients:
     def disclosed(
         self, algorithm: Algorithm, carry: Carry, outbox: Tree, turn: Turn, at_sites: bool = False
     ) -> list[Field]:
-        """Return what leaves the clients, each of them a site of its own unless they are `at_sites`.
+        """Return the fields that leave the clients; unless they are `at_sites`, each client counts as a site.
 
         What some of them alone tell beside their messages is known once they have.
         """

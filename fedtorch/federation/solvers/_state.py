@@ -96,7 +96,7 @@ def perturbed(tensor: Tensor, number: int = 0) -> Tensor:
 
 
 def ever_trained(parts: Mapping[str, Tensor]) -> Tensor:
-    """Return which clients' optimisers have had a gradient of a parameter, `(K,)` bool."""
+    """Return for each client whether its optimiser has had a gradient, `(K,)` bool."""
     return torch.stack([part.reshape(len(part), -1).any(1) for part in parts.values()]).any(0)
 
 

@@ -243,7 +243,7 @@ class PythonState:
                 place.pop(key[1], None)
 
     def _places(self) -> dict[tuple[int, Any], Any]:
-        """Return what holds every attribute, by the keys of a snapshot."""
+        """Return the container of every attribute, by the key that snapshots have for the attribute."""
         return {(id(place), key): place for _, place, key, _ in self._walk()}
 
     def _walk(self) -> Iterator[tuple[str, Any, Any, Any]]:

@@ -51,7 +51,7 @@ class Reduction(NamedTuple):
         """
         there = sizes > 0
         reduced = self._of(values, sizes, there)
-        reduced = reduced if reduced.is_floating_point() else reduced.double()
+        reduced = reduced if reduced.is_floating_point() or reduced.is_complex() else reduced.double()
         return torch.where(there.any(0), reduced, torch.nan)
 
     def _of(self, values: Tensor, sizes: Tensor, there: Tensor) -> Tensor:

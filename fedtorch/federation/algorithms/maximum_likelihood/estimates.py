@@ -220,7 +220,7 @@ def checked(run: Run, tolerance: float) -> tuple[Problem, Tensor, Expansion]:
 
 
 def _of_singular(run: Run, problem: Problem, at: Tensor) -> str:
-    """Name the coefficients whose covariance is singular, and say what helps; "" where it is of full rank."""
+    """Return a sentence that names the coefficients whose covariance is singular, "" if it is of full rank."""
     hierarchy, means = problem.model.hierarchy, problem.means
     place = torch.tensor(hierarchy.random, dtype=torch.int64)
     if len(place) < 2 or not hierarchy.coefficients:

@@ -30,7 +30,7 @@ from fedtorch.federation.exchanges.robust.rules import (
 )
 
 _BLOCKS, _STEPS = 63, 32  # of iterations; after each block the host asks once whether they have converged
-_TOLERANCE = 1e-12  # change of the coefficients at which they have
+_TOLERANCE = 1e-12  # change of coefficients, whose sum is one, in the last iteration
 _SMOOTHING = 1e-8  # of distances, relative to the messages' norms: the rounding of inner products
 
 
@@ -52,10 +52,8 @@ def _weiszfeld(products: Tensor, weights: Tensor) -> Tensor:
     smallest = smallest.clamp(min=torch.finfo(torch.float64).tiny)
     for _ in range(_BLOCKS):
         for _ in range(_STEPS):
-            old, coefficients = (
-                coefficients,
-                normalised(weights / distances_from(products, coefficients).clamp(min=smallest)),
-            )
+            old = coefficients
+            coefficients = normalised(weights / distances_from(products, old).clamp(min=smallest))
         if float((coefficients - old).abs().amax()) < _TOLERANCE:
             break
     return coefficients
