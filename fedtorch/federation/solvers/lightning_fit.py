@@ -300,7 +300,12 @@ class _Fit:
             examine = None if self._examined else self._examine
             watch = Watch(quadratic, turn.round, examine, data.steps(client) if loaded else None, turn.rates)
             with named(client, watch) if loaded else nullcontext():
-                return self._fit(tensors, watch, given, device, turn.limit, arguments)
+                fitted = self._fit(tensors, watch, given, device, turn.limit, arguments)
+        if not loaded and self.batch_size:
+            count = data.count[client : client + 1].cpu()
+            batches = self.batches(count).clamp(max=watch.batches)
+            turn.takes((batches * self.batch_size).minimum(count), count)
+        return fitted
 
     def _refuse_kept(self, fitted: _Fitted, again: _Fitted) -> None:
         """Raise StateKept unless a fit that is taken twice is the same."""

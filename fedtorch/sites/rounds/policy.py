@@ -35,7 +35,11 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops."""
+    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops.
+
+    With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
+    compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
+    """
 
     rounds: int | None = None  # answered in all, over all runs; scores and questions after a fit count as rounds
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
@@ -43,7 +47,7 @@ class Policy(NamedTuple):
     remember_sums: bool = True  # in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
     minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
-    columns: tuple[str, ...] | None = None  # that formulas may read; None for all but those of clients and persons
+    columns: tuple[str, ...] | None = None  # that formulas may read, those of clients and persons never; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
     draws: int = 1000  # of a model, in a question for "densities", "margins" or "checks", told as sums over rows

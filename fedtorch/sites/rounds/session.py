@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import _files as files, checkpoint, functional, tree
+from fedtorch import _files as files, checkpoint, functional, tree, wire
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import of_reply
 from fedtorch.federation.populations.clients import Gathered, LocalClients
@@ -25,6 +25,7 @@ from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
 from fedtorch.sites.rounds._behind import Behind, behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
+from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_begun
 from fedtorch.sites.rounds.fingerprint import built, fingerprint
@@ -42,6 +43,13 @@ _BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a se
 class SiteSession:
     """A site's part in a run, from the server's `begin`.
 
+    Where the site's policy has a minimum above one, its clients draw by keys that its secret makes of all that is
+    asked: the server's key, the settings of the algorithm, and the tensors that are sent. By the server's key alone a
+    batch would be a sum over rows that the server knows; and were the settings or the tensors not in it, two batches
+    that differ by a row, or the same few rows at start after start, could be asked for. Draws are each client's own,
+    by its name: nothing that sites must have in common, such as cohorts, faults, or what sums under masks are called,
+    is drawn here.
+
     Args:
         configuration: what the site brings.
         watch: over its policy, one for each site.
@@ -50,6 +58,7 @@ class SiteSession:
         identity: with which the site signs the keys that sums under masks and sealed envelopes need.
         past: the sums under masks that the site has taken part in; default: those of the folder.
         versions: of the states, where the run goes on that the site was in; default: those of the folder.
+        secret: of the site, by which it draws; default: one of the session's own.
 
     Attributes:
         run: the run's identity, in hexadecimal.
@@ -74,11 +83,13 @@ class SiteSession:
         identity: Identity | None = None,
         past: PastSums | None = None,
         versions: Versions | None = None,
+        secret: Pseudonyms | None = None,
     ) -> None:
         self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
         self.algorithm, self._carry = built(configuration, begin)
         take(watch, begin.text("algorithm"), self.algorithm)
+        self._secret = Pseudonyms(folder) if secret is None else secret
         self._count = len(configuration.data)
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
@@ -139,6 +150,10 @@ class SiteSession:
         initial = self.algorithm.told.of(tree.expand(state, 1))
         return SiteEnvelopes(self._keys, self.algorithm, network, server, initial, self._own)
 
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        return fingerprint(self.algorithm)
+
     @property
     def _own(self) -> range:
         """Return the numbers of the site's clients."""
@@ -146,7 +161,7 @@ class SiteSession:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the site's clients."""
+        """Return the site's clients, in the order in which the server hears of them; see `Site`."""
         return self.configuration.data.names
 
     def goes_on_as(self, begin: Frame) -> bool:
@@ -193,9 +208,10 @@ class SiteSession:
         self._silent = self._few and self._sends_nothing(inboxes, turn)
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
-        self.watch.before(self.algorithm, turn, inboxes.ids)
+        drawing = turn.with_key(lambda: self._key("a round", turn.key, tree.map(_once, inboxes.inbox), turn.round))
+        self.watch.before(self.algorithm, drawing, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
-        gathered = self.clients.gather(inboxes, cohort, turn, lost)
+        gathered = self.clients.gather(inboxes, cohort, drawing, lost)
         if gathered.message is not None and (not self.leaves or self.clients.noted.keys() - self._noted):
             self._noted = set(self.clients.noted)
             reply = Reply(gathered.message, None, dict.fromkeys(self.clients.noted, torch.empty(0)))
@@ -210,6 +226,9 @@ class SiteSession:
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
+        if drawing.taken and self._carry.masks is None and self.algorithm.budget is None:
+            taken = min(drawing.taken) // self.configuration.rows_of_a_person()
+            self._rows.check_taken(gathered.ids, self.algorithm.exchange.additive, taken)
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
@@ -241,6 +260,20 @@ class SiteSession:
         if self._part is not None:
             self._part.begun = answer
         return answer
+
+    def _key(self, purpose: str, key: Tensor, sent: Tree, about: Any) -> Tensor:
+        """Return the key of the draws of an answer: the server's, or the site's own where its policy counts rows.
+
+        Args:
+            purpose: what is asked.
+            key: of the server.
+            sent: the tensors that are sent beside it.
+            about: what else is asked, as JSON.
+        """
+        if self.watch.policy.minimum == 1:
+            return key
+        settings = {"about": about, "settings": self._settings}
+        return self._secret.key(purpose, wire.encode({"key": key, "sent": sent}, settings))
 
     def total(self, frame: Frame) -> bytes:
         """Return the total of what the site's clients tell for good."""
@@ -378,7 +411,7 @@ class SiteSession:
             frame: that asks.
             beside: returns the configuration with the rows of another run, by its design.
         """
-        from fedtorch.federation.runs.holders import Holder, on_cpu
+        from fedtorch.federation.runs.holders import Holder, is_key, on_cpu
 
         if self._keys is not None:
             raise Refusal("the site lets the server read nothing, as its policy's carry= says, also after a fit")
@@ -396,6 +429,9 @@ class SiteSession:
         minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
+        about = {"question": kind.name, "about": dict(frame.names("about"))}
+        own = {name: self._key("a question", sent[name], sent, about) for name in sent if is_key(name)}
+        sent = {**sent, **own}
         return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
 
     def end(self, frame: Frame) -> None:
@@ -405,7 +441,7 @@ class SiteSession:
         self.versions.finish()
 
     def tensors(self) -> Tree:
-        """Return the tensors that the site's clients predict with after the run, `(K, ...)`.
+        """Return the tensors that the site's clients predict with after the run, `(K, ...)` in the order of `names`.
 
         Raises:
             ValueError: the server has not said that the run is over.
@@ -451,3 +487,8 @@ class SiteSession:
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs
+
+
+def _once(leaf: Tensor) -> Tensor:
+    """Return clients' values `(K, ...)`, those that all have in common once, whoever else is asked."""
+    return leaf[:1] if torch.equal(leaf, leaf[:1].expand_as(leaf)) else leaf
