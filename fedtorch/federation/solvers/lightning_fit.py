@@ -301,10 +301,7 @@ class _Fit:
             watch = Watch(quadratic, turn.round, examine, data.steps(client) if loaded else None, turn.rates)
             with named(client, watch) if loaded else nullcontext():
                 fitted = self._fit(tensors, watch, given, device, turn.limit, arguments)
-        if not loaded and self.batch_size:
-            count = data.count[client : client + 1].cpu()
-            batches = self.batches(count).clamp(max=watch.batches)
-            turn.takes((batches * self.batch_size).minimum(count), count)
+        turn.takes(torch.tensor([watch.rows]), data.count[client : client + 1].cpu())
         return fitted
 
     def _refuse_kept(self, fitted: _Fitted, again: _Fitted) -> None:

@@ -112,7 +112,7 @@ def test_sums_over_batches_that_a_server_knows_are_equations_in_the_rows() -> No
 
 
 def of_one_row() -> int:
-    """How often batches of 20 and 21 rows, by the same keys, differ by nought or one, as they do by one row's secret."""
+    """How often batches of 20 and 21 rows by the same keys differ by nought or one, as they do by one row's secret."""
     site = Asked()
     told = (site.sums(ROWS, 21) - site.sums(ROWS, 20)).round()
     return int((told == told.clamp(0, 1)).sum())
@@ -218,7 +218,7 @@ def test_pseudonyms_stand_in_an_order_that_tells_no_ranks(monkeypatch: pytest.Mo
 
 
 def test_all_that_a_site_has_of_each_client_is_in_one_order() -> None:
-    """Rows, validation rows and names; of a frame, where names are told, too: who is first there may be the youngest."""
+    """Rows, validation rows and names; of a frame, where names are told, too: the first may have the youngest."""
     rows, names = [(torch.full((3 + k, 1), float(k)), torch.zeros(3 + k)) for k in range(8)], tuple("hgfedcba")
     data, held_out = (ft.data.from_tensors(rows, names=names) for _ in range(2))
     site = Site(SiteConfiguration(data, {"it": averaged}, validation=held_out))
