@@ -228,7 +228,8 @@ class SiteSession:
         self._check_rows(gathered.ids)  # some may be lost, or refused
         if drawing.taken and self._carry.masks is None and self.algorithm.budget is None:
             taken = min(drawing.taken) // self.configuration.rows_of_a_person()
-            self._rows.check_taken(gathered.ids, self.algorithm.exchange.additive, taken)
+            together = self._silent or self.algorithm.exchange.additive
+            self._rows.check_taken(gathered.ids, together, taken)
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
@@ -491,4 +492,5 @@ class SiteSession:
 
 def _once(leaf: Tensor) -> Tensor:
     """Return clients' values `(K, ...)`, those that all have in common once, whoever else is asked."""
-    return leaf[:1] if torch.equal(leaf, leaf[:1].expand_as(leaf)) else leaf
+    same = len(leaf) > 0 and (leaf.stride(0) == 0 or torch.equal(leaf, leaf[:1].expand_as(leaf)))
+    return leaf[:1] if same else leaf

@@ -621,6 +621,29 @@ def test_join_says_once_what_a_small_minimum_means(caplog: Any) -> None:
     assert "minimum" not in said([30], Policy(minimum=1))
 
 
+@pytest.mark.parametrize(
+    ("additive", "taken", "persons", "leaves"),
+    [
+        (True, 2, None, False),  # 2 + 2 + 2 rows
+        (True, 4, None, True),
+        (False, 4, None, False),
+        (False, 10, None, True),
+        (True, 4, 4, False),  # who may be the same four persons in each client
+        (True, 10, 20, True),
+        (True, 10, 9, False),
+    ],
+)
+def test_rows_that_a_round_takes_are_counted(additive: bool, taken: int, persons: int | None, leaves: bool) -> None:
+    rows, names = torch.tensor([30, 40, 50]), ["a", "b", "c"]
+    known = None if persons is None else dict.fromkeys(names, frozenset(range(persons)))
+    behind = Behind(TEN, rows, names, 0, known)
+    if leaves:
+        behind.check_taken(torch.arange(3), additive, taken)
+        return
+    with pytest.raises(Refusal, match="take larger batches, more steps, or epochs"):
+        behind.check_taken(torch.arange(3), additive, taken)
+
+
 def drawing() -> ft.Algorithm:
     return ft.scaffold(sgd(0.05, epochs=1, batch_size=2))
 
