@@ -48,6 +48,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -60,11 +61,13 @@ from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
-from fedtorch.sites.secure.grid import Grid
+from fedtorch.sites.secure.grid import Grid, largest_of
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.tree import Tree
 from fedtorch.vfl.nodes.node import Summand
+
+_LOG = logging.getLogger(__name__)
 
 
 @tells(Learns("nothing: keys for masks, signed"))
@@ -87,7 +90,7 @@ class Keys(NamedTuple):
 class Words(NamedTuple):
     """Up: a summand on the grid, under masks that cancel in the sum of all."""
 
-    words: Tensor  # (B·M·C·n,) int64
+    words: Tensor  # (1 + B·M·C·n,) int64, the first zero where all numbers are finite
     bound: Tensor  # (32,) uint8, a digest of what the party has been told, the same of all whose masks cancel
 
 
@@ -124,8 +127,8 @@ def masked_party(
 
     Raises:
         TypeError: the half sends something else than a value of the sum, or does not say what it has been told.
-        Aborted, ValueError: others' keys that are not as agreed; numbers off the grid; fewer than two parties, whose
-            sum would be one party's value.
+        Aborted, ValueError: others' keys that are not as agreed; fewer than two parties, whose sum would be one party's
+            value.
     """
     session = _session(run, keys, attempt)
     grid.check(len(session.keys))
@@ -150,13 +153,14 @@ def _masked_party(
         if agreed is None:
             raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
         shared[other] = agreed
-    number, told = itertools.count(), False
+    number, told, largest = itertools.count(), False, 0.0
 
     def mask(step: Send | Receive) -> Half:
-        nonlocal told
+        nonlocal told, largest
         if isinstance(step, Receive):
-            told = True
-            return (yield step)
+            told, message = True, (yield step)
+            largest = max(largest, largest_of(message))
+            return message
         value = _value(step.message)
         if told and not step.bound:
             raise TypeError(
@@ -164,8 +168,15 @@ def _masked_party(
                 "does not: masks would cancel also where the server tells parties different things"
             )
         bound = hashlib.sha256(digest + step.bound).digest()
-        one = session._replace(round=next(number), size=value.numel())
-        words = grid.encode(value.flatten().cpu())
+        one = session._replace(round=next(number), size=1 + value.numel())
+        numbers = value.detach().reshape(1, -1).cpu()
+        words = entropy.words(purpose._replace(round=one.round, phase=f"digits of {party}"), one.size)
+        if grid.has(numbers):  # else all of it is chance, as the first word says: a refusal would tell of this party
+            words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest)])
+        else:
+            _LOG.warning("party %d has values that are not finite, so that the sum of all is chance", party)
+        if not grid.within(numbers, 1):
+            _LOG.warning("party %d has values beyond the grid; scale features, or take smaller steps", party)
         for other, key in shared.items():
             words += pair_mask(one, bound, key, party, other)
         yield Send(0, Words(words, packed(bound)))
@@ -186,7 +197,8 @@ def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes,
 
     Raises:
         Aborted: the half does not hear every party before it says something; or parties that have been told different
-            things, or in another order, whose masks do not cancel.
+            things, or in another order, whose masks do not cancel; a sum beyond the grid, or of numbers of which some
+            are not finite, which no party refuses to send, as that would tell of its rows.
         TypeError: the half expects something else than values of the sum.
         ValueError: fewer than two parties, whose sum would be one party's value.
     """
@@ -213,7 +225,7 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
             return (yield step)
         like = _value(step.like)
         came = yield Receive(
-            step.sender, Words(torch.zeros(like.numel(), dtype=torch.int64), torch.zeros(32, dtype=torch.uint8))
+            step.sender, Words(torch.zeros(1 + like.numel(), dtype=torch.int64), torch.zeros(32, dtype=torch.uint8))
         )
         if step.sender not in waiting:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
@@ -227,7 +239,14 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
         bound = came.bound
         value = torch.zeros_like(like)
         if not waiting:
-            value = grid.decode(total).reshape(like.shape).to(like)
+            numbers = grid.decode(total[1:])
+            if bool(total[0] != 0) or not grid.within(numbers, len(parties)):
+                raise Aborted(
+                    f"Expected a sum of finite numbers of at most {grid.bound} in size of every party, but got others, "
+                    "and the log of a party says whose; scale features, take smaller steps, or a grid with a larger "
+                    "bound"
+                )
+            value = numbers.reshape(like.shape).to(like)
             waiting, total, bound = list(parties), None, None
         return Summand(value)
 
