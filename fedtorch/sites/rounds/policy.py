@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -18,6 +19,7 @@ from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _SECONDS = 30.0  # for another process of the site that counts
 _LARGEST = {torch.float64: 1e100, torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 65504.0}
 
@@ -194,8 +196,11 @@ class Watch:
 
     def failed(self) -> None:
         """Count a round or a question that failed by what is in rows, before anybody hears of it."""
-        with self._failed.locked():
-            self._failed.add()
+        try:
+            with self._failed.locked():
+                self._failed.add()
+        except OSError:
+            _LOG.exception("a failure could not be written down; it counts as long as this process runs")
 
     def check_failed(self) -> None:
         """Refuse to answer where so much has failed that it would tell more of rows."""

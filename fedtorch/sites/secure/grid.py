@@ -93,7 +93,7 @@ class Grid(NamedTuple):
         whole = (fraction * 2.0**_DOUBLE).to(torch.int64) << places.clamp(0, _WORD - 1)
         near = (torch.where(places < 0, values, 0.0) * 2.0**self.bits).round().to(torch.int64)
         words = torch.where(places >= _WORD, 0, torch.where(places < 0, near, whole)).sum(0)
-        sent = math.frexp(largest)[1] + self.bits - _DEPTH
+        sent = math.frexp(largest)[1] + self.bits - _DEPTH if largest else 0
         chance = torch.cat([places, torch.full_like(draws[None], sent)]).amax(0).clamp(0, _WORD)
         return words + torch.where(chance > 0, draws >> (_WORD - chance).clamp_max(_WORD - 1), 0)
 

@@ -16,10 +16,11 @@ parties after they have been told the same, and nothing else. It chooses what th
 sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
 gradients and with them the others' sum.
 
-Sums of runs that differ by a party tell its part: nothing remembers past ones. Sums of rows that do not belong together
-tell a party's values, where the leader of an alignment tells parties different rows: with `Holder.digest` of the rows
-in the name of the run, parties of different rows refuse each other's keys. All parties take part in every iteration:
-there are no shares to recover masks from, and a sum that lacks one cannot be read.
+Sums of runs that differ by a party tell its part: a party with `folder=` begins no second run with the value of an
+earlier one and other parties. From other values it does, and nothing remembers later steps. Sums of rows that do not
+belong together tell a party's values, where the leader of an alignment tells parties different rows: with
+`Holder.digest` of the rows in the name of the run, parties of different rows refuse each other's keys. All parties take
+part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 
@@ -49,6 +50,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -112,6 +114,7 @@ def masked_party(
     *,
     run: bytes,
     attempt: int = 0,
+    folder: Path | str | None = None,
 ) -> Half:
     """Return a party's half with masks on what it sends.
 
@@ -124,19 +127,30 @@ def masked_party(
         entropy: where its secret comes from; default: the operating system.
         run: a name of the run that no other has; at its end the digest of the rows, `Holder.digest`.
         attempt: of the run; one that is begun again is another.
+        folder: where the party remembers with whom it has added up the value with which a run begins, so that no later
+            run begins with the same value and other parties; begun by `fedtorch states DIR --begin-sums`. Without one
+            it remembers nothing.
 
     Raises:
+        Refusal: in its first step, the value was added up with other parties; or the folder's memory is not there.
         TypeError: the half sends something else than a value of the sum, or does not say what it has been told.
         Aborted, ValueError: others' keys that are not as agreed; fewer than two parties, whose sum would be one party's
             value.
     """
     session = _session(run, keys, attempt)
     grid.check(len(session.keys))
-    return _masked_party(half, party, session, signing, grid, from_system() if entropy is None else entropy)
+    entropy = from_system() if entropy is None else entropy
+    return _masked_party(half, party, session, signing, grid, entropy, None if folder is None else Path(folder))
 
 
 def _masked_party(
-    half: Half, party: int, session: Session, signing: Ed25519PrivateKey, grid: Grid, entropy: Entropy
+    half: Half,
+    party: int,
+    session: Session,
+    signing: Ed25519PrivateKey,
+    grid: Grid,
+    entropy: Entropy,
+    folder: Path | None,
 ) -> Half:
     digest = session.digest()
     purpose = Purpose(session.run, 0, session.attempt, f"mask key of {party}", digest)
@@ -170,6 +184,8 @@ def _masked_party(
         bound = hashlib.sha256(digest + step.bound).digest()
         one = session._replace(round=next(number), size=1 + value.numel())
         numbers = value.detach().reshape(1, -1).cpu()
+        if one.round == 0 and folder is not None:
+            _remember(folder, numbers, session)
         words = entropy.words(purpose._replace(round=one.round, phase=f"digits of {party}"), one.size)
         if grid.has(numbers):  # else all of it is chance, as the first word says: a refusal would tell of this party
             words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest)])
@@ -183,6 +199,16 @@ def _masked_party(
         return None
 
     return (yield from wrapped(half, mask))
+
+
+def _remember(folder: Path, value: Tensor, session: Session) -> None:
+    """Remember who adds up a value; raise Refusal where others have, whose parts the difference of sums would tell."""
+    from fedtorch.sites.rounds.past_sums import PastSums
+
+    past = PastSums(folder)
+    past.open()
+    parties = frozenset(key.hex() for key in session.keys.values())
+    past.of_round(hashlib.sha256(value.numpy().tobytes()).digest(), (), None, parties, confirmed=True)
 
 
 def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes, attempt: int = 0) -> Half:

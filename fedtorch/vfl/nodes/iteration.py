@@ -198,7 +198,7 @@ def _check_finite(value: Tensor, name: str, iteration: Iteration) -> None:
 def _hear(server: ServerNode, rank: int, value: Value | Summand, iteration: Iteration) -> None:
     """Take a party's value; raise ValueError, before anybody has moved, if a part of a sum is not finite."""
     if isinstance(value, Summand):
-        _check_finite(value.value, str(rank), iteration)
+        _check_finite(value.value, f"number {rank}", iteration)
     server.values[rank - 1] = value
 
 
