@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from fedtorch import _files as files, checkpoint, functional, tree, wire
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import of_reply
+from fedtorch.federation.exchanges.exchange import RowsOf
 from fedtorch.federation.populations.clients import Gathered, LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
@@ -33,8 +35,11 @@ from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.one_process.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
 from fedtorch.sites.rounds.policy import Refusal, Watch, check_sizes, in_one
+from fedtorch.sites.secure.grid import largest_of
+from fedtorch.sites.secure.masked import Found
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 MOST_CLIENTS = 10_000_000
 _KEY = torch.zeros((), dtype=torch.int64)
 _BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a server's `begin`
@@ -109,6 +114,7 @@ class SiteSession:
         self._past = PastSums(folder, configuration.policy.remember_sums) if past is None else past
         self._keys = self._hide(identity, total)
         self._part: Part | None = None
+        self._sent = 0.0  # the largest number that clients have heard last, in size
         self._envelopes = self._correspond(server, like)
         at_site = self._carry.carried(self.algorithm)
         at_site = replace(at_site, exchange=frames.at_site(at_site.exchange))
@@ -211,18 +217,22 @@ class SiteSession:
         drawing = turn.with_key(lambda: self._key("a round", turn.key, tree.map(_once, inboxes.inbox), turn.round))
         self.watch.before(self.algorithm, drawing, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
-        gathered = self.clients.gather(inboxes, cohort, drawing, lost)
+        gathered = self._gathered(inboxes, cohort, drawing, lost)
         if gathered.message is not None and (not self.leaves or self.clients.noted.keys() - self._noted):
             self._noted = set(self.clients.noted)
             reply = Reply(gathered.message, None, dict.fromkeys(self.clients.noted, torch.empty(0)))
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
-        if self._adds and (unfit := {**gathered.failed, **gathered.refused}):
+        unfit = {**gathered.failed, **gathered.refused}
+        if unfit and (self._adds or self._carry.masks is not None):
             why = f"fail, or their messages are not finite: {next(iter(unfit.values()))}"
             self._rows.note("no sum", torch.tensor(list(unfit)), why)
-            raise Refusal(
-                "the site adds up clients with few rows, and not every message is finite; its own log says whose; take "
-                "smaller steps or another start, or leave out clients whose rows are at fault"
-            )
+            self.watch.failed()
+            if self._carry.masks is None:
+                raise Refusal(
+                    "the site adds up clients with few rows, and not every message is finite; its own log says whose; "
+                    "take smaller steps or another start, or leave out clients whose rows are at fault"
+                )
+            gathered = self._chance(inboxes, lost, turn)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
@@ -252,7 +262,8 @@ class SiteSession:
         elif len(gathered.ids):
             clients = [self.names[client - self.first] for client in gathered.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
-            self._part = self._sum(number, name_of_sum(start, turn), blobs, gathered.partial, guard)
+            found = Found(gathered.partial, not unfit, self._sent)
+            self._part = self._sum(number, name_of_sum(start, turn), blobs, found, guard)
             said = {"said": self._part.first()}
         elif step is not None:
             self._past.advance(step)
@@ -276,6 +287,22 @@ class SiteSession:
         settings = {"about": about, "settings": self._settings}
         return self._secret.key(purpose, wire.encode({"key": key, "sent": sent}, settings))
 
+    def _gathered(self, inboxes: frames.Inboxes, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
+        """Return what clients answer; under masks all of them as failed where anything fails, whatever it is."""
+        try:
+            return self.clients.gather(inboxes, cohort, turn, lost)
+        except Exception as error:
+            if self._carry.masks is None:
+                raise
+            _LOG.exception("clients could not answer")
+            return Gathered(None, [], inboxes.ids, {}, 0, 0, {}, dict.fromkeys(inboxes.ids.tolist(), error), None)
+
+    def _chance(self, inboxes: frames.Inboxes, lost: Tensor | None, turn: Turn) -> Gathered:
+        """Return a round of all clients that were asked, whose messages are in no sum: it is chance."""
+        ids = inboxes.ids if lost is None else inboxes.ids[~torch.isin(inboxes.ids, lost)]
+        nobody = self.clients.reply(self.clients.empty_block(), inboxes, turn).message
+        return Gathered(RowsOf(ids[:0], nobody), [], ids, {}, 0, 0, {}, {}, None)
+
     def total(self, frame: Frame) -> bytes:
         """Return the total of what the site's clients tell for good."""
         number = frame.integer("sequence", 1)
@@ -289,7 +316,8 @@ class SiteSession:
         if self._part is None or self._part.number != number:
             version = self._version or FIRST
             guard = partial(self._past.of_total, Step(self.run, version, version))
-            self._part = self._sum(number, b"", frame.blobs(), self.clients.told_here(), guard)
+            found = Found(self.clients.told_here(), whole=True, largest=self._sent)
+            self._part = self._sum(number, b"", frame.blobs(), found, guard)
             self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
         return self._part.begun
 
@@ -372,7 +400,7 @@ class SiteSession:
             return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
         return self._rows.joined(info, ids)
 
-    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""
         assert self._keys is not None
         directory = blobs.get(DIRECTORY, b"")
@@ -485,6 +513,7 @@ class SiteSession:
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), inboxes.ids))
         check_sizes({"inbox": inboxes.inbox, "more": came["more"]})
+        self._sent = largest_of(inboxes.inbox)
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs

@@ -267,6 +267,7 @@ class Site:
             return self._refuse(payload, sequence, f"the site does not understand: {error}")
         except Exception as error:  # whatever happens here, the server hears no more of it than its kind
             _LOG.exception("this site could not answer")
+            self.watch.failed()
             return self._refuse(payload, sequence, without_rows(error, "the site failed with "))
 
     def _begin(self, frame: Frame) -> None:
@@ -318,6 +319,7 @@ class Site:
         }
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
+        self.watch.check_failed()
         self.log.working()
         session.settle(frame)
         answer = answers[frame.kind](frame)
