@@ -363,7 +363,5 @@ def test_a_part_of_a_sum_that_is_not_finite_is_found_by_the_server_without_masks
         for leaf in parties[1].part.parameters():  # of rank 2
             leaf.fill_(torch.nan)
     halves = {0: server_half(server, iterations), **{p.index: party_half(p, iterations) for p in parties}}
-    with pytest.raises(
-        ValueError, match="Expected finite values of party 'number 2', but got NaN or Inf for aligned row 0"
-    ):
+    with pytest.raises(ValueError, match="values of party 'number 2', but got NaN or Inf for aligned row 0"):
         together(halves)
