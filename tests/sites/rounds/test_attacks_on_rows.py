@@ -246,6 +246,7 @@ def test_patients_who_come_one_by_one_to_a_total_at_rest_tell_their_ages() -> No
     torch.testing.assert_close(guesses, ages, rtol=0, atol=0.01)  # of ten years: a month
 
 
+@pytest.mark.usefixtures("same_secret")
 def test_patients_who_come_one_by_one_wait_for_others_and_their_ages_are_guessed_by_chance() -> None:
     ages, guesses, answered = guessed(Policy(), 16)
     assert set(answered) == {3}

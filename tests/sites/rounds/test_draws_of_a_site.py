@@ -7,8 +7,6 @@ sums are equations in the rows. By keys of the site's secret who solves them has
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pandas
 import pytest
 import torch
@@ -26,7 +24,7 @@ from fedtorch.models.hierarchical import generalised, normal
 from fedtorch.models.hierarchical.families import LOGISTIC
 from fedtorch.random.named import numbers
 from fedtorch.sites import Policy, Remote, SiteConfiguration
-from fedtorch.sites.rounds import _pseudonyms, frames, sites as meeting
+from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.sites.rounds.site import Site
@@ -37,10 +35,8 @@ SECRETS = (torch.rand(ROWS, generator=torch.Generator().manual_seed(0)) < 0.5).d
 
 
 @pytest.fixture(autouse=True)
-def known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sites have the same secret each time, so that a test does not fail once in ten thousand times."""
+def known(monkeypatch: pytest.MonkeyPatch, same_secret: None) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
-    monkeypatch.setattr(_pseudonyms, "secrets", SimpleNamespace(token_hex=lambda size: "5c" * size))
 
 
 def chance(right: int, trials: int = ROWS) -> bool:

@@ -23,7 +23,10 @@ from fedtorch.sites import Policy, Remote, masked
 from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.secure.grid import ExactSums, Grid, largest_of
 
-DEFAULT, PATIENT, COHORT = Policy(), 1, [1, 2, 3, 4, 5]  # of the clients 0 to 5; 0 and 1 are at one site
+DEFAULT, PATIENT = (
+    Policy(),
+    1,
+)  # of the clients 0 to 5; 0 and 1 are at one site, which tells them in an order of its own
 RATE = 1e-3
 
 
@@ -80,7 +83,9 @@ class Attack:
             self.host, list(self.host.brought), "it", rows=data.rows, quorum=1.0, seconds=0.05,
             carry=carry_of(make), **more,
         )  # fmt: skip
-        self.run = ft.Run(make(), remote, cohort=COHORT if carry else None)
+        own = self.host.sites[next(iter(self.host.brought))].configuration.data
+        cohort = [int(own.counts.argmin()), 2, 3, 4, 5]
+        self.run = ft.Run(make(), remote, cohort=cohort if carry else None)
         self.before = tree.to(self.run.server, copy=True)
 
     def _after(self, name: str, reply: bytes) -> bytes:
