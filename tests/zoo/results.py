@@ -160,8 +160,8 @@ of four sentences of 16 tokens, most of them padded):
 With wider layers a processor's core is busy with one client alone, and stacking saves less.
 
 Encoders of `transformers` look whether anything is masked before they mask. Clients whose batches differ in that have
-steps of their own, in groups. A mask that is always made keeps all clients together, also where they have different
-numbers of rows; it is registered by the public interface of `transformers`, once:
+steps of their own, in groups. A mask that is always made keeps clients together, with `rowwise=True` also those that
+have different numbers of rows; it is registered by the public interface of `transformers`, once:
 
 ```python
 {mask}

@@ -418,14 +418,8 @@ def refuse_kept(make: Callable[[], Any], name: str) -> tuple[frozenset[str], fro
 def _restore(start: Snapshot) -> None:
     """Put attributes back to where they were."""
     for _, slot, value, content in start.values():
-        if isinstance(value, list):
-            value[:] = content
-        elif isinstance(value, (dict, set)):
-            value.clear()
-            value.update(content)
-        elif isinstance(value, deque):
-            value.clear()
-            value.extend(content)
+        if isinstance(value, (list, dict, set, deque)):
+            _refill(value, content)
         elif isinstance(value, Tensor) and content is not None and not _equal(_content(value), content):
             before, trains = content
             if not isinstance(before, Tensor):
@@ -440,6 +434,24 @@ def _restore(start: Snapshot) -> None:
             continue  # its content is what it was
         if _held((place, key)) is not value:
             _put(slot, value)
+
+
+def _refill(value: Any, content: list[Any]) -> None:
+    """Put a container back to its content where it has another; some, as of settings, cannot be written to."""
+    now = _content(value)
+    if len(now) == len(content) and all(_same_parts(one, other) for one, other in zip(now, content)):
+        return
+    if isinstance(value, list):
+        value[:] = content
+    else:
+        value.clear()
+        (value.extend if isinstance(value, deque) else value.update)(content)
+
+
+def _same_parts(one: Any, other: Any) -> bool:
+    """Return whether two are one object, or pairs of the same objects."""
+    pairs = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
+    return one is other or (pairs and one[0] is other[0] and one[1] is other[1])
 
 
 def _filled_alike(

@@ -31,6 +31,7 @@ _LOG = logging.getLogger(__name__)
 _CLIENTS = 2  # of a stack that are looked at
 _DOUBLE = {torch.float32: torch.float64, torch.float16: torch.float64, torch.bfloat16: torch.float64}
 _DOUBLE[torch.complex64] = torch.complex128
+_LOSSES = 64  # ulps that a loss of a narrower dtype than its tensors may be rounded by: √4096, of sums of so many rows
 _TOLERANCES = {torch.float64: 1e-7, torch.complex128: 1e-7, torch.float32: 1e-3, torch.complex64: 1e-3}
 
 
@@ -323,6 +324,8 @@ class StepCheck:
                     return f"the gradient of {tensor!r} of {name} is there only {which}, and so differs"
             both = [pair for pair in pairs.values() if pair[0] is not None]
             parts = [(together.losses[k], alone.losses[k])]
+            if together.losses.is_floating_point():
+                most = max(most, _LOSSES * torch.finfo(together.losses.dtype).eps)
             if both:
                 parts.append(tuple(torch.cat([_flat(part) for part in side]) for side in zip(*both)))  # type: ignore[arg-type]
             gaps = [relative_gap(one, other) for one, other in parts]

@@ -55,6 +55,21 @@ def steps(module: nn.Module, loss: Any = F.mse_loss) -> Any:
     return refuse_kept(make, type(module).__name__)
 
 
+class Frozen(dict[str, Any]):
+    """Settings that cannot be written to, as those of diffusers."""
+
+    def update(self, *args: Any, **kwargs: Any) -> None:
+        raise TypeError("frozen")
+
+
+def test_settings_that_cannot_be_written_to_are_left_alone() -> None:
+    module = Keeps(lambda self, h: h * self.settings["scale"])
+    module.settings = Frozen(scale=2.0)  # type: ignore[assignment]
+    assert steps(module) == (frozenset(), frozenset())
+    run(module)
+    assert module.settings == {"scale": 2.0}
+
+
 def counted(self: Any, h: Tensor) -> Tensor:
     self.count += 1
     return h * (1 + self.count)

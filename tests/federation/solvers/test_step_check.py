@@ -18,6 +18,7 @@ from fedtorch import random
 from fedtorch.data import ClientData, FederatedData
 from fedtorch.federation.solvers.batches import Batch
 from fedtorch.federation.solvers.descent import Descent
+from fedtorch.federation.solvers.stacked_loss import StepResult
 from fedtorch.federation.solvers.step_check import StepCheck, StepsDiffer, relative_gap
 from fedtorch.module_randomness.step_draws import StepKeys
 
@@ -350,3 +351,15 @@ def test_a_loss_that_counts_in_a_closure_is_refused(way: str) -> None:
     rows = [(torch.randn(5, 3), torch.randn(5, 1)) for _ in range(3)]
     with pytest.raises(TypeError, match=r"counted\.calls"):
         ft.run(ft.fedavg(local), ft.InProcess(ft.data.from_tensors(rows)), rounds=1, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "gap", "sound"), [(torch.float32, 1e-6, True), (torch.float32, 1e-4, False), (torch.float64, 1e-6, False)]
+)
+def test_losses_are_compared_by_the_precision_that_they_have(dtype: torch.dtype, gap: float, sound: bool) -> None:
+    """Language models have their logits in single precision before the loss, whatever their own dtype."""
+    check, batch = StepCheck(net(), lambda *_: None), batch_of(block())
+    result = lambda loss: StepResult(torch.full((4,), loss, dtype=dtype), {}, {}, [torch.ones(4, 2).double()], {})
+    found = check._difference(["weight"], result(1.0), result(1.0 + gap), batch, 1e-7)
+    assert (found == "") == sound
+    assert sound or found.startswith("the loss of Sequential differs by ")
