@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import re
 import resource
 import shlex
 import sys
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -42,6 +43,25 @@ class Row:
     repeats: int | None = None  # of which `ours` is the mean
     part: str | None = None  # of a benchmark in parts
     decimals: int | None = None  # of the published figure as it was printed
+
+
+class Published(NamedTuple):
+    """A published figure and its standard deviation."""
+
+    figure: float
+    sd: float
+
+
+def published(text: str) -> Published:
+    """Read a figure as it is printed; of a standard deviation that is printed as zero half of its last digit is taken.
+
+    >>> published("0.081 ± 0.001")
+    Published(figure=0.081, sd=0.001)
+    >>> published("0.050 ± 0.000")
+    Published(figure=0.05, sd=0.0005)
+    """
+    figure, sd = re.split(" ± ", text)
+    return Published(float(figure), float(sd) or 0.5 * 10.0 ** -len(sd.partition(".")[2]))
 
 
 def of_part(name: str, rows: Sequence[Row]) -> list[Row]:
@@ -84,11 +104,11 @@ def row(
     setting: str,
     metric: str,
     values: Sequence[float],
-    published: float | None = None,
-    published_sd: float | None = None,
+    published: float | Published | None = None,
 ) -> Row:
     """One figure of repetitions: their mean and standard deviation."""
-    return Row(setting, metric, float(np.mean(values)), spread(values), published, published_sd, len(values))
+    figure, sd = published if isinstance(published, Published) else (published, None)
+    return Row(setting, metric, float(np.mean(values)), spread(values), figure, sd, len(values))
 
 
 def by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
@@ -97,7 +117,7 @@ def by_metric(runs: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
 
 
 def over_seeds(
-    setting: str, runs: Sequence[Mapping[str, float]], published: Mapping[str, float | None] | None = None
+    setting: str, runs: Sequence[Mapping[str, float]], published: Mapping[str, float | Published | None] | None = None
 ) -> list[Row]:
     """A row for each metric of repeated runs, beside what is published of it."""
     known = published or {}

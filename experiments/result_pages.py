@@ -7,7 +7,8 @@ kept. `python -m experiments.result_pages` writes all pages again from what is k
 
 How a figure compares with the published one: it *agrees* within two standard deviations, the published one where there
 is one, else ours over repetitions; without either, if it is the same to the digits that are printed. Else it is
-*better* or *worse*, or *differs* where neither more nor less is better.
+*better* or *worse*, or *differs* where neither more nor less is better. A figure of other data than the published one
+*does not compare*, whatever its size.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ RESULTS = Path(__file__).parent / "results"
 NOTES = "\n## Notes\n"
 ROUNDING = 1e-9  # of a published figure, where more digits are printed than another order of summing keeps
 NEVER = r"(?!)"
+OTHER = "does not compare"
 WIDE = 5  # columns of a table of one line, which stands upright if it has more
 
 
@@ -42,6 +44,8 @@ class Reading(NamedTuple):
     larger: str = NEVER
     reasons: tuple[Reason, ...] = ()
     across: str = NEVER  # a pattern of settings that are a cell of a table, with groups `line` and `column`
+    incomparable: tuple[Reason, ...] = ()  # figures of other data than the published ones
+    remark: str = ""  # on how figures compare, below the rule
 
 
 Row = Mapping[str, Any]  # of `common.Row`, what is None left out
@@ -65,6 +69,8 @@ def tolerance(row: Row) -> float:
 
 def compared(row: Row, how: Reading) -> str:
     """Ours beside the published figure in a word."""
+    if _first(how.incomparable, row) is not None:
+        return OTHER
     gap = row["ours"] - row["published"]
     if abs(gap) <= tolerance(row):
         return "agrees"
@@ -76,10 +82,16 @@ def compared(row: Row, how: Reading) -> str:
 
 
 def why(row: Row, word: str, how: Reading) -> str | None:
-    """The script's reason why a figure does not come out, if it has one."""
+    """The script's reason why a figure does not come out, or does not compare, if it has one."""
+    if word == OTHER:
+        return _first(how.incomparable, row)
+    return _first([each for each in how.reasons if word != "agrees" and (each.if_better or word != "better")], row)
+
+
+def _first(reasons: Sequence[Reason], row: Row) -> str | None:
+    """The first reason that is about a row."""
     place = f"{row['setting']}: {row['metric']}"
-    said = [each for each in how.reasons if word != "agrees" and (each.if_better or word != "better")]
-    return next((reason.why for reason in said if re.search(reason.where, place)), None)
+    return next((reason.why for reason in reasons if re.search(reason.where, place)), None)
 
 
 def table(columns: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
@@ -102,7 +114,8 @@ def _beside(rows: Sequence[Row], how: Reading) -> list[str]:
         verdict, reason = words[-1], why(row, words[-1], how)
         if reason is not None:
             reasons += [reason] if reason not in reasons else []
-            verdict = f"does not come out ({verdict}): reason {reasons.index(reason) + 1}"
+            word = verdict if verdict == OTHER else f"does not come out ({verdict})"
+            verdict = f"{word}: reason {reasons.index(reason) + 1}"
         form = f".{row['decimals']}f" if "decimals" in row else ".4g"
         published = _number(row["published"], form) + (
             "" if "published_sd" not in row else f" (sd {row['published_sd']:.2g})"
@@ -192,6 +205,7 @@ def page(record: Mapping[str, Any], how: Reading) -> str:
         text += [
             "A figure agrees with the published one within two standard deviations: the published one's, else ours",
             "over repetitions; without either, if it is the same to the digits printed.",
+            *([how.remark] if how.remark else []),
             "",
         ]
     if not record["runs"]:

@@ -201,7 +201,7 @@ def table_4(engines: int, rounds: int, sensors: Sequence[int]) -> list[common.Ro
                 if known:
                     said = f"{method}, as printed" if method.startswith("HM1") else method
                     metric = f"RMSE of {said}, best on the test rows"
-                    rows.append(common.Row(setting, metric, min(known), published=published[method]))
+                    rows.append(common.row(setting, metric, [min(known)], published[method]))
     return rows
 
 
@@ -215,8 +215,8 @@ def draw(rows: Sequence[common.Row]) -> Figure:
             ours = [next(row for row in those if (row.setting, row.metric) == (each, method)) for each in settings]
             places = [place + 0.2 * (i - 1) for place in range(len(settings))]
             axis.errorbar(places, [row.ours for row in ours], [row.sd or 0 for row in ours], fmt="o", label=method)
-        for value, style, label in zip(theirs, ("-", "--"), ("Algorithm 1, published", "separate, published")):
-            axis.axhline(value, color="0.4", linestyle=style, linewidth=1, label=label)
+        for known, style, label in zip(theirs, ("-", "--"), ("Algorithm 1, published", "separate, published")):
+            axis.axhline(known.figure, color="0.4", linestyle=style, linewidth=1, label=label)
         labels = [each.partition("noise is a ")[2].replace(", error of ", "\nerror of ") for each in settings]
         axis.set_xticks(range(len(settings)), labels, fontsize=7)
         axis.set_yscale("log")

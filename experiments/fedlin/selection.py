@@ -44,13 +44,13 @@ class Case(NamedTuple):
     coefficients: list[float]
     rows: list[int]  # training rows of each device
     held_out: int
-    published: tuple[float, float, float]  # A-RMSE, correct inclusion, false inclusion
+    published: tuple[str, str, str]  # A-RMSE, correct inclusion, false inclusion
 
 
 CASES = {
-    "I": Case(EIGHT, [100] * 10, 1000, (0.055, 0.880, 0.095)),
-    "II": Case(EIGHT, [20] * 2 + [200] * 8, 1000, (0.062, 0.875, 0.101)),
-    "III": Case(THIRTY, [40] * 20, 400, (0.088, 0.891, 0.115)),
+    "I": Case(EIGHT, [100] * 10, 1000, ("0.055 ± 0.001", "0.880 ± 0.003", "0.095 ± 0.001")),
+    "II": Case(EIGHT, [20] * 2 + [200] * 8, 1000, ("0.062 ± 0.002", "0.875 ± 0.004", "0.101 ± 0.001")),
+    "III": Case(THIRTY, [40] * 20, 400, ("0.088 ± 0.001", "0.891 ± 0.005", "0.115 ± 0.001")),
 }
 READING = result_pages.Reading(
     smaller="A-RMSE",
@@ -60,6 +60,11 @@ READING = result_pages.Reading(
             ": correct inclusion",
             "effects are hundreds of posterior standard deviations; every method includes all",
             True,
+        ),
+        result_pages.Reason(
+            ": false inclusion",
+            "intervals of 90 % leave out a coefficient that is zero a tenth of the time; over ten repetitions that has "
+            "a standard error of 0.007 to 0.017, of which ours are within two of a tenth",
         ),
         result_pages.Reason(
             "case III: A-RMSE",
@@ -137,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for name, case in cases.items():
         runs = [select(case, seed, 50 if options.smoke else 2000) for seed in range(options.seeds)]
         device.append(runs[0][1])
-        published = dict(zip(METRICS, case.published))
+        published = dict(zip(METRICS, map(common.published, case.published)))
         found = common.over_seeds(f"case {name}", [figures for figures, _ in runs], published)
         rows += found
         cells = [common.number(x) for row in found[: len(METRICS)] for x in (row.ours, row.sd, row.published)]

@@ -26,12 +26,13 @@ import fedtorch as ft
 from experiments import common, result_pages
 from experiments.fedmgp import models as fm
 
-PUBLISHED = {
-    (20, 10): {"FedMGP": 0.0119, "IndGP": 0.0581, "CenMGP": 0.0119},
-    (20, 200): {"FedMGP": 0.0151, "IndGP": 0.0678, "CenMGP": 0.0132},
-    (1000, 10): {"FedMGP": 0.0103, "IndGP": 0.0118, "CenMGP": 0.0109},
-    (1000, 200): {"FedMGP": 0.0137, "IndGP": 0.0174},
+PRINTED = {  # the sd of the centralised model at (20, 200) as "0.0"
+    (20, 10): {"FedMGP": "0.0119 ± 0.001", "IndGP": "0.0581 ± 0.028", "CenMGP": "0.0119 ± 0.001"},
+    (20, 200): {"FedMGP": "0.0151 ± 0.010", "IndGP": "0.0678 ± 0.025", "CenMGP": "0.0132 ± 0.000"},
+    (1000, 10): {"FedMGP": "0.0103 ± 0.000", "IndGP": "0.0118 ± 0.003", "CenMGP": "0.0109 ± 0.001"},
+    (1000, 200): {"FedMGP": "0.0137 ± 0.008", "IndGP": "0.0174 ± 0.016"},
 }
+PUBLISHED = {size: {name: common.published(text) for name, text in row.items()} for size, row in PRINTED.items()}
 READING = result_pages.Reading(
     smaller="MSE",
     reasons=(
@@ -124,7 +125,8 @@ def draw(errors: dict[tuple[int, int], dict[str, float]]) -> Figure:
     """Ours and the published errors by size."""
     figure, axes = common.subplots(figsize=(7, 4))
     for i, method in enumerate(METHODS):
-        for style, table, label in (("o", errors, "ours"), ("x", PUBLISHED, "published")):
+        theirs = {size: {name: known.figure for name, known in row.items()} for size, row in PUBLISHED.items()}
+        for style, table, label in (("o", errors, "ours"), ("x", theirs, "published")):
             at = [k + 0.15 * (i - 1) for k, size in enumerate(PUBLISHED) if method in table.get(size, {})]
             values = [table[size][method] for size in PUBLISHED if method in table.get(size, {})]
             axes.plot(at, values, style, color=f"C{i}", label=f"{method}, {label}")
@@ -165,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows += found
         means[size] = dict(zip(runs[0][0], (row.ours for row in found)))
         cells = [
-            f"{means[size][m]:.4f} ({published.get(m, float('nan')):.4f})" if m in means[size] else "–" for m in METHODS
+            f"{means[size][m]:.4f} ({PRINTED.get(size, {}).get(m, '–')})" if m in means[size] else "–" for m in METHODS
         ]
         lines.append([setting, *cells, *(f"{seconds:.1f}" for seconds in runs[0][1]), f"{peak:.0f}"])
     columns = ["(N_m, M)", *(f"{m} (published)" for m in METHODS), "FedMGP, s", "of processors", "peak MB so far"]

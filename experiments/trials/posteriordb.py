@@ -210,8 +210,8 @@ def compared(
     rows = []
     for parameter, (mean, mean_error, sd, sd_error) in known.items():
         means, sds = zip(*(run[parameter] for run in runs))
-        rows.append(common.row(setting, f"{parameter}, mean", means, mean, mean_error))
-        rows.append(common.row(setting, f"{parameter}, sd", sds, sd, sd_error))
+        rows.append(common.row(setting, f"{parameter}, mean", means, common.Published(mean, mean_error)))
+        rows.append(common.row(setting, f"{parameter}, sd", sds, common.Published(sd, sd_error)))
     return rows
 
 

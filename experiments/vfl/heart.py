@@ -59,6 +59,10 @@ PUBLISHED = {  # accuracy, log-likelihood of all predictions, of the wrong ones
 READING = result_pages.Reading(
     smaller="calibration",
     larger="accuracy|log-likelihood",
+    remark=(
+        "The published sds, of folds for the accuracy and of single predictions for the others, do not tell how far\n"
+        "the mean of another run may lie: our sds of repetitions decide here. Those of the published kind stand below."
+    ),
     reasons=(
         result_pages.Reason(
             ".", "weights without a prior grow as long as they are trained, and certain mistakes then weigh most"

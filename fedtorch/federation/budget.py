@@ -55,11 +55,6 @@ class Budget(Protocol):
         """
         ...
 
-    @property
-    def kept(self) -> bool:
-        """Whether what is spent is written to a file, which another process reads."""
-        ...
-
     def join(self, others: Sequence[Budget], rounds: int) -> None:
         """Have the budgets of a search's other settings spend from this one's ledger, where all releases add up.
 

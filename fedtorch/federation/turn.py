@@ -23,6 +23,8 @@ class Turn:
         refused: ways of sharing steps that no client of the round takes, "padded" or "stacked": a solver has found that
             they are not what clients alone do, here or on another rank. Solvers add to it; it is one set for all
             blocks of the round.
+        taken: numbers of rows that some clients of the round take in place of all of theirs, as in some steps on
+            minibatches. Solvers add to it; it is one set for all blocks of the round.
         names: `(K,)` the numbers of all clients' names, by which they draw, see `fedtorch.random.named`; None where
             these are the clients' ids.
 
@@ -41,9 +43,11 @@ class Turn:
         share: Tensor | Callable[[Tensor], Tensor] | None = None,
         refused: set[str] | None = None,
         names: Tensor | None = None,
+        taken: set[int] | None = None,
     ) -> None:
         self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
         self.refused: set[str] = set() if refused is None else refused
+        self.taken: set[int] = set() if taken is None else taken
         self.names = names
 
     @property
@@ -67,13 +71,19 @@ class Turn:
 
     def with_key(self, key: Tensor | Callable[[], Tensor]) -> Turn:
         """Return the turn with another key."""
-        return Turn(key, self.round, self.rates, self.limit, self._share, self.refused, self.names)
+        return Turn(key, self.round, self.rates, self.limit, self._share, self.refused, self.names, self.taken)
 
     def of_clients(self, ids: Callable[[], Tensor], device: torch.device) -> Turn:
         """Return the part of the clients with these ids; their keys are folded from the round's, by their names."""
         share = self._share(ids()) if callable(self._share) else self._share
         key = lambda: self.keys(ids()).to(device)
-        return Turn(key, self.round, self.rates, self.limit, share, self.refused)
+        return Turn(key, self.round, self.rates, self.limit, share, self.refused, taken=self.taken)
+
+    def takes(self, rows: Tensor, count: Tensor) -> None:
+        """Note how many rows clients take, at least, in place of those that they have, both `(K,)`."""
+        some = rows[(rows > 0) & (rows < count)]
+        if len(some):
+            self.taken.add(int(some.min()))
 
     def keys(self, ids: Tensor) -> Tensor:
         """Return what clients with these ids draw with, `(M,)`, of a turn that is that of all."""

@@ -80,7 +80,7 @@ def test_a_page_says_what_is_kept(kept: Path) -> None:
     ],
 )
 def test_verdicts(row: dict, word: str) -> None:
-    assert result_pages.compared(row, READING) == word
+    assert result_pages.compared({"setting": "a", **row}, READING) == word
 
 
 def test_reasons_stand_where_figures_do_not_come_out() -> None:
@@ -102,6 +102,31 @@ def test_reasons_stand_where_figures_do_not_come_out() -> None:
     ]
     assert "Of 6 published figures: agrees 1, better 2, worse 3." in text
     assert "1. too few rows\n2. not credible" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "figure", "sd"),
+    [("0.081 ± 0.001", 0.081, 0.001), ("0.050 ± 0.000", 0.05, 0.0005), ("9.63 ± 7.50", 9.63, 7.5), ("4 ± 0", 4.0, 0.5)],
+)
+def test_published_figures_are_read_as_they_are_printed(text: str, figure: float, sd: float) -> None:
+    assert common.published(text) == (figure, sd)
+    row = common.row("a", "error", [1.0, 2.0], common.published(text))
+    assert (row.published, row.published_sd, row.repeats) == (figure, sd, 2)
+
+
+def test_figures_of_other_data_do_not_compare() -> None:
+    how = READING._replace(incomparable=(result_pages.Reason("^other", "other patients"),), remark="A remark.")
+    rows = [
+        {"setting": name, "metric": "error", "ours": ours, "published": 0.5}
+        for name in ("other", "same")
+        for ours in (0.5, 0.1)
+    ]
+    text = result_pages.page({"title": "T", "runs": [{"command": "c", "machine": "m", "date": "d", "rows": rows}]}, how)
+    verdicts = [line.split(" | ")[-1] for line in text.splitlines() if line.startswith(("| other", "| same"))]
+    assert verdicts == ["does not compare: reason 1 |"] * 2 + ["agrees |", "better |"]
+    assert "Of 4 published figures: agrees 1, better 1, does not compare 2." in text
+    assert "1. other patients" in text
+    assert "digits printed.\nA remark.\n" in text
 
 
 def test_figures_have_the_digits_that_were_printed() -> None:

@@ -17,7 +17,7 @@ from fedtorch import random
 from fedtorch.inference import completed, imputed, pooled
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import imputation
-from fedtorch.sites import Hub, SiteConfiguration, join
+from fedtorch.sites import Hub, Policy, SiteConfiguration, join
 from fedtorch.sites.streams import memory
 
 few_rounds = pytest.mark.filterwarnings("ignore:Expected draws that have forgotten their start")
@@ -100,7 +100,8 @@ def test_the_draws_at_sites_need_no_rows_at_the_server() -> None:
     host, threads = Hub(), []
     for k, name in enumerate(data.names):
         link = lambda name=name: memory.link(host, name)
-        threads.append(threading.Thread(target=join, args=(link, SiteConfiguration(data.select([k]), offers))))
+        brought = SiteConfiguration(data.select([k]), offers, Policy(minimum=1))  # which draws as one process does
+        threads.append(threading.Thread(target=join, args=(link, brought)))
         threads[-1].start()
     remote = ft.Remote(host, list(data.names), "draws", {"draws": 2}, rows=data.rows)
     apart = ft.Run(ft.normal_em(2, columns=3), remote)

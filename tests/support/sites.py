@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import fedtorch as ft
 from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.sites import AuditRecord, Hub, Policy, Remote, SiteConfiguration, join
@@ -118,3 +120,11 @@ def joined(
             host.drop(name, "the test is over")
         for thread in threads.values():
             thread.join(10.0)
+
+
+@contextmanager
+def servers_keys() -> Iterator[None]:
+    """Have sites draw by the server's keys also where they count rows, as clients of one process do."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(SiteSession, "_key", lambda site, purpose, key, sent, about: key)
+        yield

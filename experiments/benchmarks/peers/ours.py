@@ -62,7 +62,7 @@ def train(file: str, task: str, options: argparse.Namespace) -> work.Trained:
         def loop(rounds: int) -> nn.Module:
             run = ft.run(ft.fedavg(local), population, cohort=asked, rounds=rounds)
             module = mine.model()
-            module.load_state_dict({f"0.{name}": leaf for name, leaf in run.server.items()})
+            module.load_state_dict(run.server)
             return module
 
         train_rounds = loop if options.closed_form else fit
@@ -87,7 +87,7 @@ def steps(mine: work.Work, options: argparse.Namespace) -> ft.LocalSolver:
 
 def closed_form(mine: work.Work) -> ft.LocalSolver:
     """The same steps of the linear task at once, which full batches and squared errors allow."""
-    linear = next(mine.model().children())
+    linear = mine.model()
     assert isinstance(linear, nn.Linear)
     return ft.least_squares(linear, steps=mine.task.steps, lr=mine.task.lr)
 

@@ -69,11 +69,6 @@ class Attention(nn.Module):
         return self.head(self.layer(self.embed(x)).mean(1))
 
 
-def linear() -> nn.Module:
-    """A linear model of 8 features."""
-    return nn.Sequential(nn.Linear(8, 1), nn.Flatten(0))
-
-
 def perceptron(dropout: float | None = None) -> nn.Module:
     """64-128-10, with dropout of its hidden units if it is given."""
     between = [nn.ReLU()] if dropout is None else [nn.ReLU(), nn.Dropout(dropout)]
@@ -105,7 +100,7 @@ def convolutional(size: int) -> nn.Module:
 def _linear_data(clients: int) -> Arrays:
     generator = np.random.default_rng(0)
     x = generator.standard_normal((clients * 40, 8)).astype(np.float32)
-    y = x.sum(-1) + generator.standard_normal(len(x)).astype(np.float32)
+    y = x.sum(-1, keepdims=True) + generator.standard_normal((len(x), 1)).astype(np.float32)
     return {"x": x, "y": y, "counts": np.full(clients, 40), "evaluation_x": x, "evaluation_y": y}
 
 
@@ -161,8 +156,8 @@ def _lines(clients: int) -> Arrays:
 
 TASKS = {
     "linear": Task(
-        "linear model of 8 features, 20 full-batch SGD steps of 40 rows",
-        linear,
+        "linear layer of 8 features, 20 full-batch SGD steps of 40 rows",
+        lambda: nn.Linear(8, 1),
         _linear_data,
         F.mse_loss,
         torch.optim.SGD,

@@ -37,7 +37,7 @@ class Disclosure(NamedTuple):
     """Limits what a site tells for a formula."""
 
     minimum: int = 10  # rows, at least, that are behind any number or name that it tells
-    columns: tuple[str, ...] | None = None  # that a formula may read; None for all
+    columns: tuple[str, ...] | None = None  # that a formula may read; None for all but those of clients and persons
     designs: int = 100  # by which it makes rows, in all, each an occasion to ask whether a level is there
     person: str | None = None  # a column of the frame whose distinct values count for the minimum in place of rows
     client: str | None = None  # the column of clients
@@ -50,22 +50,20 @@ class Disclosure(NamedTuple):
     def check(self, minimum: int, columns: tuple[str, ...]) -> None:
         """Raise `Refused` for a formula that reads other columns, and for a smaller minimum.
 
-        The columns of clients and persons are among the others unless they are listed: a level that is declared would
-        tell whether somebody of that name is there.
+        The columns of clients and persons are among the others, also where they are listed: a level that is declared
+        would tell whether somebody of that name is there.
         """
         if minimum < self.minimum:
             raise Refused(
                 f"the site tells nothing of fewer than {self.minimum} {self.counted}, but was asked for {minimum}"
             )
+        if names := [column for column in columns if column in (self.client, self.person)]:
+            raise Refused(
+                f"the site's column {names[0]!r} says whose rows are whose, and a formula reads that of clients in "
+                "(… | …) alone, also where Policy(columns=...) names it; leave it out of other terms"
+            )
         if self.columns is not None and (more := [column for column in columns if column not in self.columns]):
             raise Refused(f"the site's policy lets formulas read columns {list(self.columns)}, but not {more}")
-        names = [column for column in columns if column in (self.client, self.person)]
-        if self.columns is None and names:
-            raise Refused(
-                f"the site's column {names[0]!r} says whose rows are whose, and formulas may not read it but in "
-                "(… | …); leave it out of them; the site's side would allow it by naming all columns that may be read, "
-                "Policy(columns=...)"
-            )
 
 
 class AnswerLog:

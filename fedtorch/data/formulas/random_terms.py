@@ -35,7 +35,8 @@ def random_columns(
         if random.group != group:
             raise ValueError(
                 f"Expected random terms by the column of clients, {group!r}, but got {random.name}: rows of one "
-                f"{random.group} may lie at several clients; leave it out, or take C({random.group}) as a factor"
+                f"{random.group} may lie at several clients; leave it out, or, where it has few levels and does not "
+                f"name the persons whose rows they are, write it as a factor, C({random.group})"
             )
         inner = [column.name for column in columns(random.terms, encoding)]
         lacking = [name for name in inner if name not in names]

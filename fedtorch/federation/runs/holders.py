@@ -30,7 +30,6 @@ from fedtorch.random.named import numbers
 from fedtorch.tree import Tree
 
 _MOST = 2**24  # numbers of one tensor that is sent
-_DTYPES = {"key": torch.int64}
 
 
 class Unanswerable(ValueError):
@@ -179,8 +178,17 @@ def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
             size *= max(n, 1)
         if not whole or size > _MOST:
             raise ValueError(f"Expected the shape of {name!r}, but got {str(shape)[:100]}")
-        made[name] = torch.empty(shape, dtype=_DTYPES.get(name.split()[0], torch.float64))
+        made[name] = torch.empty(shape, dtype=torch.int64 if is_key(name) else torch.float64)
     return made
+
+
+def is_key(name: str) -> bool:
+    """Return whether a tensor of this name, as it is sent, is a key of randomness.
+
+    >>> is_key("key"), is_key("key 0"), is_key("phi 0")
+    (True, True, False)
+    """
+    return name.split()[:1] == ["key"]
 
 
 def rows_at_hand(run: Run) -> FederatedData:

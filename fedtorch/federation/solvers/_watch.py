@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from fedtorch.federation.algorithm import Quadratic
 from fedtorch.federation.local_schedule import LocalOptimizer, mean_groups
+from fedtorch.federation.solvers.loaders.batches import rows_in
 from fedtorch.optimisers import options
 
 
@@ -136,6 +137,7 @@ class Watch(L.Callback):
 
     Attributes:
         batches: taken so far.
+        rows: of the batches of the first epoch.
         refusal: what was raised here, because the module or its settings are at fault.
     """
 
@@ -149,7 +151,8 @@ class Watch(L.Callback):
     ) -> None:
         self.quadratic, self.round, self._examine = quadratic, round, examine
         self._stated, self._rates = stated, rates
-        self.batches = 0
+        self.batches = self.rows = 0
+        self._epoch: int | None = None  # the first
         self.refusal: Exception | None = None
         self.losses: list[Tensor] = []
         self.rates = 0.0
@@ -221,6 +224,9 @@ class Watch(L.Callback):
         """Take down the loss, which Lightning has divided by the number of accumulated batches."""
         self._examine = None
         self.batches += 1
+        self._epoch = trainer.current_epoch if self._epoch is None else self._epoch
+        if trainer.current_epoch == self._epoch:
+            self.rows += rows_in(batch)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1

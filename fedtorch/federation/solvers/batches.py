@@ -168,6 +168,11 @@ class Batches:
         return torch.ones_like(self._count, dtype=torch.bool)
 
     @property
+    def taken(self) -> Tensor:
+        """Return how many of its rows each client takes in all its steps, at least, `(K,)`."""
+        return (torch.minimum(self.total, self.per_epoch) * self._size).minimum(self._count)
+
+    @property
     def together(self) -> bool:
         """Return whether all clients have as many steps."""
         return self.alike or bool((self.total == self.longest).all())

@@ -339,7 +339,9 @@ class Descent:
         self, rows: Tree, count: Tensor, turn: Turn, key: Callable[[], Tensor], share: Tensor | None, padded: bool
     ) -> Batches:
         limits = (self.batch_size, self.epochs, self.steps)
-        return Batches(rows, count, *limits, key, self.drop_last, turn.limit, share, padded)
+        batches = Batches(rows, count, *limits, key, self.drop_last, turn.limit, share, padded)
+        turn.takes(batches.taken, count)
+        return batches
 
     def _through_loaders(
         self, start: Tree, state: LocalState, data: ClientLoaders, quadratic: Quadratic | None, turn: Turn

@@ -300,7 +300,9 @@ class _Fit:
             examine = None if self._examined else self._examine
             watch = Watch(quadratic, turn.round, examine, data.steps(client) if loaded else None, turn.rates)
             with named(client, watch) if loaded else nullcontext():
-                return self._fit(tensors, watch, given, device, turn.limit, arguments)
+                fitted = self._fit(tensors, watch, given, device, turn.limit, arguments)
+        turn.takes(torch.tensor([watch.rows]), data.count[client : client + 1].cpu())
+        return fitted
 
     def _refuse_kept(self, fitted: _Fitted, again: _Fitted) -> None:
         """Raise StateKept unless a fit that is taken twice is the same."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,12 +31,19 @@ class SiteFrame:
     Args:
         configuration: of the site.
         folder: of its states, where the design is kept that sites have agreed on; None for nowhere.
+        in_order: returns a configuration with its clients in the order in which the site numbers them.
 
     Attributes:
         configuration: with rows by that design, once there is one.
     """
 
-    def __init__(self, configuration: SiteConfiguration, folder: Path | None) -> None:
+    def __init__(
+        self,
+        configuration: SiteConfiguration,
+        folder: Path | None,
+        in_order: Callable[[SiteConfiguration], SiteConfiguration],
+    ) -> None:
+        self._in_order = in_order
         self.configuration, policy = configuration, configuration.policy
         self._path = None if folder is None else folder / _FILE
         self._answers: Answers | None = None
@@ -75,7 +83,10 @@ class SiteFrame:
         return answer
 
     def _make(self, design: Design) -> None:
-        self.configuration = replace(self.configuration, data=self._rows(design))
+        self.configuration = self._with_rows(design)
+
+    def _with_rows(self, design: Design) -> SiteConfiguration:
+        return self._in_order(replace(self.configuration, data=self._rows(design)))
 
     def _rows(self, design: Design) -> FederatedData:
         table, client, missing = self.configuration.frame, self.configuration.client, self.configuration.missing
@@ -97,7 +108,7 @@ class SiteFrame:
             return self.configuration
         if self._answers is None or not self._answers.has_made(text):
             raise Refusal("the site has not made rows by the design of another model; begin with sites.agree(...)")
-        return replace(self.configuration, data=self._rows(Design.from_json(text)))
+        return self._with_rows(Design.from_json(text))
 
 
 def by_design(configuration: SiteConfiguration) -> dict[str, str]:

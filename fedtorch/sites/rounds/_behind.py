@@ -119,6 +119,23 @@ class Behind:
                 f"take an algorithm whose messages add up; {_ALLOWED}"
             )
 
+    def check_taken(self, ids: Tensor, additive: bool, taken: int) -> None:
+        """Refuse an answer of some clients that have taken so few of their rows each, as of one small batch.
+
+        Args:
+            ids: theirs `(M,)`.
+            additive: whether their sum leaves the site.
+            taken: rows that each has taken at least; with persons, persons that so many rows are of at least. Where
+                persons count, those of one client are not added to those of another, who may be the same.
+        """
+        each = self.each(ids).clamp(max=taken)
+        together = each[:0].sum() if len(each) == 0 else each.sum() if self._persons is None else each.max()
+        if bool(((each if not additive else together) < self.least).any()) and bool((each > 0).any()):
+            raise Refusal(
+                f"the site answers with numbers of at least {self.least} {self._what}, and a round's batches have as "
+                f"few as {taken} of a client; take larger batches, more steps, or epochs; {_ALLOWED}"
+            )
+
     def check_first(self, ids: Tensor) -> None:
         """Refuse an answer of which some clients, too few together, would tell for good for the first time."""
         if not self.is_enough(ids):

@@ -20,7 +20,6 @@ from torch import Tensor
 from fedtorch import tree, wire
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import Carry
-from fedtorch.federation.exchanges.exchange import RowsOf
 from fedtorch.federation.turn import Turn
 from fedtorch.protocol.halves import Half, Heard, Receive, Send, packed, unpacked, wrapped
 from fedtorch.sites.envelopes.keyring import Keyring, SiteKeys, Wait
@@ -31,7 +30,7 @@ from fedtorch.sites.rounds.past_sums import digest_of_start
 from fedtorch.sites.rounds.plan import Lost
 from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.secure.halves import client_half, server_half
-from fedtorch.sites.secure.masked import Masked, Parties
+from fedtorch.sites.secure.masked import Found, Masked, Parties
 from fedtorch.sites.secure.messages import ADVERT, CONFIRM, PHASES
 from fedtorch.sites.secure.server import Server
 from fedtorch.tree import Tree
@@ -129,6 +128,7 @@ class Sums:
 
         Raises:
             SumLost: there is no sum; who has ended it is left out of those over other starts.
+            RuntimeError: the sum is of numbers that the grid does not have.
         """
         numbers = {site: self._clients[site].start + 1 for site in sites}
         names, signing = {number: site for site, number in numbers.items()}, self._keyring.signing(sites)
@@ -136,7 +136,6 @@ class Sums:
         server, phases = self._masks.server(parties, message), _Phases(self, numbers, first, run, wanted.number)
         try:
             total = yield from wrapped(server_half(server, wanted.least, names), phases)
-            aggregate = self._masks.aggregate(total, message)
         except RuntimeError as error:
             lost = _lost(error, server, names, wanted.missing)
             if wanted.start:
@@ -149,7 +148,8 @@ class Sums:
         for site in survivors:
             self._lost.failed.pop(site, None)
         self._leave_out({names[number]: f"it sent {why}" for number, why in server.guilty.items()})
-        return aggregate, survivors
+        clients = sum(len(self._clients[site]) for site in survivors)
+        return self._masks.aggregate(total, message, clients), survivors
 
     def ask(self, run: str, number: int, phase: int, sent: Mapping[str, Tensor]) -> Half:
         """Ask sites for their messages of a later phase of a sum."""
@@ -218,7 +218,7 @@ def _lost(error: RuntimeError, server: Server, names: Mapping[int, str], missing
 
 
 def site_half(
-    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, found: RowsOf, guard: Guard
+    masks: Masked, keys: SiteKeys, data: bytes, number: int, about: bytes, found: Found, guard: Guard
 ) -> Half:
     """Return a site's half of one sum.
 
@@ -228,7 +228,7 @@ def site_half(
         data: the signed key directory.
         number: of the request that it answers.
         about: a digest of what its clients were sent.
-        found: their messages.
+        found: what they have said.
         guard: decides with whom the site takes part, and remembers what it has confirmed.
 
     Raises:

@@ -1,9 +1,13 @@
-"""Names of a site's clients as its server hears them: pseudonyms, where a client has too few rows.
+"""The secret of a site: by it clients have pseudonyms, where one has too few rows, and draws are the site's own.
 
 A name is often a value of a column, such as a patient's number. Where one client of a site has fewer rows than the
 site's minimum, the names of all are pseudonyms, for patients with many rows are patients too. A pseudonym is a keyed
 digest of the name, by a secret of the site. What a name was told as first it is told as for good, so that runs that
 come later, and restarts, have the same clients.
+
+Clients draw by keys of the server's, which knows what follows from them: which rows are in a minibatch, and which
+uniform numbers decide a response that is drawn anew. A site that counts rows makes other keys of them by its secret,
+see `SiteSession`: the same question has the same draws, to the bit, and nobody else can compute them.
 
 The secret and what names were told as are `names.json` in the site's folder. To look a name up and to write it down is
 one step under the file's lock, so that two processes of a site tell one name as the same.
@@ -12,6 +16,8 @@ one step under the file's lock, so that two processes of a site tell one name as
 >>> told = names.told(("ward 7", "ward 8"), hidden=False)
 >>> told, len(names.told(("ward 7", "B-1807"), hidden=True)[1])
 (('ward 7', 'ward 8'), 23)
+>>> names.key("a round", b"1").equal(names.key("a round", b"1")), names.key("a round", b"1").equal(names.key("", b"1"))
+(True, False)
 """
 
 from __future__ import annotations
@@ -24,7 +30,9 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from fedtorch import _files as files
+from torch import Tensor
+
+from fedtorch import _files as files, random
 
 FILE = "names.json"
 _DIGITS = 16
@@ -56,6 +64,14 @@ class Pseudonyms:
                 if new and self._path is not None:
                     files.write_json(self._path, {"secret": self._secret, "told": self._told})
         return tuple(self._told[name] for name in names)
+
+    def key(self, purpose: str, asked: bytes) -> Tensor:
+        """Return a key of randomness `()`, which follows from what is asked for a purpose and from the secret.
+
+        It is 64 bits of an HMAC, by another function than that of the pseudonyms, which are told.
+        """
+        of_purpose = hmac.digest(bytes.fromhex(self._secret), purpose.encode(), hashlib.sha512)
+        return random.key(int.from_bytes(hmac.digest(of_purpose, asked, hashlib.sha512)[:8], "big", signed=True))
 
     def _lock(self) -> AbstractContextManager[Any]:
         if self._path is None:

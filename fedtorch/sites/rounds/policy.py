@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from fedtorch.federation.exchanges.carry import Carry, plain
 from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _SECONDS = 30.0  # for another process of the site that counts
 _LARGEST = {torch.float64: 1e100, torch.float32: 1e30, torch.bfloat16: 1e30, torch.float16: 65504.0}
 
@@ -35,7 +37,11 @@ class Refusal(ValueError):
 
 
 class Policy(NamedTuple):
-    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops."""
+    """Limits what a site answers. Every round that it begins to answer counts, also one that the server then drops.
+
+    With a minimum above one clients draw, minibatches and all else, by keys of the site's own, which a server cannot
+    compute. So a run that draws has other bits there than in one process, and repeats them only with the site's folder.
+    """
 
     rounds: int | None = None  # answered in all, over all runs; scores and questions after a fit count as rounds
     epsilon: float | None = None  # in all that one ledger counts, by noise that is added at the site
@@ -43,10 +49,11 @@ class Policy(NamedTuple):
     remember_sums: bool = True  # in its folder of states; else only as long as its process runs
     carry: Carry | Mapping[str, Carry] = plain()  # of messages: the server's must be the same; or by algorithm's name
     minimum: int = 10  # rows behind any number that is told: of a frame, in a round, of scores, or after a fit
-    columns: tuple[str, ...] | None = None  # that formulas may read; None for all but those of clients and persons
+    columns: tuple[str, ...] | None = None  # that formulas may read, those of clients and persons never; None for all
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
     draws: int = 1000  # of a model, in a question for "densities", "margins" or "checks", told as sums over rows
+    refusals: int = 10  # of rounds and questions that fail by what is in rows, in all; then nothing more is answered
     person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
@@ -66,10 +73,10 @@ class Policy(NamedTuple):
 
     def check(self) -> None:
         """Raise ValueError unless they are in range."""
-        if self.minimum < 1 or self.designs < 0 or self.draws < 1 or isinstance(self.columns, str):
+        if self.minimum < 1 or min(self.designs, self.refusals) < 0 or self.draws < 1 or isinstance(self.columns, str):
             raise ValueError(
                 f"Expected a minimum of at least 1 row, at least 1 draw, columns as a tuple, and no negative number of "
-                f"designs, but got {self}"
+                f"designs or refusals, but got {self}"
             )
         if self.person is not None and not isinstance(self.person, str):
             raise ValueError(f"Expected person= as a column of the site's frame, but got {self.person!r}")
@@ -88,6 +95,40 @@ class Policy(NamedTuple):
             raise ValueError(f"Expected a positive epsilon, but got {self.epsilon}")
 
 
+class _Count:
+    """Counts something in files of some folders, of which the largest holds; without any, in this process.
+
+    Args:
+        what: is counted.
+        folders: of the files, which are made with them.
+    """
+
+    def __init__(self, what: str, folders: Sequence[Path]) -> None:
+        self.file, self._what, self._here = f"{what}.json", what, 0
+        self._paths = [each / self.file for each in folders]
+        self.read()
+
+    def read(self) -> int:
+        """Return the count, by other processes of this site too."""
+        counted = [int(files.read_json(path)[self._what]) for path in self._paths if path.exists()]
+        self._here = max([self._here, *counted])
+        return self._here
+
+    @contextmanager
+    def locked(self) -> Iterator[int]:
+        """Return the count, which no other process changes meanwhile."""
+        for path in self._paths:
+            files.private_folder(path.parent)
+        with files.private_lock(f"{self._paths[-1]}.lock", _SECONDS) if self._paths else nullcontext():
+            yield self.read()
+
+    def add(self) -> None:
+        """Count one more, inside `locked`."""
+        self._here += 1
+        for path in self._paths:
+            files.write_json(path, {self._what: self._here})
+
+
 class Watch:
     """Holds a site's answers to its policy.
 
@@ -99,14 +140,10 @@ class Watch:
     """
 
     def __init__(self, policy: Policy, folder: Path | None, beside: Path | None = None) -> None:
-        self.policy, self._rounds = policy, 0
-        folders = [each for each in (folder, beside) if each is not None and policy.rounds is not None]
-        for each in folders:
-            files.private_folder(each)
-        self._paths = [each / "rounds.json" for each in folders]
-        self._lock = files.private_lock(f"{self._paths[-1]}.lock", _SECONDS) if self._paths else nullcontext()
-        with self._lock:
-            self._read()
+        self.policy = policy
+        folders = [each for each in (folder, beside) if each is not None]
+        self._rounds = _Count("rounds", folders if policy.rounds is not None else [])
+        self._failed = _Count("refusals", folders)
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuse an algorithm that would break the policy whatever is asked of it."""
@@ -155,19 +192,28 @@ class Watch:
         """Count a round, scores, or a question after the fit, or refuse it where there were enough."""
         if self.policy.rounds is None:
             return
-        with self._lock:
-            self._read()
-            if self._rounds >= self.policy.rounds:
-                many = "s" * (self._rounds != 1)
-                raise Refusal(f"the site has answered {self._rounds} round{many}, and does not answer more")
-            self._rounds += 1
-            for path in self._paths:
-                files.write_json(path, {"rounds": self._rounds})
+        with self._rounds.locked() as rounds:
+            if rounds >= self.policy.rounds:
+                many = "s" * (rounds != 1)
+                raise Refusal(f"the site has answered {rounds} round{many}, and does not answer more")
+            self._rounds.add()
 
-    def _read(self) -> None:
-        """Take in what has been counted, by another process of this site too."""
-        counted = [int(files.read_json(path)["rounds"]) for path in self._paths if path.exists()]
-        self._rounds = max([self._rounds, *counted])
+    def failed(self) -> None:
+        """Count a round or a question that failed by what is in rows, before anybody hears of it."""
+        try:
+            with self._failed.locked():
+                self._failed.add()
+        except OSError:
+            _LOG.exception("a failure could not be written down; it counts as long as this process runs")
+
+    def check_failed(self) -> None:
+        """Refuse to answer where so much has failed that it would tell more of rows."""
+        if (failed := self._failed.read()) >= max(1, self.policy.refusals):
+            raise Refusal(
+                f"{failed} rounds or questions have failed at the site by what its rows are, which its log names; each "
+                "tells of the rows, so that it answers nothing more; its side would allow it by a larger "
+                f"Policy(refusals=), or begin to count anew without {self._failed.file}"
+            )
 
     def _counts(self, budget: Budget) -> bool:
         """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from fedtorch import _files as files, checkpoint, functional, tree
+from fedtorch import _files as files, checkpoint, functional, tree, wire
 from fedtorch.federation.algorithm import Reply, first_total, start_of
 from fedtorch.federation.disclosure import of_reply
+from fedtorch.federation.exchanges.exchange import RowsOf
 from fedtorch.federation.populations.clients import Gathered, LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.turn import Turn
@@ -25,6 +27,7 @@ from fedtorch.sites.identity.identity import Identity
 from fedtorch.sites.rounds import _after_fit as after_fit, frames as frames
 from fedtorch.sites.rounds._behind import Behind, behind
 from fedtorch.sites.rounds._masked import Guard, Part, name_of_sum, one_of, site_half, start_of_sum
+from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.configuration import SiteConfiguration
 from fedtorch.sites.rounds.continuing.began import check_begun
 from fedtorch.sites.rounds.fingerprint import built, fingerprint
@@ -32,8 +35,11 @@ from fedtorch.sites.rounds.frames import Frame, run_of
 from fedtorch.sites.rounds.one_process.in_use import take
 from fedtorch.sites.rounds.past_sums import PastSums, Step, digest_of_start
 from fedtorch.sites.rounds.policy import Refusal, Watch, check_sizes, in_one
+from fedtorch.sites.secure.grid import largest_of
+from fedtorch.sites.secure.masked import Found
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 MOST_CLIENTS = 10_000_000
 _KEY = torch.zeros((), dtype=torch.int64)
 _BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a server's `begin`
@@ -41,6 +47,13 @@ _BEGUN = ("algorithm", "settings", "fingerprint", "clients", "first")  # of a se
 
 class SiteSession:
     """A site's part in a run, from the server's `begin`.
+
+    Where the site's policy has a minimum above one, its clients draw by keys that its secret makes of all that is
+    asked: the server's key, the settings of the algorithm, and the tensors that are sent. By the server's key alone a
+    batch would be a sum over rows that the server knows; and were the settings or the tensors not in it, two batches
+    that differ by a row, or the same few rows at start after start, could be asked for. Draws are each client's own,
+    by its name: nothing that sites must have in common, such as cohorts, faults, or what sums under masks are called,
+    is drawn here.
 
     Args:
         configuration: what the site brings.
@@ -50,6 +63,7 @@ class SiteSession:
         identity: with which the site signs the keys that sums under masks and sealed envelopes need.
         past: the sums under masks that the site has taken part in; default: those of the folder.
         versions: of the states, where the run goes on that the site was in; default: those of the folder.
+        secret: of the site, by which it draws; default: one of the session's own.
 
     Attributes:
         run: the run's identity, in hexadecimal.
@@ -74,11 +88,13 @@ class SiteSession:
         identity: Identity | None = None,
         past: PastSums | None = None,
         versions: Versions | None = None,
+        secret: Pseudonyms | None = None,
     ) -> None:
         self.about = {name: begin.about.get(name) for name in _BEGUN}
         self.configuration, self.watch, self.run, self.over = configuration, watch, run_of(begin), False
         self.algorithm, self._carry = built(configuration, begin)
         take(watch, begin.text("algorithm"), self.algorithm)
+        self._secret = Pseudonyms(folder) if secret is None else secret
         self._count = len(configuration.data)
         total = begin.integer("clients", self._count, MOST_CLIENTS)
         self.first = begin.integer("first", 0, total - self._count)
@@ -98,6 +114,7 @@ class SiteSession:
         self._past = PastSums(folder, configuration.policy.remember_sums) if past is None else past
         self._keys = self._hide(identity, total)
         self._part: Part | None = None
+        self._sent = 0.0  # the largest number that clients have heard last, in size
         self._envelopes = self._correspond(server, like)
         at_site = self._carry.carried(self.algorithm)
         at_site = replace(at_site, exchange=frames.at_site(at_site.exchange))
@@ -139,6 +156,10 @@ class SiteSession:
         initial = self.algorithm.told.of(tree.expand(state, 1))
         return SiteEnvelopes(self._keys, self.algorithm, network, server, initial, self._own)
 
+    @cached_property
+    def _settings(self) -> dict[str, str]:
+        return fingerprint(self.algorithm)
+
     @property
     def _own(self) -> range:
         """Return the numbers of the site's clients."""
@@ -146,7 +167,7 @@ class SiteSession:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the site's clients."""
+        """Return the site's clients, in the order in which the server hears of them; see `Site`."""
         return self.configuration.data.names
 
     def goes_on_as(self, begin: Frame) -> bool:
@@ -193,23 +214,32 @@ class SiteSession:
         self._silent = self._few and self._sends_nothing(inboxes, turn)
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
-        self.watch.before(self.algorithm, turn, inboxes.ids)
+        drawing = turn.with_key(lambda: self._key("a round", turn.key, tree.map(_once, inboxes.inbox), turn.round))
+        self.watch.before(self.algorithm, drawing, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
-        gathered = self.clients.gather(inboxes, cohort, turn, lost)
+        gathered = self._gathered(inboxes, cohort, drawing, lost)
         if gathered.message is not None and (not self.leaves or self.clients.noted.keys() - self._noted):
             self._noted = set(self.clients.noted)
             reply = Reply(gathered.message, None, dict.fromkeys(self.clients.noted, torch.empty(0)))
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
-        if self._adds and (unfit := {**gathered.failed, **gathered.refused}):
+        unfit = {**gathered.failed, **gathered.refused}
+        if unfit and (self._adds or self._carry.masks is not None):
             why = f"fail, or their messages are not finite: {next(iter(unfit.values()))}"
             self._rows.note("no sum", torch.tensor(list(unfit)), why)
-            raise Refusal(
-                "the site adds up clients with few rows, and not every message is finite; its own log says whose; take "
-                "smaller steps or another start, or leave out clients whose rows are at fault"
-            )
+            self.watch.failed()
+            if self._carry.masks is None:
+                raise Refusal(
+                    "the site adds up clients with few rows, and not every message is finite; its own log says whose; "
+                    "take smaller steps or another start, or leave out clients whose rows are at fault"
+                )
+            gathered = self._chance(inboxes, lost, turn)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
+        if drawing.taken and self._carry.masks is None and self.algorithm.budget is None:
+            taken = min(drawing.taken) // self.configuration.rows_of_a_person()
+            together = self._silent or self.algorithm.exchange.additive
+            self._rows.check_taken(gathered.ids, together, taken)
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
@@ -232,7 +262,8 @@ class SiteSession:
         elif len(gathered.ids):
             clients = [self.names[client - self.first] for client in gathered.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
-            self._part = self._sum(number, name_of_sum(start, turn), blobs, gathered.partial, guard)
+            found = Found(gathered.partial, not unfit, self._sent)
+            self._part = self._sum(number, name_of_sum(start, turn), blobs, found, guard)
             said = {"said": self._part.first()}
         elif step is not None:
             self._past.advance(step)
@@ -241,6 +272,36 @@ class SiteSession:
         if self._part is not None:
             self._part.begun = answer
         return answer
+
+    def _key(self, purpose: str, key: Tensor, sent: Tree, about: Any) -> Tensor:
+        """Return the key of the draws of an answer: the server's, or the site's own where its policy counts rows.
+
+        Args:
+            purpose: what is asked.
+            key: of the server.
+            sent: the tensors that are sent beside it.
+            about: what else is asked, as JSON.
+        """
+        if self.watch.policy.minimum == 1:
+            return key
+        settings = {"about": about, "settings": self._settings}
+        return self._secret.key(purpose, wire.encode({"key": key, "sent": sent}, settings))
+
+    def _gathered(self, inboxes: frames.Inboxes, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
+        """Return what clients answer; under masks all of them as failed where anything fails, whatever it is."""
+        try:
+            return self.clients.gather(inboxes, cohort, turn, lost)
+        except Exception as error:
+            if self._carry.masks is None:
+                raise
+            _LOG.exception("clients could not answer")
+            return Gathered(None, [], inboxes.ids, {}, 0, 0, {}, dict.fromkeys(inboxes.ids.tolist(), error), None)
+
+    def _chance(self, inboxes: frames.Inboxes, lost: Tensor | None, turn: Turn) -> Gathered:
+        """Return a round of all clients that were asked, whose messages are in no sum: it is chance."""
+        ids = inboxes.ids if lost is None else inboxes.ids[~torch.isin(inboxes.ids, lost)]
+        nobody = self.clients.reply(self.clients.empty_block(), inboxes, turn).message
+        return Gathered(RowsOf(ids[:0], nobody), [], ids, {}, 0, 0, {}, {}, None)
 
     def total(self, frame: Frame) -> bytes:
         """Return the total of what the site's clients tell for good."""
@@ -255,7 +316,8 @@ class SiteSession:
         if self._part is None or self._part.number != number:
             version = self._version or FIRST
             guard = partial(self._past.of_total, Step(self.run, version, version))
-            self._part = self._sum(number, b"", frame.blobs(), self.clients.told_here(), guard)
+            found = Found(self.clients.told_here(), whole=True, largest=self._sent)
+            self._part = self._sum(number, b"", frame.blobs(), found, guard)
             self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
         return self._part.begun
 
@@ -338,7 +400,7 @@ class SiteSession:
             return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
         return self._rows.joined(info, ids)
 
-    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Tree, guard: Guard) -> Part:
+    def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""
         assert self._keys is not None
         directory = blobs.get(DIRECTORY, b"")
@@ -378,7 +440,7 @@ class SiteSession:
             frame: that asks.
             beside: returns the configuration with the rows of another run, by its design.
         """
-        from fedtorch.federation.runs.holders import Holder, on_cpu
+        from fedtorch.federation.runs.holders import Holder, is_key, on_cpu
 
         if self._keys is not None:
             raise Refusal("the site lets the server read nothing, as its policy's carry= says, also after a fit")
@@ -396,6 +458,9 @@ class SiteSession:
         minimum *= configuration.rows_of_a_person()  # of bins, which count rows: so many rows are of enough persons
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
+        about = {"question": kind.name, "about": dict(frame.names("about"))}
+        own = {name: self._key("a question", sent[name], sent, about) for name in sent if is_key(name)}
+        sent = {**sent, **own}
         return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
 
     def end(self, frame: Frame) -> None:
@@ -405,7 +470,7 @@ class SiteSession:
         self.versions.finish()
 
     def tensors(self) -> Tree:
-        """Return the tensors that the site's clients predict with after the run, `(K, ...)`.
+        """Return the tensors that the site's clients predict with after the run, `(K, ...)` in the order of `names`.
 
         Raises:
             ValueError: the server has not said that the run is over.
@@ -448,6 +513,13 @@ class SiteSession:
         if self._envelopes is not None:
             inboxes = inboxes._replace(inbox=self._envelopes.heard(blobs, self._told(), inboxes.ids))
         check_sizes({"inbox": inboxes.inbox, "more": came["more"]})
+        self._sent = largest_of(inboxes.inbox)
         if self.clients.device.type != "cpu":
             inboxes = inboxes._replace(inbox=tree.to(inboxes.inbox, self.clients.device))
         return inboxes, came["more"], blobs
+
+
+def _once(leaf: Tensor) -> Tensor:
+    """Return clients' values `(K, ...)`, those that all have in common once, whoever else is asked."""
+    same = len(leaf) > 0 and (leaf.stride(0) == 0 or torch.equal(leaf, leaf[:1].expand_as(leaf)))
+    return leaf[:1] if same else leaf

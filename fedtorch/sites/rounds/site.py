@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -184,7 +185,8 @@ class Site:
         record: AuditRecord | None = None,
     ) -> None:
         self.folder, self._identity = folder, identity
-        self._frame = SiteFrame(configuration, folder)
+        self._names = Pseudonyms(identity.folder if folder is None and identity is not None else folder)
+        self._frame = SiteFrame(self._in_order(configuration), folder, self._in_order)
         self.configuration = self._frame.configuration
         self.watch = Watch(configuration.policy, folder, None if identity is None else identity.folder)
         self.recording, self.log = SiteRecording(record, configuration), SiteLog()
@@ -192,18 +194,32 @@ class Site:
         self.ended: SiteSession | None = None
         self.begun: bytes | None = None
         self.unlisted = False
-        self._names = Pseudonyms(identity.folder if folder is None and identity is not None else folder)
         self._past = PastSums(folder, configuration.policy.remember_sums)
         self._session: SiteSession | None = None
         self._known: SiteSession | None = None  # the last that began, also where the server then wants something else
         self._why: str | None = None  # the last run was refused, None if none was begun
 
+    def _in_order(self, configuration: SiteConfiguration) -> SiteConfiguration:
+        """Return the configuration with the clients in an order that tells nothing of rows.
+
+        Clients are numbered, and all that is said of each of them leaves, in one order. That of a frame is the order of
+        its rows, which may be sorted by a patient's number or by an age. So clients of a frame stand in the order of
+        their names, as they are told, and so do all clients of a site that tells pseudonyms. Where the policy does not
+        count rows, and where a site brings clients whose names it tells, they stand as the site has them.
+        """
+        names = configuration.data.names
+        told = self._names.told(names, _is_joined(configuration))
+        if configuration.policy.minimum == 1 or (told == names and configuration.frame is None):
+            return configuration
+        ids = sorted(range(len(told)), key=told.__getitem__)
+        held_out = None if configuration.validation is None else configuration.validation.select(ids)
+        return replace(configuration, data=configuration.data.select(ids), validation=held_out)
+
     def hello(self, again: bool = False) -> bytes:
         """Return the first frame on every stream, which says who is here; `again` on one that has begun with it."""
         data = self.configuration.data
         schema, design = frames.described(data.rows), by_design(self.configuration)
-        rows = behind(self.configuration)
-        joined = len(rows.few(rows.everybody)) > 0
+        rows, joined = behind(self.configuration), _is_joined(self.configuration)
         about = {"clients": list(self._names.told(data.names, joined)), "rows": rows.counts_told(), "schema": schema}
         about |= {**design, **({"joined": True} if joined else {})}
         return frames.encode("hello", protocol=PROTOCOL, **about, **({"again": True} if again else {}))
@@ -251,6 +267,7 @@ class Site:
             return self._refuse(payload, sequence, f"the site does not understand: {error}")
         except Exception as error:  # whatever happens here, the server hears no more of it than its kind
             _LOG.exception("this site could not answer")
+            self.watch.failed()
             return self._refuse(payload, sequence, without_rows(error, "the site failed with "))
 
     def _begin(self, frame: Frame) -> None:
@@ -265,9 +282,8 @@ class Site:
                 server = self.recording.check_server(frame)
                 if before is not None:
                     check_name(str(before.about["algorithm"]), frame.text("algorithm"))
-                session = SiteSession(
-                    self.configuration, self.watch, frame, self.folder, self._identity, self._past, versions
-                )
+                own = (self.folder, self._identity, self._past, versions, self._names)
+                session = SiteSession(self.configuration, self.watch, frame, *own)
                 self.recording.begin(frame, server, None)
                 self._session = self._known = session
                 self.log.begun(frame, session.first, len(self.configuration.data))
@@ -303,6 +319,7 @@ class Site:
         }
         if frame.kind not in answers:
             raise frame.refused(f"one of {sorted(answers)}", frame.kind)
+        self.watch.check_failed()
         self.log.working()
         session.settle(frame)
         answer = answers[frame.kind](frame)
@@ -330,3 +347,9 @@ class Site:
         _LOG.warning("refused: %s", reason)
         self.recording.refuse(payload, reason)
         return frames.encode("refusal", sequence=sequence, reason=reason[:1000])
+
+
+def _is_joined(configuration: SiteConfiguration) -> bool:
+    """Return whether a client has so few rows that clients are told pseudonyms and counts that are a mean."""
+    rows = behind(configuration)
+    return len(rows.few(rows.everybody)) > 0

@@ -1,5 +1,9 @@
 """The fixed-point grids on which masked sums are exact: one word of ℤ/2⁶⁴ a number, or five that carry.
 
+`encode` refuses numbers beyond the bound. Where others see whether a number is refused, that would tell of it, so
+`total` takes numbers of any size: words are whole numbers modulo the ring's size, and the sum of all is right wherever
+it lies within the ring, whatever each of them is. Whoever reads the sum finds by `within` that it does not.
+
 >>> import torch
 >>> from fedtorch.sites.secure.grid import Grid
 >>> grid = Grid(bits=8)
@@ -9,16 +13,23 @@ tensor([0.2500], dtype=torch.float64)
 
 from __future__ import annotations
 
+import math
+from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedtorch import tree
 from fedtorch.exact import LIMBS
+from fedtorch.sites.secure import ring
+from fedtorch.tree import Tree
 
 _HALF, _MASK = 32, 2**32 - 1
 _PLACES = 160  # bits behind the point in the limbs of `fedtorch.exact`
 _ROOM = 20  # bits of a 320-bit number that are left for sums
+_WORD, _DOUBLE = 64, 53  # bits of a word, and of a float64 without its exponent
+_DEPTH = 33  # bits below the largest number sent that noise reaches: it covers what sums of 2²⁰ times that do not have
 
 
 class Grid(NamedTuple):
@@ -60,6 +71,35 @@ class Grid(NamedTuple):
                 "declare a larger bound"
             )
         return (values * 2.0**self.bits).round().to(torch.int64)
+
+    def has(self, values: Tensor) -> bool:
+        """Return whether `total` takes numbers: those that are finite."""
+        return bool(values.isfinite().all())
+
+    def total(self, values: Tensor, draws: Tensor, largest: float) -> Tensor:
+        """Return words of the sum of finite numbers of any size `(K, D)`, modulo 2⁶⁴, `(D,)` int64.
+
+        A float64 beyond 2^(53 − bits) has no digits at the end of its word. How many are missing would tell how large
+        it is, so chance takes their place, and at least the place of all below 2⁻³³ of the largest number that was
+        sent: none up to 2⁸ with 24 bits.
+
+        Args:
+            values: of K clients.
+            draws: `(D,)` int64, all 64 bits random.
+            largest: of the numbers, in size, from which these were computed and which whoever reads the sum has sent.
+        """
+        fraction, exponent = torch.frexp(values.to(torch.float64))
+        places = exponent.to(torch.int64) + (self.bits - _DOUBLE)  # of the last digit; below 0 it is rounded away
+        whole = (fraction * 2.0**_DOUBLE).to(torch.int64) << places.clamp(0, _WORD - 1)
+        near = (torch.where(places < 0, values, 0.0) * 2.0**self.bits).round().to(torch.int64)
+        words = torch.where(places >= _WORD, 0, torch.where(places < 0, near, whole)).sum(0)
+        sent = math.frexp(largest)[1] + self.bits - _DEPTH if largest else 0
+        chance = torch.cat([places, torch.full_like(draws[None], sent)]).amax(0).clamp(0, _WORD)
+        return words + torch.where(chance > 0, draws >> (_WORD - chance).clamp_max(_WORD - 1), 0)
+
+    def within(self, sums: Tensor, clients: int) -> bool:
+        """Return whether decoded sums of so many clients are of numbers within the bound."""
+        return bool((sums.abs() <= clients * self.bound).all())
 
     def decode(self, words: Tensor) -> Tensor:
         """Return numbers of words, float64."""
@@ -109,9 +149,15 @@ class ExactSums(NamedTuple):
         Raises:
             ValueError: what is not in limbs, or a number of 2¹⁴⁰ or more.
         """
-        whole = values.shape[-1] % LIMBS == 0 and bool(((values.round() == values) & (values.abs() <= 2.0**53)).all())
-        if not whole:
+        if not self.has(values):
             raise ValueError("Expected numbers in the limbs of fedtorch.exact, but got others; take a secure.Grid")
+        words, top = self._words(values)
+        if not bool((top.abs() < 2 ** (_HALF - _ROOM)).all()):
+            raise ValueError("Expected numbers below 2**140 in magnitude for exact sums, but got larger; rescale them")
+        return words
+
+    def _words(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (words modulo 2³²⁰, the highest limbs) of numbers in limbs."""
         limbs = values.to(torch.int64).unflatten(-1, (-1, LIMBS))
         digits, carry = torch.empty_like(limbs), torch.zeros_like(limbs[..., 0])
         for place in range(LIMBS):
@@ -121,9 +167,20 @@ class ExactSums(NamedTuple):
             if kept > 0:
                 digits[..., place] &= ~((1 << min(kept, _HALF)) - 1)
             top, carry = carry, carry >> _HALF
-        if not bool((top.abs() < 2 ** (_HALF - _ROOM)).all()):
-            raise ValueError("Expected numbers below 2**140 in magnitude for exact sums, but got larger; rescale them")
-        return (digits[..., ::2] | (digits[..., 1::2] << _HALF)).flatten(-2)
+        return (digits[..., ::2] | (digits[..., 1::2] << _HALF)).flatten(-2), top
+
+    def has(self, values: Tensor) -> bool:
+        """Return whether numbers are in limbs, and so finite."""
+        return values.shape[-1] % LIMBS == 0 and bool(((values.round() == values) & (values.abs() <= 2.0**53)).all())
+
+    def total(self, values: Tensor, draws: Tensor, largest: float) -> Tensor:
+        """Return words of the sum of numbers in limbs `(K, 10 n)`, modulo 2³²⁰, `(5 n,)`; all is exact."""
+        words, _ = self._words(values)
+        return reduce(lambda one, other: ring.add(one, other, self.width), words, torch.zeros_like(draws))
+
+    def within(self, sums: Tensor, clients: int) -> bool:
+        """Return whether decoded sums of so many clients are of numbers below 2¹⁴⁰."""
+        return bool((sums.unflatten(0, (-1, LIMBS))[:, -1].abs() <= clients * 2 ** (_HALF - _ROOM)).all())
 
     def decode(self, words: Tensor) -> Tensor:
         """Return limbs `(10 n,)` of words `(5 n,)`, float64; all but the last of a number are not negative."""
@@ -131,3 +188,9 @@ class ExactSums(NamedTuple):
         top = limbs[:, -1]
         limbs[:, -1] = torch.where(top >= 2 ** (_HALF - 1), top - 2**_HALF, top)
         return limbs.flatten().to(torch.float64)
+
+
+def largest_of(sent: Tree) -> float:
+    """Return the largest of the server's numbers in size; NaN counts as none."""
+    leaves = [leaf for leaf in tree.leaves(tree.as_real(sent)) if leaf.is_floating_point() and leaf.numel()]
+    return max((float(leaf.nan_to_num(0.0).abs().max()) for leaf in leaves), default=0.0)

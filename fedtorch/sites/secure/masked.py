@@ -12,10 +12,10 @@ a site say nearly what it said, and noise only keeps that back, such as that of 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from functools import reduce
 from itertools import count
 from typing import NamedTuple
 
@@ -29,8 +29,7 @@ from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.exchanges.carry import adds_up
 from fedtorch.federation.exchanges.exchange import Mean, RowsOf, Sum
 from fedtorch.federation.exchanges.messages import as_aggregate, as_sums, in_order, kept, like, rows
-from fedtorch.random.entropy import Entropy, from_system
-from fedtorch.sites.secure import ring
+from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure.grid import ExactSums, Grid
 from fedtorch.sites.secure.messages import Session
 from fedtorch.sites.secure.neighbours import Adversary, Neighbourhoods, neighbourhoods
@@ -39,9 +38,19 @@ from fedtorch.sites.secure.server import Server
 from fedtorch.sites.secure.simulation import secure_sum
 from fedtorch.tree import Tree
 
+_LOG = logging.getLogger(__name__)
 _BEYOND = "make weights smaller (weight=), clip, or declare a larger bound: Grid(bits=…, bound=…)"
+_UNFIT = "take smaller steps or another start, or leave out clients whose rows are at fault"
 _FEW = 65  # sites that can all mask with one another
 _SECRECY = 80  # bits, where neighbours are drawn, of which 40 are left to a server whose sites try 2⁴⁰ keys
+
+
+class Found(NamedTuple):
+    """Holds what a site's clients have for a sum."""
+
+    rows: RowsOf
+    whole: bool  # whether each of them has a message, all of whose numbers are finite
+    largest: float  # of the server's numbers, in size, from which they were computed
 
 
 class Parties(NamedTuple):
@@ -131,27 +140,59 @@ class Masked:
 
     def server(self, parties: Parties, message: Tree) -> Server:
         """Return the server's side of a sum of messages like `message` `(0, ...)`."""
-        return Server(self._session(parties, self.grid.encode(rows(tree.map(as_sums, message, is_leaf=(Mean, Sum))))))
+        return Server(self._session(parties, rows(tree.map(as_sums, message, is_leaf=(Mean, Sum)))))
 
-    def aggregate(self, words: Tensor, message: Tree) -> Tree:
-        """Return what the exchange makes of the sum of words of messages like `message` `(0, ...)`."""
+    def aggregate(self, words: Tensor, message: Tree, clients: int) -> Tree:
+        """Return what the exchange makes of the sum of words of messages like `message` `(0, ...)`.
+
+        Args:
+            words: the sum of what `party` has.
+            message: of the algorithm.
+            clients: of the sum, at most.
+
+        Raises:
+            RuntimeError: a client had no message, or they add up to more than the grid has.
+        """
+        check, sums = words.split([self.grid.width, len(words) - self.grid.width])
+        numbers = self.grid.decode(sums)
+        if bool(check.any()):
+            raise RuntimeError(
+                "Expected a message of finite numbers of every client of a sum under masks, but some had none, and the "
+                f"sum is chance; the log of its site says whose it was; {_UNFIT}"
+            )
+        if not self.grid.within(numbers, clients):
+            raise RuntimeError(
+                f"Expected a sum under masks of numbers on {self.grid}, but got one beyond what {clients} clients "
+                f"have there at most; the log of a site says whose numbers are larger; {_BEYOND}, or take smaller steps"
+            )
         summed = tree.map(as_sums, message, is_leaf=(Mean, Sum))
         one = tree.map(lambda leaf: leaf.new_zeros(1, *leaf.shape[1:]), summed)
-        return tree.map(as_aggregate, like(self.grid.decode(words), one), is_leaf=(Mean, Sum))
+        return tree.map(as_aggregate, like(numbers, one), is_leaf=(Mean, Sum))
 
-    def party(self, parties: Parties, number: int, signing: bytes, found: RowsOf) -> Client:
-        """Return a site's part, whose secrets are of the operating system and of this sum alone."""
-        summed = tree.map(as_sums, found.message, is_leaf=(Mean, Sum))
-        _check_bound(self.grid, found.ids, summed)
-        words = self.grid.encode(rows(summed).cpu())
-        total = reduce(lambda one, other: ring.add(one, other, self.grid.width), words, torch.zeros_like(words[0]))
+    def party(self, parties: Parties, number: int, signing: bytes, found: Found) -> Client:
+        """Return a site's part, whose secrets are of the operating system and of this sum alone.
+
+        It answers whatever its clients' numbers are, as that would be told by a refusal. Numbers beyond the grid add up
+        modulo 2⁶⁴. Where a message is missing or not finite, all words are chance, which an own number of the sum says,
+        and the server learns that it was so at some site.
+        """
+        summed = tree.map(as_sums, found.rows.message, is_leaf=(Mean, Sum))
+        values, width = rows(summed).cpu(), self.grid.width
+        session, entropy = self._session(parties, values), from_system()
+        drawn = entropy.words(Purpose(parties.run, 0, parties.attempt, f"digits of {number}", b""), session.size)
+        check, draws = drawn.split([width, session.size - width])
+        if found.whole and self.grid.has(values):
+            check, draws = torch.zeros_like(check), self.grid.total(values, draws, found.largest)
+            if beyond := _beyond(self.grid, found.rows.ids, summed):
+                _LOG.warning("the sum under masks may be lost: client %d: %s", int(beyond.ids[0]), beyond.message)
         key = Ed25519PrivateKey.from_private_bytes(signing)
-        return Client(self._session(parties, words), number, key, from_system(), total)
+        return Client(session, number, key, entropy, torch.cat([check, draws]))
 
-    def _session(self, parties: Parties, words: Tensor) -> Session:
-        """Return what the sites of a sum and the server agree on."""
+    def _session(self, parties: Parties, values: Tensor) -> Session:
+        """Return what the sites of a sum of numbers like `values` `(K, D)` and the server agree on."""
+        size = self.grid.width + len(self.grid.encode(values[:0].new_zeros(1, values.shape[1]))[0])
         return Session(
-            parties.run, 0, parties.attempt, parties.keys, words.shape[1], self._near(len(parties.keys)), self.sites,
+            parties.run, 0, parties.attempt, parties.keys, size, self._near(len(parties.keys)), self.sites,
             self.grid.width, adversary=self.adversary,
         )  # fmt: skip
 
@@ -165,7 +206,8 @@ class Masked:
         """Return the aggregate of a round in this process, whose clients are added to those of earlier sums."""
         ids, messages = in_order(found)
         summed = tree.map(as_sums, messages, is_leaf=(Mean, Sum))
-        _check_bound(self.grid, ids, summed)
+        if beyond := _beyond(self.grid, ids, summed):
+            raise BadClients(*beyond)
         made = secure_sum(
             rows(summed).cpu(), self.grid, minimum=self.minimum, attempt=next(self._attempts), clients=ids.tolist(),
             apart=self.apart, earlier=self._earlier, entropy=self.entropy, adversary=self.adversary,
@@ -177,20 +219,27 @@ class Masked:
         return tree.map(as_aggregate, total, is_leaf=(Mean, Sum))
 
 
-def _check_bound(grid: Grid | ExactSums, ids: Tensor, summed: Tree) -> None:
-    """Raise BadClients, of the clients' numbers, where what is added up has a number beyond the grid's bound."""
+class _Beyond(NamedTuple):
+    """Names clients with a number beyond the grid's bound."""
+
+    ids: Tensor
+    message: str
+
+
+def _beyond(grid: Grid | ExactSums, ids: Tensor, summed: Tree) -> _Beyond | None:
+    """Return which clients have a number beyond the grid's bound in what is added up; None where none has."""
     if isinstance(grid, Grid):
         for field, leaf in tree.items(tree.as_real(summed)):
             sizes = leaf.abs().reshape(len(leaf), math.prod(leaf.shape[1:]))
             beyond = ~(sizes <= grid.bound).all(1).cpu()
             if bool(beyond.any()):
                 worst = float(sizes[beyond.to(sizes.device)][0].max())
-                raise BadClients(
+                return _Beyond(
                     ids[beyond],
                     f"expected numbers of at most {grid.bound} in size for the grid of sums under masks, but got "
-                    f"{worst} in {field!r}, which are times the client's weight where they are averaged; {_BEYOND}",
-                    f"a client has a number beyond the grid of sums under masks in {field!r}; {_BEYOND}",
+                    f"{worst} in {field!r}; {_BEYOND}",
                 )
+    return None
 
 
 def masked(

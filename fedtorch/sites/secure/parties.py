@@ -17,7 +17,7 @@ and commitments, and takes them out of the sum. Too few of anything ends in `Abo
 the clients that are known to have broken the protocol.
 
 It sees sums only: no rule that looks at single messages (medians, norms, NaN) can act. What replaces them is done by
-the client before masking: clipping, and the range check of the grid. That clients do so, nobody can see either: a
+the client before masking: clipping. That clients do so, nobody can see either: a
 client that masks other words than it should moves the sum by whatever it likes.
 
 *From whom.* A server that is active (it tells clients what it likes) and works with at most c of every honest client's

@@ -16,10 +16,11 @@ parties after they have been told the same, and nothing else. It chooses what th
 sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
 gradients and with them the others' sum.
 
-Sums of runs that differ by a party tell its part: nothing remembers past ones. Sums of rows that do not belong together
-tell a party's values, where the leader of an alignment tells parties different rows: with `Holder.digest` of the rows
-in the name of the run, parties of different rows refuse each other's keys. All parties take part in every iteration:
-there are no shares to recover masks from, and a sum that lacks one cannot be read.
+Sums of runs that differ by a party tell its part: a party with `folder=` begins no second run with the value of an
+earlier one and other parties. From other values it does, and nothing remembers later steps. Sums of rows that do not
+belong together tell a party's values, where the leader of an alignment tells parties different rows: with
+`Holder.digest` of the rows in the name of the run, parties of different rows refuse each other's keys. All parties take
+part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
 
 Sources: as `parties`, without the parts that dropouts need.
 
@@ -48,6 +49,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -60,11 +63,13 @@ from fedtorch.learns import Learns, tells
 from fedtorch.protocol.halves import Half, Receive, Send, packed, unpacked, wrapped
 from fedtorch.random.entropy import Entropy, Purpose, from_system
 from fedtorch.sites.secure._both_sides import commitment, exchanged, opened_adverts, pair_mask
-from fedtorch.sites.secure.grid import Grid
+from fedtorch.sites.secure.grid import Grid, largest_of
 from fedtorch.sites.secure.messages import ADVERT, KEYS, Aborted, Session, bundle, most_up, sign, unbundle
 from fedtorch.sites.secure.neighbours import Neighbourhoods
 from fedtorch.tree import Tree
 from fedtorch.vfl.nodes.node import Summand
+
+_LOG = logging.getLogger(__name__)
 
 
 @tells(Learns("nothing: keys for masks, signed"))
@@ -87,7 +92,7 @@ class Keys(NamedTuple):
 class Words(NamedTuple):
     """Up: a summand on the grid, under masks that cancel in the sum of all."""
 
-    words: Tensor  # (B·M·C·n,) int64
+    words: Tensor  # (1 + B·M·C·n,) int64, the first zero where all numbers are finite
     bound: Tensor  # (32,) uint8, a digest of what the party has been told, the same of all whose masks cancel
 
 
@@ -109,6 +114,7 @@ def masked_party(
     *,
     run: bytes,
     attempt: int = 0,
+    folder: Path | str | None = None,
 ) -> Half:
     """Return a party's half with masks on what it sends.
 
@@ -121,19 +127,30 @@ def masked_party(
         entropy: where its secret comes from; default: the operating system.
         run: a name of the run that no other has; at its end the digest of the rows, `Holder.digest`.
         attempt: of the run; one that is begun again is another.
+        folder: where the party remembers with whom it has added up the value with which a run begins, so that no later
+            run begins with the same value and other parties; begun by `fedtorch states DIR --begin-sums`. Without one
+            it remembers nothing.
 
     Raises:
+        Refusal: in its first step, the value was added up with other parties; or the folder's memory is not there.
         TypeError: the half sends something else than a value of the sum, or does not say what it has been told.
-        Aborted, ValueError: others' keys that are not as agreed; numbers off the grid; fewer than two parties, whose
-            sum would be one party's value.
+        Aborted, ValueError: others' keys that are not as agreed; fewer than two parties, whose sum would be one party's
+            value.
     """
     session = _session(run, keys, attempt)
     grid.check(len(session.keys))
-    return _masked_party(half, party, session, signing, grid, from_system() if entropy is None else entropy)
+    entropy = from_system() if entropy is None else entropy
+    return _masked_party(half, party, session, signing, grid, entropy, None if folder is None else Path(folder))
 
 
 def _masked_party(
-    half: Half, party: int, session: Session, signing: Ed25519PrivateKey, grid: Grid, entropy: Entropy
+    half: Half,
+    party: int,
+    session: Session,
+    signing: Ed25519PrivateKey,
+    grid: Grid,
+    entropy: Entropy,
+    folder: Path | None,
 ) -> Half:
     digest = session.digest()
     purpose = Purpose(session.run, 0, session.attempt, f"mask key of {party}", digest)
@@ -150,13 +167,14 @@ def _masked_party(
         if agreed is None:
             raise Aborted(f"Expected a key of party {other}, but got one of low order", (other,))
         shared[other] = agreed
-    number, told = itertools.count(), False
+    number, told, largest = itertools.count(), False, 0.0
 
     def mask(step: Send | Receive) -> Half:
-        nonlocal told
+        nonlocal told, largest
         if isinstance(step, Receive):
-            told = True
-            return (yield step)
+            told, message = True, (yield step)
+            largest = max(largest, largest_of(message))
+            return message
         value = _value(step.message)
         if told and not step.bound:
             raise TypeError(
@@ -164,14 +182,33 @@ def _masked_party(
                 "does not: masks would cancel also where the server tells parties different things"
             )
         bound = hashlib.sha256(digest + step.bound).digest()
-        one = session._replace(round=next(number), size=value.numel())
-        words = grid.encode(value.flatten().cpu())
+        one = session._replace(round=next(number), size=1 + value.numel())
+        numbers = value.detach().reshape(1, -1).cpu()
+        if one.round == 0 and folder is not None:
+            _remember(folder, numbers, session)
+        words = entropy.words(purpose._replace(round=one.round, phase=f"digits of {party}"), one.size)
+        if grid.has(numbers):  # else all of it is chance, as the first word says: a refusal would tell of this party
+            words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest)])
+        else:
+            _LOG.warning("party %d has values that are not finite, so that the sum of all is chance", party)
+        if not grid.within(numbers, 1):
+            _LOG.warning("party %d has values beyond the grid; scale features, or take smaller steps", party)
         for other, key in shared.items():
             words += pair_mask(one, bound, key, party, other)
         yield Send(0, Words(words, packed(bound)))
         return None
 
     return (yield from wrapped(half, mask))
+
+
+def _remember(folder: Path, value: Tensor, session: Session) -> None:
+    """Remember who adds up a value; raise Refusal where others have, whose parts the difference of sums would tell."""
+    from fedtorch.sites.rounds.past_sums import PastSums
+
+    past = PastSums(folder)
+    past.open()
+    parties = frozenset(key.hex() for key in session.keys.values())
+    past.of_round(hashlib.sha256(value.numpy().tobytes()).digest(), (), None, parties, confirmed=True)
 
 
 def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes, attempt: int = 0) -> Half:
@@ -186,7 +223,8 @@ def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes,
 
     Raises:
         Aborted: the half does not hear every party before it says something; or parties that have been told different
-            things, or in another order, whose masks do not cancel.
+            things, or in another order, whose masks do not cancel; a sum beyond the grid, or of numbers of which some
+            are not finite, which no party refuses to send, as that would tell of its rows.
         TypeError: the half expects something else than values of the sum.
         ValueError: fewer than two parties, whose sum would be one party's value.
     """
@@ -213,7 +251,7 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
             return (yield step)
         like = _value(step.like)
         came = yield Receive(
-            step.sender, Words(torch.zeros(like.numel(), dtype=torch.int64), torch.zeros(32, dtype=torch.uint8))
+            step.sender, Words(torch.zeros(1 + like.numel(), dtype=torch.int64), torch.zeros(32, dtype=torch.uint8))
         )
         if step.sender not in waiting:
             raise Aborted(f"Expected party {step.sender} once in an iteration, but it is heard again")
@@ -227,7 +265,14 @@ def _masked_server(half: Half, session: Session, grid: Grid) -> Half:
         bound = came.bound
         value = torch.zeros_like(like)
         if not waiting:
-            value = grid.decode(total).reshape(like.shape).to(like)
+            numbers = grid.decode(total[1:])
+            if bool(total[0] != 0) or not grid.within(numbers, len(parties)):
+                raise Aborted(
+                    f"Expected a sum of finite numbers of at most {grid.bound} in size of every party, but got others, "
+                    "and the log of a party says whose; scale features, take smaller steps, or a grid with a larger "
+                    "bound"
+                )
+            value = numbers.reshape(like.shape).to(like)
             waiting, total, bound = list(parties), None, None
         return Summand(value)
 

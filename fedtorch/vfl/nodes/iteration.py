@@ -175,16 +175,31 @@ def unbound_half(
 
 
 def _value(party: PartyNode, iteration: Iteration, proposal: Proposal) -> Value | Summand:
-    """Return what goes up; raise ValueError, before anybody has moved, if it is not finite."""
-    bad = ~proposal.sent.isfinite()
+    """Return what goes up; raise ValueError, before anybody has moved, if it is not finite.
+
+    What is added up is looked at by the server: under masks others would see that this party has refused.
+    """
+    if party.value is not Summand:
+        _check_finite(proposal.sent, party.part.name, iteration)
+    return party.value(proposal.sent)
+
+
+def _check_finite(value: Tensor, name: str, iteration: Iteration) -> None:
+    bad = ~value.isfinite()
     if bool(bad.any()):
         row = int(bad.flatten(end_dim=-2).any(0).nonzero()[0])
         row = row if iteration.rows is None else int(iteration.rows[row])
         raise ValueError(
-            f"Expected finite values of party {party.part.name!r}, but got NaN or Inf for aligned row {row} in step "
+            f"Expected finite values of party {name!r}, but got NaN or Inf for aligned row {row} in step "
             f"{iteration.step}; look at its features there, or train with smaller steps"
         )
-    return party.value(proposal.sent)
+
+
+def _hear(server: ServerNode, rank: int, value: Value | Summand, iteration: Iteration) -> None:
+    """Take a party's value; raise ValueError, before anybody has moved, if a part of a sum is not finite."""
+    if isinstance(value, Summand):
+        _check_finite(value.value, f"number {rank}", iteration)
+    server.values[rank - 1] = value
 
 
 def _finish(
@@ -253,7 +268,7 @@ def _ticking(server: ServerNode, ticks: Iterable[Iteration], seconds: float) -> 
         likes = tuple(server.expected(rank - 1, drawn) for rank in away)
         came = yield Receive(away, None, likes=likes, seconds=seconds)
         for rank, value in came.messages.items():
-            server.values[rank - 1] = value
+            _hear(server, rank, value, tick)
         here.update(came.messages)
         complete = all(value is not None for value in server.values)
         answered = sorted(here) if complete else []
@@ -287,7 +302,7 @@ def _iterated(server: ServerNode, iteration: Iteration) -> Half:
     ranks = [rank for rank, takes_part in enumerate(active, start=1) if takes_part]
     drawn = server.draw(iteration)
     for rank in ranks:
-        server.values[rank - 1] = yield Receive(rank, server.expected(rank - 1, drawn))
+        _hear(server, rank, (yield Receive(rank, server.expected(rank - 1, drawn))), iteration)
     yield from protocol_of(server).server(server, drawn, ranks, iteration.rate)
 
 

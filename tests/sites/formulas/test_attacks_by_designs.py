@@ -48,15 +48,40 @@ def there(guess: str, policy: Policy) -> bool:
     return float(gaussian.unpack(run.server.total.site.precision)[1, 1]) > 1e-3
 
 
+COLUMNS = ("score", "patient")
+
+
 @pytest.mark.parametrize("person", [None, "patient"])
-def test_levels_of_the_column_of_clients_would_tell_who_is_there(person: str | None) -> None:
-    """A site that names the column among those that may be read says so, and one that names none does not."""
+def test_levels_of_the_column_of_clients_would_tell_who_is_there(
+    person: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A site makes no rows by them, also where its policy names the column among those that may be read."""
+    for columns in (None, COLUMNS):
+        for guess in ("B-1007", "B-2000"):
+            with pytest.raises(
+                ValueError, match=r"column 'patient' says whose rows are whose.*also where Policy\(columns"
+            ):
+                there(guess, Policy(person=person, columns=columns))
+    monkeypatch.setattr(answers.Disclosure, "check", lambda *asked: None)
     for guess, is_there in (("B-1007", True), ("B-2000", False)):
-        assert there(guess, Policy(person=person, columns=("score", "patient"))) == is_there
-        with pytest.raises(
-            ValueError, match=r"column 'patient' says whose rows are whose.*leave it out.*Policy\(columns"
-        ):
-            there(guess, Policy(person=person))
+        assert there(guess, Policy(person=person, columns=COLUMNS)) == is_there
+
+
+@pytest.mark.parametrize("number", ["B-1007", "B-2000"])
+def test_levels_of_persons_are_no_levels_of_a_design(number: str) -> None:
+    frame = patients().assign(ward="n")
+    host = hosted(frame, "ward", Policy(person="patient", columns=("score", "patient")))
+    declared = {"levels": {"patient": ["rest", number]}, "other": {"patient": "rest"}}
+    with pytest.raises(ValueError, match="column 'patient' says whose rows are whose"):
+        agree(host, ["a"], "score ~ C(patient) + (1 | ward)", client="ward", **declared)  # type: ignore[arg-type]
+
+
+def test_terms_by_persons_have_no_advice_that_the_site_refuses() -> None:
+    host = hosted(patients().assign(ward="n"), "ward", Policy(person="patient"))
+    with pytest.raises(
+        ValueError, match=r"by the column of clients, 'ward', .*leave it out, or, where it .* does not name"
+    ):
+        agree(host, ["a"], "score ~ age + (1 | patient)", client="ward")
 
 
 @pytest.mark.parametrize(

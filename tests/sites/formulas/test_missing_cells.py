@@ -11,6 +11,7 @@ import torch
 from support.formulas.agreeing import FRAMES
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import distance, same_bits
+from support.sites import servers_keys
 
 import fedtorch as ft
 from fedtorch.data.frames.incomplete import incomplete_cells
@@ -55,7 +56,8 @@ def test_sites_complete_their_rows_as_one_process_does() -> None:
         assert same_bits(host.sites[name].configuration.data.rows, data[k])
     like = incomplete_cells(torch.zeros(1, 3))
     remote = Remote(host, NAMES, "draws", {"draws": 2}, quorum=1.0, rows=like)
-    runs = [ft.run(draws(design, 2), population, rounds=5) for population in (remote, ft.InProcess(data))]
+    with servers_keys():
+        runs = [ft.run(draws(design, 2), population, rounds=5) for population in (remote, ft.InProcess(data))]
     assert distance(runs[0].server.normal, runs[1].server.normal) < 1e-9
     remote.finish(runs[0])
     one = {name: leaf[0].tolist() for name, leaf in runs[1].server.normal._asdict().items()}

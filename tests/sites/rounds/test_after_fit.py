@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load
 from support.loopback import Clock, Loopback
+from support.sites import servers_keys
 
 import fedtorch as ft
 from fedtorch.inference import checks
@@ -28,6 +30,13 @@ EVERYTHING = ("effects", "densities", "margins", "checks")
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
+
+
+@pytest.fixture(autouse=True)
+def keys() -> Iterator[None]:
+    """Numbers are compared with those of one process, by whose keys sites that count rows do not draw."""
+    with servers_keys():
+        yield
 
 
 def frame() -> pandas.DataFrame:

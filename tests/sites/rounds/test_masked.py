@@ -242,7 +242,7 @@ def test_no_frame_has_a_message_without_a_mask(monkeypatch: pytest.MonkeyPatch) 
     def party(self: Any, parties: Any, number: int, signing: bytes, found: Any) -> Any:
         made = honest(self, parties, number, signing, found)
         told.append(made.words.numpy().tobytes())
-        for leaf in tree.leaves(found.message):
+        for leaf in tree.leaves(found.rows.message):
             told.extend(part.numpy().tobytes() for part in (leaf, leaf.sum(0), *leaf) if part.numel() > 1)
         return made
 

@@ -18,7 +18,7 @@ from safetensors.torch import load
 from support.certified import certified
 from support.loopback import Clock, Loopback
 from support.oracles.closed_forms import ROUNDING, distance, linear_clients, sgd
-from support.sites import Carried, carry_of, offers
+from support.sites import Carried, carry_of, offers, servers_keys
 
 import fedtorch as ft
 from fedtorch import tree
@@ -29,6 +29,7 @@ from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds._pseudonyms import Pseudonyms
 from fedtorch.sites.rounds.past_cohorts import PastCohorts
 from fedtorch.sites.rounds.policy import Refusal
+from fedtorch.sites.rounds.site import Site
 from fedtorch.trust import robust, secure
 
 TEN = Policy()
@@ -39,6 +40,12 @@ SUM_OF_FEW = "sums of at least 10 rows, and those of the 1 of its clients"
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "time", Clock)
+
+
+@pytest.fixture(autouse=True)
+def in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clients are numbered as the tests say, and not in the order of their pseudonyms, which is another each time."""
+    monkeypatch.setattr(Site, "_in_order", lambda site, configuration: configuration)
 
 
 def fedavg() -> ft.Algorithm:
@@ -614,27 +621,74 @@ def test_join_says_once_what_a_small_minimum_means(caplog: Any) -> None:
     assert "minimum" not in said([30], Policy(minimum=1))
 
 
-def test_a_fit_that_draws_is_that_of_one_process_with_the_names_that_the_server_knows(tmp_path: Path) -> None:
-    """Restarts of both sides in the middle change no bit of it."""
-    make = lambda: ft.scaffold(sgd(0.05, epochs=1, batch_size=2))
-    host = Loopback(offers(DATA, make, {}, 1, policy=TEN), tmp_path)
+@pytest.mark.parametrize(
+    ("additive", "taken", "persons", "leaves"),
+    [
+        (True, 2, None, False),  # 2 + 2 + 2 rows
+        (True, 4, None, True),
+        (False, 4, None, False),
+        (False, 10, None, True),
+        (True, 4, 4, False),  # who may be the same four persons in each client
+        (True, 10, 20, True),
+        (True, 10, 9, False),
+    ],
+)
+def test_rows_that_a_round_takes_are_counted(additive: bool, taken: int, persons: int | None, leaves: bool) -> None:
+    rows, names = torch.tensor([30, 40, 50]), ["a", "b", "c"]
+    known = None if persons is None else dict.fromkeys(names, frozenset(range(persons)))
+    behind = Behind(TEN, rows, names, 0, known)
+    if leaves:
+        behind.check_taken(torch.arange(3), additive, taken)
+        return
+    with pytest.raises(Refusal, match="take larger batches, more steps, or epochs"):
+        behind.check_taken(torch.arange(3), additive, taken)
+
+
+def drawing() -> ft.Algorithm:
+    return ft.scaffold(sgd(0.05, epochs=1, batch_size=2))
+
+
+def site_in(folder: Path) -> Loopback:
+    return Loopback(offers(DATA, drawing, {}, 1, policy=TEN), folder)
+
+
+def three_rounds(host: Loopback, folder: Path | None = None) -> tuple[ft.Run, tuple[str, ...]]:
+    """A fit that draws, with whose folder server and site begin anew in its middle; the names that the server knows."""
 
     def run() -> ft.Run:
-        return ft.Run(make(), Remote(host, ["a"], "it", rows=DATA.rows, seconds=0.05, quorum=1.0), seed=3)
+        return ft.Run(drawing(), Remote(host, ["a"], "it", rows=DATA.rows, seconds=0.05, quorum=1.0), seed=3)
 
     there = run()
     there.step(), there.step()
     names = there.population.names
-    assert not set(names) & set(DATA.names)
-    there.save(tmp_path / "run.ckpt")
-    host.start("a")
-    there = run()
-    assert there.population.names == names
-    there.load(tmp_path / "run.ckpt")
+    if folder is not None:
+        there.save(folder / "run.ckpt")
+        host.start("a")
+        there = run()
+        assert there.population.names == names
+        there.load(folder / "run.ckpt")
     there.step()
+    return there, names
+
+
+def test_a_fit_that_draws_is_that_of_one_process_with_the_names_that_the_server_knows(tmp_path: Path) -> None:
+    """But for the keys, which are the site's own. Restarts of both sides in the middle change no bit of it."""
+    with servers_keys():
+        there, names = three_rounds(site_in(tmp_path), tmp_path)
+    assert not set(names) & set(DATA.names)
     for known, same in ((names, True), (DATA.names, False)):
-        here = ft.run(make(), ft.InProcess(replace(DATA, names=known)), rounds=3, seed=3)
+        here = ft.run(drawing(), ft.InProcess(replace(DATA, names=known)), rounds=3, seed=3)
         assert (distance(there.server.parameters, here.server.parameters) < ROUNDING) == same
+
+
+def test_a_fit_that_draws_is_repeated_to_the_bit_with_the_sites_folder_only(tmp_path: Path) -> None:
+    one, two = site_in(tmp_path / "one"), site_in(tmp_path / "two")
+    once, again, other = (
+        three_rounds(host, folder)[0].server.parameters["weight"]
+        for host, folder in ((one, None), (one, tmp_path), (two, None))
+    )
+    assert torch.equal(once, again)
+    assert not torch.allclose(once, other)
 
 
 def test_patients_at_one_site_and_wards_with_names_at_another_are_one_fit() -> None:

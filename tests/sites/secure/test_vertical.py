@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +22,8 @@ from fedtorch.protocol.halves import Half, Receive, Send, together, wrapped
 from fedtorch.protocol.journal import Journal, Stateful
 from fedtorch.random.entropy import Entropy
 from fedtorch.sites import Hub, secure
+from fedtorch.sites.rounds import past_sums
+from fedtorch.sites.rounds.policy import Refusal
 from fedtorch.sites.secure import Grid
 from fedtorch.sites.secure.messages import Aborted
 from fedtorch.sites.secure.vertical import Keys, Words, masked_party, masked_server
@@ -193,8 +198,8 @@ def test_keys_of_others_are_refused() -> None:
             alone()
 
 
-def test_numbers_off_the_grid_are_refused() -> None:
-    with pytest.raises(ValueError, match="numbers of at most 1e-06"):
+def test_sums_off_the_grid_are_refused_by_the_server() -> None:
+    with pytest.raises(Aborted, match="numbers of at most 1e-06"):
         together(halves("noiseless", True, 1, grid=Grid(40, 1e-6))[0])
 
 
@@ -274,3 +279,89 @@ def test_the_first_message_is_a_key_and_the_second_what_the_server_passes_on() -
     assert first.to == 0
     assert isinstance(first.message, Keys)
     assert isinstance(made[1].send(None), Receive)
+
+
+def ended(product: float, factor: float) -> str:
+    """Who ends a run, if any, in which party 1 is sent a gradient that it adds to a value, times a product of rows."""
+
+    def party(times: float) -> Half:
+        yield Send(0, Summand(torch.zeros(2, dtype=torch.float64)), bound=b"0")
+        heard = yield Receive(0, Gradient(torch.zeros(2, dtype=torch.float64)))
+        yield Send(0, Summand(heard.gradient * times), bound=b"1")
+
+    def server() -> Half:
+        for _ in range(2):
+            for k in KEYS:
+                yield Receive(k, Summand(torch.zeros(2, dtype=torch.float64)))
+            for k in KEYS if _ == 0 else ():
+                yield Send(k, Gradient(torch.tensor([factor, 0.0], dtype=torch.float64)))
+
+    made = under_masks({0: server(), 1: party(product), 2: party(0.0), 3: party(0.0)})
+    seen: list[str] = []
+
+    def noted(half: Half, name: str) -> Half:
+        try:
+            return (yield from half)
+        except (ValueError, RuntimeError):
+            seen.append(name)
+            raise
+
+    with contextlib.suppress(ValueError, RuntimeError):
+        together({k: noted(half, "server" if k == 0 else "party") for k, half in made.items()})
+    return seen[0] if seen else ""
+
+
+def test_parties_that_refuse_numbers_beyond_the_grid_tell_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Grid, "total", lambda grid, values, draws, largest: grid.encode(values).sum(0))
+    low, high = GRID.bound / 1e4, GRID.bound / 1e2
+    for _ in range(24):
+        middle = (low + high) / 2
+        low, high = (low, middle) if ended(1234.5, middle) == "party" else (middle, high)
+    assert GRID.bound / low == pytest.approx(1234.5, rel=1e-4)
+
+
+def test_no_party_refuses_what_it_has_and_the_server_finds_what_is_beyond_the_grid() -> None:
+    for product in (1234.5, 4321.0):
+        assert [ended(product, factor) for factor in (0.1, 10.0, 1e3, 1e60)] == ["", "server", "server", "server"]
+    assert [ended(math.nan, 1.0), ended(math.inf, 1.0), ended(1e300, 1e300)] == ["server"] * 3
+
+
+def first_sum(parties: tuple[int, ...], folder: Path | None) -> torch.Tensor:
+    """What the server hears of a run of some parties, the first of whom remembers sums where it has a folder."""
+
+    def party(k: int) -> Half:
+        yield Send(0, Summand(torch.tensor([1.5 * k, -k], dtype=torch.float64)))
+
+    def server() -> Half:
+        for k in parties:
+            heard = yield Receive(k, Summand(torch.zeros(2, dtype=torch.float64)))
+        return heard.value
+
+    keys, run = {k: KEYS[k] for k in parties}, f"run of {len(parties)}".encode()
+    made: dict[int, Half] = {0: masked_server(server(), keys, GRID, run=run)}
+    for k in parties:
+        made[k] = masked_party(party(k), k, keys, SIGNING[k], GRID, run=run, folder=folder if k == 1 else None)
+    return together(made)[0][0]
+
+
+def test_a_party_that_remembers_begins_no_second_run_with_its_value_and_others(tmp_path: Path) -> None:
+    """Two runs that differ by a party tell its part, to whom nobody remembers."""
+    assert (first_sum((1, 2, 3), None) - first_sum((1, 2), None)).tolist() == [4.5, -3.0]
+    with pytest.raises(Refusal, match=r"no sums\.jsonl"):
+        first_sum((1, 2, 3), tmp_path)
+    past_sums.begin(tmp_path)
+    for _ in range(2):  # the same again tells nothing more
+        first_sum((1, 2, 3), tmp_path)
+    with pytest.raises(Refusal, match="takes part in others with the same sites only"):
+        first_sum((1, 2), tmp_path)
+
+
+def test_a_part_of_a_sum_that_is_not_finite_is_found_by_the_server_without_masks() -> None:
+    """The party says nothing, which under masks others would see; nobody has moved."""
+    server, parties, iterations = made_nodes("noiseless", 1)
+    with torch.no_grad():
+        for leaf in parties[1].part.parameters():  # of rank 2
+            leaf.fill_(torch.nan)
+    halves = {0: server_half(server, iterations), **{p.index: party_half(p, iterations) for p in parties}}
+    with pytest.raises(ValueError, match="values of party 'number 2', but got NaN or Inf for aligned row 0"):
+        together(halves)

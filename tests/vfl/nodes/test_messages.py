@@ -277,7 +277,7 @@ def test_values_that_are_not_finite_are_named_before_anybody_moves(rows: torch.T
     network = vfl.SplitNetwork(bottoms, vfl.likelihoods.bernoulli(), keys=KEY.reshape(-1)[:1])
     server, holders = network.nodes(data)
     before = [leaf.clone() for leaf in network.parameters()]
-    with pytest.raises(ValueError, match="values of party 'party 1', but got NaN or Inf for aligned row 2 in step 0"):
+    with pytest.raises(ValueError, match="values of party 'number 2', but got NaN or Inf for aligned row 2 in step 0"):
         exchange(server, holders, Iteration(rows=rows))
     assert all(torch.equal(old, new) for old, new in zip(before, network.parameters()))
 

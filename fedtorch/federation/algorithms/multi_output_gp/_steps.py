@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedtorch import expected, random, tree
 from fedtorch.federation.populations.clients import block_bytes
+from fedtorch.federation.turn import Turn
 from fedtorch.tree import Tree
 
 _MOST_NUMBERS = 2**20  # rows times inducing values of the units that are worked on together, on a processor
@@ -43,6 +44,12 @@ class UnitSteps(NamedTuple):
                 "Expected damping below 1 with site_batch_size, so that draws average out; try damping=0.1"
             )
         return self
+
+    def note(self, turn: Turn, count: Tensor) -> None:
+        """Note that a message is of drawn rows, where it is: a gradient, and a site's sum, are of one draw each."""
+        for size in (self.batch_size, self.site_batch_size):
+            if size is not None:
+                turn.takes(count.clamp(max=size), count)
 
 
 class AdamMoments(NamedTuple):

@@ -100,6 +100,7 @@ def _solve(
 ) -> Local:  # fmt: skip
     """Take Adam steps on the units' risks, some units at a time."""
     part = partial(_part, gp=gp.at(data.mask), work=work, units=units)
+    work.note(turn, data.count)
     return gp.at_first_go(
         in_parts, part, gp.module.points * data.mask.shape[1], start, state, data, turn.key, quadratic
     )

@@ -188,6 +188,7 @@ def _outbox(server: FedMGPServer, *, gp: StackedGP) -> _Outbox:
 def _client(inbox: _Outbox, state: UnitState, data: Any, turn: Turn, *, gp: StackedGP, work: UnitSteps) -> Reply:
     """Compute the units' steps, gradients and sites, some units at a time."""
     part = partial(_part, gp=gp.at(data.mask), work=work)
+    work.note(turn, data.count)
     return gp.at_first_go(in_parts, part, gp.module.points * data.mask.shape[1], inbox, state, data, turn.key)
 
 

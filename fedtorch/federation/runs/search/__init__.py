@@ -1,1 +1,1 @@
-"""Search of settings: a grid of whole runs, and successive halving over rounds."""
+"""Search of settings: a grid of whole runs, and studies of Optuna that end the worse ones early."""

@@ -72,6 +72,7 @@ class LoadedBatches:
 
     Attributes:
         total: `(K,)` batches of each client so far.
+        taken: `(K,)` rows of these in each client's first pass.
         per_epoch: `(K,)` batches of a pass, as far as that is known.
         longest, round: the most batches that a client is known to have.
         device: of the batches.
@@ -86,7 +87,7 @@ class LoadedBatches:
     ) -> None:
         self._data, self._epochs, self._steps, self._key, self.device = data, epochs, steps, key, key.device
         self._count = count = len(key)
-        self.total = torch.zeros(count, dtype=torch.int64)
+        self.total, self.taken = (torch.zeros(count, dtype=torch.int64) for _ in range(2))
         self.per_epoch = limited(torch.tensor([data.steps(k) for k in range(count)]), limit)
         self._most = None if limit is None else self.per_epoch.tolist()
         self.planned = torch.full_like(self.total, steps or 0) if epochs is None else epochs * self.per_epoch
@@ -142,6 +143,8 @@ class LoadedBatches:
         left, epoch = self._steps, 0
         while left != 0 and (self._epochs is None or epoch < self._epochs):
             for batch in passes if self._most is None else islice(passes, self._most[client]):
+                if epoch == 0:
+                    self.taken[client] += rows_in(batch)
                 yield batch
                 if left is not None:
                     left -= 1

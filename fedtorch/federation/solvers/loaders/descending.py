@@ -88,6 +88,7 @@ def descend(
             with LoadedBatches(loaders, *limits, keys, turn.limit) as batches:
                 look(batches.first(), turn.key.device)
                 done.append(_named(train, first, old, batches, pull, turn.with_key(keys)))
+            turn.takes(batches.taken, loaders.count.cpu())
         except BadClients as error:
             if len(error.rows) == len(rows) > 1:  # any of them: those that train alone are none of the bad
                 alone = [row[None] for row in rows]

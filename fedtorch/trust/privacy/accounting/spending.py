@@ -117,11 +117,6 @@ class Spending:
             )
         self._begun = torch.cat([self._begun, keys])
 
-    @property
-    def kept(self) -> bool:
-        """Whether the ledger is a file."""
-        return self.ledger.path is not None
-
     def planned(self, rounds: int) -> Counter[Release]:
         """Return what so many rounds release."""
         return Counter({self.release: self.count * rounds})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -69,18 +68,9 @@ def test_settings_whose_epsilons_do_not_add_up_are_refused() -> None:
         ft.grid(other, {"clip": CLIPS}, ft.InProcess(TRAINING), rounds=1, **SCORED)
 
 
-def test_halving_costs_the_rounds_that_were_done_also_when_it_is_looked_at_again(tmp_path: Path) -> None:
+def test_a_study_costs_the_rounds_that_were_done() -> None:
     found = ft.tune(build, {"clip": CLIPS}, ft.InProcess(TRAINING), **HALVED)
     assert found.epsilon == cost(sum(found.rounds)) < cost(16)
-    with pytest.raises(ValueError, match="ledger= a file"):
-        ft.tune(build, {"clip": CLIPS}, ft.InProcess(TRAINING), folder=tmp_path / "search", **HALVED)
-    kept = lambda clip: build(clip, ledger=tmp_path / "ledger")
-    for _ in range(2):
-        again = ft.tune(kept, {"clip": CLIPS}, ft.InProcess(TRAINING), folder=tmp_path / "search", **HALVED)
-        assert (again.epsilon, sorted(again.rounds)) == (
-            found.epsilon,
-            sorted(found.rounds),
-        )  # noise decides who goes on
 
 
 def test_a_search_of_settings_without_privacy_has_no_epsilon() -> None:
@@ -94,8 +84,8 @@ def test_a_search_of_settings_without_privacy_has_no_epsilon() -> None:
     "search",
     [
         partial(ft.grid, rounds=1),
-        partial(ft.tune, rounds=1, trials=2),
-        partial(ft.tune, rounds=1, trials=16, search="tpe"),
+        partial(ft.tune, rounds=1, trials=16),
+        partial(ft.tune, rounds=1, trials=16, search="random"),
     ],
 )
 def test_private_and_exact_settings_in_one_search_are_refused(search: Callable[..., Any]) -> None:
