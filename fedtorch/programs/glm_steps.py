@@ -6,8 +6,8 @@ are not very many, that is done once. Gradients of few features are sums over th
 added at the end of a step in one order; those of many features are sums of rows as they lie in memory. Losses and
 their derivatives are computed in float64.
 
-What is computed with lies in runs of three arrays, one of each type. Places are unsigned, so that no number is counted
-from the end of an array, of which compilers would have to think in every loop.
+Arrays are flat, one run after another, and are passed whole with the number of a tile: views of them, and branches
+between them, would have numba count who refers to them in every step.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ _IGNORED = -100
 _HELD = 2**20  # numbers of a client's rows that are held in columns
 _NARROW, _SUMS = 32, 2**10  # most features, and numbers of a gradient, that are summed in lanes
 _PRODUCTS = 2**15  # rows, of 64 of which a factor between 1 and 2 comes: their product is a number
-# factors between 1 and 2 whose product is a number
 _LANES, _ROWS = 16, 64
 _LOST, _LOGS, _WHOLE, _MOST = 0, 64, 128, 192  # runs of float64
-_PLACES = 2**62 - 1
+_PLACES = 2**62 - 1  # more than any place
 _NEAREST = 6755399441055744.0  # 1.5 · 2⁵²: added, it rounds to a whole number
 _BIAS = numpy.uint64(1023)
 
