@@ -22,8 +22,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.dispatch import choice
 from fedtorch.kernels.glm_steps import CATEGORICAL, IGNORED, Family
-from fedtorch.kernels.optimiser_rules import Rule, moments_of
 from fedtorch.programs import glm_steps as program
+from fedtorch.programs.optimiser_rules import Rule, moments_of
 
 _ROWS = 2**10  # of a run of steps of the loop, which stay in the cache
 

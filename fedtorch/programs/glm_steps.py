@@ -20,8 +20,8 @@ from numpy import float64, uint64
 from torch import Tensor
 
 from fedtorch.dispatch import compiled
-from fedtorch.kernels.optimiser_rules import Adam, Momentum, moments_of, rates_of
 from fedtorch.programs.engine import Program, program
+from fedtorch.programs.optimiser_rules import Adam, Momentum, moments_of, rates_of
 from fedtorch.programs.philox import logarithm
 
 _GAUSSIAN, _BERNOULLI, _CATEGORICAL = 0, 1, 3

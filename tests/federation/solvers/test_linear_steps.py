@@ -20,9 +20,9 @@ from fedtorch.federation.solvers.linear_steps import LinearSteps
 from fedtorch.kernels import glm_loop as loop
 from fedtorch.kernels.glm_loop import glm_loop
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
-from fedtorch.kernels.optimiser_rules import Adam, Momentum
 from fedtorch.programs import engine, glm_steps as program
 from fedtorch.programs.glm_steps import exponential
+from fedtorch.programs.optimiser_rules import Adam, Momentum
 
 pytest.importorskip("numba")
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
