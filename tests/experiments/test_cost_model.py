@@ -129,7 +129,7 @@ def test_programs_in_c_have_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_program_is_compiled_anew_to_time_it() -> None:
-    assert (c_programs.seconds_to_compile("kernels/programs/gibbs_loop.c") or 0) > 0.01
+    assert (c_programs.seconds_to_compile("kernels/programs/gradient_steps.c") or 0) > 0.01
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 import fedtorch as ft
-from experiments.benchmarks.parts.gpu_kernels import CASES, normal
+from experiments.benchmarks.parts.gpu_kernels import normal
 from experiments.benchmarks.parts.gpu_timing import kernels
 from fedtorch.dispatch import choice, compiled
 from fedtorch.kernels import glm_steps
@@ -51,13 +51,6 @@ def sizes_of(*numbers: int) -> str:
     return " × ".join(f"{number:,}" for number in numbers)
 
 
-def sweeps(small: bool) -> Work:
-    """Gibbs sweeps of small regressions."""
-    kind = CASES["gibbs_sweeps"]
-    sizes = kind.small if small else kind.counted
-    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, ["kernels/programs/gibbs_loop.c"])
-
-
 def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
     """An epoch of clients with as many rows, by batches."""
     clients, rows, features = (3, 8, 2) if small else (100, 200, 20)
@@ -78,7 +71,6 @@ def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
 
 
 WORK: dict[str, Callable[[bool], Work]] = {
-    "gibbs_sweeps": sweeps,
     "glm_loop, linear": partial(regressions, family=glm_steps.GAUSSIAN, batch=200),
     "glm_loop, logistic": partial(regressions, family=glm_steps.BERNOULLI, batch=10),
 }

@@ -82,7 +82,7 @@ def _programs(package: Path) -> None:
     sources = sorted(package.rglob("*.c"))
     assert sources, f"Expected programs in C below {package}"
     if any(map(shutil.which, ("cc", "gcc", "clang"))):
-        assert compiled.library(package / "kernels" / "programs" / "gibbs_loop.c") is not None
+        assert compiled.library(package / "kernels" / "programs" / "gradient_steps.c") is not None
 
 
 def triton() -> None:
