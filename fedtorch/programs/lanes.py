@@ -2,7 +2,7 @@
 
 An array of groups is a flat one of float64, and `LANES` numbers of it in a row are a group; a place counts groups. A
 group is what one processor instruction takes, or a few do: independent problems side by side, each rounded as alone.
-Places are not checked. What is written must not be among the factors and rows that are read.
+Places are not checked. A call may not read a group that it has written, but for that of its own place.
 """
 
 from __future__ import annotations
