@@ -13,13 +13,14 @@ from collections.abc import Sequence
 
 import numpy
 import torch
-from numpy import float64, int64, uint32, uint64
+from numpy import uint32
 from torch import Tensor
 
 from fedtorch.dispatch import choice
 from fedtorch.programs.engine import arrays, program
 from fedtorch.programs.philox import (
     DRAW,
+    exponential,
     gamma_number,
     inside,
     logarithm,
@@ -31,7 +32,6 @@ from fedtorch.programs.philox import (
 
 POINTS = 32  # of a lattice
 _BIG = 2.0**1023
-_SHIFT = numpy.int64(0x4338000000000000)  # the bits of 1.5 · 2⁵²
 
 
 @program()
@@ -65,36 +65,6 @@ def _normal(key, element):
     w0, w1, w2, w3 = words_of(key, element // 2, 0, DRAW)
     one, other = normals(inside(w0, w1), inside(w2, w3))
     return other if element % 2 else one
-
-
-@program(inline=True)
-def exponential(x):
-    """Return eˣ to about one unit in the last place: 2ᵏ eʳ, |r| ≤ ½ log 2; 0 and infinity where it is out of range.
-
-    eʳ by the method and with the coefficients of FreeBSD's e_exp.c, Sun Microsystems.
-    """
-    bounded = -746.0 if x < -746.0 else x
-    bounded = 710.0 if bounded > 710.0 else bounded
-    shifted = bounded * 1.4426950408889634 + 6755399441055744.0
-    k = shifted - 6755399441055744.0
-    high = bounded - k * 6.93147180369123816490e-01
-    low = k * 1.90821492927058770002e-10
-    r = high - low
-    t = r * r
-    c = r - t * (
-        1.66666666666666019037e-01
-        + t
-        * (
-            -2.77777777770155933842e-03
-            + t * (6.61375632143793436117e-05 + t * (-1.65339022054652515390e-06 + t * 4.13813679705723846039e-08))
-        )
-    )
-    y = 1.0 - ((low - (r * c) / (2.0 - c)) - high)
-    power = int64(float64(shifted).view(uint64)) - _SHIFT
-    half = power >> 1
-    one = uint64((half + 1023) << 52).view(float64)
-    other = uint64((power - half + 1023) << 52).view(float64)
-    return y * one * other
 
 
 @program()

@@ -13,7 +13,6 @@ import numpy
 from numpy import uint32
 from torch import Tensor
 
-from fedtorch.dispatch import compiled
 from fedtorch.programs.engine import arrays, program
 from fedtorch.programs.lanes import LANES, multiply, subtract_multiples, subtract_products
 from fedtorch.programs.philox import (
@@ -31,6 +30,7 @@ from fedtorch.programs.philox import (
     upper,
     whole,
 )
+from fedtorch.programs.threads import ENOUGH, in_threads
 
 _BOTH = 2 * LANES  # numbers of two blocks are drawn at a time
 
@@ -294,4 +294,4 @@ def sweep(read: Sequence[Tensor], written: Sequence[Tensor], sweeps: int) -> Non
     """
     given, whole = arrays(*read, *written), read[-1].numel()
     call = lambda begin, end: sweep_tiles(*given, sweeps, LANES * begin, min(LANES * end, whole))
-    compiled.in_threads(call, -(-whole // LANES), compiled.ENOUGH)
+    in_threads(call, -(-whole // LANES), ENOUGH)
