@@ -16,13 +16,13 @@ from collections.abc import Iterable
 
 import numpy
 import torch
-from numpy import float64, uint64
+from numpy import float64
 from torch import Tensor
 
-from fedtorch.dispatch import compiled
 from fedtorch.programs.engine import Program, program
 from fedtorch.programs.optimiser_rules import Adam, Momentum, moments_of, rates_of
-from fedtorch.programs.philox import logarithm
+from fedtorch.programs.philox import exponential, logarithm
+from fedtorch.programs.threads import in_threads
 
 _GAUSSIAN, _BERNOULLI, _CATEGORICAL = 0, 1, 3
 _IGNORED = -100
@@ -32,29 +32,6 @@ _PRODUCTS = 2**15  # rows, of 64 of which a factor between 1 and 2 comes: their 
 _LANES, _ROWS = 16, 64
 _LOST, _LOGS, _WHOLE, _MOST = 0, 64, 128, 192  # runs of float64
 _PLACES = 2**62 - 1  # more than any place
-_NEAREST = 6755399441055744.0  # 1.5 · 2⁵²: added, it rounds to a whole number
-_BIAS = numpy.uint64(1023)
-
-
-@program(inline=True)
-def power(k):
-    """Return 2ᵏ of a whole number from −1022 to 1023."""
-    return uint64((float64(k + _NEAREST).view(uint64) + _BIAS) << uint64(52)).view(float64)
-
-
-@program(inline=True)
-def exponential(x):
-    """Return eˣ to less than one unit in the last place: 2ᵏ eʳ, and eʳ by a rational function of r² (fdlibm)."""
-    x = -746.0 if x < -746.0 else x  # NaN stays
-    x = 710.0 if x > 710.0 else x
-    k = (x * 1.4426950408889634 + _NEAREST) - _NEAREST
-    high, low = x - k * 6.93147180369123816490e-01, k * 1.90821492927058770002e-10
-    r = high - low
-    t = r * r
-    c = 6.61375632143793436117e-05 + t * (-1.65339022054652515390e-06 + t * 4.13813679705723846039e-08)
-    c = r - t * (1.66666666666666019037e-01 + t * (-2.77777777770155933842e-03 + t * c))
-    half = (k * 0.5 + _NEAREST) - _NEAREST
-    return (1.0 - ((low - (r * c) / (2.0 - c)) - high)) * power(half) * power(k - half)
 
 
 @program(inline=True)
@@ -488,7 +465,7 @@ def run(
         places = torch.empty(1, 1, 0, dtype=torch.int64) if place is None else place.long()
         now = places.numpy(), size.long().numpy()
         call = lambda begin, end, now=now, at=first: take(*before, *now, *after, at, begin, end)
-        compiled.in_threads(call, clients, len(size) * x.nbytes // max(clients, 1))
+        in_threads(call, clients, len(size) * x.nbytes // max(clients, 1))
         first += len(size)
     return own.mT, told
 
