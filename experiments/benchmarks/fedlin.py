@@ -126,7 +126,7 @@ def expectation_propagation(counts: Sequence[int], features: int, draws: int) ->
 
 
 def _propagation(count: int, features: int, draws: int) -> list[common.Row]:
-    """One K; NUTS where there are draws. The program in C and operations of torch alone take rounds in turns."""
+    """One K; NUTS where there are draws. The program and operations of torch alone take rounds in turns."""
     data = ft.data.from_tensors(list(zip(*devices(count, 40, features))))
     model = hierarchical.linear(hierarchical.normal(features))
     runs = {mode: ft.Run(ft.ep(model), ft.InProcess(data)) for mode in ("on", "off")}

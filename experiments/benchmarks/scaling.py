@@ -1,6 +1,6 @@
 """The cost of a round against the number of clients and of processes: a linear model, 40 rows and 5 full-batch steps.
 
-`clients` has them in one process: by a program in C, which takes a linear model's steps where there is a compiler, and
+`clients` has them in one process: by a program of the CPU, which takes a linear model's steps, and
 with a branch in the module's code, so that it takes the stacked steps of any module. `few` asks a hundred of them.
 `roofline` sets a round by the program beside a pass over the clients' rows in memory, beside the two that each of five
 stacked steps needs, and beside the matrix products of these alone. `start` is the processor time of a fresh process up

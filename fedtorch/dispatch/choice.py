@@ -3,7 +3,7 @@
 The environment variable `FEDTORCH_KERNELS` is read at every call:
 
 - `on`, the default: programs run on CUDA tensors of the dtypes and sizes that they know, where Triton is installed, and
-  those in C on the CPU, where there is a compiler (`fedtorch.dispatch.compiled`);
+  those that numba compiles on the CPU (`fedtorch.programs`);
 - `off`: references run always;
 - `interpret`: programs run on CPU tensors too, in Triton's interpreter, which shows that they are right and is slow.
 

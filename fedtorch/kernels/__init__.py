@@ -2,5 +2,5 @@
 
 A module here is one operation under one signature. Its program, which needs Triton, is in the module of the same name
 in `fedtorch.kernels.programs` and is imported when it first runs; `fedtorch.dispatch.choice` says when that is.
-`glm_loop` has a program in C for the CPU (`fedtorch.dispatch.compiled`).
+Programs for the CPU are in `fedtorch.programs`.
 """

@@ -8,12 +8,12 @@ For client k and chain c, with Gram matrix G, estimate θ̂ of residual sum of s
     s = g / (b + \tfrac12 \mathrm{RSS}),
 
 with exponential numbers e, e' and gamma numbers g of shape parameter a_σ + n/2. Programs, in Triton for a CUDA device
-and in C for the CPU, draw them from the keys, the numbers of `fedtorch.random`, and keep the matrices of a problem in
-registers or in a core's cache, so that a sweep touches no memory.
+and by numba for the CPU, draw them from the keys, the numbers of `fedtorch.random`, and keep the matrices of a problem
+in registers or in a core's cache, so that a sweep touches no memory.
 
 Source: Kidd, Wang, Xu and Ni, "Federated learning for sparse Bayesian models", 2023, section 2.2; Makalic and Schmidt,
 "A simple sampler for the horseshoe estimator", IEEE Signal Processing Letters 23, 2016. Bound: arithmetic, about p³
-operations and 3 p logarithms a sweep in float64; the baseline is a batched `cholesky_ex`. Not measured yet.
+operations and 3 p logarithms a sweep in float64; the baseline is a batched `cholesky_ex`.
 
 Not differentiable. Programs know float64; Triton's up to 16 coefficients.
 """
@@ -21,18 +21,19 @@ Not differentiable. Programs know float64; Triton's up to 16 coefficients.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.dispatch.choice import plain, program
+from fedtorch.dispatch import choice
 from fedtorch.dispatch.launch import launch, power_of_two
-from fedtorch.kernels.programs import gibbs_loop
+from fedtorch.programs import gibbs_sweeps as compiled
 from fedtorch.random import philox
 
-MOST = 16  # coefficients
+MOST = 16  # coefficients that Triton's program knows
+_TRITON = "fedtorch.kernels.programs.gibbs_sweeps"
 _SIZE = 256  # numbers of a program's matrices
 
 
@@ -65,10 +66,7 @@ class Chains(NamedTuple):
 def knows(keys: Tensor, coefficients: int) -> bool:
     """Return whether a program runs for these keys."""
     fits = 0 < coefficients <= MOST
-    return (
-        _library((keys,)) is not None
-        or program("fedtorch.kernels.programs.gibbs_sweeps", (keys,), (torch.int64,), fits=fits) is not None
-    )
+    return _usable((keys,)) or choice.program(_TRITON, (keys,), (torch.int64,), fits=fits) is not None
 
 
 def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:
@@ -83,13 +81,11 @@ def gibbs_sweeps(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sw
     """
     (clients, count, size), tensors = heard.centre.shape, (*rows, *heard, *chains[1:])
     double = all(tensor.dtype == torch.float64 for tensor in tensors)
-    if double and (library := _library((keys, *tensors))) is not None:
+    if double and _usable((keys, *tensors)):
         out = _like(chains)
-        gibbs_loop.run(library, (*tensors, keys), out, sweeps)
+        compiled.sweep((*tensors, keys), out, sweeps)
         return out
-    programs = program(
-        "fedtorch.kernels.programs.gibbs_sweeps", (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double
-    )
+    programs = choice.program(_TRITON, (keys, *tensors), (torch.int64,), fits=0 < size <= MOST and double)
     if not programs:
         return _reference(rows, heard, chains, keys, sweeps)
     out = _like(chains)
@@ -105,9 +101,9 @@ def _like(chains: Chains) -> Chains:
     return Chains(*(torch.empty_like(part, memory_format=torch.contiguous_format) for part in chains))
 
 
-def _library(tensors: Sequence[Tensor]) -> Any:
-    """Return the program in C where it knows these tensors, else None."""
-    return gibbs_loop.program() if plain(tensors) else None
+def _usable(tensors: Sequence[Tensor]) -> bool:
+    """Return whether the program of the CPU knows these tensors."""
+    return choice.plain(tensors) and compiled.sweep_tiles.usable()
 
 
 def _reference(rows: Rows, heard: SweepPrior, chains: Chains, keys: Tensor, sweeps: int) -> Chains:

@@ -7,8 +7,8 @@ With the mean gradient g of a batch, and with λ and h as in `glm_steps`, the sl
 and a step moves θ by −η s, or as `torch.optim.SGD` with momentum, `Adam` and `AdamW` do with s as the gradient; of
 plain SGD the part of λ and h first, which is the same.
 
-A program in C takes all steps of a client while its rows are in the cache. Where there is no compiler a loop over steps
-has a few products each. Bound: one read of the data, or 4 N d T operations a client.
+The program takes all steps of a client while its rows are in the cache. Without it a loop over steps has a few
+products each. Bound: one read of the data, or 4 N d T operations a client.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 from fedtorch import tree
 from fedtorch.dispatch import choice
 from fedtorch.kernels.glm_steps import CATEGORICAL, IGNORED, Family
-from fedtorch.kernels.optimiser_rules import Rule, moments_of
+from fedtorch.programs import glm_steps as program
+from fedtorch.programs.optimiser_rules import Rule, moments_of
 
 _ROWS = 2**10  # of a run of steps of the loop, which stay in the cache
 
@@ -55,25 +56,21 @@ def glm_loop(
     theta = start.reshape(*start.shape[:2], -1)
     pulled = None if precision is None or shift is None else (precision, shift.reshape(theta.shape))
     tensors = (x, y, start, total, *(pulled or ()))
-    if (library := _library(family, tensors, theta.shape[2])) is not None:
-        from fedtorch.kernels.programs import glm_loop as program
-
-        theta, told = program.run(library, family.code, x, y, theta, runs(None), lr, total, pulled, rule)
+    if _known(family, tensors, theta.shape[2]):
+        theta, told = program.run(family.code, x, y, theta, runs(None), lr, total, pulled, rule)
         return theta.reshape(start.shape), (told / total).to(start.dtype)
     return _looped(family, x, y, start, runs(_ROWS), lr, total, precision, shift, rule)
 
 
-def _library(family: Family, tensors: Sequence[Tensor], classes: int) -> Any:
-    """Return the library in C where it knows these tensors, first of all x, y and the start; else None."""
-    from fedtorch.kernels.programs import glm_loop as program
-
+def _known(family: Family, tensors: Sequence[Tensor], classes: int) -> bool:
+    """Return whether the program takes these tensors, first of all x, y and the start."""
     x, y, start = tensors[:3]
-    if start.dtype != x.dtype or not choice.plain(tensors):
-        return None
+    if start.dtype != x.dtype or not choice.plain(tensors) or not program.usable(x.dtype):
+        return False
     if family.code != CATEGORICAL.code:
-        return program.program(x.dtype) if y.dtype == x.dtype else None
+        return y.dtype == x.dtype
     known = (y == IGNORED) | ((y >= 0) & (y < classes))  # others end with torch's error
-    return program.program(x.dtype) if y.dtype == torch.int64 and bool(known.all()) else None
+    return y.dtype == torch.int64 and bool(known.all())
 
 
 def _looped(

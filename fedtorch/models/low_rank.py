@@ -24,11 +24,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedtorch.kernels.programs import matrix_normal as _program
+from fedtorch.programs import matrix_normal as _program
 
 __all__ = ["LowRank"]
-
-_FEW = 2**10  # numbers of a factor, of which the program finds singular values faster than LAPACK
 
 
 class LowRank(NamedTuple):
@@ -53,8 +51,8 @@ class LowRank(NamedTuple):
         """
         units = len(factor)
         rank = min(units, rank)
-        if max(factor.shape[1], 1) * units <= _FEW and (library := _program.program((multiple, factor))) is not None:
-            found = _program.factored(library, multiple, factor, rank)
+        if max(factor.shape[1], 1) * units <= _program.FEW and _program.usable((multiple, factor)):
+            found = _program.factored(multiple, factor, rank)
             if found is not None:
                 return cls(*found)
         left, singular, _ = torch.linalg.svd(factor, full_matrices=False)
@@ -165,9 +163,8 @@ def majorised(covariance: LowRank, theta: Tensor, accuracy: float = 0.1) -> tupl
         (tensor([2., 2.], dtype=torch.float64), tensor([[0.],
                 [0.]], dtype=torch.float64))
     """
-    fits = len(covariance.values) <= _program.MOST
-    if fits and (library := _program.program((*covariance, theta))) is not None:
-        return _program.majorised(library, *covariance, theta, accuracy)
+    if len(covariance.values) <= _program.MOST and _program.usable((*covariance, theta)):
+        return _program.majorised(*covariance, theta, accuracy)
     covariance = covariance.trimmed()
     alone = covariance.inverse_diagonal()
     precision = eigenvalue_bound(covariance, accuracy, alone) * alone

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from fedtorch.dispatch import choice
 
 _LOG = logging.getLogger(__name__)
@@ -104,6 +106,17 @@ def program(*signatures: str, inline: bool = False) -> Callable[[Any], Program]:
     ('int64(int64)',)
     """
     return lambda function: Program(function, signatures, inline)
+
+
+def arrays(*tensors: Tensor) -> list[Any]:
+    """Return what a program is called with: the memory of tensors on the CPU as arrays, contiguous, copied if need be.
+
+    >>> import torch
+    >>> arrays(torch.arange(2))
+    [array([0, 1])]
+    """
+    # To detach each would take a third of the time of a call for few numbers.
+    return [(each.detach() if each.requires_grad else each).contiguous().numpy() for each in tensors]
 
 
 @functools.cache

@@ -29,6 +29,8 @@ _BOOST = 0xFFFFFFFF  # the attempt whose words raise a gamma number of small sha
 _WHOLE = numpy.uint64(0x4330000000000000)  # the bits of 2⁵²
 _ONE, _ROOT = numpy.uint64(0x3FF0000000000000), numpy.uint64(0x3FE6A09E667F3BCD)  # the bits of 1 and of √½
 _FRACTION = numpy.uint64(0xFFFFFFFFFFFFF)
+_NEAREST = 6755399441055744.0  # 1.5 · 2⁵²: added, it rounds to a whole number
+_BIAS = numpy.uint64(1023)
 
 
 @program(inline=True)
@@ -104,10 +106,31 @@ def logarithm(x):
 
 
 @program(inline=True)
+def power(k):
+    """Return 2ᵏ of a whole number from −1022 to 1023."""
+    return uint64((float64(k + _NEAREST).view(uint64) + _BIAS) << uint64(52)).view(float64)
+
+
+@program(inline=True)
+def exponential(x):
+    """Return eˣ to less than one unit in the last place: 2ᵏ eʳ, and eʳ by a rational function of r² (fdlibm)."""
+    x = -746.0 if x < -746.0 else x  # NaN stays
+    x = 710.0 if x > 710.0 else x
+    k = (x * 1.4426950408889634 + _NEAREST) - _NEAREST
+    high, low = x - k * 6.93147180369123816490e-01, k * 1.90821492927058770002e-10
+    r = high - low
+    t = r * r
+    c = 6.61375632143793436117e-05 + t * (-1.65339022054652515390e-06 + t * 4.13813679705723846039e-08)
+    c = r - t * (1.66666666666666019037e-01 + t * (-2.77777777770155933842e-03 + t * c))
+    half = (k * 0.5 + _NEAREST) - _NEAREST
+    return (1.0 - ((low - (r * c) / (2.0 - c)) - high)) * power(half) * power(k - half)
+
+
+@program(inline=True)
 def cosine_and_sine(turns):
     """Return cos and sin of 2π · turns for turns in [0, 1], by Taylor series on an eighth of a turn."""
     quarters = turns * 4.0
-    nearest = (quarters + 6755399441055744.0) - 6755399441055744.0
+    nearest = (quarters + _NEAREST) - _NEAREST
     x = (quarters - nearest) * 1.5707963267948966
     y = x * x
     s = y * -7.647163731819816e-13 + 1.6059043836821613e-10
@@ -151,6 +174,12 @@ def new_key(key, number):
     """Return the key that `random.fold_in` makes of a key and a number."""
     w0, w1, _, _ = words_of(key, number, 0, FOLD)
     return joined(w1, w0)
+
+
+@program()
+def folded(key, number):
+    """Return `new_key`, for few keys at many places, where its text would take long to compile."""
+    return new_key(key, number)
 
 
 @program()

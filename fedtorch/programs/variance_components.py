@@ -13,10 +13,10 @@ import numpy
 from numpy import float64, int64, uint64
 from torch import Tensor
 
-from fedtorch.dispatch import compiled
 from fedtorch.programs.engine import Program, program
 from fedtorch.programs.exact_sums import product
 from fedtorch.programs.philox import logarithm
+from fedtorch.programs.threads import ENOUGH, in_threads
 
 _LANES = 8
 _FEW = 2**12  # nodes, for which threads are not worth their start
@@ -212,7 +212,7 @@ def _run(function: Program, model: Any, *tensors: Tensor) -> None:
     given = [*model[:3], *(tensor.contiguous() for tensor in model[3:])]
     arrays, more = ([tensor.detach().numpy() for tensor in part] for part in (given, tensors))
     call = lambda begin, end: function(*arrays, begin, end, *more)
-    compiled.in_threads(call, len(model.root), model.noise.shape[1] * compiled.ENOUGH // _FEW)
+    in_threads(call, len(model.root), model.noise.shape[1] * ENOUGH // _FEW)
 
 
 usable = write_log_densities.usable

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,8 @@ import fedtorch as ft
 from experiments.benchmarks import scaling
 from experiments.benchmarks.cost_model import __main__ as cost_model
 from experiments.benchmarks.parts import (
-    c_programs,
     cost_formulas as formulas,
+    cpu_programs,
     gpu_kernels,
     kernel_bounds,
     scaling_ranks,
@@ -116,20 +115,19 @@ def test_what_a_compiler_refuses_is_said() -> None:
     assert line[-1] == "never"
 
 
-@pytest.mark.parametrize("name", c_programs.WORK)
-def test_programs_in_c_have_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(c_programs, "seconds_to_compile", lambda source: 0.5)
-    line = c_programs.line(name, small=True)
-    assert len(line) == len(c_programs.COLUMNS)
+@pytest.mark.parametrize("name", cpu_programs.WORK)
+def test_programs_of_the_cpu_have_a_line(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_programs, "seconds_to_compile", lambda source: 0.5)
+    line = cpu_programs.line(name, small=True)
+    assert len(line) == len(cpu_programs.COLUMNS)
     assert float(line[4]) > 0
-    monkeypatch.setattr(c_programs, "seconds_to_compile", lambda source: None)
-    assert "no compiler" in c_programs.line(name, small=True)
+    monkeypatch.setattr(cpu_programs, "seconds_to_compile", lambda source: None)
+    assert "no numba" in cpu_programs.line(name, small=True)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_program_is_compiled_anew_to_time_it() -> None:
-    assert (c_programs.seconds_to_compile("kernels/programs/gibbs_loop.c") or 0) > 0.01
+    assert (cpu_programs.seconds_to_compile("gibbs_server") or 0) > 0.01
 
 
 @pytest.mark.slow

@@ -148,4 +148,4 @@ def test_scales_are_drawn_as_in_the_federated_sampler() -> None:
     keys = random.fold_in(random.key(15), torch.arange(5))
     theirs = _scales.draw(known, fourth, components, keys)
     ours = draw_scale(7, third, fourth, lambda v: _scales.evidence(components, second, v / first), keys)
-    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)  # the sampler's may be by a program in C
+    torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)  # the sampler's may be by a program

@@ -1,4 +1,4 @@
-"""What the server of HM1 computes by the program in C is what torch's operations give."""
+"""What the server of HM1 computes by programs is what torch's operations give."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from support.programs import reference
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.dispatch import choice, compiled
+from fedtorch.dispatch import choice
 from fedtorch.federation.algorithms.matrix_normal import noise
 from fedtorch.federation.algorithms.matrix_normal.noise import Summary
-from fedtorch.kernels.programs import matrix_normal as program
 from fedtorch.models import low_rank
 from fedtorch.models.low_rank import LowRank
+from fedtorch.programs import matrix_normal as program
 
-pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
+pytest.importorskip("numba")
 SHAPES = [(100, 8, 64), (7, 3, 5), (7, 9, 7), (30, 8, 5), (1, 4, 1), (5, 8, 5), (9, 1, 3), (12, 40, 12), (0, 2, 3)]
 
 
@@ -114,10 +114,14 @@ def summaries(units: int, *, seed: int = 5) -> Summary:
 
 
 @pytest.mark.parametrize("units", [0, 1, 2, 7, 1000])
-def test_noise(units: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    close(*both("noise_variance", monkeypatch, noise.noise_variance, summaries(units)))
-    nothing = Summary(*torch.zeros(3, units, dtype=torch.float64))
-    close(*both("noise_variance", monkeypatch, noise.noise_variance, nothing))
+@pytest.mark.parametrize("heard", [True, False])
+def test_what_devices_are_sent(units: int, heard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    prior = normal(3, units).square(), normal(4, 3, units).mT
+    which = torch.arange(units) % 3 == 1 if heard else None
+    some, nothing = summaries(units), Summary(*torch.zeros(3, units, dtype=torch.float64))
+    lying = some._replace(freedom=some.freedom - 4.0, residual=some.residual + 1.0)
+    for told in (some, nothing, lying):
+        close(*both("priors", monkeypatch, noise.priors, told, which, None, prior))
 
 
 @pytest.mark.parametrize(("units", "answered"), [(1, [0]), (6, [0, 2, 5]), (6, []), (50, list(range(50)))])

@@ -183,6 +183,12 @@ def test_numbers_do_not_depend_on_vector_instructions(tmp_path: Path) -> None:
         "key, double = random.key(5), torch.float64\n"
         "drawn = [philox.normal(key, (777,), double), philox.exponential(key, (777,), double)]\n"
         "drawn.append(philox.gamma(key[None], torch.full((1, 777), 2.5, dtype=double), double)[0])\n"
+        "from fedtorch.kernels.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps\n"
+        "x = philox.normal(key, (3, 9, 5), double)\n"
+        "y, one = x[:, :5, :1].mT, torch.ones(3, 1, dtype=double)\n"
+        "rows, heard = Rows(x.mT @ x, y[:, 0], one[:, 0], 3 * one[:, 0]), SweepPrior(y, y.exp(), one)\n"
+        "swept = gibbs_sweeps(rows, heard, Chains(y, y.exp(), y.exp(), one), torch.arange(3)[:, None], 4)\n"
+        "drawn += [part.flatten() for part in swept]\n"
         "print(torch.cat(drawn).numpy().tobytes().hex())\n"
     )
     said = []

@@ -23,7 +23,7 @@ import torch
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks import remote
-from experiments.benchmarks.parts import c_programs, cost_formulas as formulas, kernel_bounds, measure, scaling_ranks
+from experiments.benchmarks.parts import cost_formulas as formulas, cpu_programs, kernel_bounds, measure, scaling_ranks
 from experiments.benchmarks.parts.cost_formulas import Cluster, Here, Wide
 from experiments.benchmarks.parts.remote_problem import averaged
 from fedtorch.sites import Policy, Remote, SiteConfiguration
@@ -252,8 +252,10 @@ def of_kernels(options: argparse.Namespace, before: float) -> None:
         text += [*measure.table(kernel_bounds.COLUMNS, lines), "", "## As C++ by torch.compile", ""]
         cpp = [kernel_bounds.compiled(name, options.smoke) for name in kernel_bounds.CASES]
         text += [*kernel_bounds.ABOUT_COMPILED.strip().splitlines(), "", *measure.table(kernel_bounds.COMPILED, cpp)]
-        text += ["", "## As C by the system's compiler", "", *(c_programs.__doc__ or "").strip().splitlines(), ""]
-        text += measure.table(c_programs.COLUMNS, [c_programs.line(name, options.smoke) for name in c_programs.WORK])
+        text += ["", "## As programs of the CPU by numba", "", *(cpu_programs.__doc__ or "").strip().splitlines(), ""]
+        text += measure.table(
+            cpu_programs.COLUMNS, [cpu_programs.line(name, options.smoke) for name in cpu_programs.WORK]
+        )
         common.write_results(KERNELS, "\n".join([*text, ""]))
 
 

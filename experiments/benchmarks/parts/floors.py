@@ -2,7 +2,7 @@
 
 No autograd, no `vmap`, no Python of a module or of a package lies between them: no program of these operations of torch
 is faster on one thread. Operations of fedtorch's own, such as a recurrent layer of all clients, are called whole.
-Operations on whole numbers, such as the draws of the order of rows, are left out. Programs in C count by the operations
+Operations on whole numbers, such as the draws of the order of rows, are left out. Programs count by the operations
 of torch in their place, so that what takes one may be faster.
 """
 

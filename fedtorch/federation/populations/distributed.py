@@ -46,8 +46,7 @@ class Distributed:
         chunk: at most so many clients at once on a rank. Default: as many as fit 128 MiB, or a quarter of what is free
             on a CUDA device.
         device: where this rank's blocks live; default: where the data are. "cuda" is the device of the rank's number
-            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU; else memory, where at most eight
-            ranks are all on one machine that has a C compiler, or gloo.
+            on its machine, as `torchrun` tells it. Collectives use nccl on a GPU, else gloo.
         timeout: the longest wait for another rank, its clients' work included; over nccl that of the process group.
         carry: as for `ft.InProcess`, the same on every rank.
 

@@ -36,7 +36,6 @@ from fedtorch.federation.algorithm import Local, LocalSolver, Quadratic
 from fedtorch.federation.solvers._state import LocalState
 from fedtorch.federation.solvers.prediction import predictor
 from fedtorch.federation.turn import Turn
-from fedtorch.kernels.programs import gradient_steps
 from fedtorch.models.hierarchical.penalised import Rows, check_family, negative_log_likelihood, observed, penalised_mode
 from fedtorch.models.linear import CLEAR, LinearHead, Spectral, is_rowwise, spectral_rows
 from fedtorch.tree import Tree
@@ -191,17 +190,12 @@ def _solve(
     share, fit = 2 / form.outputs, data.fit.solution  # from here on θ is about the fit
     old = form.join(start).to(torch.float64) - fit
     added = None if quadratic is None else _added(quadratic, start, form, fit)
-    gram = data.statistics.gram
-    if steps is not None and (library := _program(data, added, old)) is not None:
-        known = (data.values, data.vectors, data.cross, gram, data.left, data.rest)
-        new, taken, loss = gradient_steps.descended(library, known, added, old, share, steps, lr)
+    if steps is None:
+        new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
     else:
-        if steps is None:
-            new, taken = _minimiser(data, share, added, old), torch.zeros_like(data.values[:, 0])
-        else:
-            new, taken = _descended(data, share, added, old, steps, lr)
-        away = torch.baddbmm(data.left, gram, new, beta=-2)
-        loss = ((data.rest + (new * away).sum((1, 2))) / form.outputs).clamp(min=0)
+        new, taken = _descended(data, share, added, old, steps, lr)
+    away = torch.baddbmm(data.left, data.statistics.gram, new, beta=-2)
+    loss = ((data.rest + (new * away).sum((1, 2))) / form.outputs).clamp(min=0)
     solution = tree.map(lambda leaf, like: leaf.to(like.dtype), form.split(new + fit), start)
     return Local(solution, state, taken, {"loss": loss})
 
@@ -219,15 +213,6 @@ def _added(quadratic: Quadratic, parameters: Tree, form: LinearForm, fit: Tensor
     precision = common[:, None] if isinstance(common, Tensor) else _precisions(quadratic, parameters, form)
     precision = precision.to(torch.float64)
     return _Added(precision, form.join(quadratic.shift).to(torch.float64) - precision[..., None] * fit)
-
-
-def _program(data: Spectral, added: _Added | None, old: Tensor) -> Any:
-    """Return the program of gradient steps from `old`, None where there is none or it does not know them."""
-    if added is not None and added.precision.shape[1] != 1:
-        return None
-    known = (data.values, data.vectors, data.cross, data.statistics.gram, data.left, data.rest)
-    tensors = (old, *known, *(() if added is None else added))
-    return gradient_steps.program(old.shape[1], tensors)
 
 
 def _minimiser(data: Spectral, share: float, added: _Added | None, old: Tensor) -> Tensor:

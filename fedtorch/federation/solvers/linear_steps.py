@@ -24,12 +24,13 @@ from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.least_squares import LinearForm, linear_form
 from fedtorch.federation.solvers.objective import Loss
 from fedtorch.federation.solvers.plain_layers import unchanged
-from fedtorch.kernels import glm_steps, optimiser_rules
+from fedtorch.kernels import glm_steps
 from fedtorch.kernels.glm_loop import glm_loop
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
-from fedtorch.kernels.optimiser_rules import Momentum, Rule
 from fedtorch.models.linear import LinearHead, raw
 from fedtorch.optimisers import elementwise
+from fedtorch.programs import optimiser_rules
+from fedtorch.programs.optimiser_rules import Momentum, Rule
 from fedtorch.tree import Tree
 
 # The loss of a family, the module that calls it, and the settings of that module's constructor.

@@ -1,1 +1,1 @@
-"""The programs of the operations of `fedtorch.kernels`: in Triton, which they need to be imported, and one in C."""
+"""The programs of the operations of `fedtorch.kernels` in Triton, which they need to be imported."""

@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg, random
-from fedtorch.kernels.programs import gibbs_loop, gibbs_server
 from fedtorch.models import gaussian
 from fedtorch.models.gaussian import Natural
 from fedtorch.models.gibbs._gaussian_conditional import Design, Fold, columns, from_columns
+from fedtorch.programs import gibbs_server
 
 
 def nothing(start: Tensor) -> Natural:
@@ -48,7 +48,7 @@ def linear(design: Design, place: Tensor, noise: Tensor) -> Natural:
         place: `(K, C, p)`.
         noise: 1/σ², `(K, C)`.
     """
-    if (found := gibbs_loop.likelihoods(design.statistics.gram, design.estimate, place, noise)) is not None:
+    if (found := gibbs_server.likelihoods(design.statistics.gram, design.estimate, place, noise)) is not None:
         return Natural(*found)
     clients, chains, _ = place.shape
     gram = columns(design.statistics.gram[:, None].expand(-1, chains, -1, -1))
@@ -92,8 +92,8 @@ def move(score: Tensor, packed: Tensor, theta: Tensor, centre: Tensor, prior: Te
     """
     z = random.normal(keys, centre.shape[-1:], torch.float64)
     given = (theta, centre, prior.to(centre.device).expand_as(centre), z)
-    if (library := gibbs_server.program(keys, (score, packed, *given))) is not None:
-        return gibbs_server.move(library, (score, packed, *given))
+    if (found := gibbs_server.move((score, packed, *given))) is not None:
+        return found
     parts = (gaussian.unpack(packed), score, *given)
     # One chain after another: a chain's bits do not depend on how many there are.
     return torch.stack([_draw(*(part[c].clone() for part in parts)) for c in range(len(keys))])

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.kernels.programs import gibbs_server
+from fedtorch.programs import gibbs_server
 
 TURNS = 4
 LOOSEST = 2.0**50
@@ -61,8 +61,8 @@ def move(heard: Levels, precision: Tensor, factors: Tensor, bound: float, keys: 
         bound: of |log τ²|.
         keys: `(C,)`.
     """
-    if (library := gibbs_server.program(keys, (*heard, precision, factors))) is not None:
-        return gibbs_server.levels(library, (*heard, precision, factors), keys, TURNS, (LOOSEST, bound))
+    if (found := gibbs_server.levels((*heard, precision, factors), keys, TURNS, (LOOSEST, bound))) is not None:
+        return found
     for_rates, for_draws = random.split(keys, 2)
     each = (TURNS, 3, precision.shape[-1])
     rates = random.exponential(for_rates, each, torch.float64)

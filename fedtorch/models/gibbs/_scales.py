@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.kernels.programs import gibbs_server
+from fedtorch.programs import gibbs_server
+from fedtorch.programs.gibbs_server import POINTS
 
-POINTS = 32
 FINEST = 0.2  # spacing of y, up to twice that; POINTS of them span 300 to 100 000 s
 BOUND = 69.0  # of |log τ²|, which the prior passes with a probability of 6e-16
 
@@ -69,8 +69,8 @@ def evidence(components: Components, estimate: Tensor, variance: Tensor) -> Tens
 def draw(heard: Heard, precision: Tensor, components: Components, keys: Tensor) -> Tensor:
     """Return 1/τ² `(C, p)` after one that was `precision`, with keys `(C,)`."""
     clients, weight, estimate, scatter = heard
-    if (library := gibbs_server.program(keys, (*heard, precision, *components))) is not None:
-        return gibbs_server.scales(library, (*heard, precision, *components), keys, POINTS, (FINEST, BOUND))
+    if (found := gibbs_server.scales((*heard, precision, *components), keys, (FINEST, BOUND))) is not None:
+        return found
     middle = (scatter / (clients - 1).clamp_min(1)).clamp_min(1e-300).log().clamp(-BOUND, BOUND)
 
     def density(x: Tensor) -> Tensor:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.kernels.programs import gibbs_server
 from fedtorch.models.gibbs import _scales as scales
 from fedtorch.models.gibbs.deviations import laplace
+from fedtorch.programs import gibbs_server
 from fedtorch.tree import Tree
 
 __all__ = ["bayesian_lasso", "gaussian", "regularised_horseshoe", "spike_and_slab"]

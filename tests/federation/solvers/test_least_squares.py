@@ -239,6 +239,21 @@ def test_many_gradient_steps_end_at_the_minimiser_and_too_long_ones_diverge_as_t
     assert distance(*wild) < ROUNDING * float(wild[1]["weight"].abs().max())
 
 
+def test_gradient_steps_of_no_clients_and_from_numbers_that_are_not() -> None:
+    """A client does not see the others."""
+    local, block = ft.least_squares(linear(), steps=3), linear_clients([5, 6, 7]).stack(range(3))
+    start, prepared = tree.expand(local.parameters, 3), local.prepare(block)
+    wanted = local.solve(start, None, prepared, None, TURN)
+    start = tree.map(torch.clone, start)
+    start["weight"][1] = torch.nan
+    found = local.solve(start, None, prepared, None, TURN)
+    assert found.parameters["weight"].isnan().flatten(1).all(1).tolist() == [False, True, False]
+    assert found.info["loss"].isnan().tolist() == [False, True, False]
+    assert distance(*(tree.take(each.parameters, torch.tensor([0, 2])) for each in (found, wanted))) < ROUNDING
+    nobody = tree.take((start, prepared), slice(0, 0))
+    assert local.solve(nobody[0], None, nobody[1], None, TURN).parameters["weight"].shape == (0, 1, 3)
+
+
 def test_scaffold_runs_on_gradient_steps_in_closed_form() -> None:
     population = ft.InProcess(linear_clients(SIZES))
     ends = [

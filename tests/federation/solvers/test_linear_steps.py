@@ -1,7 +1,8 @@
-"""Steps of linear heads by a program in C or a loop of few products: what stacked steps give, up to rounding."""
+"""Steps of linear heads by a program or a loop of few products: what stacked steps give, up to rounding."""
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -13,17 +14,17 @@ from torch import Tensor, nn
 import fedtorch as ft
 from fedtorch import tree
 from fedtorch.dispatch import choice
-from fedtorch.dispatch.compiled import _compiler
 from fedtorch.federation.solvers import batches
 from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.linear_steps import LinearSteps
 from fedtorch.kernels import glm_loop as loop
 from fedtorch.kernels.glm_loop import glm_loop
 from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
-from fedtorch.kernels.optimiser_rules import Adam, Momentum
-from fedtorch.kernels.programs import glm_loop as program
+from fedtorch.programs import engine, glm_steps as program
+from fedtorch.programs.glm_steps import exponential
+from fedtorch.programs.optimiser_rules import Adam, Momentum
 
-PROGRAM = pytest.param("on", marks=pytest.mark.skipif(_compiler() is None, reason="needs a C compiler"))
+pytest.importorskip("numba")
 LOSSES: dict[str, tuple[Callable[..., Tensor], Callable[[], nn.Module], Callable[[Tensor], Tensor]]] = {
     "gaussian": (F.mse_loss, lambda: ft.LinearHead(3), lambda eta: eta + 0.5),
     "bernoulli": (F.binary_cross_entropy_with_logits, lambda: ft.LinearHead(3), lambda eta: (eta > 0).double()),
@@ -59,7 +60,7 @@ def trained(
     return ft.run(wrap(local), ft.InProcess(data), rounds=2, faults=ft.partial_work(0.5))
 
 
-@pytest.fixture(params=["off", PROGRAM])
+@pytest.fixture(params=["off", "on"])
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Whether the program takes the steps, or the loop."""
     monkeypatch.setenv(choice.VARIABLE, request.param)
@@ -139,7 +140,6 @@ def problem(
     return x, y, torch.zeros(clients, features + 1, *[classes] * (family is CATEGORICAL), dtype=dtype)
 
 
-@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("family", [GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("features", [5, 16, 40])
@@ -168,7 +168,6 @@ def test_the_program_does_what_the_loop_does(
     assert all(torch.equal(one, other) for one, other in zip(got["on", 1], got["on", 3], strict=True))
 
 
-@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
 @pytest.mark.parametrize("features", [5, 40])
 def test_batches_of_chosen_rows(features: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that are chosen anew in every step, of which the last are left out."""
@@ -185,17 +184,82 @@ def test_batches_of_chosen_rows(features: int, monkeypatch: pytest.MonkeyPatch) 
         torch.testing.assert_close(one, other, rtol=1e-11, atol=0, equal_nan=True)
 
 
-@pytest.mark.skipif(_compiler() is None, reason="needs a C compiler")
-def test_more_rows_than_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One client's rows are brought to columns once, the other's, of which there are too many, in every step."""
-    x, y, start = problem(GAUSSIAN, 2, 9000, 1, torch.float64)
-    runs = lambda _: [(None, torch.tensor([[9000, 100]]).expand(3, 2))]
+@pytest.mark.parametrize("held", [2**20, 0])
+def test_rows_that_are_held_in_columns_or_are_too_many(held: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many, too, that the product of Bernoulli factors is no number."""
+    monkeypatch.setattr(program, "_HELD", held)
+    x, y, start = problem(BERNOULLI, 2, 70_000, 1, torch.float64, 1)
+    runs = lambda _: [(None, torch.tensor([[70_000, 100]]).expand(2, 2))]
+    compared(BERNOULLI, (x, y, start), runs, torch.tensor([2, 2]), monkeypatch)
+
+
+def compared(
+    family: Any, rows: tuple[Tensor, Tensor, Tensor], runs: Any, total: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Tensor, Tensor]:
+    """What the program gives, which is what the loop gives."""
     got = []
     for way in ("off", "on"):
         monkeypatch.setenv(choice.VARIABLE, way)
-        got.append(glm_loop(GAUSSIAN, x, y, start, runs, lr=0.02, total=torch.tensor([3, 3])))
+        got.append(glm_loop(family, *rows, runs, lr=0.02, total=total))
+    close = {"rtol": 1e-11, "atol": 1e-13} if rows[0].dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
     for one, other in zip(*got, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
+        torch.testing.assert_close(one, other, equal_nan=True, **close)
+    return got[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", [GAUSSIAN, BERNOULLI, POISSON, CATEGORICAL])
+def test_sizes_at_the_edges(family: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows about tiles and lanes, widths about what is summed in lanes, with an intercept and without, strided rows."""
+    for size in (1, 3, 15, 16, 17, 63, 64, 65, 130):
+        for features, classes in ((1, 2), (3, 5), (4, 1), (9, 3), (32, 2), (33, 3), (8, 130)):
+            x, y, start = problem(family, 2, size, classes, dtype, features)
+            every, first = torch.full((2, 2), size), torch.tensor([[size, 1]]).expand(2, 2)
+            order = torch.arange(size).flip(0).expand(2, 2, size)
+            for begin in (start, start[:, :-1]):
+                rows = x.mT.contiguous().mT, y, begin
+                for place, sizes in (
+                    (None, every),
+                    (None, first),
+                    (order, first),
+                    (order[..., : size // 2 + 1], every),
+                ):
+                    counts = sizes if place is None else sizes.clamp(max=place.shape[2])
+                    runs = lambda _, place=place, counts=counts: [(place, counts)]
+                    compared(family, rows, runs, torch.tensor([2, 2]), monkeypatch)
+
+
+def test_exponentials_are_exact_but_for_the_last_place() -> None:
+    @engine.program("void(float64[::1], float64[::1])")
+    def write_exponentials(x, out):
+        for i in range(len(x)):
+            out[i] = exponential(x[i])
+
+    x = torch.cat([torch.linspace(-745, 709.7, 10_001), torch.linspace(-1, 1, 1001)]).double()
+    out = torch.empty_like(x)
+    write_exponentials(x.numpy(), out.numpy())
+    wanted = x.exp()
+    assert float(((out - wanted).abs() / wanted.clamp(min=2.0**-1022)).max()) < 2.0**-51
+    special = torch.tensor([0.0, -0.0, -800.0, 800.0, torch.inf, -torch.inf, torch.nan]).double()
+    out = torch.empty_like(special)
+    write_exponentials(special.numpy(), out.numpy())
+    torch.testing.assert_close(out, special.exp(), rtol=0, atol=0, equal_nan=True)
+
+
+def test_after_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process that another one has begun, which has compiled the program."""
+    monkeypatch.setenv(choice.VARIABLE, "on")
+    x, y, start = problem(POISSON, 3, 20, 1, torch.float64)
+    take = lambda: glm_loop(
+        POISSON, x, y, start, lambda _: [(None, torch.full((4, 3), 20))], lr=0.02, total=torch.full((3,), 4)
+    )
+    before = take()[0].tolist()
+    context = multiprocessing.get_context("fork")
+    out = context.Queue()
+    process = context.Process(target=lambda: out.put(take()[0].tolist()))
+    process.start()
+    assert out.get(timeout=60) == before
+    process.join()
 
 
 def test_a_label_without_a_class_is_an_error_of_torch(mode: str) -> None:

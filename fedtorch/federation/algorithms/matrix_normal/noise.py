@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedtorch import linalg
 from fedtorch.federation.algorithm import LocalSolver
-from fedtorch.kernels.programs import matrix_normal as _program
 from fedtorch.models.hierarchical.penalised import null_information
 from fedtorch.models.linear import Spectral, spectral_rows
+from fedtorch.programs import matrix_normal as _program
 from fedtorch.tree import Tree
 
 _POOLING = 4.0  # degrees of freedom that the noise of all devices counts for in that of each
@@ -81,8 +81,6 @@ def noise_variance(summary: Summary, noise: float | Tensor | None = None) -> Ten
         return noise.to(summary.residual)
     if noise is not None:
         return torch.full_like(summary.residual, noise)
-    if (library := _program.program(summary[:2])) is not None:
-        return _program.noise_variance(library, *summary[:2], _POOLING)
     freedom = summary.freedom.sum()
     pooled = torch.where(freedom > 0, summary.residual.sum() / freedom.clamp(min=1), torch.inf)
     return (summary.residual + _POOLING * pooled) / (summary.freedom + _POOLING)
@@ -99,8 +97,8 @@ def priors(
         noise: σ² where it is given.
         prior: precisions and shifts of those of which all is known.
     """
-    if noise is None and (library := _program.program((*summary[:2], *prior))) is not None:
-        return _program.priors(library, summary[:2], heard, _POOLING, prior)
+    if noise is None and _program.usable((*summary[:2], *prior)):
+        return _program.priors(summary[:2], heard, _POOLING, prior)
     variance = noise_variance(summary, noise)
     finite = variance.isfinite()  # of devices that lie about their degrees of freedom it may be −∞
     unknown = ~(finite if heard is None else heard & finite)
@@ -131,10 +129,10 @@ def renewed(
     noise: float | Tensor | None,
 ) -> Renewed:
     """Add what devices `ids` `(M,)` tell, their change of Θ `(M, p)` and `fresh` summaries, to what is known of all."""
-    if (library := _program.program((theta, *summary, change, *fresh))) is not None:
+    if _program.usable((theta, *summary, change, *fresh)):
         given = noise if noise is None else noise_variance(summary, noise)
         told = (theta, *summary), heard, ids, (change, *fresh)
-        theta, *three, heard, known, numbers = _program.renewed(library, *told, given, _POOLING)
+        theta, three, heard, known, numbers = _program.renewed(*told, given, _POOLING)
         finite, reach, units, _ = numbers.tolist()
         return Renewed(theta, Summary(*three), heard, known, bool(finite), reach, int(units), numbers[3])
     theta = theta.index_add(0, ids, change)

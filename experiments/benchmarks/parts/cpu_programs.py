@@ -1,4 +1,4 @@
-"""What programs in C, made by the system's compiler, save beside the operations of torch that they replace.
+"""What programs that numba compiles for the CPU save beside the operations of torch that they replace.
 
 Processor time on one thread, medians of seven calls in turns. Compiling is timed without a cache; a program is compiled
 once on a machine, and kept.
@@ -6,6 +6,7 @@ once on a machine, and kept.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import statistics
@@ -13,9 +14,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -23,15 +23,16 @@ import torch
 import fedtorch as ft
 from experiments.benchmarks.parts.gpu_kernels import CASES, normal
 from experiments.benchmarks.parts.gpu_timing import kernels
-from fedtorch.dispatch import choice, compiled
+from fedtorch.dispatch import choice
 from fedtorch.kernels import glm_steps
 from fedtorch.kernels.glm_loop import glm_loop
+from fedtorch.programs import Program
 
 COLUMNS = [
     "program",
     "sizes",
     "operations of torch, ms",
-    "in C, ms",
+    "by the program, ms",
     "ratio",
     "s to compile",
     "calls until it has paid",
@@ -39,11 +40,11 @@ COLUMNS = [
 
 
 class Work(NamedTuple):
-    """A call that runs by a program in C where there is one."""
+    """A call that runs by programs where there is numba."""
 
     sizes: str
     call: Callable[[], object]
-    sources: Sequence[str]  # of its programs, below `fedtorch`
+    operation: str  # the module of its programs
 
 
 def sizes_of(*numbers: int) -> str:
@@ -55,7 +56,7 @@ def sweeps(small: bool) -> Work:
     """Gibbs sweeps of small regressions."""
     kind = CASES["gibbs_sweeps"]
     sizes = kind.small if small else kind.counted
-    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, ["kernels/programs/gibbs_loop.c"])
+    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, "gibbs_sweeps")
 
 
 def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
@@ -74,7 +75,7 @@ def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
         yield from zip(place.split(steps), size.split(steps))
 
     call = partial(glm_loop, family, x, y, start, runs, lr=0.1, total=total)
-    return Work(sizes_of(clients, rows, features) + f", batches of {batch}", call, ["kernels/programs/glm_loop.c"])
+    return Work(sizes_of(clients, rows, features) + f", batches of {batch}", call, "glm_steps")
 
 
 WORK: dict[str, Callable[[bool], Work]] = {
@@ -84,30 +85,32 @@ WORK: dict[str, Callable[[bool], Work]] = {
 }
 
 
-def seconds_to_compile(source: str) -> float | None:
-    """Seconds until a program is there in a process and a cache of its own, None where there is no compiler."""
+def seconds_to_compile(operation: str) -> float | None:
+    """Seconds until programs are there in a process and a cache of its own, with numba's import; None without it."""
     with tempfile.TemporaryDirectory() as folder:
-        words = [sys.executable, "-m", __name__, source]
+        words = [sys.executable, "-m", __name__, operation]
         environment = {**os.environ, "XDG_CACHE_HOME": folder, choice.VARIABLE: "on"}
         told = subprocess.run(words, env=environment, capture_output=True, text=True, check=True, timeout=300)
     seconds: float | None = json.loads(told.stdout)
     return seconds
 
 
-def compile_here(source: str) -> None:
-    """Print the seconds that a program takes to be compiled and loaded."""
-    began = time.perf_counter()
-    made = compiled.library(Path(ft.__file__).parent / source, **macros(source))
-    sys.stdout.write(json.dumps(None if made is None else time.perf_counter() - began))
+def compile_here(operation: str) -> None:
+    """Print the seconds that the programs of a module of `fedtorch.programs` take to be compiled."""
+    values = vars(importlib.import_module(f"fedtorch.programs.{operation}")).values()
+    began, found = time.perf_counter(), [each for each in values if isinstance(each, Program) and each.signatures]
+    usable = all(each.usable() for each in found)
+    for each in found if usable else ():
+        each.compile()
+    sys.stdout.write(json.dumps(time.perf_counter() - began if usable else None))
 
 
 def line(name: str, small: bool) -> list[str]:
     """Return the line of `COLUMNS` of a program."""
     work = WORK[name](small)
-    words, each = [name, work.sizes], [seconds_to_compile(source) for source in work.sources]
-    if None in each:
-        return [*words, "", "no compiler", "", "", ""]
-    compiling = sum(seconds for seconds in each if seconds is not None)
+    words, compiling = [name, work.sizes], seconds_to_compile(work.operation)
+    if compiling is None:
+        return [*words, "", "no numba", "", "", ""]
     times: dict[str, list[float]] = {"off": [], "on": []}
     for _ in range(8):
         for mode, spent in times.items():
@@ -118,11 +121,6 @@ def line(name: str, small: bool) -> list[str]:
     plain, program = (statistics.median(spent[1:]) for spent in times.values())
     words += [f"{1e3 * plain:.3g}", f"{1e3 * program:.3g}", f"{plain / program:.1f}", f"{compiling:.2g}"]
     return [*words, f"{compiling / (plain - program):,.0f}" if plain > program else "never"]
-
-
-def macros(source: str) -> dict[str, str]:
-    """Those that a file is compiled with for float64."""
-    return {"REAL": "double"} if "glm_loop" in source else {}
 
 
 if __name__ == "__main__":

@@ -1,30 +1,53 @@
-"""The server's draws by the program in C are those of torch's operations with the same random numbers."""
+"""The server's draws by programs for the CPU are those of torch's operations with the same random numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy
 import pytest
 import torch
 from support.programs import reference
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.dispatch import choice, compiled
-from fedtorch.kernels.programs import gibbs_loop, gibbs_server
+from fedtorch.dispatch import choice
 from fedtorch.models import gaussian
 from fedtorch.models.gibbs import _interweaving, _levels, _scales
 from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.global_priors import spike_and_slab
 from fedtorch.models.linear import SufficientStatistics
+from fedtorch.programs import gibbs_server, program
 
-pytestmark = pytest.mark.skipif(compiled._compiler() is None, reason="needs a C compiler")
+pytest.importorskip("numba")
 SIZES = [(4, 11), (1, 1), (3, 2), (0, 3), (2, 33)]
 
 
 @pytest.fixture(autouse=True)
 def _by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(choice.VARIABLE, "on")
+
+
+exponential, log = gibbs_server.exponential, gibbs_server._log
+
+
+@program("void(float64[::1], float64[:, ::1])")
+def formulas(x, out):
+    """Write what the formulas give of each number."""
+    for i in range(len(x)):
+        out[0, i], out[1, i] = exponential(x[i]), log(x[i])
+
+
+def test_formulas_at_their_limits() -> None:
+    """Everywhere to a unit or two in the last place, also where numbers are subnormal, zero, or out of range."""
+    ends = [0.0, -0.0, 5e-324, 1e-310, 2.0**-1022, 1.0, 709.782712893384, 709.79, 800.0, -744.0, -745.13, -745.14]
+    ends += [-800.0, float("inf"), -float("inf"), float("nan"), 1.7976931348623157e308, -(2.0**1023)]
+    points = torch.linspace(-750, 715, 9001, dtype=torch.float64)
+    x = torch.cat([torch.tensor(ends, dtype=torch.float64), points, normal(1, 999).exp()])
+    out = numpy.empty((2, len(x)))
+    formulas(x.numpy(), out)
+    wanted = torch.stack((x.exp(), x.log()))
+    torch.testing.assert_close(torch.from_numpy(out), wanted, rtol=2.0**-51, atol=5e-324, equal_nan=True)
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -162,10 +185,10 @@ def test_likelihoods_of_moves(clients: int, chains: int, p: int) -> None:
     statistics = SufficientStatistics(x.mT @ x, *(normal(2, 0),) * 3)
     design = Design(statistics, normal(3, p, clients).mT, *(normal(2, 0),) * 2, None, None)  # strided
     place, noise = normal(4, clients, p, chains).mT, normal(5, clients, chains).exp()
-    assert gibbs_loop.likelihoods(statistics.gram, design.estimate, place, noise) is not None
+    assert gibbs_server.likelihoods(statistics.gram, design.estimate, place, noise) is not None
     found = _interweaving.linear(design, place, noise)
     with reference():
         wanted = _interweaving.linear(design, place, noise)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
-    assert gibbs_loop.likelihoods(statistics.gram.float(), design.estimate, place, noise) is None
+    assert gibbs_server.likelihoods(statistics.gram.float(), design.estimate, place, noise) is None
