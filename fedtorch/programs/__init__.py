@@ -1,9 +1,9 @@
 """Functions that numba compiles for the CPU when they are first called.
 
-A program is written in the part of Python that numba knows. Its operation has a reference in torch beside it, which
-runs where numba cannot be imported, and where `FEDTORCH_KERNELS` is `off`. No rounding is fused away and no sum
-reordered, so that numbers do not depend on a processor's vector instructions. Only gamma numbers of a shape below one
-take the C library's exponential.
+A program is written in the part of Python that numba knows, and a few loops in LLVM's instructions
+(`fedtorch.programs.lanes`). Its operation has a reference in torch beside it, which runs where numba cannot be
+imported, and where `FEDTORCH_KERNELS` is `off`. No rounding is fused away and no sum reordered, so that numbers do not
+depend on a processor's vector instructions. Only gamma numbers of a shape below one take the C library's exponential.
 
 What is compiled is kept for the next process in `fedtorch/programs` below `XDG_CACHE_HOME`, or the home's `.cache`:
 `fedtorch.programs.cache` says under which conditions. `python -m fedtorch.programs` compiles all of it ahead.

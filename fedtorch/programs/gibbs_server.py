@@ -21,10 +21,10 @@ from fedtorch.programs.engine import arrays, program
 from fedtorch.programs.philox import (
     DRAW,
     exponential,
+    folded,
     gamma_number,
     inside,
     logarithm,
-    new_key,
     normals,
     whole,
     words_of,
@@ -36,28 +36,21 @@ _BIG = 2.0**1023
 
 @program()
 def _words(key, element):
-    """Return the two words of an element, and the other two of its block after them."""
+    """Return the two words of an element."""
     w0, w1, w2, w3 = words_of(key, element // 2, 0, DRAW)
-    if element % 2:
-        return w2, w3, w0, w1
-    return w0, w1, w2, w3
-
-
-@program()
-def _folded(key, number):
-    return new_key(key, number)
+    return (w2, w3) if element % 2 else (w0, w1)
 
 
 @program()
 def _uniform(key, element):
-    w0, w1, _, _ = _words(key, element)
-    return (whole(w0) * 2097152.0 + whole(w1 >> uint32(11))) * 2.0**-53
+    first, second = _words(key, element)
+    return (whole(first) * 2097152.0 + whole(second >> uint32(11))) * 2.0**-53
 
 
 @program()
 def _exponential(key, element):
-    w0, w1, _, _ = _words(key, element)
-    return -logarithm(inside(w0, w1))
+    first, second = _words(key, element)
+    return -logarithm(inside(first, second))
 
 
 @program()
@@ -189,7 +182,7 @@ def write_spikes_and_slabs(
     chains, p = estimate_of.shape
     for c in range(chains):
         key = keys[c]
-        for_flips, for_theta, for_variance = _folded(key, 0), _folded(key, 1), _folded(key, 2)
+        for_flips, for_theta, for_variance = folded(key, 0), folded(key, 1), folded(key, 2)
         estimate, precision, odds = estimate_of[c], precision_of[c], _logit(inclusion_in[c])
         theta, included, slabs, energy = theta_out[c], included_out[c], 0.0, 0.0
         for j in range(p):
@@ -200,7 +193,7 @@ def write_spikes_and_slabs(
             theta[j] = precision[j] * estimate[j] / posterior + _normal(for_theta, j) / math.sqrt(posterior)
             slabs += included[j]
         if not shared:  # given the others, with the variance and ρ integrated out
-            for_more = _folded(key, 4)
+            for_more = folded(key, 4)
             for j in range(p):
                 half, others = theta[j] * theta[j] / 2.0, slabs - included[j]
                 evidence = 0.5 * _log(spike) + (shape + 0.5) * _log((rate + half / spike) / (rate + half))
@@ -214,9 +207,9 @@ def write_spikes_and_slabs(
                 variance[c, j] = (rate + half) / gamma_number(for_variance, j, shape + 0.5)
         if shared:
             variance[c, 0] = (rate + energy) / gamma_number(for_variance, 0, shape + p / 2.0)
-        for_inclusion = _folded(key, 3)
-        one = gamma_number(_folded(for_inclusion, 0), 0, a + slabs)
-        other = gamma_number(_folded(for_inclusion, 1), 0, b + p - slabs)
+        for_inclusion = folded(key, 3)
+        one = gamma_number(folded(for_inclusion, 0), 0, a + slabs)
+        other = gamma_number(folded(for_inclusion, 1), 0, b + p - slabs)
         inclusion[c] = one / (one + other)
 
 
@@ -231,7 +224,7 @@ def write_levels(
     chains, p = precision.shape
     limit, least = _exp(bound), 1.0 / loosest
     for c in range(chains):
-        for_rates, for_draws, shape = _folded(keys[c], 0), _folded(keys[c], 1), (clients[c] + 1.0) / 2.0
+        for_rates, for_draws, shape = folded(keys[c], 0), folded(keys[c], 1), (clients[c] + 1.0) / 2.0
         for j in range(p):
             t, w, u = precision_in[c, j], factors_in[c, 0, j], factors_in[c, 1, j]
             for draw in range(3 * turns):

@@ -18,13 +18,13 @@ from fedtorch.programs.lanes import LANES, multiply, subtract_multiples, subtrac
 from fedtorch.programs.philox import (
     DRAW,
     GAMMA,
+    folded,
     gamma_number,
     inside,
     inside_of_one,
     joined,
     logarithm,
     lower,
-    new_key,
     normals,
     philox,
     upper,
@@ -40,15 +40,11 @@ _BOTH = 2 * LANES  # numbers of two blocks are drawn at a time
 @program()
 def _keys(keys, lane, key):
     """Set the four keys of a lane, for both blocks."""
-    mixing, made = key, key
-    for stream in range(-1, 4):
-        made = new_key(mixing if stream >= 2 else key, 2 if stream < 0 else stream % 2)
-        if stream < 0:
-            mixing = made
-        else:
-            at = 2 * _BOTH * stream + lane
-            keys[at] = keys[at + LANES] = lower(made)
-            keys[at + _BOTH] = keys[at + _BOTH + LANES] = upper(made)
+    mixing = folded(key, 2)
+    for stream in range(4):
+        made, at = folded(mixing if stream >= 2 else key, stream % 2), 2 * _BOTH * stream + lane
+        keys[at] = keys[at + LANES] = lower(made)
+        keys[at + _BOTH] = keys[at + _BOTH + LANES] = upper(made)
 
 
 @program()
@@ -84,7 +80,7 @@ def _exponentials(words, numbers):
 
 @program()
 def _draw(words, numbers, keys, stream, first, blocks, out):
-    """Write the numbers of blocks from `first` on, two groups each, and of one more if they are odd."""
+    """Write the numbers of blocks from `first` on, two groups each; of an odd number of blocks those of one more."""
     for block in range(0, blocks, 2):
         _words(words, keys, stream, first + block)
         if stream == 0:

@@ -177,6 +177,12 @@ def new_key(key, number):
 
 
 @program()
+def folded(key, number):
+    """Return `new_key`, for few keys at many places, where its text would take long to compile."""
+    return new_key(key, number)
+
+
+@program()
 def gamma_number(key, element, a):
     """Return a gamma number of rate one; NaN unless its shape parameter is finite and positive."""
     if not (a > 0.0 and a <= 1.7976931348623157e308):
