@@ -251,6 +251,32 @@ def write_priors(residual, freedom, heard, pooling, variance, precision, shift):
                 shift[k, j] = 0.0
 
 
+@program()
+def _chosen(numbers, count, wanted):
+    """Return what is at place `wanted` of so many numbers in ascending order; they are moved about (Hoare)."""
+    low, high = 0, count - 1
+    while low < high:
+        pivot, i, j = numbers[(low + high) // 2], low, high
+        while i <= j:
+            while numbers[i] < pivot:
+                i += 1
+            while numbers[j] > pivot:
+                j -= 1
+            if i <= j:
+                kept = numbers[i]
+                numbers[i] = numbers[j]
+                numbers[j] = kept
+                i += 1
+                j -= 1
+        if wanted <= j:
+            high = j
+        elif wanted >= i:
+            low = i
+        else:
+            break
+    return numbers[wanted]
+
+
 @program(
     "boolean(int64[::1], float64[:, ::1], float64[:, ::1], float64[::1], float64, float64[:, ::1], float64[:, ::1], "
     "boolean[::1], float64[:, ::1], float64[::1])",
@@ -293,7 +319,7 @@ def write_renewed(ids, change, fresh, noise, pooling, theta, summary, heard, kno
     numbers[0], numbers[1], numbers[2], numbers[3] = 1.0 if finite else 0.0, reach, float(there), 0.0
     if count > 0:
         middle = (count - 1) // 2
-        numbers[3] = max(numpy.partition(typical[:count], middle)[middle], -_LARGEST)
+        numbers[3] = max(_chosen(typical, count, middle), -_LARGEST)
     return True
 
 
