@@ -36,7 +36,6 @@ from support.oracles.closed_forms import (
 import fedtorch as ft
 from fedtorch import random, tree
 from fedtorch.data import ClientData
-from fedtorch.dispatch import choice
 from fedtorch.federation.algorithms.normal_em import normal_em
 from fedtorch.federation.exchanges import graph, rows, star
 from fedtorch.federation.exchanges.exchange import Exchange, Mean, Sum, client_count, sum_over
@@ -47,6 +46,7 @@ from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import graphical, imputation, sparse
 from fedtorch.models.linear import LinearHead
 from fedtorch.models.matrix_normal import inverse_wishart
+from fedtorch.programs import choice
 from fedtorch.tree import Tree
 from fedtorch.trust import robust
 
@@ -165,7 +165,7 @@ EXCHANGES: dict[str, Callable[[], Exchange]] = {
 def modules() -> Iterator[ModuleType]:
     yield ft
     for found in pkgutil.walk_packages(ft.__path__, "fedtorch."):
-        of_triton = ("fedtorch.kernels.programs.", "fedtorch.random.philox_program")
+        of_triton = ("fedtorch.programs.triton.", "fedtorch.programs.triton.philox")
         needs_triton = found.name.startswith(of_triton) and not importlib.util.find_spec("triton")
         if not found.name.endswith("__main__") and not needs_triton:
             yield importlib.import_module(found.name)

@@ -10,7 +10,7 @@ from support.programs import reference
 from torch import Tensor
 
 from fedtorch import exact
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 
 
 @pytest.fixture(autouse=True, params=["on", "off"])

@@ -22,11 +22,11 @@ from torch import Tensor, nn
 import fedtorch as ft
 from experiments import common
 from experiments.benchmarks.parts import ep_programs, measure
-from fedtorch.dispatch import choice
 from fedtorch.federation.algorithms.ep import corrected, settled
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.hierarchical import generalised
 from fedtorch.models.linear import LinearHead
+from fedtorch.programs import choice
 
 STEPS, ROUNDS, RATE, ALPHA = 20, 30, 0.01, 0.1  # the paper's T, C, η₂, α
 ROUNDS_OF_EP = 5

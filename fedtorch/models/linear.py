@@ -32,8 +32,8 @@ from torch import Tensor, nn
 
 from fedtorch import linalg, tree
 from fedtorch.data import FederatedData
-from fedtorch.dispatch import choice
 from fedtorch.models.rows import observations, regression_fields
+from fedtorch.programs import choice
 
 __all__ = ["LinearHead", "SufficientStatistics", "polynomial", "ridge"]
 

@@ -1,8 +1,12 @@
-"""Functions that numba compiles for the CPU when they are first called.
+"""Operations that are worth a program: its formula, a torch reference, and a program by numba or in Triton.
+
+A module here is an operation, and its function takes the program where there is one for the tensors' device and dtype
+(`fedtorch.programs.choice`). Those for the CPU are functions that numba compiles when they are first called; those in
+Triton are in `fedtorch.programs.triton`.
 
 A program is written in the part of Python that numba knows, and a few loops in LLVM's instructions
 (`fedtorch.programs.lanes`). Its operation has a reference in torch beside it, which runs where numba cannot be
-imported, and where `FEDTORCH_KERNELS` is `off`. No rounding is fused away and no sum reordered, so that numbers do not
+imported, and where `FEDTORCH_PROGRAMS` is `off`. No rounding is fused away and no sum reordered, so that numbers do not
 depend on a processor's vector instructions. Only gamma numbers of a shape below one take the C library's exponential.
 
 What is compiled is kept for the next process in `fedtorch/programs` below `XDG_CACHE_HOME`, or the home's `.cache`:

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 
 _LOG = logging.getLogger(__name__)
 _PATIENCE = 1.0  # seconds until it is said what is waited for
@@ -46,7 +46,7 @@ class Program:
         return self.compile()(*arguments)
 
     def usable(self) -> bool:
-        """Return whether it can run here: numba is there, and `FEDTORCH_KERNELS` does not say `off`."""
+        """Return whether it can run here: numba is there, and `FEDTORCH_PROGRAMS` does not say `off`."""
         return choice.enabled() and _importable()
 
     def compile(self) -> Any:

@@ -14,7 +14,7 @@ import torch
 from numpy import float64, int64, uint64
 from torch import Tensor
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 from fedtorch.programs.engine import program
 
 _LIMBS, _SCALE = 10, 160

@@ -16,7 +16,7 @@ import torch
 from numpy import uint32
 from torch import Tensor
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 from fedtorch.programs.engine import arrays, program
 from fedtorch.programs.philox import (
     DRAW,

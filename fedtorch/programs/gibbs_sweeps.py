@@ -1,4 +1,4 @@
-"""Sweeps of `fedtorch.kernels.gibbs_sweeps` on the CPU, where the formulas are.
+"""Sweeps of `fedtorch.models.gibbs.gibbs_sweeps` on the CPU, where the formulas are.
 
 A lane is a problem, one chain of one client, and all sweeps of a tile of lanes are done before the next tile. A tile is
 computed whole, so that a problem's bits do not depend on what is beside it.

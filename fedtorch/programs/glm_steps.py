@@ -1,481 +1,202 @@
-"""Steps of gradient descent of `fedtorch.kernels.glm_loop` on the CPU, a client after another.
+r"""T gradient steps of K generalised linear models, each on its own rows, in one launch.
 
-Rows are taken 64 at a time, a tile, and brought into columns, a run of 64 numbers for each feature, so that linear
-predictors are sums over features with a row in each lane. Where a client takes all of its rows in every step, and they
-are not very many, that is done once. Gradients of few features are sums over the same columns, of 16 lanes, which are
-added at the end of a step in one order; those of many features are sums of rows as they lie in memory. Losses and
-their derivatives are computed in float64.
+.. math:: \theta_k \leftarrow \theta_k - \eta \Big( \frac1{|B|} \sum_{i \in B} x_{ki}\, \partial\ell(y_{ki}, x_{ki}'
+    \theta_k) + \lambda_k \theta_k - h_k \Big)
 
-Arrays are flat, one run after another, and are passed whole with the number of a tile: views of them, and branches
-between them, would have numba count who refers to them in every step.
+with the mean losses of `torch.nn.functional`: `mse_loss`, `binary_cross_entropy_with_logits`, `poisson_nll_loss`,
+`cross_entropy`. A client's parameters stay in registers for all steps, and its rows too where they are few; else they
+are read again every step, from the cache where they fit there. Wide Gaussian models with many steps are better solved
+from their Gram matrices, as `fedtorch.federation.solvers.least_squares` does.
+
+Source: McCullagh and Nelder, "Generalized linear models", 1989, section 2.5, for canonical links. Bound: one read of
+the data while it stays resident, or 4 N d T operations a client. Not measured yet.
+
+Differentiable by its reference only, which runs where a gradient is asked for. Programs know float32 and float64,
+classes in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-import numpy
 import torch
-from numpy import float64
+import torch.nn.functional as F
 from torch import Tensor
 
-from fedtorch.programs.engine import Program, program
-from fedtorch.programs.optimiser_rules import Adam, Momentum, moments_of, rates_of
-from fedtorch.programs.philox import exponential, logarithm
-from fedtorch.programs.threads import in_threads
+from fedtorch.programs.choice import FLOATS, program
+from fedtorch.programs.launch import launch, power_of_two
 
-_GAUSSIAN, _BERNOULLI, _CATEGORICAL = 0, 1, 3
-_IGNORED = -100
-_HELD = 2**20  # numbers of a client's rows that are held in columns
-_NARROW, _SUMS = 32, 2**10  # most features, and numbers of a gradient, that are summed in lanes
-_PRODUCTS = 2**15  # rows, of 64 of which a factor between 1 and 2 comes: their product is a number
-_LANES, _ROWS = 16, 64
-_LOST, _LOGS, _WHOLE, _MOST = 0, 64, 128, 192  # runs of float64
-_PLACES = 2**62 - 1  # more than any place
+MOST_FEATURES, MOST_WITH_CLASSES, MOST_CLASSES = 128, 64, 16
+_RESIDENT = 2**13  # numbers of a client's rows that stay in registers; of float64, whose logarithms need many, 2**11
+_TILE = 2**14  # bytes of the rows that are read at a time otherwise
+IGNORED = -100  # the label of rows that `cross_entropy` leaves out
 
 
-@program(inline=True)
-def place(number):
-    """Return a number that is not negative as one of which the compiler knows it: it counts none from the end."""
-    return number & _PLACES
+class Family(NamedTuple):
+    """A distribution with its canonical link."""
+
+    code: int  # in the program
+    loss: Callable[..., Tensor]  # of `torch.nn.functional`, of linear predictors and responses
+    misfit: Callable[[Tensor, Tensor], Tensor]  # (linear predictors, responses) -> its derivatives
 
 
-@program()
-def _begun(parameters, first, classes, features, each, weights, width, gradient, sums):
-    """Write a client's parameters as weights, and zeros to what is summed."""
-    for c in range(classes):
-        theta, own = place(first + c * each), place(c * (width + 1))
-        for j in range(features):
-            weights[own + j] = parameters[theta + j]
-        if each > features:
-            weights[own + width] = parameters[theta + features]
-    for i in range(len(gradient)):
-        gradient[i] = 0.0
-    for i in range(len(sums)):
-        sums[i] = 0.0
+GAUSSIAN = Family(0, F.mse_loss, lambda eta, y: 2 * (eta - y))
+BERNOULLI = Family(1, F.binary_cross_entropy_with_logits, lambda eta, y: torch.sigmoid(eta) - y)
+POISSON = Family(2, F.poisson_nll_loss, lambda eta, y: eta.exp() - y)
+CATEGORICAL = Family(3, F.cross_entropy, lambda eta, y: eta.softmax(-1) - F.one_hot(y, eta.shape[-1]).to(eta.dtype))
 
 
-@program()
-def _taken(x, y, labels, first, chosen, step, k, begin, end, columns, answers, wholes, tile, width, features):
-    """Fill a tile with rows of a client, which begin at row `first` of all; return how many are not left out."""
-    to, of_rows, of_labels = place(tile * width * _ROWS), place(2 * tile * _ROWS), place((2 * tile + 1) * _ROWS)
-    places = place(len(wholes) - features)  # of the columns, read, for else the compiler scatters
-    count = 0
-    for i in range(begin, end):
-        row = first + (chosen[step, k, i] if chosen.shape[2] > 0 else i)
-        if len(labels) > 0:
-            if labels[row] == _IGNORED:
-                continue
-            wholes[of_labels + count] = labels[row]
-        else:
-            answers[place(tile * _ROWS) + count] = y[row]
-        wholes[of_rows + count] = row
-        count += 1
-    full = _LANES if count <= _LANES else _ROWS
-    for i in range(0, count, 4):
-        last = count - 1 - i
-        a, b = place(wholes[of_rows + i] * features), place(wholes[of_rows + i + min(1, last)] * features)
-        f = place(wholes[of_rows + i + min(2, last)] * features)
-        g = place(wholes[of_rows + i + min(3, last)] * features)
-        for j in range(features):
-            own = place(to + wholes[places + j] + i)
-            columns[own] = x[a + j]
-            columns[own + 1] = x[b + j]
-            columns[own + 2] = x[f + j]
-            columns[own + 3] = x[g + j]
-    for j in range(features):
-        for i in range(place(count), full):
-            columns[place(to + j * _ROWS) + i] = 0.0
-    return count
+def fits(family: Family, features: int, classes: int, dtype: torch.dtype) -> bool:
+    """Return whether the program takes so many features, the constant included, and classes."""
+    if family.code == CATEGORICAL.code:
+        return dtype == torch.float32 and 0 < features <= MOST_WITH_CLASSES and classes <= MOST_CLASSES
+    return dtype in FLOATS and 0 < features <= MOST_FEATURES
 
 
-@program()
-def _predict(weights, width, classes, columns, tile, lanes, eta):
-    """Write linear predictors of a tile, a run for each class; the constant comes after the `width` weights."""
-    for c in range(classes):
-        own, out = place(c * (width + 1)), place(c * _ROWS)
-        constant = weights[own + width]
-        for i in range(lanes):
-            eta[out + i] = constant
-        for j in range(0, width, 4):
-            a, b, f, g = weights[own + j], weights[own + j + 1], weights[own + j + 2], weights[own + j + 3]
-            x = place((tile * width + j) * _ROWS)
-            for i in range(lanes):
-                eta[out + i] += (a * columns[x + i] + b * columns[x + _ROWS + i]) + (
-                    f * columns[x + 2 * _ROWS + i] + g * columns[x + 3 * _ROWS + i]
-                )
-
-
-@program()
-def _misfits(family, count, eta, answers, tile, sums):
-    """Replace linear predictors by derivatives of losses, which are added to sums; some as factors."""
-    y = place(tile * _ROWS)
-    if family == _GAUSSIAN:
-        for i in range(count):
-            gap = eta[i] - answers[y + i]
-            sums[_LOST + i] += float64(gap * gap)
-            eta[i] = gap + gap
-    elif family == _BERNOULLI:
-        for i in range(count):
-            x, answer = float64(eta[i]), float64(answers[y + i])
-            e = exponential(-abs(x))
-            sums[_LOST + i] += (x if x > 0.0 else 0.0) - x * answer
-            sums[_LOGS + i] *= 1.0 + e
-            eta[i] = (e if x < 0.0 else 1.0) / (1.0 + e) - answer
-    else:
-        for i in range(count):
-            x, answer = float64(eta[i]), float64(answers[y + i])
-            mean = exponential(x)
-            sums[_LOST + i] += mean - x * answer
-            eta[i] = mean - answer
-
-
-@program()
-def _misfits_of_classes(classes, lanes, count, eta, wholes, tile, sums):
-    """Do the same for classes."""
-    labels = place((2 * tile + 1) * _ROWS)
-    for i in range(lanes):
-        sums[_MOST + i] = eta[i]
-        sums[_WHOLE + i] = 0.0
-    for c in range(1, classes):
-        own = place(c * _ROWS)
-        for i in range(lanes):
-            x = float64(eta[own + i])
-            sums[_MOST + i] = x if x > sums[_MOST + i] else sums[_MOST + i]
-    for i in range(count):
-        sums[_LOST + i] += sums[_MOST + i] - float64(eta[place(wholes[labels + i] * _ROWS) + i])
-    for c in range(classes):
-        own = place(c * _ROWS)
-        for i in range(lanes):
-            e = exponential(float64(eta[own + i]) - sums[_MOST + i])
-            sums[_WHOLE + i] += e
-            eta[own + i] = e
-    for i in range(count):
-        whole = sums[_WHOLE + i]
-        sums[_LOST + i] += logarithm(whole) + (whole - whole)  # of NaN the logarithm's formula gives a number
-        sums[_WHOLE + i] = 1.0 / whole
-    for c in range(classes):
-        own = place(c * _ROWS)
-        for i in range(lanes):
-            eta[own + i] *= sums[_WHOLE + i]
-    for i in range(count):
-        eta[place(wholes[labels + i] * _ROWS) + i] -= 1.0
-
-
-@program()
-def _add_columns(eta, width, classes, columns, tile, count, sums):
-    """Add a tile's columns times derivatives to sums of lanes."""
-    for c in range(classes):
-        gap, out = place(c * _ROWS), c * (width + 1)
-        for i in range(place(count), _ROWS):
-            eta[gap + i] = 0.0
-        if count <= _LANES:
-            for j in range(0, width, 4):
-                x, to = place((tile * width + j) * _ROWS), place((out + j) * _LANES)
-                for i in range(_LANES):
-                    a = eta[gap + i]
-                    sums[to + i] += a * columns[x + i]
-                    sums[to + _LANES + i] += a * columns[x + _ROWS + i]
-                    sums[to + 2 * _LANES + i] += a * columns[x + 2 * _ROWS + i]
-                    sums[to + 3 * _LANES + i] += a * columns[x + 3 * _ROWS + i]
-        else:
-            for j in range(0, width, 2):
-                x, to = place((tile * width + j) * _ROWS), place((out + j) * _LANES)
-                for i in range(_LANES):
-                    a, b = eta[gap + i], eta[gap + _LANES + i]
-                    f, g = eta[gap + 2 * _LANES + i], eta[gap + 3 * _LANES + i]
-                    sums[to + i] += (a * columns[x + i] + b * columns[x + _LANES + i]) + (
-                        f * columns[x + 2 * _LANES + i] + g * columns[x + 3 * _LANES + i]
-                    )
-                    y = x + _ROWS
-                    sums[to + _LANES + i] += (a * columns[y + i] + b * columns[y + _LANES + i]) + (
-                        f * columns[y + 2 * _LANES + i] + g * columns[y + 3 * _LANES + i]
-                    )
-        to = place((out + width) * _LANES)
-        for block in range(0, count, _LANES):
-            for i in range(_LANES):
-                sums[to + i] += eta[gap + block + i]
-
-
-@program()
-def _add_rows(eta, x, features, classes, parameters, wholes, tile, count, gradient):
-    """Add rows times derivatives to the gradient, four at a time."""
-    rows = place(2 * tile * _ROWS)
-    for c in range(classes):
-        for i in range(place(count), _ROWS):
-            eta[place(c * _ROWS) + i] = 0.0
-    for i in range(0, count, 4):
-        u, v = place(wholes[rows + i] * features), place(wholes[rows + min(i + 1, count - 1)] * features)
-        s = place(wholes[rows + min(i + 2, count - 1)] * features)
-        t = place(wholes[rows + min(i + 3, count - 1)] * features)
-        for c in range(classes):
-            gap, out = place(c * _ROWS + i), place(c * parameters)
-            a, b, f, g = eta[gap], eta[gap + 1], eta[gap + 2], eta[gap + 3]
-            for j in range(features):
-                gradient[out + j] += (a * x[u + j] + b * x[v + j]) + (f * x[s + j] + g * x[t + j])
-            if parameters > features:
-                gradient[out + features] += (a + b) + (f + g)
-
-
-@program()
-def _gathered(sums, width, classes, features, parameters, gradient):
-    """Write the gradient, of sums of lanes."""
-    for c in range(classes):
-        for j in range(parameters):
-            own = place((c * (width + 1) + (j if j < features else width)) * _LANES)
-            for i in range(8):
-                sums[own + i] += sums[own + 8 + i]
-            for i in range(4):
-                sums[own + i] += sums[own + 4 + i]
-            gradient[place(c * parameters + j)] = (sums[own] + sums[own + 2]) + (sums[own + 1] + sums[own + 3])
-
-
-@program()
-def _multiplied(sums, used):
-    """Add the logarithms of what has been multiplied."""
-    for i in range(used):
-        sums[_LOST + i] += logarithm(sums[_LOGS + i])
-        sums[_LOGS + i] = 1.0
-
-
-@program()
-def _told(family, sums, losses, used, seen):
-    """Add the mean loss of a step to the losses, and begin anew."""
-    if family == _BERNOULLI:
-        _multiplied(sums, used)
-    share = 1.0 / float64(seen)  # 0 / 0 where all rows are left out, as in torch
-    for i in range(used):
-        losses[i] += sums[_LOST + i] * share
-        sums[_LOST + i] = 0.0
-
-
-# Steps are functions of their own, for a branch among arrays makes numba count who refers to them, in every step.
-@program()
-def _scale(slope, seen):
-    """Make a mean of a sum over so many rows."""
-    each = slope.dtype.type(1.0 / float64(max(seen, 1)))
-    for j in range(len(slope)):
-        slope[j] *= each
-
-
-@program()
-def _pull(theta, slope, k, precision, shift):
-    """Add the quadratic's slope."""
-    at, strength = place(k * len(slope)), precision[place(k)]
-    for j in range(len(slope)):
-        slope[j] += strength * theta[at + j] - shift[at + j]
-
-
-@program()
-def _pull_first(theta, k, length, lr, precision, shift):
-    """Take a step along the quadratic."""
-    at, size = place(k * length), theta.dtype.type(lr)
-    keep = theta.dtype.type(1.0 - lr * float64(precision[place(k)]))
-    for j in range(length):
-        theta[at + j] = theta[at + j] * keep + size * shift[at + j]
-
-
-@program()
-def _descend(theta, slope, k, lr):
-    """Take a step of plain descent."""
-    at, size = place(k * len(slope)), theta.dtype.type(lr)
-    for j in range(len(slope)):
-        theta[at + j] -= size * slope[j]
-
-
-@program()
-def _descend_with_momentum(theta, slope, k, lr, numbers, moments, t):
-    """Take step number t of `optimiser_rules.Momentum`."""
-    at, real = place(k * len(slope)), theta.dtype.type
-    size, beta, fresh = real(lr), real(numbers[0]), real(1.0 - numbers[1] if t > 0 else 1.0)
-    now, kept = real(numbers[3]), real(numbers[0] if numbers[3] > 0.0 else 1.0)
-    for j in range(len(slope)):
-        mean = beta * moments[at + j] + fresh * slope[j]
-        theta[at + j] -= size * (now * slope[j] + kept * mean)
-        moments[at + j] = mean
-
-
-@program()
-def _descend_as_adam(theta, slope, k, lr, root, keep, numbers, moments):
-    """Take a step of `optimiser_rules.Adam`."""
-    at, real = place(k * len(slope)), theta.dtype.type
-    second = place(at + len(theta))
-    size, correction, less, eps = real(lr), real(root), real(keep), real(numbers[2])
-    fresh, beta, fresh2 = real(1.0 - numbers[0]), real(numbers[1]), real(1.0 - numbers[1])
-    for j in range(len(slope)):
-        mean = moments[at + j] + fresh * (slope[j] - moments[at + j])
-        square = beta * moments[second + j] + fresh2 * slope[j] * slope[j]
-        theta[at + j] = theta[at + j] * less - size * mean / (numpy.sqrt(square) / correction + eps)
-        moments[at + j] = mean
-        moments[second + j] = square
-
-
-def _steps_of(real: str) -> Program:
-    """Return the program for numbers of a type, in numba's words."""
-    signature = (
-        f"void(int64[::1], {real}[::1], {real}[::1], int64[::1], int64[::1], int64[:, :, :], int64[:, :], "
-        f"{real}[::1], {real}[::1], {real}[::1], float64[::1], float64[::1], float64[:, ::1], {real}[::1], "
-        f"int64, int64, int64)"
-    )
-
-    def take_steps(
-        sizes,
-        x,
-        y,
-        labels,
-        total,
-        chosen,
-        size,
-        precision,
-        shift,
-        theta,
-        told,
-        numbers,
-        rates,
-        moments,
-        first,
-        begin,
-        end,
-    ):
-        family, longest, features, parameters, classes, rule, most = sizes[:7]
-        width, length = max(4, (features + 3) // 4 * 4), classes * parameters
-        narrow = width <= _NARROW and classes * (width + 1) <= _SUMS and not 0 < chosen.shape[2] <= _LANES
-        tiles = (longest + _ROWS - 1) // _ROWS
-        hold = chosen.shape[2] == 0 and tiles * width * _ROWS <= most
-        tiles = tiles if hold else 1
-        eta, weights = numpy.zeros(classes * _ROWS, x.dtype), numpy.zeros(classes * (width + 1), x.dtype)
-        gradient = numpy.zeros(length, x.dtype)
-        lanes = numpy.zeros(classes * (width + 1) * _LANES if narrow else 0, x.dtype)
-        columns, answers = numpy.zeros(tiles * width * _ROWS, x.dtype), numpy.zeros(tiles * _ROWS, x.dtype)
-        wholes, counts = numpy.zeros(2 * tiles * _ROWS + features, numpy.int64), numpy.zeros(tiles, numpy.int64)
-        wholes[2 * tiles * _ROWS :] = numpy.arange(features) * _ROWS
-        sums, losses = numpy.zeros(4 * _ROWS), numpy.zeros(_ROWS)
-        sums[_LOGS:_WHOLE] = 1.0
-        for k in range(begin, end):
-            held = 0  # rows that the tiles hold
-            for step in range(min(len(size), total[k] - first)):
-                here, seen = size[step, k], 0
-                _begun(theta, k * length, classes, features, parameters, weights, width, gradient, lanes)
-                for begins in range(0, here, _ROWS):
-                    tile = begins // _ROWS if hold else 0
-                    if held != here or not hold:
-                        rows, ends = k * longest, min(begins + _ROWS, here)
-                        counts[tile] = _taken(
-                            x,
-                            y,
-                            labels,
-                            rows,
-                            chosen,
-                            step,
-                            k,
-                            begins,
-                            ends,
-                            columns,
-                            answers,
-                            wholes,
-                            tile,
-                            width,
-                            features,
-                        )
-                    count = counts[tile]
-                    if count > 0:
-                        seen += count
-                        if family == _BERNOULLI and begins > 0 and begins % _PRODUCTS == 0:
-                            _multiplied(sums, _ROWS)
-                        full = (count + _LANES - 1) // _LANES * _LANES
-                        _predict(weights, width, classes, columns, tile, full, eta)
-                        if family == _CATEGORICAL:
-                            _misfits_of_classes(classes, full, count, eta, wholes, tile, sums)
-                        else:
-                            _misfits(family, count, eta, answers, tile, sums)
-                        if narrow:
-                            _add_columns(eta, width, classes, columns, tile, count, lanes)
-                        else:
-                            _add_rows(eta, x, features, classes, parameters, wholes, tile, count, gradient)
-                if narrow:
-                    _gathered(lanes, width, classes, features, parameters, gradient)
-                held = here
-                _told(family, sums, losses, max(1, min(here, _ROWS)), seen)
-                t = first + step
-                row = t if len(rates) > 1 else 0
-                lr = rates[row, 0]
-                _scale(gradient, seen)
-                if len(precision) > 0 and rule == 0:
-                    _pull_first(theta, k, length, lr, precision, shift)
-                elif len(precision) > 0:
-                    _pull(theta, gradient, k, precision, shift)
-                if rule == 0:
-                    _descend(theta, gradient, k, lr)
-                elif rule == 1:
-                    _descend_with_momentum(theta, gradient, k, lr, numbers, moments, t)
-                else:
-                    _descend_as_adam(theta, gradient, k, lr, rates[row, 1], rates[row, 2], numbers, moments)
-            for i in range(_ROWS):
-                told[k] += losses[i]
-                losses[i] = 0.0
-
-    return program(signature)(take_steps)
-
-
-_STEPS = {torch.float32: _steps_of("float32"), torch.float64: _steps_of("float64")}
-take_steps, take_steps_wide = _STEPS.values()
-
-
-def usable(dtype: torch.dtype) -> bool:
-    """Return whether there is a program for tensors of a dtype."""
-    return dtype in _STEPS and _STEPS[dtype].usable()
-
-
-def run(
-    family: int,
+def glm_steps(
+    family: Family,
     x: Tensor,
     y: Tensor,
-    theta: Tensor,
-    runs: Iterable[tuple[Tensor | None, Tensor]],
+    count: Tensor,
+    start: Tensor,
+    *,
+    steps: int,
     lr: float,
-    total: Tensor,
-    pull: tuple[Tensor, Tensor] | None,
-    rule: Momentum | Adam | None,
+    total: Tensor | None = None,
+    batches: Tensor | None = None,
+    precision: Tensor | None = None,
+    shift: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the parameters `(K, p, C)` after all steps, and the sum `(K,)` of the mean losses, in float64.
+    """Return the parameters after all steps, in the shape of `start`, and the mean loss `(K,)` without λ and h.
 
     Args:
-        family: its code.
-        x, y, runs, lr, total, rule: as of `glm_loop`.
-        theta: `(K, p, C)`.
-        pull: (λ, h), `(K,)` and `(K, p, C)`, or None.
+        family: `GAUSSIAN`, `BERNOULLI`, `POISSON` or `CATEGORICAL`.
+        x: rows `(K, N, d)`; those beyond a client's count are not looked at.
+        y: responses `(K, N)`, for `CATEGORICAL` classes 0, 1, …, or -100 for rows that are left out.
+        count: `(K,)` rows of each client; who has none only follows λ and h.
+        start: `(K, p)`, for `CATEGORICAL` `(K, p, classes)`, p = d, or d + 1 with the intercept at the end.
+        steps: T, the most that a client takes.
+        lr: η.
+        total: `(K,)` steps of each client; None for T.
+        batches: `(K, T, B)` rows of each minibatch, −1 for none; None for all rows in every step.
+        precision: λ, `(K,)`, and
+        shift: h, like `start`; None for no quadratic.
+
+    Raises:
+        ValueError: shapes that do not fit together.
     """
-    clients, parameters, classes = theta.shape
-    own, told = theta.mT.clone(memory_format=torch.contiguous_format), torch.zeros(clients, dtype=torch.float64)
-    nothing = x.new_empty(0)
-    pulls = (nothing, nothing) if pull is None else (pull[0].to(x.dtype), pull[1].mT.to(x.dtype))
-    moments = own.new_zeros(moments_of(rule) * own.numel())
-    answers = (nothing, y) if family == _CATEGORICAL else (y, y.new_empty(0, dtype=torch.int64))
-    code, numbers = _encoded(rule)
-    sizes = numpy.array([family, *x.shape[1:], parameters, classes, code, _HELD])
-    before = sizes, *(_flat(part) for part in (x, *answers, total.long()))
-    after = (
-        *(_flat(part) for part in (*pulls, own, told)),
-        numbers,
-        rates_of(rule, lr, total).contiguous().numpy(),
-        _flat(moments),
+    _check(family, x, y, count, start, steps, batches)
+    total = count.new_full(count.shape, steps) if total is None else total
+    others = [tensor for tensor in (batches, precision, shift) if tensor is not None]
+    classes = start.shape[2] if start.ndim == 3 else 1
+    known = fits(family, start.shape[1], classes, start.dtype) and start.dtype == x.dtype
+    programs = program("fedtorch.programs.triton.glm_steps", (x, y, count, total, start, *others), fits=known)
+    problem = _Problem(family, x, y, count, total, start, steps, lr, batches, precision, shift)
+    return _launched(programs, problem) if programs else _reference(problem)
+
+
+class _Problem(NamedTuple):
+    """The arguments of `glm_steps`."""
+
+    family: Family
+    x: Tensor
+    y: Tensor
+    counts: Tensor
+    total: Tensor
+    start: Tensor
+    steps: int
+    lr: float
+    batches: Tensor | None
+    precision: Tensor | None
+    shift: Tensor | None
+
+
+def _launched(programs: Any, problem: _Problem) -> tuple[Tensor, Tensor]:
+    family, x, y, count, total, start, steps, lr, batches, precision, shift = problem
+    clients, longest, width = x.shape
+    features = start.shape[1]
+    words = x.element_size() // 4
+    most, tiled = _RESIDENT // words**2, _TILE // x.element_size()
+    out, told = torch.empty_like(start, memory_format=torch.contiguous_format), start.new_empty(clients)
+    labels = family.code == CATEGORICAL.code
+    pull = precision is not None and shift is not None
+    tensors = (
+        out,
+        told,
+        x.contiguous(),
+        (y.long() if labels else y.to(x.dtype)).contiguous(),
+        count.contiguous(),
+        total.contiguous(),
+        start.contiguous(),
+        count if batches is None else batches.contiguous(),
+        precision.to(x.dtype).contiguous() if pull and precision is not None else start,
+        shift.to(x.dtype).contiguous() if pull and shift is not None else start,
     )
-    first, take = 0, _STEPS[x.dtype]
-    for place, size in runs:
-        places = torch.empty(1, 1, 0, dtype=torch.int64) if place is None else place.long()
-        now = places.numpy(), size.long().numpy()
-        call = lambda begin, end, now=now, at=first: take(*before, *now, *after, at, begin, end)
-        in_threads(call, clients, len(size) * x.nbytes // max(clients, 1))
-        first += len(size)
-    return own.mT, told
+    batch = 0 if batches is None else batches.shape[2]
+    flags = {"INDEXED": batches is not None, "PULL": pull}
+    across = power_of_two(features)
+    if labels:
+        tile = {"IGNORED": IGNORED, "ROWS": 32, "FEATURES": max(across, 16), "CLASSES": 16}
+        sizes = (longest, width, features, start.shape[2], steps, batch)
+        launch(programs.categorical, clients, *tensors, *sizes, lr, **flags, **tile, warps=8)
+        return out, told
+    resident = batches is None and power_of_two(longest) * across <= most
+    rows = power_of_two(longest) if resident else max(tiled // across, 1)
+    tile = {"FAMILY": family.code, "RESIDENT": resident, "ROWS": rows, "FEATURES": across}
+    warps = 8 if resident and rows * across > tiled // words else 4
+    launch(programs.linear, clients, *tensors, longest, width, features, steps, batch, lr, **flags, **tile, warps=warps)
+    return out, told
 
 
-def _encoded(rule: Momentum | Adam | None) -> tuple[int, numpy.ndarray]:
-    """Return rule and numbers of the program."""
-    if isinstance(rule, Momentum):
-        return 1, numpy.array([rule.momentum, rule.dampening, 0.0, rule.nesterov])
-    return (0, numpy.zeros(4)) if rule is None else (2, numpy.array([*rule.betas, rule.eps, 0.0]))
+def _reference(problem: _Problem) -> tuple[Tensor, Tensor]:
+    family, x, y, count, total, start, steps, lr, batches, precision, shift = problem
+    rows = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    there = rows < count[:, None]
+    x, y = torch.where(there[..., None], x, 0.0), torch.where(there, y, 0)
+    x = torch.cat([x, torch.ones_like(x[..., :1])], -1) if start.shape[1] > x.shape[2] else x
+    labels = family.code == CATEGORICAL.code
+    theta, told = start.reshape(*start.shape[:2], -1), start.new_zeros(len(start))
+    for t in range(steps):
+        index = torch.where(there, rows, -1) if batches is None else batches[:, t]
+        inside, place = index >= 0, index.clamp(min=0)
+        design, response = x.take_along_dim(place[..., None], 1), y.take_along_dim(place, 1)
+        empty = ~inside.any(1)
+        predictor = design @ theta
+        if labels:
+            inside = inside & (response != IGNORED)
+            response = torch.where(inside, response, 0).long()
+            losses = family.loss(predictor.mT, response, reduction="none")
+        else:
+            response = response.to(design.dtype)[..., None]
+            losses = family.loss(predictor, response, reduction="none")[..., 0]
+        gap = torch.where(inside[..., None], family.misfit(predictor, response), 0.0).to(design.dtype)
+        seen = inside.sum(1).to(design.dtype)
+        gradient = design.mT @ gap / seen.clamp(min=1)[:, None, None]
+        if precision is not None and shift is not None:
+            gradient = gradient + precision[:, None, None] * theta - shift.reshape(theta.shape)
+        active = t < total
+        theta = torch.where(active[:, None, None], theta - lr * gradient, theta)
+        mean = torch.where(inside, losses, 0.0).sum(1) / (seen + empty)  # 0 / 0 where all are left out, as in torch
+        told = told + torch.where(active, mean / total.clamp(min=1), 0.0)
+    return theta.reshape(start.shape), told
 
 
-def _flat(tensor: Tensor) -> numpy.ndarray:
-    return tensor.detach().contiguous().view(-1).numpy()
+def _check(
+    family: Family, x: Tensor, y: Tensor, count: Tensor, start: Tensor, steps: int, batches: Tensor | None
+) -> None:
+    clients, _, features = x.shape
+    dims = 3 if family.code == CATEGORICAL.code else 2
+    if (
+        y.shape != x.shape[:2]
+        or count.shape != (clients,)
+        or start.ndim != dims
+        or len(start) != clients
+        or start.shape[1] not in (features, features + 1)
+    ):
+        raise ValueError(
+            f"Expected x (K, N, d), y (K, N), count (K,) and a start of {dims} dimensions (K, d or d + 1, ...), but "
+            f"got {[tuple(part.shape) for part in (x, y, count, start)]}"
+        )
+    if batches is not None and batches.shape[:2] != (clients, steps):
+        raise ValueError(f"Expected batches of shape ({clients}, {steps}, B), but got {tuple(batches.shape)}")

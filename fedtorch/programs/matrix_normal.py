@@ -13,7 +13,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 from fedtorch.programs.engine import program
 
 MOST = 64  # directions of a covariance; of more torch is faster

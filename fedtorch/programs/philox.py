@@ -20,7 +20,7 @@ import torch
 from numpy import float32, float64, int64, uint32, uint64
 from torch import Tensor
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 from fedtorch.programs.engine import Program, program
 
 DRAW, FOLD, GAMMA = 0, 1, 2  # the last counter word, which keeps draws, new keys and proposals apart

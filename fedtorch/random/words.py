@@ -8,7 +8,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from fedtorch.dispatch.choice import plain
+from fedtorch.programs.choice import plain
 from fedtorch.programs.philox import FOLD
 
 WORD = 0xFFFFFFFF

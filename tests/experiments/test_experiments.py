@@ -104,7 +104,7 @@ from experiments.vfl import (
     poisson as vfl_poisson,
 )
 from fedtorch import tree
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 from fedtorch.trust import attacks, robust as rules
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 
 
 @pytest.hookimpl(tryfirst=True)

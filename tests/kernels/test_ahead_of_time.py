@@ -32,7 +32,10 @@ def test_programs_compile_without_spills(which) -> None:
 
 
 def launched() -> set[str]:
-    """Return the programs that `fedtorch.kernels` and `fedtorch.random` launch, by module and name."""
-    files = [*(Path(ft.__path__[0]) / "kernels").glob("*.py"), Path(ft.__path__[0]) / "random" / "philox.py"]
-    called = re.compile(r"(?<![.\w])programs\.(\w+)\b")
+    """Return the programs that `fedtorch.programs` and `fedtorch.random` launch, by module and name."""
+    files = [
+        *(Path(ft.__path__[0]) / "programs").glob("*.py"),
+        *(Path(ft.__path__[0]) / name for name in ("random/philox.py", "models/gibbs/gibbs_sweeps.py")),
+    ]
+    called = re.compile(r"(?<![.\w])programs\.([a-z]\w*)\b")
     return {f"{file.stem}.{name}" for file in files for name in called.findall(file.read_text())}

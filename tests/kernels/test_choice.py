@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.programs import launches
 
-from fedtorch.dispatch import choice, launch as _launch
-from fedtorch.kernels.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
+from fedtorch.programs import choice, launch as _launch
+from fedtorch.programs.glm_steps import CATEGORICAL, GAUSSIAN, glm_steps
 
 ARGS = torch.eye(2, dtype=torch.float64)[None], torch.ones(1, 2, dtype=torch.float64)
 
@@ -37,7 +37,7 @@ def test_the_default_leaves_the_cpu_alone(monkeypatch) -> None:
 
 def test_another_setting_is_refused(device, monkeypatch) -> None:
     monkeypatch.setenv(choice.VARIABLE, "fast")
-    with pytest.raises(ValueError, match="Expected FEDTORCH_KERNELS to be one of on, off, interpret, but got 'fast'"):
+    with pytest.raises(ValueError, match="Expected FEDTORCH_PROGRAMS to be one of on, off, interpret, but got 'fast'"):
         stepped(*(part.to(device) for part in ARGS))
 
 

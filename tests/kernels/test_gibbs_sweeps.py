@@ -9,9 +9,9 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.kernels.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
 from fedtorch.models.gibbs import sparse
 from fedtorch.models.gibbs._gaussian_conditional import elimination
+from fedtorch.models.gibbs.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
 from fedtorch.random import philox
 
 

@@ -9,8 +9,8 @@ from support.programs import launches, reference
 from torch import Tensor
 
 from fedtorch import random
-from fedtorch.kernels import glm_steps as glm
-from fedtorch.kernels.glm_steps import glm_steps
+from fedtorch.programs import glm_steps as glm
+from fedtorch.programs.glm_steps import glm_steps
 
 LOSSES = {
     "gaussian": (glm.GAUSSIAN, F.mse_loss),

@@ -9,8 +9,8 @@ import torch
 from support.programs import launches, reference
 from torch import Tensor
 
-from fedtorch.kernels import stacked_step
-from fedtorch.kernels.stacked_step import ClientValues
+from fedtorch.programs import stacked_step
+from fedtorch.programs.stacked_step import ClientValues
 
 RULES = {
     "sgd": (partial(torch.optim.SGD, lr=0.1), partial(stacked_step.sgd, lr=0.1)),

@@ -11,12 +11,11 @@ from support.programs import reference
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.dispatch import choice
 from fedtorch.federation.algorithms.matrix_normal import noise
 from fedtorch.federation.algorithms.matrix_normal.noise import Summary
 from fedtorch.models import low_rank
 from fedtorch.models.low_rank import LowRank
-from fedtorch.programs import matrix_normal as program
+from fedtorch.programs import choice, matrix_normal as program
 
 pytest.importorskip("numba")
 SHAPES = [(100, 8, 64), (7, 3, 5), (7, 9, 7), (30, 8, 5), (1, 4, 1), (5, 8, 5), (9, 1, 3), (12, 40, 12), (0, 2, 3)]

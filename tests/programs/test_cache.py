@@ -12,8 +12,7 @@ from typing import Any
 import numpy
 import pytest
 
-from fedtorch.dispatch import choice
-from fedtorch.programs import cache, engine
+from fedtorch.programs import cache, choice, engine
 from fedtorch.programs.engine import Program, program
 
 pytest.importorskip("numba")

@@ -11,13 +11,12 @@ from support.programs import reference
 from torch import Tensor
 
 from fedtorch import random, tree
-from fedtorch.dispatch import choice
 from fedtorch.models import gaussian
 from fedtorch.models.gibbs import _interweaving, _levels, _scales
 from fedtorch.models.gibbs._gaussian_conditional import Design
 from fedtorch.models.gibbs.global_priors import spike_and_slab
 from fedtorch.models.linear import SufficientStatistics
-from fedtorch.programs import gibbs_server, program
+from fedtorch.programs import choice, gibbs_server, program
 
 pytest.importorskip("numba")
 SIZES = [(4, 11), (1, 1), (3, 2), (0, 3), (2, 33)]

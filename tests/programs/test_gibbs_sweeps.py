@@ -11,11 +11,10 @@ from torch import Tensor
 
 import fedtorch as ft
 from fedtorch import random, tree
-from fedtorch.dispatch import choice
-from fedtorch.kernels import gibbs_sweeps as sweeps
-from fedtorch.kernels.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
-from fedtorch.models.gibbs import sparse
+from fedtorch.models.gibbs import gibbs_sweeps as sweeps, sparse
 from fedtorch.models.gibbs._gaussian_conditional import elimination
+from fedtorch.models.gibbs.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps
+from fedtorch.programs import choice
 
 pytest.importorskip("numba")
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 
-from fedtorch.dispatch import choice
-from fedtorch.programs import program
+from fedtorch.programs import choice, program
 from fedtorch.programs.lanes import LANES, multiply, subtract_multiples, subtract_products
 
 pytest.importorskip("numba")

@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import random
-from fedtorch.dispatch import choice
-from fedtorch.programs import philox as programs, program
+from fedtorch.programs import choice, philox as programs, program
 from fedtorch.random import philox
 from fedtorch.random.draws import bits
 
@@ -183,7 +182,7 @@ def test_numbers_do_not_depend_on_vector_instructions(tmp_path: Path) -> None:
         "key, double = random.key(5), torch.float64\n"
         "drawn = [philox.normal(key, (777,), double), philox.exponential(key, (777,), double)]\n"
         "drawn.append(philox.gamma(key[None], torch.full((1, 777), 2.5, dtype=double), double)[0])\n"
-        "from fedtorch.kernels.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps\n"
+        "from fedtorch.models.gibbs.gibbs_sweeps import Chains, Rows, SweepPrior, gibbs_sweeps\n"
         "x = philox.normal(key, (3, 9, 5), double)\n"
         "y, one = x[:, :5, :1].mT, torch.ones(3, 1, dtype=double)\n"
         "rows, heard = Rows(x.mT @ x, y[:, 0], one[:, 0], 3 * one[:, 0]), SweepPrior(y, y.exp(), one)\n"

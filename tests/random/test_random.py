@@ -207,7 +207,7 @@ def test_normal_and_exponential(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("word", [0, MASK])
 def test_extreme_words_stay_finite(monkeypatch, dtype, word):
-    monkeypatch.setenv("FEDTORCH_KERNELS", "off")  # the program's formulas: tests/programs/test_philox.py
+    monkeypatch.setenv("FEDTORCH_PROGRAMS", "off")  # the program's formulas: tests/programs/test_philox.py
     monkeypatch.setattr(kernel, "_words", lambda key, start, count: torch.full((*key.shape, count), word))
     key = random.key(0)
     assert bool(random.normal(key, (4,), dtype).isfinite().all())
@@ -345,7 +345,7 @@ def test_beta(a, b):
 
 @pytest.mark.parametrize("word", [0, MASK])
 def test_gamma_of_extreme_words_stays_finite(monkeypatch, word):
-    monkeypatch.setenv("FEDTORCH_KERNELS", "off")
+    monkeypatch.setenv("FEDTORCH_PROGRAMS", "off")
     real = kernel.block_words
 
     def extreme(keys, element, attempt, purpose):

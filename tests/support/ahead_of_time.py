@@ -93,7 +93,7 @@ def cases() -> Iterator[Case]:
 
 def kernel_of(case: Case) -> Any:
     module, name = case.kernel.split(".")
-    place = "fedtorch.random.philox_program" if module == "philox" else f"fedtorch.kernels.programs.{module}"
+    place = "fedtorch.programs.triton.philox" if module == "philox" else f"fedtorch.programs.triton.{module}"
     return getattr(importlib.import_module(place), name)
 
 

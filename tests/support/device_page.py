@@ -24,7 +24,11 @@ from support.oracles.closed_forms import distance, numbers_in
 from support.pretended_device import NAME
 
 PATH = Path(__file__).parents[2] / "docs" / "explanation" / "devices.md"
-_PROGRAMS = ("kernels/", "random/philox.py")  # references: Triton's programs, which do not wait, run in their place
+_PROGRAMS = (
+    "programs/",
+    "models/gibbs/gibbs_sweeps.py",
+    "random/philox.py",
+)  # references: Triton's programs, which do not wait, run in their place
 _HEADINGS = {"waits": "## Waits", "doubles": "## Float64", "cuda": "## What it cannot show"}
 
 

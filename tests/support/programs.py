@@ -1,4 +1,4 @@
-"""What tests of `fedtorch.kernels` share."""
+"""What tests of `fedtorch.programs` share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedtorch.dispatch import choice, launch as _launch
+from fedtorch.programs import choice, launch as _launch
 
 
 @contextmanager

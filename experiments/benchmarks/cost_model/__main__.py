@@ -5,7 +5,7 @@ sites over gRPC: one, six in a process each, and thirty in one; the model is the
 seen. Rounds are the quickest of many, for the machine may have other work. `--write` puts the tables into
 `results/cost_model.md`.
 
-`--kernels` is another table alone: what every program of `fedtorch.kernels` can save on an H100 and on this processor.
+`--kernels` is another table alone: what every program of `fedtorch.programs` can save on an H100 and on this processor.
 """
 
 from __future__ import annotations

@@ -23,10 +23,8 @@ import torch
 import fedtorch as ft
 from experiments.benchmarks.parts.gpu_kernels import CASES, normal
 from experiments.benchmarks.parts.gpu_timing import kernels
-from fedtorch.dispatch import choice
-from fedtorch.kernels import glm_steps
-from fedtorch.kernels.glm_loop import glm_loop
-from fedtorch.programs import Program
+from fedtorch.programs import Program, choice, glm_steps
+from fedtorch.programs.glm_loop import glm_loop
 
 COLUMNS = [
     "program",

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from experiments.benchmarks.parts import kernel_bounds
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 
 Operation = tuple[Any, tuple[Any, ...], Mapping[str, Any]]  # and its arguments
 

@@ -13,8 +13,9 @@ from torch import Tensor
 import fedtorch as ft
 from experiments.benchmarks.parts.gpu_timing import Rates, Timed, kernels, timed
 from experiments.common import Row
-from fedtorch.kernels import gibbs_sweeps, glm_steps, stacked_step
-from fedtorch.kernels.stacked_step import ClientValues
+from fedtorch.models.gibbs import gibbs_sweeps
+from fedtorch.programs import glm_steps, stacked_step
+from fedtorch.programs.stacked_step import ClientValues
 
 
 class Case(NamedTuple):

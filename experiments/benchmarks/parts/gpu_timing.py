@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from fedtorch.dispatch import choice
+from fedtorch.programs import choice
 
 
 class Timed(NamedTuple):
@@ -31,7 +31,7 @@ class Rates(NamedTuple):
 
 @contextmanager
 def kernels(mode: str) -> Iterator[None]:
-    """`FEDTORCH_KERNELS` inside."""
+    """`FEDTORCH_PROGRAMS` inside."""
     before = os.environ.get(choice.VARIABLE)
     os.environ[choice.VARIABLE] = mode
     try:

@@ -1,4 +1,4 @@
-"""What a program of `fedtorch.kernels` can save: bounds of its torch reference and of itself on a device.
+"""What a program of `fedtorch.programs` can save: bounds of its torch reference and of itself on a device.
 
 A reference reads and writes the arrays of every operation; a program reads its arguments and writes its result, in one
 call. Bytes and calls of a reference are counted on this processor as it runs; both do the operations that the result

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from fedtorch.kernels import stacked_step
-from fedtorch.kernels.stacked_step import ClientValues
 from fedtorch.optimisers import elementwise
+from fedtorch.programs import stacked_step
+from fedtorch.programs.stacked_step import ClientValues
 
 _REFUSED = ("amsgrad", "maximize", "differentiable", "capturable")
 Pull = tuple[Tensor, Tensor]  # λ and h

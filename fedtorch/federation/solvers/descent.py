@@ -17,7 +17,6 @@ from fedtorch._devices import every_generator, restored
 from fedtorch._untrained import Remembered
 from fedtorch.data import BadClients
 from fedtorch.data.client_loaders import ClientLoaders
-from fedtorch.dispatch.choice import possible
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.local_schedule import batches_of, limited
 from fedtorch.federation.solvers._client_optimizers import ClientOptimizers, Parts, StepRefused, untrained
@@ -42,6 +41,7 @@ from fedtorch.federation.turn import Turn
 from fedtorch.module_randomness.interception import Seeded
 from fedtorch.module_randomness.step_draws import StepKeys
 from fedtorch.optimisers import DirectSteps, MakeOptimizer, State, elementwise
+from fedtorch.programs.choice import possible
 from fedtorch.tree import Tree
 
 _LOG = logging.getLogger(__name__)

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from fedtorch.dispatch import choice
 from fedtorch.federation.algorithm import Local, Quadratic
 from fedtorch.federation.solvers._configured import Configured
 from fedtorch.federation.solvers._state import LocalState
@@ -24,12 +23,11 @@ from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.least_squares import LinearForm, linear_form
 from fedtorch.federation.solvers.objective import Loss
 from fedtorch.federation.solvers.plain_layers import unchanged
-from fedtorch.kernels import glm_steps
-from fedtorch.kernels.glm_loop import glm_loop
-from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
 from fedtorch.models.linear import LinearHead, raw
 from fedtorch.optimisers import elementwise
-from fedtorch.programs import optimiser_rules
+from fedtorch.programs import choice, glm_steps, optimiser_rules
+from fedtorch.programs.glm_loop import glm_loop
+from fedtorch.programs.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON, Family
 from fedtorch.programs.optimiser_rules import Momentum, Rule
 from fedtorch.tree import Tree
 

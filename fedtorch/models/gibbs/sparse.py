@@ -30,8 +30,7 @@ import torch
 from torch import Tensor
 
 from fedtorch import exact, random
-from fedtorch.kernels import gibbs_sweeps
-from fedtorch.models.gibbs import _interweaving as interweaving, _levels as levels, _scales as scales
+from fedtorch.models.gibbs import _interweaving as interweaving, _levels as levels, _scales as scales, gibbs_sweeps
 from fedtorch.models.gibbs._gaussian_conditional import (
     SIDE_BY_SIDE,
     Design,

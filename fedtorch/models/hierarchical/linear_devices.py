@@ -29,8 +29,6 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 from fedtorch import linalg, tree
-from fedtorch.kernels import variance_components
-from fedtorch.kernels.variance_components import VarianceComponents
 from fedtorch.models._reduced import Reduced, reduced
 from fedtorch.models.device_posterior import DevicePosterior
 from fedtorch.models.gaussian import Moments
@@ -43,6 +41,8 @@ from fedtorch.models.hierarchical.integrals.given import Coefficients
 from fedtorch.models.linear import LINEAR_EXTRAS, SufficientStatistics, sufficient_statistics
 from fedtorch.models.quadrature import QuadratureRule
 from fedtorch.models.rows import log_weights, observations, refuse
+from fedtorch.programs import variance_components
+from fedtorch.programs.variance_components import VarianceComponents
 
 
 def linear(
@@ -87,7 +87,7 @@ def linear(
         return found._replace(log_evidence=found.log_evidence + 0.5 * data.log_weights[:, None])
 
     def fit(tensors: Sequence[Tensor]) -> bool:
-        return variance_components.program(len(hierarchy.mean), tensors) is not None
+        return variance_components.usable(len(hierarchy.mean), tensors)
 
     def margin(
         data: _Data, given: Coefficients, log_noise: Tensor | None, spelled: Callable[[], Conditional]

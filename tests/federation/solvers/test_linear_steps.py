@@ -13,15 +13,12 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import tree
-from fedtorch.dispatch import choice
 from fedtorch.federation.solvers import batches
 from fedtorch.federation.solvers.batches import Batches
 from fedtorch.federation.solvers.linear_steps import LinearSteps
-from fedtorch.kernels import glm_loop as loop
-from fedtorch.kernels.glm_loop import glm_loop
-from fedtorch.kernels.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
-from fedtorch.programs import engine, glm_steps as program
-from fedtorch.programs.glm_steps import exponential
+from fedtorch.programs import choice, engine, glm_loop as loop, glm_loop as program
+from fedtorch.programs.glm_loop import exponential, glm_loop
+from fedtorch.programs.glm_steps import BERNOULLI, CATEGORICAL, GAUSSIAN, POISSON
 from fedtorch.programs.optimiser_rules import Adam, Momentum
 
 pytest.importorskip("numba")

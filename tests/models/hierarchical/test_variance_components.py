@@ -11,14 +11,12 @@ from torch import Tensor
 from torch.distributions import MultivariateNormal
 
 import fedtorch as ft
-from fedtorch.dispatch import choice
-from fedtorch.kernels import variance_components
-from fedtorch.kernels.variance_components import VarianceComponents
 from fedtorch.models import gaussian, hierarchical
 from fedtorch.models.gaussian import Moments
-from fedtorch.programs import variance_components as programs
+from fedtorch.programs import choice, variance_components
+from fedtorch.programs.variance_components import VarianceComponents
 
-needs = pytest.mark.skipif(not programs.usable(), reason="needs numba")
+needs = pytest.mark.skipif(not variance_components.write_log_densities.usable(), reason="needs numba")
 
 
 def vectors(clients: int, nodes: int, size: int, *, pairs: bool, seed: int = 0) -> VarianceComponents:
@@ -85,7 +83,7 @@ def test_of_no_client_of_no_component_and_of_other_strides(monkeypatch: pytest.M
 @needs
 def test_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, before = vectors(5, 13, 4, pairs=True), torch.get_num_threads()
-    monkeypatch.setattr(programs, "_FEW", 1)
+    monkeypatch.setattr(variance_components, "_FEW", 1)
     got = []
     for threads in (1, 3):
         torch.set_num_threads(threads)
@@ -137,11 +135,11 @@ def test_the_reference_runs_where_the_program_cannot() -> None:
     """Of float32, of more than 16 dimensions, where a gradient is asked for, and under vmap."""
     model = vectors(1, 2, 3, pairs=False)
     tensors = model.values, model.noise
-    assert variance_components.program(3, tensors) is programs
-    assert variance_components.program(17, tensors) is None
-    assert variance_components.program(3, [tensor.float() for tensor in tensors]) is None
+    assert variance_components.usable(3, tensors)
+    assert not variance_components.usable(17, tensors)
+    assert not variance_components.usable(3, [tensor.float() for tensor in tensors])
     slope = model.slope.clone().requires_grad_()
-    assert variance_components.program(3, [slope]) is None
+    assert not variance_components.usable(3, [slope])
     variance_components.log_densities(model._replace(slope=slope)).sum().backward()
     score, _ = variance_components.scores(model, torch.ones_like(model.noise))
     away = model.inputs - model.origin[:, None]

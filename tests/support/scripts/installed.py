@@ -84,16 +84,16 @@ def _programs(package: Path) -> None:
 
 def triton() -> None:
     """A program in Triton's interpreter, beside its reference."""
-    os.environ |= {"TRITON_INTERPRET": "1", "FEDTORCH_KERNELS": "off"}
+    os.environ |= {"TRITON_INTERPRET": "1", "FEDTORCH_PROGRAMS": "off"}
     import torch
 
     from fedtorch import random
 
     key = random.key(3)
     reference = random.normal(key, (9,), torch.float64)
-    os.environ["FEDTORCH_KERNELS"] = "interpret"
+    os.environ["FEDTORCH_PROGRAMS"] = "interpret"
     found = random.normal(key, (9,), torch.float64)
-    assert "fedtorch.random.philox_program" in sys.modules
+    assert "fedtorch.programs.triton.philox" in sys.modules
     torch.testing.assert_close(found, reference, rtol=1e-13, atol=1e-13)  # rounding of a logarithm and a cosine
 
 

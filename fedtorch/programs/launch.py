@@ -24,7 +24,7 @@ def loaded(operation: str, *, interpreted: bool) -> ModuleType:
             os.environ.setdefault("TRITON_INTERPRET", "1")
         if os.environ.get("TRITON_INTERPRET") != "1":
             raise RuntimeError(
-                "Expected TRITON_INTERPRET=1 before Triton's first import for FEDTORCH_KERNELS=interpret; set both "
+                "Expected TRITON_INTERPRET=1 before Triton's first import for FEDTORCH_PROGRAMS=interpret; set both "
                 "when you start Python"
             )
     return importlib.import_module(operation)

@@ -1,4 +1,4 @@
-"""Programs of `fedtorch.kernels.glm_steps`; a program trains one client."""
+"""Programs of `fedtorch.programs.glm_steps`; a program trains one client."""
 
 from __future__ import annotations
 

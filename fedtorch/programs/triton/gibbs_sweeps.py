@@ -1,11 +1,11 @@
-"""Programs of `fedtorch.kernels.gibbs_sweeps`; a program has some problems in registers for all sweeps."""
+"""Programs of `fedtorch.models.gibbs.gibbs_sweeps`; a program has some problems in registers for all sweeps."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from fedtorch.random.philox_program import gammas, new_key, wide_exponential, wide_normal
+from fedtorch.programs.triton.philox import gammas, new_key, wide_exponential, wide_normal
 
 
 @triton.jit

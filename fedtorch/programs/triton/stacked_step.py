@@ -1,4 +1,4 @@
-"""Programs of `fedtorch.kernels.stacked_step`."""
+"""Programs of `fedtorch.programs.stacked_step`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Choose the form of an operation: its Triton program on a CUDA device, its torch reference everywhere else.
 
-The environment variable `FEDTORCH_KERNELS` is read at every call:
+The environment variable `FEDTORCH_PROGRAMS` is read at every call:
 
 - `on`, the default: programs run on CUDA tensors of the dtypes and sizes that they know, where Triton is installed, and
   those that numba compiles on the CPU (`fedtorch.programs`);
@@ -13,7 +13,7 @@ derivative.
 An operation asks for its program, and does without:
 
 >>> import torch
->>> from fedtorch.dispatch import choice
+>>> from fedtorch.programs import choice
 >>> def doubled(x):
 ...     module = choice.program("my_programs.doubled", (x,), fits=x.numel() < 2**20)  # or None
 ...     return 2 * x if module is None else module.doubled(x)
@@ -34,15 +34,15 @@ import torch
 from torch import Tensor
 
 from fedtorch._devices import is_cuda
-from fedtorch.dispatch import launch as _launch
+from fedtorch.programs import launch as _launch
 
-VARIABLE = "FEDTORCH_KERNELS"
+VARIABLE = "FEDTORCH_PROGRAMS"
 MODES = ("on", "off", "interpret")
 FLOATS = (torch.float32, torch.float64)
 
 
 def _mode() -> str:
-    """Return the value of `FEDTORCH_KERNELS`.
+    """Return the value of `FEDTORCH_PROGRAMS`.
 
     Raises:
         ValueError: something else than `MODES`.
@@ -54,7 +54,7 @@ def _mode() -> str:
 
 
 def enabled() -> bool:
-    """Return whether `FEDTORCH_KERNELS` lets compiled programs run; the interpreter's mode is of Triton's alone."""
+    """Return whether `FEDTORCH_PROGRAMS` lets compiled programs run; the interpreter's mode is of Triton's alone."""
     return _mode() == "on"
 
 

@@ -27,13 +27,12 @@ import torch
 from torch import Tensor
 
 from fedtorch import linalg
-from fedtorch.dispatch import choice
-from fedtorch.dispatch.launch import launch, power_of_two
-from fedtorch.programs import gibbs_sweeps as compiled
+from fedtorch.programs import choice, gibbs_sweeps as compiled
+from fedtorch.programs.launch import launch, power_of_two
 from fedtorch.random import philox
 
 MOST = 16  # coefficients that Triton's program knows
-_TRITON = "fedtorch.kernels.programs.gibbs_sweeps"
+_TRITON = "fedtorch.programs.triton.gibbs_sweeps"
 _SIZE = 256  # numbers of a program's matrices
 
 

@@ -1,1 +1,0 @@
-"""Choose between an operation's torch reference and its GPU program, and launch the program."""

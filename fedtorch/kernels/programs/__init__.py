@@ -1,1 +1,0 @@
-"""The programs of the operations of `fedtorch.kernels` in Triton, which they need to be imported."""
