@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 import fedtorch as ft
 from experiments.quickstart import LitClassifier
-from experiments.trainers.training import Script, Size, Training, main as trained
+from experiments.trainers.training import Script, Size, Training, command
 
 SIZES = {"smoke": Size(6, 20, 4), "cpu": Size(100, 40, 100), "gpu": Size(10_000, 40, 60)}
 
@@ -44,7 +44,7 @@ SCRIPT = Script("trainers.averaging", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, cut off, go on; or measure on a device."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
 import fedtorch as ft
-from experiments.trainers.training import Criterion, Script, Size, Training, main as trained
+from experiments.trainers.training import Criterion, Script, Size, Training, command
 from fedtorch.models.gibbs import sparse
 
 SIZES = {"smoke": Size(4, 20, 50), "cpu": Size(10, 30, 500)}
@@ -64,7 +64,7 @@ SCRIPT = Script("trainers.gibbs", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Sample, cut off, go on."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":

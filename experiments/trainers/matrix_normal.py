@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
 import fedtorch as ft
-from experiments.trainers.training import Script, Size, Training, main as trained
+from experiments.trainers.training import Script, Size, Training, command
 from fedtorch.models.matrix_normal import inverse_wishart
 
 FEATURES = 6
@@ -48,7 +48,7 @@ SCRIPT = Script("trainers.matrix_normal", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, cut off, go on."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
 import fedtorch as ft
-from experiments.trainers.training import Script, Size, Training, main as trained
+from experiments.trainers.training import Script, Size, Training, command
 
 FEATURES, REACH = 8, 4
 SIZES = {"smoke": Size(12, 6, 6), "cpu": Size(200, 6, 100), "gpu": Size(250_000, 6, 100)}
@@ -58,7 +58,7 @@ SCRIPT = Script("trainers.networks", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, cut off, go on; or measure on a device."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":

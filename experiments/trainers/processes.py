@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 import fedtorch as ft
 from experiments.fedmgp import models as fm
-from experiments.trainers.training import Script, Size, Training, main as trained
+from experiments.trainers.training import Script, Size, Training, command
 
 SIZES = {"smoke": Size(4, 20, 4), "cpu": Size(20, 50, 100), "gpu": Size(10_000, 50, 100)}
 
@@ -40,7 +40,7 @@ SCRIPT = Script("trainers.processes", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, cut off, go on; or measure on a device."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.callbacks import EarlyStopping
 
 import fedtorch as ft
-from experiments.trainers.training import Criterion, Script, Size, Training, main as trained
+from experiments.trainers.training import Criterion, Script, Size, Training, command
 from fedtorch.federation.algorithms.ep import posterior, settled
 from fedtorch.models import hierarchical
 
@@ -50,7 +50,7 @@ SCRIPT = Script("trainers.propagation", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, cut off, go on."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
@@ -56,11 +57,11 @@ class Script(NamedTuple):
     found: Callable[[Any], Mapping[str, float]]  # of such a module
 
 
-def trainer(folder: Path, rounds: int, training: Training, device: str = "cpu") -> L.Trainer:
+def trainer(folder: Path, rounds: int, training: Training, accelerator: str | Accelerator = "cpu") -> L.Trainer:
     """A Trainer that logs to `folder/log`, keeps `folder/checkpoints/last.ckpt` of every round, and stops by itself."""
     return L.Trainer(
         max_epochs=rounds,
-        accelerator="cpu" if device == "cpu" else "gpu",
+        accelerator=accelerator,
         devices=1,
         logger=CSVLogger(folder, name="log"),
         callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True), training.stopping, *training.callbacks],
@@ -165,7 +166,8 @@ def on_device(script: Script, size: Size, device: str, folder: Path) -> dict[str
     """Train once on a device, and measure it."""
     clock, training = Clock(), made(script, size, device)
     timed = training._replace(callbacks=(*training.callbacks, clock))
-    trainer(folder, size.rounds, timed, device).fit(training.module, training.train, training.validation)
+    fit = trainer(folder, size.rounds, timed, "gpu" if device == "cuda" else "cpu").fit
+    fit(training.module, training.train, training.validation)
     first, *later = clock.seconds
     peak = {"largest memory, MB": torch.cuda.max_memory_allocated() / 1e6} if device == "cuda" else {}
     return {
@@ -178,7 +180,7 @@ def on_device(script: Script, size: Size, device: str, folder: Path) -> dict[str
     }
 
 
-def main(script: Script, about: str | None, argv: Sequence[str] | None) -> None:
+def command(script: Script, about: str | None, argv: Sequence[str] | None) -> None:
     """Train by the options, and print what has come of it."""
     parser = common.arguments(about)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep logs and checkpoints here")

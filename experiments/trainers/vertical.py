@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 import fedtorch as ft
-from experiments.trainers.training import Script, Size, Training, main as trained
+from experiments.trainers.training import Script, Size, Training, command
 
 COLUMNS = (6, 4)
 SIZES = {"smoke": Size(2, 60, 3), "cpu": Size(2, 1000, 100), "gpu": Size(2, 100_000, 100)}  # rows of both parties
@@ -56,7 +56,7 @@ SCRIPT = Script("trainers.vertical", SIZES, make, found)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train, cut off, go on; or measure on a device."""
-    trained(SCRIPT, __doc__, argv)
+    command(SCRIPT, __doc__, argv)
 
 
 if __name__ == "__main__":
