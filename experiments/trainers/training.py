@@ -57,14 +57,18 @@ class Script(NamedTuple):
     found: Callable[[Any], Mapping[str, float]]  # of such a module
 
 
-def trainer(folder: Path, rounds: int, training: Training, accelerator: str | Accelerator = "cpu") -> L.Trainer:
-    """A Trainer that logs to `folder/log`, keeps `folder/checkpoints/last.ckpt` of every round, and stops by itself."""
+def trainer(
+    folder: Path, rounds: int, training: Training, accelerator: str | Accelerator = "cpu", saved: bool = True
+) -> L.Trainer:
+    """A Trainer that logs to `folder/log` and stops by itself; `folder/checkpoints/last.ckpt` is of the last round."""
+    saving = [ModelCheckpoint(folder / "checkpoints", save_last=True)] if saved else []
     return L.Trainer(
         max_epochs=rounds,
         accelerator=accelerator,
         devices=1,
         logger=CSVLogger(folder, name="log"),
-        callbacks=[ModelCheckpoint(folder / "checkpoints", save_last=True), training.stopping, *training.callbacks],
+        callbacks=[*saving, training.stopping, *training.callbacks],
+        enable_checkpointing=saved,
         log_every_n_steps=1,
         num_sanity_val_steps=0,
         enable_progress_bar=False,
@@ -163,10 +167,10 @@ class Clock(L.Callback):
 
 
 def on_device(script: Script, size: Size, device: str, folder: Path) -> dict[str, float]:
-    """Train once on a device, and measure it."""
+    """Train once on a device, and measure rounds with their validation; files of a checkpoint are not written."""
     clock, training = Clock(), made(script, size, device)
     timed = training._replace(callbacks=(*training.callbacks, clock))
-    fit = trainer(folder, size.rounds, timed, "gpu" if device == "cuda" else "cpu").fit
+    fit = trainer(folder, size.rounds, timed, "gpu" if device == "cuda" else "cpu", saved=False).fit
     fit(training.module, training.train, training.validation)
     first, *later = clock.seconds
     peak = {"largest memory, MB": torch.cuda.max_memory_allocated() / 1e6} if device == "cuda" else {}
