@@ -14,6 +14,7 @@ import pkgutil
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -32,6 +33,7 @@ from support.oracles.closed_forms import (
     same_bits,
     sgd,
 )
+from support.small_federations import trainer
 
 import fedtorch as ft
 from fedtorch import random, tree
@@ -336,6 +338,20 @@ def test_a_run_made_anew_goes_on_from_a_checkpoint_with_the_same_bits(name: str)
     list(again.rounds(2))
     assert distance(again.server, whole.server) == 0
     assert distance(again.tensors(), whole.tensors()) == 0
+
+
+@every_algorithm
+def test_under_a_trainer_it_is_the_same_run_also_from_a_checkpoint(name: str, tmp_path: Path) -> None:
+    algorithm = ALGORITHMS[name]
+    whole = ft.Run((own := algorithm()), population(name), start(name, own), seed=2)
+    list(whole.rounds(2))
+    begun = lambda: ft.Federation((own := algorithm()), population(name), start(name, own), seed=2)
+    (first := trainer(max_epochs=1)).fit(begun())
+    first.save_checkpoint(tmp_path / "round.ckpt")
+    trainer(max_epochs=2).fit(again := begun(), ckpt_path=tmp_path / "round.ckpt")
+    assert again.round == 2
+    assert distance(again.server, whole.server) == 0
+    assert distance(again.run.tensors(), whole.tensors()) == 0
 
 
 def models_of(name: str, device: str) -> Tree:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ from support.pretended_accelerator import FarAccelerator
 from test_conformance import ALGORITHMS, READS, REORDERED, population, start
 
 import fedtorch as ft
+from experiments import common
+from experiments.trainers import training
 from fedtorch import tree
 from fedtorch.federation.algorithms.ep import corrected
 from fedtorch.tree import Tree
@@ -311,6 +314,25 @@ def federated_apart(accelerator: str) -> float:
     with pretended_device.pretended():
         found = federated(accelerator)
     return distance(found, federated("cpu"))
+
+
+def scripted(name: str) -> dict[str, dict[str, float]]:
+    """What has come of a script for a device on either device, its Trainer on it."""
+    module, found = importlib.import_module(f"experiments.trainers.{name}"), {}
+    size = module.SIZES["smoke"]
+    for device, accelerator in (("cpu", "cpu"), (FAR, FarAccelerator())):
+        with pretended_device.pretended(), tempfile.TemporaryDirectory() as folder, common.quiet():
+            made = training.made(module.SCRIPT, size, device)
+            fit = training.trainer(Path(folder), size.rounds, made, accelerator).fit
+            fit(made.module, made.train, made.validation)
+            found[device] = dict(module.found(made.module))
+    return found
+
+
+@pytest.mark.parametrize("name", ["averaging", "networks", "processes", "vertical"])
+def test_scripts_for_a_device_train_on_it(name: str, worker: Worker) -> None:
+    found = worker(scripted, name)
+    assert found[FAR] == pytest.approx(found["cpu"], rel=1e-4)  # of float32, whose sums may come in another order
 
 
 @pytest.mark.parametrize("accelerator", ["host", FAR])

@@ -40,7 +40,8 @@ from torch import Tensor
 from experiments import common
 from experiments.vfl import oracles
 from fedtorch import random, vfl
-from fedtorch.vfl import log_score, noise_variance, perceptron
+from fedtorch.models.encoders import perceptron
+from fedtorch.vfl import log_score, noise_variance
 from fedtorch.vfl.model import likelihoods
 
 RHOS = (0.5, 1.0, 2.0)

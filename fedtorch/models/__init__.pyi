@@ -1,5 +1,6 @@
 from . import (
     device_posterior as device_posterior,
+    encoders as encoders,
     gaussian_process as gaussian_process,
     gibbs as gibbs,
     hierarchical as hierarchical,

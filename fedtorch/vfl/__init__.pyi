@@ -1,7 +1,6 @@
 from fedtorch.vfl.model import likelihoods as likelihoods
 
 from .fit.auxiliary import amortised as amortised, mean_field as mean_field, noiseless as noiseless, sums as sums
-from .fit.encoder import perceptron as perceptron
 from .fit.guide import Guide as Guide, Parameters as Parameters, diagonal as diagonal
 from .fit.hierarchical_bayes import HierarchicalBayes as HierarchicalBayes
 from .fit.prediction import log_score as log_score

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 
 import fedtorch as ft
 from fedtorch import random, tree, vfl
-from fedtorch.models import gaussian_process, hierarchical
+from fedtorch.models import encoders, gaussian_process, hierarchical
 from fedtorch.models.gibbs import deviations, directed, global_priors, graphical, imputation, logistic, sparse, splines
 from fedtorch.networks import clustering, discrepancy, learning, solvers
 from fedtorch.networks.solvers import admm, primal_dual, proximal_averaging
 from fedtorch.tree import Tree
 from fedtorch.trust import privacy, robust
-from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.model import likelihoods
 from support import splits, verticals
 from support.oracles.closed_forms import NUMBERS, linear, linear_clients, sgd
@@ -349,7 +348,7 @@ def vertical(device: str) -> Tree:
     """A variational posterior of a vertical model after a few steps."""
     data = verticals.gaussian_data([3], 30).to(device)
     model = vfl.augmented(likelihoods.gaussian(verticals.SD), verticals.predictors([3]), torch.tensor((0.5, 1.0)))
-    guide = vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True)
+    guide = vfl.Guide(vfl.sums(encoders.affine(), skewed=False), joint=True)
     # Adam takes whole steps along gradients that are zero but for rounding, so that parameters themselves differ.
     fit = vfl.sfvi(model, guide, data, key=random.key(0), steps=2, draws=2, size=2)
     return tree.to((fit.bounds, fit.moments()), "cpu")

@@ -311,7 +311,7 @@ def of_rest(line: list[str], _: Page) -> list[str]:
 
 
 def of_python(line: list[str], page: Page) -> list[str]:
-    """A module and the options that its text has, or a file."""
+    """A module and the options that its text has, or that of modules which it imports from; or a file."""
     if line[0] != "-m":
         return [] if line[0].startswith("-") or page.has_file(line[0]) else [f"no file {line[0]}"]
     name = line[1]
@@ -323,7 +323,9 @@ def of_python(line: list[str], page: Page) -> list[str]:
         shared.append(f"{name}.__main__" if spec.submodule_search_locations else name)
     if not name.startswith("experiments"):
         return []
-    text = "".join(Path(str(importlib.util.find_spec(each).origin)).read_text() for each in shared)
+    source = lambda each: Path(str(importlib.util.find_spec(each).origin)).read_text()
+    shared += re.findall(r"^from (experiments\.[\w.]+) import", source(shared[-1]), re.MULTILINE)  # may add options
+    text = "".join(map(source, shared))
     given = {word.strip("[]") for word in line[2:] if word.strip("[]").startswith("--") and word != "--"}
     return [f"no option {word}" for word in sorted(given) if f'"{word}"' not in text]
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import random, vfl
-from fedtorch.vfl.fit import encoder
+from fedtorch.models import encoders
 from fedtorch.vfl.fit.guide import full_covariance
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp
@@ -49,7 +49,7 @@ def network(bottom: list[nn.Module] | None = None, **arguments: Any) -> vfl.Spli
 
 
 WEIGHT_SD = torch.tensor([0.7, 0.2, 0.3])  # of the second, without noise, nothing depends on it
-SMALL = encoder.perceptron(3)
+SMALL = encoders.perceptron(3)
 CASES: dict[str, Callable[[], vfl.SplitNetwork]] = {
     "plain": network,
     "dropout": lambda: network(bottoms(dropout=0.3)),

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fedtorch import random, tree, vfl
+from fedtorch.models import encoders
 from fedtorch.protocol.halves import Half, decode, drive, encode
-from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.fit.guide import initial, low_rank
 from fedtorch.vfl.fit.noise import Noise, draw_noise
 from fedtorch.vfl.fit.part import parts
@@ -69,16 +69,16 @@ def regression(data: vfl.VerticalData, variance: float) -> tuple[Tensor, Tensor,
 MODELS = {"augmented": vfl.augmented, "power": vfl.power}
 APART = {  # of which each node holds its own part
     "mean field": lambda: vfl.Guide(vfl.mean_field(), vfl.diagonal()),
-    "amortised": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4))),
-    "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoder.perceptron(4), sees_response=True), low_rank(1)),
-    "sums": lambda: vfl.Guide(vfl.sums(encoder.perceptron(4))),
+    "amortised": lambda: vfl.Guide(vfl.amortised(encoders.perceptron(4))),
+    "amortised, y seen": lambda: vfl.Guide(vfl.amortised(encoders.perceptron(4), sees_response=True), low_rank(1)),
+    "sums": lambda: vfl.Guide(vfl.sums(encoders.perceptron(4))),
     "noiseless": lambda: vfl.Guide(vfl.noiseless()),
 }
 GUIDES = {
     **APART,
-    "sums, joint": lambda: vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True),
-    "amortised, joint": lambda: vfl.Guide(vfl.amortised(encoder.affine()), joint=True),
-    "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoder.affine()), low_rank(2), joint=True),
+    "sums, joint": lambda: vfl.Guide(vfl.sums(encoders.affine(), skewed=False), joint=True),
+    "amortised, joint": lambda: vfl.Guide(vfl.amortised(encoders.affine()), joint=True),
+    "sums, low rank, joint": lambda: vfl.Guide(vfl.sums(encoders.affine()), low_rank(2), joint=True),
 }
 LIKELIHOODS = {
     "gaussian": (likelihoods.gaussian, gaussian_data),

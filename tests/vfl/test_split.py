@@ -15,7 +15,7 @@ from support.splits import CASES, KEYS, SGD, B, N, bayes, bottoms, data, distanc
 from torch import Tensor, nn
 
 from fedtorch import functional, random, vfl, wire
-from fedtorch.vfl.fit import encoder
+from fedtorch.models import encoders
 from fedtorch.vfl.fit.part import NodeNoise
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.predictors import normal_prior
@@ -153,7 +153,7 @@ def test_a_linear_network_is_the_linear_predictor() -> None:
     """The same model, whether its predictors hold a linear layer with random weights or are linear: fitted alike."""
     x, keys = [draw(0, 20, 3), draw(1, 20, 2)], KEYS[:1]
     rows = vfl.VerticalData(tuple(x), (x[0].sum(1) > 0).double())
-    guide = vfl.Guide(vfl.sums(encoder.perceptron(4)), joint=True)
+    guide = vfl.Guide(vfl.sums(encoders.perceptron(4)), joint=True)
     layers = [Stacked(nn.Linear(width, 1, bias=False).double(), keys) for width in (3, 2)]
     networks = [NetworkPredictor(layer, 1, random="weight", prior=normal_prior()) for layer in layers]
     found = []
@@ -187,7 +187,7 @@ def test_gaussian_bound_averages_to_its_closed_form(rho: float) -> None:
     """
     x, y = draw(0, 20, 1), draw(1, 20)
     sd, size, draws = 0.8, 1, 500 if rho else 2
-    prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoder.affine(), skewed=False))
+    prior = vfl.HierarchicalBayes(rho=rho, random="*", auxiliary=vfl.sums(encoders.affine(), skewed=False))
     model = vfl.SplitNetwork(
         [nn.Linear(1, 1, bias=False).double()], likelihoods.gaussian(sd), keys=KEYS[:size], bayes=prior
     ).double()

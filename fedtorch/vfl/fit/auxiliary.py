@@ -26,7 +26,7 @@ detached ones make the gradient stick the landing (equation 4).
 How many parameters they have besides those of q(θ), of 10 and of 1000 rows:
 
 >>> import torch, fedtorch as ft
->>> from fedtorch.vfl.fit.encoder import affine
+>>> from fedtorch.models.encoders import affine
 >>> model = ft.vfl.augmented(ft.vfl.likelihoods.bernoulli(), [ft.vfl.linear(2), ft.vfl.linear(3)], rho=1.0)
 >>> from fedtorch.vfl.fit.guide import count_parameters
 >>> def count(auxiliary, rows):
@@ -50,8 +50,8 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch._representation import without_rows
-from fedtorch.vfl.fit.encoder import EncoderFactory, encoded
-from fedtorch.vfl.fit.own_encoder import Laws, factory
+from fedtorch.models.encoders import EncoderFactory, encoded
+from fedtorch.models.own_encoders import Laws, factory
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 
@@ -123,7 +123,7 @@ def amortised(encoder: EncoderFactory | nn.Module | None = None, *, sees_respons
 
     Args:
         encoder: a perceptron of 16 hidden units by default; or any module of rows `(N, F)` to a pair of means and log
-            standard deviations, or to a distribution of z: see `fedtorch.vfl.fit.own_encoder`, and `pyro_guide`.
+            standard deviations, or to a distribution of z: see `fedtorch.models.own_encoders`, and `pyro_guide`.
         sees_response: whether it is shown y beside η_j; for the power model, and where y is shared.
 
     >>> import fedtorch as ft
@@ -170,7 +170,7 @@ def sums(encoder: EncoderFactory | nn.Module | None = None, *, skewed: bool = Tr
     """Make q(s | θ) q(z | s, θ) with one encoder at the server, which hears Σ_j η_j.
 
     Args:
-        encoder: a perceptron of 16 hidden units by default; `encoder.affine()` is exact for a Gaussian likelihood. Or
+        encoder: a perceptron of 16 hidden units by default; `encoders.affine()` is exact for a Gaussian likelihood. Or
             a module as for `amortised`; a distribution is that of the likelihood's predictor with its noise, in the
             augmented model.
         skewed: let the encoder also bend x by a sinh–arcsinh transformation (Jones and Pewsey, 2009), because s given

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fedtorch.models.encoders import perceptron
 from fedtorch.vfl.fit.auxiliary import Auxiliary, amortised, sums
-from fedtorch.vfl.fit.encoder import perceptron
 from fedtorch.vfl.fit.guide import GaussianFamily, Guide, diagonal, point
 from fedtorch.vfl.model.predictors import Prior, normal_prior
 

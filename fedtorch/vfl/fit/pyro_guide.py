@@ -1,6 +1,6 @@
 """Pyro guides of z: the distribution of a guide's only sample statement is that of an encoder.
 
-A guide is called with rows `(N, F)`, as a module of `fedtorch.vfl.fit.own_encoder` is, and samples z once, for all
+A guide is called with rows `(N, F)`, as a module of `fedtorch.models.own_encoders` is, and samples z once, for all
 draws and rows together. It is read by effect handlers: nothing is drawn, and Pyro's store of parameters is neither
 read nor written, since the weights are the party's or the server's. Pyro's handlers are one stack for a process: nodes
 in threads of one process cannot run guides at the same time.
@@ -23,8 +23,8 @@ from pyro.poutine.util import site_is_subsample
 from torch import Tensor, nn
 from torch.distributions import Distribution, biject_to
 
-from fedtorch.vfl.fit.encoder import EncoderFactory
-from fedtorch.vfl.fit.own_encoder import OwnEncoder
+from fedtorch.models.encoders import EncoderFactory
+from fedtorch.models.own_encoders import OwnEncoder
 
 
 def pyro_guide(guide: Callable[[Tensor], Any]) -> EncoderFactory:

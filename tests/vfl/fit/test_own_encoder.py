@@ -15,7 +15,7 @@ from support.verticals import KEY, gaussian_data, predictors, regression
 from torch import Tensor, nn
 
 from fedtorch import tree, vfl
-from fedtorch.vfl.fit import encoder
+from fedtorch.models import encoders
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.guide import initial
 from fedtorch.vfl.fit.noise import draw_noise
@@ -32,7 +32,7 @@ DATA = gaussian_data(WIDTHS, ROWS)
 class Rowwise(nn.Module):
     """The built-in encoder as a user's module: of rows, answering with a pair."""
 
-    def __init__(self, inner: encoder.Encoder) -> None:
+    def __init__(self, inner: encoders.Encoder) -> None:
         super().__init__()
         self.inner = inner
 
@@ -93,7 +93,7 @@ def test_a_module_is_the_built_in_encoder(family: str) -> None:
         "sums": (vfl.sums, 2, 4),
     }
     build, inputs, outputs = families[family]
-    make = encoder.perceptron(4)
+    make = encoders.perceptron(4)
     guides = [vfl.Guide(build(one)) for one in (make, Rowwise(make(inputs, outputs)))]
     start, mine = (initial(MODEL, guide, ROWS, 1, KEY, torch.float64) for guide in guides)
     for theirs, own in zip((start.server, *start.parties), (mine.server, *mine.parties)):
@@ -114,9 +114,9 @@ def test_a_module_is_the_built_in_encoder(family: str) -> None:
     ids=["normal", "event", "pyro module", "pyro function"],
 )  # fmt: skip
 @pytest.mark.parametrize("sticking", [True, False])
-def test_a_law_is_the_built_in_one(own: nn.Module | encoder.EncoderFactory, sticking: bool) -> None:
+def test_a_law_is_the_built_in_one(own: nn.Module | encoders.EncoderFactory, sticking: bool) -> None:
     """The bound and its gradient are those of the affine encoder with the same weights; nothing else is drawn."""
-    built_in = vfl.Guide(vfl.amortised(encoder.affine()), sticking=sticking)
+    built_in = vfl.Guide(vfl.amortised(encoders.affine()), sticking=sticking)
     start = initial(MODEL, built_in, ROWS, 1, KEY, torch.float64)
     for party in start.parties:
         party["z"]["skip"].fill_(0.3)
@@ -180,7 +180,7 @@ def learnt(seen: Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [Learnt(), vfl.pyro_guide(learnt)], ids=["module", "pyro function"])
-def test_laws_of_ones_own_are_trained_to_the_conjugate_posterior(own: nn.Module | encoder.EncoderFactory) -> None:
+def test_laws_of_ones_own_are_trained_to_the_conjugate_posterior(own: nn.Module | encoders.EncoderFactory) -> None:
     """θ has the posterior of the regression with noise σ² + 2ρ², the bound is its evidence, z the exact conditional.
 
     The landing is stuck to and the family holds the truth, so that no Monte Carlo error is left at the optimum.
@@ -255,7 +255,7 @@ class Answering(nn.Module):
         (vfl.pyro_guide(lambda eta: None), r"one sample statement, but got \[\]"),
     ],
 )
-def test_refusals_when_a_fit_begins(own: nn.Module | encoder.EncoderFactory, message: str) -> None:
+def test_refusals_when_a_fit_begins(own: nn.Module | encoders.EncoderFactory, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         initial(MODEL, vfl.Guide(vfl.amortised(own)), ROWS, 1, KEY)
 

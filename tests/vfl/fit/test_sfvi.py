@@ -29,7 +29,7 @@ from torch import Tensor
 
 from experiments.vfl.oracles import log_joint
 from fedtorch import random, tree, vfl
-from fedtorch.vfl.fit import encoder
+from fedtorch.models import encoders
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, bound
 from fedtorch.vfl.fit.guide import count_parameters, initial
@@ -41,7 +41,7 @@ KEY = random.key(0)
 
 
 def exact_guide() -> vfl.Guide:
-    return vfl.Guide(vfl.sums(encoder.affine(), skewed=False), joint=True)
+    return vfl.Guide(vfl.sums(encoders.affine(), skewed=False), joint=True)
 
 
 def noise_variance(name: str, rho: float, parties: int) -> float:
@@ -84,7 +84,7 @@ def test_a_factorised_family_has_the_floor_of_theory() -> None:
     """q(z_j | θ_j) loses ½[J log(1 + ρ²/σ²) − log(1 + Jρ²/σ²)] nats a row, however it is parametrised."""
     data, rho, parties = gaussian_data([1, 1, 1], 30), 1.0, 3
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([1, 1, 1]), rho)
-    guide = vfl.Guide(vfl.amortised(encoder.affine(), sees_response=True), joint=True)
+    guide = vfl.Guide(vfl.amortised(encoders.affine(), sees_response=True), joint=True)
     fit = vfl.sfvi(model, guide, data, key=KEY, steps=700, lr=0.03, every=300)
     ratio = rho**2 / SD**2
     floor = 0.5 * (parties * math.log1p(ratio) - math.log1p(parties * ratio)) * len(data.response)

@@ -26,8 +26,8 @@ from support.verticals import (
 )
 
 from fedtorch import random, vfl
+from fedtorch.models import encoders
 from fedtorch.protocol.halves import Half, Send, together
-from fedtorch.vfl.fit import encoder
 from fedtorch.vfl.fit.guide import initial
 from fedtorch.vfl.fit.sfvi import cosine
 from fedtorch.vfl.model import likelihoods
@@ -181,7 +181,7 @@ def test_variational_inference_ends_at_the_posterior() -> None:
     """The means of a factorised family are those of the regression; their error is that of noisy gradients."""
     data = gaussian_data([2, 1], 30)
     model = vfl.augmented(likelihoods.gaussian(SD), predictors([2, 1]), 0.5)
-    guide = vfl.Guide(vfl.sums(encoder.affine(), skewed=False))
+    guide = vfl.Guide(vfl.sums(encoders.affine(), skewed=False))
     mean, covariance, _ = regression(data, SD**2 + 2 * 0.5**2)
     steps = 2000
     drawn, rate = noises(model, guide, 30, steps), cosine(0.02, steps)

@@ -30,6 +30,8 @@ from torch import Tensor, nn
 
 from fedtorch import functional, random
 
+__all__ = ("perceptron",)
+
 
 class Encoder(nn.Module):
     """One hidden layer of hyperbolic tangents beside a linear part.
@@ -92,7 +94,7 @@ def perceptron(hidden: int = 16) -> EncoderFactory:
 
 
 def encoded(make: EncoderFactory, weights: dict[str, Tensor], features: Tensor, outputs: int) -> Any:
-    """Return the answers of an encoder with these weights, `(B, M, outputs, n)`; a user's may be `own_encoder.Laws`.
+    """Return the answers of an encoder with these weights, `(B, M, outputs, n)`; a user's may be `own_encoders.Laws`.
 
     Args:
         make: makes the encoder.

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedtorch import functional
 from fedtorch._representation import without_rows
-from fedtorch.vfl.fit.encoder import Encoder, EncoderFactory, perceptron
+from fedtorch.models.encoders import Encoder, EncoderFactory, perceptron
 
 
 @without_rows
