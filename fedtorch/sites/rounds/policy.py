@@ -99,12 +99,12 @@ class _Count:
     """Counts something in files of some folders, of which the largest holds; without any, in this process.
 
     Args:
-        what: is counted.
+        file: the name of the files, whose first part is what is counted.
         folders: of the files, which are made with them.
     """
 
-    def __init__(self, what: str, folders: Sequence[Path]) -> None:
-        self.file, self._what, self._here = f"{what}.json", what, 0
+    def __init__(self, file: str, folders: Sequence[Path]) -> None:
+        self.file, self._what, self._here = file, file.removesuffix(".json"), 0
         self._paths = [each / self.file for each in folders]
         self.read()
 
@@ -142,8 +142,8 @@ class Watch:
     def __init__(self, policy: Policy, folder: Path | None, beside: Path | None = None) -> None:
         self.policy = policy
         folders = [each for each in (folder, beside) if each is not None]
-        self._rounds = _Count("rounds", folders if policy.rounds is not None else [])
-        self._failed = _Count("refusals", folders)
+        self._rounds = _Count("rounds.json", folders if policy.rounds is not None else [])
+        self._failed = _Count("refusals.json", folders)
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuse an algorithm that would break the policy whatever is asked of it."""
