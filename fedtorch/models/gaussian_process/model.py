@@ -213,7 +213,7 @@ class ConvolvedGP(Geometry):
     def gaussian_evidence(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
     ) -> Tensor:
-        """Return log ∫ N(u; 0, I) exp(`gaussian_site` of u) du, `(*b,)`, by matrices of the rows, or P × P if smaller."""
+        """Return log ∫ N(u; 0, I) exp(`gaussian_site` of u) du, `(*b,)`, by the smaller of N × N and P × P matrices."""
         if not self.keeps_whole(exact_units) and y.shape[-1] > self.points:
             return evidence(self.gaussian_site(x, y, mask, seen, basis, False))
         noise = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
@@ -251,8 +251,9 @@ class ConvolvedGP(Geometry):
         From much noise a unit whose signal is faster than the others' may be taken for noise: its amplitude shrinks
         while the shared lengthscale follows the others, and training ends there. The bound is that of the unit's own
         rows under the prior of the latent processes, plus the priors of its parameters, at the shared hyperparameters
-        as they are. Where there is none in closed form, for other likelihoods, the first noise stays. Arguments as
-        those of `expected_log_likelihood`.
+        as they are. A unit that has nothing in common with the others is helped by neither start: their signals are in
+        the shared processes before its own. Where there is no bound in closed form, for other likelihoods, the first
+        noise stays. Arguments as those of `expected_log_likelihood`.
         """
         starts = [self.initial_units(y, mask, *extra, noise=noise) for noise in START_NOISES]
         if not isinstance(self.likelihood, GaussianLikelihood):
