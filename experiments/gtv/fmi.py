@@ -22,7 +22,6 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from fedtorch.networks import clustering, discrepancy, solvers
-from fedtorch.networks.solvers.proximal_averaging import proximal_averaging
 
 ACTIVE, DELAY = 0.5, 3  # probability to be active and longest delay of "async"
 CLUSTERS, LATITUDE = 5, 65.0  # of the map; where its aspect is right, in degrees
@@ -128,6 +127,12 @@ def asynchronous(settings: Settings, network: ft.Network) -> ft.Algorithm:
     return ft.gtv(local, network, settings.alpha) | ft.unreliable_edges(network, delay=DELAY)
 
 
+def proximal(settings: Settings, network: ft.Network) -> ft.Algorithm:
+    """Algorithm 5.3: stations minimise L_i(v) + ‖v − w‖²/η, which is FedProx with μ = 2/η, and count alike."""
+    local = ft.least_squares(common.linear_module(7))
+    return ft.fedprox(local, 2 / settings.eta, weight=lambda data: torch.ones(len(data.count), dtype=torch.float64))
+
+
 def rounds_of(
     algorithm: Callable[[Settings, ft.Network], ft.Algorithm], active: float | None = None
 ) -> Callable[[Settings, Split, ft.Network, Watch], Tensor]:
@@ -169,7 +174,7 @@ METHODS: dict[str, Callable[[Settings, Split, ft.Network, Watch], Tensor]] = {
     "chebyshev": solved_by(solvers.chebyshev),
     "pcg": solved_by(solvers.conjugate_gradient),
     "async": rounds_of(asynchronous, ACTIVE),
-    "proximal": solved_by(proximal_averaging, rate=True),
+    "proximal": rounds_of(proximal),
 }
 
 

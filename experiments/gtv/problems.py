@@ -10,7 +10,7 @@
 - (3.31): how far nodes' models are from their mean, beside the bound. (4.14): gradient steps with errors beside the
   bound as it is printed, which one step from the solution refutes, and as it should be.
 - 7.3: nodes of two kinds; how often a node's nearest three by a discrepancy are of its kind. Means of labels, Gaussian
-  mixtures, the gradient, an autoencoder's code (Figure 7.2), label sets and class shares.
+  mixtures, the gradient, label sets and class shares.
 
 Source: Jung, "Federated learning: from theory to practice". Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR.
 """
@@ -21,6 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
+import pandas
 import torch
 from matplotlib.figure import Figure
 from scipy.stats import hypergeom, norm
@@ -29,8 +30,7 @@ from torch import Tensor
 import fedtorch as ft
 from experiments import common
 from experiments.gtv.chapter_2 import Check, normal
-from fedtorch.data.datasets import _frames
-from fedtorch.networks import bounds, diagnose, discrepancy, solvers
+from fedtorch.networks import diagnose, discrepancy, solvers
 
 DEVICES, CANDIDATES, CHOSEN = 100, 10, 3  # of problem 7.1; a tenth of 99 others, rounded
 ROWS = (1, 2, 4, 8, 16, 64)
@@ -43,7 +43,7 @@ FORM = "closed form"
 
 def isokari() -> tuple[Tensor, Tensor]:
     """Hourly temperatures of the days of April 2023 `(29, 24)`, and the greatest of the day after `(29,)`."""
-    frame = _frames.read("fmi_weather", "weather_data.csv")
+    frame = pandas.read_csv(ft.data.locate("fmi_weather", "weather_data.csv"))
     frame = frame.sort_values(["Day", "Time [Local time]"], key=lambda column: column.astype(str).str.zfill(5))
     days = frame["Average temperature [°C]"].to_numpy(dtype=float).reshape(30, 24)
     most = frame["Maximum temperature [°C]"].to_numpy(dtype=float).reshape(30, 24).max(1)
@@ -138,7 +138,7 @@ def neighbourhoods(seed: int, rows: int, draws: int) -> tuple[float, float]:
 
 
 def ranking(seed: int, draws: int) -> list[Check]:
-    """Problem 7.1 by number of rows; the nodes of a network are not independent, so that 1 − (1 − p)¹⁰⁰ is no answer."""
+    """Problem 7.1 by number of rows; nodes of a network are not independent, so that 1 − (1 − p)¹⁰⁰ is no answer."""
     checks = []
     for rows in ROWS:
         node, network = neighbourhoods(seed, rows, draws)
@@ -212,7 +212,9 @@ def perturbed_steps(seed: int, nodes: int, steps: int) -> tuple[list[Check], dic
             w = w - 2 * rate * (problem.product(w) - problem.cross) + error
             sizes.append(float(error.norm()))
             distances.append(float((w - best).norm()))
-        right = bounds.perturbed_gradient_bound(found.contraction, distances[0], sizes)
+        right = [distances[0]]
+        for size in sizes:
+            right.append(found.contraction * right[-1] + size)
         printed = [found.contraction**k * distances[0] for k in range(steps + 1)]
         for k in range(1, steps + 1):
             printed[k] += sum(found.contraction**j * sizes[k - j] for j in range(1, k + 1))
@@ -256,14 +258,10 @@ def similarity(seed: int, nodes: int) -> list[Check]:
     """How often the three nearest by a discrepancy are of the same kind; half of them by chance."""
     data, kinds, shares = two_kinds(seed, nodes)
     numbers = data.map(lambda rows: (rows[0], rows[1].double()))
-    only = ft.data.from_tensors([x for x, _ in data])
     ways: dict[str, Callable[[], Tensor]] = {
         "mean label": lambda: discrepancy.distances(discrepancy.mean_label(numbers)),
         "Gaussian mixture of features": lambda: discrepancy.distances(discrepancy.gaussian_mixture(numbers)),
         "gradient of a pooled linear model": lambda: discrepancy.distances(discrepancy.pooled_gradient(numbers)),
-        "autoencoder's code of features": lambda: discrepancy.distances(
-            discrepancy.autoencoder_code(only, ft.random.key(seed))
-        ),
         "label sets": lambda: label_sets(data),
         "class shares": lambda: discrepancy.distances(shares),
     }
@@ -300,7 +298,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Do the problems, and print ours beside closed forms."""
     options = common.arguments(__doc__).parse_args(argv)
     draws, nodes, steps = (50, 12, 10) if options.smoke else (4000, 40, 60)
-    runs, curves, said = [], {}, []
+    runs: list[list[Check]] = []
+    curves: dict[str, list[float]] = {}
+    said: list[str] = []
     for seed in range(options.seeds):
         errors, words = polynomials(seed)
         perturbed, lines = perturbed_steps(seed, nodes, steps)

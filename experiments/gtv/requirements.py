@@ -7,8 +7,7 @@
   augmentation by a sensitive feature (figure 8.1), with the gap between groups.
 - KR6: energy of methods for the same objective, by a stated model: operations times JOULES_OPERATION plus bytes times
   JOULES_BYTE. Both factors are assumed, and nothing is measured.
-- 9.3: labels of a classifier by randomised response, and whole rows replaced, by ε. Rows are made up from 200 public rows
-  of the same distribution, so that a classifier of these alone stands beside.
+- 9.3: labels of a classifier by randomised response, by ε.
 - 10.2: a station without rows copies its neighbourhood's model; how well that predicts a neighbour's rows.
 
 Source: Jung, "Federated learning: from theory to practice". Reads the folder `fmi_weather` of FEDTORCH_DATA_DIR.
@@ -16,7 +15,8 @@ Source: Jung, "Federated learning: from theory to practice". Reads the folder `f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from matplotlib.figure import Figure
@@ -28,16 +28,14 @@ from experiments.gtv import fmi as gtv_fmi
 from experiments.gtv.chapter_2 import normal
 from fedtorch.networks import solvers
 from fedtorch.trust import fairness, privacy
-from fedtorch.trust.attacks.poison import zero_loss as without_rows
 from fedtorch.trust.drift import DriftAlarm
-from fedtorch.trust.privacy.mechanisms.preprocessing import normal_rows, replaced_rows
 
 ALPHA, SEED = 0.5, 1
 STEPS = (0.0, 1.0, 5.0, 10.0, 20.0)  # °C, of quantised labels
 EPSILONS = (0.5, 1.0, 2.0, 4.0)
 QS, GAMMAS = (0.0, 1.0, 5.0), (0.1, 0.5)
 JOULES_OPERATION, JOULES_BYTE = 1e-10, 1e-6  # assumed: ten operations a nanojoule, a microjoule a byte by radio
-SHIFT = 20  # rounds before the change
+SHIFT, EACH = 20, 5  # rounds before the change; rows of a client a round
 
 
 def squared(output: Tensor, y: Tensor) -> Tensor:
@@ -49,13 +47,12 @@ def monitoring(seed: int, rounds: int) -> dict[str, float]:
     """KR1: rounds from a change of the parameters to the alarm, and alarms of a run without one."""
     found = {}
     for name, moved in (("with a change", 2.0), ("without one", 0.0)):
-        each = 5
-        x = normal(seed, 1, 8, each * (rounds + 1), 3)
-        late = torch.arange(each * (rounds + 1)) >= each * (SHIFT + 1)
+        x = normal(seed, 1, 8, EACH * (rounds + 1), 3)
+        late = torch.arange(EACH * (rounds + 1)) >= EACH * (SHIFT + 1)
         slope = 1 + moved * late.double()
-        y = x.sum(2) * slope + 0.5 * normal(seed, 2, 8, each * (rounds + 1))
+        y = x.sum(2) * slope + 0.5 * normal(seed, 2, 8, EACH * (rounds + 1))
         data = ft.data.from_tensors(list(zip(x, y)))
-        growing = ft.Growing(data, lambda done, each=each: torch.full((8,), each * (done + 1)), window=20)
+        growing = ft.Growing(data, lambda done: torch.full((8,), EACH * (done + 1)), window=20)
         alarm = DriftAlarm(lambda round: None, threshold=4.0, slack=0.25, alarm=lambda text: None)
         run = ft.Run(ft.fedavg(ft.least_squares(common.linear_module(3))), growing, seed=seed)
         for round in run.rounds(rounds):
@@ -74,20 +71,29 @@ def error(w: Tensor, data: ft.data.FederatedData) -> float:
     return gtv_fmi.mean_error(data, w)
 
 
+def quantised(step: float, rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows whose labels are rounded to a step; 0 leaves them."""
+    return rows[0], (rows[1] / step).round() * step if step else rows[1]
+
+
+def some_features(kept: list[int], rows: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Rows with some of their features."""
+    return rows[0][:, kept], rows[1]
+
+
 def governance(stations: int | None) -> list[common.Row]:
     """KR3: validation errors, on labels as they are, of optima with quantised labels and with fewer features."""
     split = gtv_fmi.load(SEED, stations)
     network = ft.Network.k_nearest(split.coordinates, 3)
     rows = []
     for step in STEPS:
-        coarse = split.training.map(lambda r, step=step: (r[0], (r[1] / step).round() * step if step else r[1]))
+        coarse = split.training.map(partial(quantised, step))
         w = solvers.direct(solvers.linear_problem(coarse, network, ALPHA)).parameters
         rows.append(
             common.Row(f"KR3 labels in steps of {step:g} °C", "validation error (°C²)", error(w, split.validation))
         )
     for name, kept in (("all features", range(7)), ("place alone", (0, 1)), ("time alone", (2, 3, 4, 5, 6))):
-        columns = list(kept)
-        parts = [d.map(lambda r, c=columns: (r[0][:, c], r[1])) for d in (split.training, split.validation)]
+        parts = [data.map(partial(some_features, list(kept))) for data in (split.training, split.validation)]
         w = solvers.direct(solvers.linear_problem(parts[0], network, ALPHA)).parameters
         rows.append(common.Row(f"KR3 {name}", "validation error (°C²)", error(w, parts[1])))
     return rows
@@ -128,7 +134,11 @@ def energy(stations: int | None) -> list[common.Row]:
     rows = []
     most = 500 if stations else 20_000
     operations = {"FedGD": n * 2 * d * d, "FedRelax": n * (2 * d**2), "conjugate gradients": n * (2 * d * d + 10 * d)}
-    solve = {"FedGD": solvers.fedgd, "FedRelax": solvers.fedrelax, "conjugate gradients": solvers.conjugate_gradient}
+    solve: dict[str, Callable[..., solvers.Solution]] = {
+        "FedGD": partial(solvers.fedgd, rate=problem.safe_rate),
+        "FedRelax": solvers.fedrelax,
+        "conjugate gradients": solvers.conjugate_gradient,
+    }
     for name, method in solve.items():
         reached: list[int] = []
 
@@ -138,8 +148,7 @@ def energy(stations: int | None) -> list[common.Row]:
                 reached.append(round)
             return done
 
-        more = {"rate": problem.safe_rate} if name == "FedGD" else {}
-        found = method(problem, rounds=most, tolerance=1e-14, watch=watch, **more)
+        found = method(problem, rounds=most, tolerance=1e-14, watch=watch)
         setting = f"KR6 {name}, to 5 % above the optimum"
         if not reached:
             rows.append(common.Row(setting, "rounds that were not enough", float(found.rounds)))
@@ -154,13 +163,11 @@ def energy(stations: int | None) -> list[common.Row]:
 
 
 def replaced(seed: int) -> dict[str, float]:
-    """9.3: the accuracy of a linear classifier on true labels, by ε, of labels randomised and rows replaced."""
+    """9.3: the accuracy of a linear classifier on true labels, by ε, of randomised labels."""
     x, other = (normal(seed, 5 + part, 2000, 4) for part in (0, 1))
     lift = torch.tensor([1.0, 0.5, 0.0, 0.0]).double()
     kinds = [(torch.arange(2000) % 2) for _ in range(2)]
     x, other = (rows + (2 * y[:, None] - 1) * lift for rows, y in zip((x, other), kinds))
-    public = normal(seed, 7, 200, 4) + (2 * kinds[0][:200, None] - 1) * lift
-    made_up = normal_rows(public, kinds[0][:200], classes=2)
 
     def accuracy(features: Tensor, labels: Tensor) -> float:
         wide = torch.cat([features, torch.ones_like(features[:, :1])], 1)
@@ -168,18 +175,19 @@ def replaced(seed: int) -> dict[str, float]:
         said = (torch.cat([other, torch.ones_like(other[:, :1])], 1) @ w)[:, 0] > 0
         return float((said == (kinds[1] > 0)).double().mean())
 
-    found = {
-        "accuracy, labels as they are": accuracy(x, kinds[0]),
-        "accuracy, 200 public rows alone": accuracy(public, kinds[0][:200]),
-    }
+    found = {"accuracy, labels as they are": accuracy(x, kinds[0])}
     for epsilon in EPSILONS:
         entropy = privacy.from_seed(seed)
         told = privacy.randomised_response(kinds[0], 2, epsilon, entropy)
         found[f"accuracy, labels randomised, ε = {epsilon:g}"] = accuracy(x, told)
-        rows, labels = replaced_rows(x, kinds[0], 2, epsilon, made_up, entropy=privacy.from_seed(seed))
-        found[f"accuracy, rows replaced, ε = {epsilon:g}"] = accuracy(rows, labels)
-        found[f"share of rows that are as they were, ε = {epsilon:g}"] = float((rows == x).all(1).double().mean())
     return found
+
+
+def without_rows(data: ft.data.FederatedData, node: int) -> ft.data.FederatedData:
+    """The data with the local loss of a node zero, as it has no rows."""
+    rows = [(x[:0], y[:0]) if i == node else (x, y) for i, (x, y) in enumerate(data)]
+    counts = torch.tensor([len(y) for _, y in rows])
+    return ft.data.FederatedData(tuple(torch.cat(part) for part in zip(*rows)), counts, allow_empty=True)
 
 
 def zero_loss(stations: int | None) -> list[common.Row]:
@@ -191,8 +199,7 @@ def zero_loss(stations: int | None) -> list[common.Row]:
         sums: list[list[float]] = [[], [], []]
         for attacker in range(0, len(network), max(1, len(network) // 10)):
             victim = next(j for i, j in (network.edges.tolist() + network.edges.flip(1).tolist()) if i == attacker)
-            poisoned = split.training | without_rows([attacker])
-            problem = solvers.linear_problem(poisoned, network, alpha, unlabelled=True)
+            problem = solvers.linear_problem(without_rows(split.training, attacker), network, alpha, unlabelled=True)
             w = solvers.direct(problem).parameters
             far = int((split.coordinates - split.coordinates[attacker]).square().sum(1).argmax())
             x, y = split.validation[victim]
@@ -211,12 +218,10 @@ def draw(table: list[common.Row]) -> Figure:
     left.plot(STEPS, errors, "o-")
     left.set_xlabel("step of the labels, °C")
     left.set_ylabel("validation error, °C²")
-    for name in ("labels randomised", "rows replaced"):
-        values = [row.ours for row in table if row.metric.startswith(f"accuracy, {name}")]
-        right.plot(EPSILONS, values, "o-", label=name)
+    values = [row.ours for row in table if row.metric.startswith("accuracy, labels randomised")]
+    right.plot(EPSILONS, values, "o-")
     right.set_xlabel("ε of a label")
     right.set_ylabel("accuracy")
-    right.legend(frameon=False)
     return figure
 
 
