@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedtorch.models.gaussian_process.quiet_gpytorch import gpytorch
 
 IN_SCALES = ("kernel.weight", "offset")  # parameters in units of their unit's scale
-START_NOISES = (0.3, 0.1)  # standard deviations of noise to start from, in standard deviations of the outputs
+_START_NOISE = 0.3  # standard deviation of the noise before training, in standard deviations of the outputs
 
 
 class Observed(NamedTuple):
@@ -105,16 +105,13 @@ class UnitModel(gpytorch.Module):
         mine = set(self.unit_names)
         return tuple(name for name, p in self.named_parameters() if p.requires_grad and name not in mine)
 
-    def initial_units(
-        self, y: Tensor, mask: Tensor | None = None, *extra: Any, noise: float = START_NOISES[0]
-    ) -> dict[str, Tensor]:
+    def initial_units(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> dict[str, Tensor]:
         """Return units' initial tensors: scales, noise and offsets as their own outputs suggest, the rest as it is.
 
         Args:
             y: outputs `(*b, N)`.
             mask: `(*b, N)`, which of them are there.
             extra: what the likelihood wants besides, `(*b, N)` each.
-            noise: its standard deviation, in standard deviations of the outputs.
 
         Returns:
             by the names of `unit_names`, `(*b, ...)`. Constant outputs and single points get their size as scale.
@@ -136,8 +133,8 @@ class UnitModel(gpytorch.Module):
         for name in self.unit_names:
             if name.endswith("raw_noise"):
                 constraint = self.constraint_for_parameter_name(name)
-                variance = (noise * scale[..., None]).square().to(values[name])
-                raw = constraint.inverse_transform(variance).expand_as(initial[name])
+                noise = (_START_NOISE * scale[..., None]).square().to(values[name])
+                raw = constraint.inverse_transform(noise).expand_as(initial[name])
                 # A constraint that excludes it leaves the likelihood's own.
                 initial[name] = torch.where(raw.isfinite(), raw, initial[name])
         return initial
@@ -154,12 +151,8 @@ class UnitModel(gpytorch.Module):
 
     def start(self, y: Tensor, mask: Tensor | None = None, *extra: Any) -> None:
         """Set the units' tensors to `initial_units`, with the same arguments."""
-        self.set_units(self.initial_units(y, mask, *extra))
-
-    def set_units(self, values: dict[str, Tensor]) -> None:
-        """Set units' tensors, by name."""
         tensors = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        for name, value in values.items():
+        for name, value in self.initial_units(y, mask, *extra).items():
             tensors[name].data = value
 
     def log_prior(self, units: bool) -> Tensor:

@@ -14,7 +14,7 @@ from fedtorch.linalg import symmetric
 from fedtorch.models.gaussian_process import _tempering
 from fedtorch.models.gaussian_process._geometry import Features
 from fedtorch.models.gaussian_process._units import Observed, full
-from fedtorch.models.gaussian_process.algebra import GaussianSite, posterior
+from fedtorch.models.gaussian_process.algebra import GaussianSite, evidence, posterior
 from fedtorch.models.gaussian_process.checks import check_gaussian, check_inputs, check_rows
 from fedtorch.models.gaussian_process.model import ConvolvedGP, MultivariateNormal
 from fedtorch.models.gaussian_process.quiet_gpytorch import linear_operator
@@ -182,7 +182,7 @@ def _draws(model: ConvolvedGP, rows: Observed, exact: bool, prior: UnitPrior, ke
     def gain(w: Tensor) -> Tensor:
         tensors = model.unit_tensors(prior.vectors(w.flatten(0, 1)))
         with swap([*tensors.values()]):
-            value = model.gaussian_evidence(*_about_q(model, every), exact) + model.log_prior(True)
+            value = _evidence(model, every, exact) + model.log_prior(True)
         return value.unflatten(0, w.shape[:2])
 
     return _tempering.draws(prior.log_density, gain, prior.draw(start_key, _DRAWS), len(rows.y), key)
@@ -202,6 +202,13 @@ def _conditioned(model: ConvolvedGP, vectors: Tensor, rows: Observed, exact: boo
         new.posterior_root = new.posterior_root @ root
         new.observe(*rows, exact)
     return new
+
+
+def _evidence(model: ConvolvedGP, rows: Observed, exact: bool) -> Tensor:
+    """Return units' log-evidence under q, in the smaller of two forms."""
+    if exact or rows.y.shape[-1] <= model.points:
+        return model.gaussian_evidence(*_about_q(model, rows), exact)
+    return evidence(_site(model, rows, exact))
 
 
 def _site(model: ConvolvedGP, rows: Observed, exact: bool) -> GaussianSite:

@@ -15,7 +15,7 @@ from fedtorch.models.gaussian_process._geometry import Features, Geometry
 from fedtorch.models.gaussian_process._kernel_parts import extent_of, positive
 from fedtorch.models.gaussian_process._rows import row_fit, row_sites
 from fedtorch.models.gaussian_process._stacked_kernel import parameter_dims
-from fedtorch.models.gaussian_process._units import START_NOISES, Observed, full
+from fedtorch.models.gaussian_process._units import Observed, full
 from fedtorch.models.gaussian_process.algebra import (
     GaussianSite,
     evidence,
@@ -213,9 +213,7 @@ class ConvolvedGP(Geometry):
     def gaussian_evidence(
         self, x: Tensor, y: Tensor, mask: Tensor, seen: Features, basis: Tensor, exact_units: bool
     ) -> Tensor:
-        """Return log ∫ N(u; 0, I) exp(`gaussian_site` of u) du, `(*b,)`, by the smaller of N × N and P × P matrices."""
-        if not self.keeps_whole(exact_units) and y.shape[-1] > self.points:
-            return evidence(self.gaussian_site(x, y, mask, seen, basis, False))
+        """Return log ∫ N(u; 0, I) exp(`gaussian_site` of u) du, `(*b,)`, by matrices `(*b, N, N)`, for few rows."""
         noise = torch.where(mask > 0, self.likelihood.noise.expand_as(mask), torch.ones_like(mask))
         whole = torch.diag_embed(noise) + basis @ basis.mT
         if self.keeps_whole(exact_units):
@@ -242,31 +240,6 @@ class ConvolvedGP(Geometry):
     def whitened_posterior(self, change: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean `(*b, P)`, root of the covariance `(*b, P, P)`) of q in values white under the prior."""
         return (change @ self.posterior_mean[..., None])[..., 0], change @ self.posterior_root
-
-    def likeliest_units(
-        self, x: Tensor, y: Tensor, mask: Tensor | None = None, *extra: Any, exact_units: bool = False
-    ) -> dict[str, Tensor]:
-        """Return `initial_units` of the noise of `START_NOISES` at which the unit alone has the greatest bound.
-
-        From much noise a unit whose signal is faster than the others' may be taken for noise: its amplitude shrinks
-        while the shared lengthscale follows the others, and training ends there. The bound is that of the unit's own
-        rows under the prior of the latent processes, plus the priors of its parameters, at the shared hyperparameters
-        as they are. A unit that has nothing in common with the others is helped by neither start: their signals are in
-        the shared processes before its own. Where there is no bound in closed form, for other likelihoods, the first
-        noise stays. Arguments as those of `expected_log_likelihood`.
-        """
-        starts = [self.initial_units(y, mask, *extra, noise=noise) for noise in START_NOISES]
-        if not isinstance(self.likelihood, GaussianLikelihood):
-            return starts[0]
-        mask, bounds = full(y, mask), []
-        with torch.no_grad():
-            for start in starts:
-                with Swap(self, list(start))(list(start.values())):
-                    seen = self.see(x, mask)
-                    bound = self.gaussian_evidence(x, y, mask, seen, seen.basis, exact_units)
-                    bounds.append(bound + self.log_prior(True))
-            best = torch.stack(bounds).nan_to_num(nan=-torch.inf).argmax(0)
-        return {name: _each(torch.stack([start[name] for start in starts]), best) for name in starts[0]}
 
     @property
     def chooses_weights(self) -> bool:
@@ -410,9 +383,3 @@ class ConvolvedGP(Geometry):
         half = torch.special.ndtri(torch.tensor(0.5 + level / 2, dtype=mean.dtype, device=mean.device))
         half = half * (variance + self.likelihood.noise).sqrt()
         return mean - half, mean + half
-
-
-def _each(values: Tensor, which: Tensor) -> Tensor:
-    """Return of values `(C, *b, ...)` those that each unit has chosen, `(*b, ...)`."""
-    place = which.reshape(1, *which.shape, *[1] * (values.ndim - 1 - which.ndim))
-    return values.gather(0, place.expand(1, *values.shape[1:]))[0]

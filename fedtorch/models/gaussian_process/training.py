@@ -33,7 +33,7 @@ def fit(
         mask: `(*b, N)`, which rows are there.
         exact_units: see `ConvolvedGP.bound`.
         iterations: of L-BFGS at most.
-        start: whether units begin from `ConvolvedGP.likeliest_units` and `initial_weights`.
+        start: whether units begin from `ConvolvedGP.initial_units` and `initial_weights`.
 
     Returns:
         the bound, `()`.
@@ -44,7 +44,7 @@ def fit(
     """
     check_rows(model, x, y)
     if start:
-        model.set_units(model.likeliest_units(x, y, mask, exact_units=exact_units))
+        model.start(y, mask)
         if model.chooses_weights:
             model.rebase()
             for _ in range(3):

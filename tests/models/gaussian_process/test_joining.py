@@ -92,7 +92,7 @@ def test_draws_are_those_of_integrating_by_brute_force() -> None:
     values = gp.unit_tensors(prior.vectors(w))
     many = Observed(*(part.expand(len(w), *part.shape[1:]) for part in (x, y, torch.ones_like(y))))
     with torch.no_grad(), ft.functional.Swap(gp, list(values))([*values.values()]):
-        weight = gp.gaussian_evidence(*joining._about_q(gp, many), False).softmax(0)
+        weight = joining._evidence(gp, many, False).softmax(0)
     chosen = torch.multinomial(weight, 2000, replacement=True, generator=torch.Generator().manual_seed(0))
     many_rows = Observed(*(part.expand(2000, *part.shape[1:]) for part in (x, y, torch.ones_like(y))))
     wide = UnitMixture(joining._conditioned(gp, prior.vectors(w[chosen]), many_rows, False), torch.Size([1]))

@@ -250,28 +250,6 @@ def test_weights_start_where_training_finds_the_latent_processes(seed: int) -> N
     assert float(found) > float(fit(told, x, y, iterations=80, start=False)) - 5
 
 
-@pytest.mark.parametrize("exact_units", [False, True])
-def test_units_start_from_the_noise_of_the_greatest_bound(exact_units: bool) -> None:
-    """Of dense matrices, each unit for itself: a signal that no covariance explains is noise, another one is not."""
-    x = torch.linspace(0, 1, 40, dtype=DTYPE)[:, None].expand(2, -1, -1)
-    y = torch.stack([(12 * x[0, :, 0]).sin(), draw(40)])
-    gp = ConvolvedGP(torch.linspace(0, 1, 15, dtype=DTYPE)[:, None], batch_shape=torch.Size([2]))
-    found, bounds = gp.likeliest_units(x, y, exact_units=exact_units), []
-    for noise in (0.3, 0.1):
-        gp.set_units(gp.initial_units(y, noise=noise))
-        with torch.no_grad():
-            seen, eye = gp.see(x), torch.eye(40, dtype=DTYPE)
-            shared = seen.basis @ seen.basis.mT
-            within = gp.kernel.covariance(x, x) if exact_units else shared
-            each = MultivariateNormal(torch.zeros(2, 40, dtype=DTYPE), within + gp.likelihood.noise[..., None] * eye)
-            lost = 0 if exact_units else 0.5 * (seen.residual / gp.likelihood.noise).sum(-1)
-            bounds.append(each.log_prob(y) - lost)
-    best = torch.stack(bounds).argmax(0)
-    assert best.tolist() == [1, 0]
-    started = found["likelihood.noise_covar.raw_noise"].exp().sqrt()[:, 0] / found["kernel.scale"]
-    assert torch.allclose(started, torch.tensor([0.3, 0.1], dtype=DTYPE)[best])
-
-
 def test_initial_weights_are_what_outputs_suggest() -> None:
     """Of a q that knows curves, ridge regression on them; mirrored with the outputs, and the same in other units."""
     gp, x, y, weights = mixtures(2, 0)

@@ -114,8 +114,7 @@ def _part(
     mask = data.mask.to(y.dtype)
     values = {**start, **state.scales}
     unit = {name: values[name] for name in gp.own}
-    initial = gp.initial_units({n: values[n] for n in gp.shared}, (x, y, tuple(extra)), mask, False)
-    values = {**values, **tree.where(state.started, unit, initial)}
+    values = {**values, **tree.where(state.started, unit, gp.module.initial_units(y, mask, *extra))}
     scales, trained = ({name: values[name] for name in names} for names in (state.scales, start))
     moments, active, loss = state.moments, torch.ones_like(state.started), y.new_zeros(len(y))
     for step in range(work.steps):

@@ -98,8 +98,7 @@ def fedmgp(
 
     Args:
         module: of one unit, no batch shape; in float64 unless the data are easy. A unit's own parameters start from
-            its own data: the noise with the greatest bound of the unit alone (`ConvolvedGP.likeliest_units`), and its
-            weights (`ConvolvedGP.initial_weights`) unless they are frozen or have a prior.
+            its own data, its weights too (`ConvolvedGP.initial_weights`) unless they are frozen or have a prior.
         steps: of Adam on a unit's own hyperparameters in each exchange, at fixed q.
         lr: of these steps.
         server_lr: of the server's Adam step on the shared hyperparameters, once an exchange; 0 keeps them.

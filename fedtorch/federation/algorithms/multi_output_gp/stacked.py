@@ -110,7 +110,7 @@ class StackedGP:
     def initial_units(self, received: dict[str, Tensor], rows: Tree, mask: Tensor, train: bool) -> dict[str, Tensor]:
         """Return units' own tensors to begin with, `(K, ...)`; weights that are not trained stay the module's."""
         x, y, extra = rows
-        unit = self.on(received, lambda: self.module.likeliest_units(x, y, mask, *extra, exact_units=self.exact_units))
+        unit = self.module.initial_units(y, mask, *extra)
         if train and self.module.chooses_weights:
             unit["kernel.weight"] = self.on(
                 {**received, **unit},
