@@ -14,7 +14,7 @@ from scipy.optimize import linprog
 from torch import Tensor
 
 import fedtorch as ft
-from experiments.gtv import book_figures, flavours, forecasts, learnt_networks, online
+from experiments.gtv import book_figures, flavours, forecasts, learnt_networks, online, problems, requirements
 from fedtorch.federation.runs import recipes
 from fedtorch.networks import solvers
 
@@ -163,3 +163,58 @@ def test_flavours(tmp_path: Path) -> None:
     silent = "6.4 a third without labels"
     assert error[silent] < error[f"{silent}, the nearest one's"]
     assert (tmp_path / "gtv_flavours.png").stat().st_size > 10_000
+
+
+def test_a_wrong_neighbour_as_often_as_simulated() -> None:
+    """Problem 7.1: within four standard errors of the share of nodes; with many rows, what the draw alone leaves."""
+    for rows in (1, 4, 16):
+        p, draws = problems.wrong_neighbour(rows), 200
+        simulated, _ = problems.neighbourhoods(5, rows, draws)
+        assert abs(simulated - p) < 4 * (p * (1 - p) / (draws * problems.DEVICES)) ** 0.5 + 0.003
+    assert abs(problems.wrong_neighbour(10_000) - problems.too_few()) < 1e-6
+
+
+@FMI
+def test_problems(tmp_path: Path) -> None:
+    """Numbers beside closed forms, and bounds that hold: (4.14) as it is printed does not."""
+    problems.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = figures(tmp_path / "rows.json")
+    for (setting, metric), value in found.items():
+        if setting.startswith(("1.3", "1.4")) and (setting, f"{metric}, closed form") in found:
+            assert abs(value - found[setting, f"{metric}, closed form"]) < 1e-6 * max(1, abs(value)), metric
+        if setting.startswith("(3.31)"):
+            assert 0 < value <= 1
+    at = "(4.14) 10 steps with errors, from the solution"
+    assert found[at, "largest distance / bound, as corrected"] <= 1 + 1e-12
+    assert found[at, "largest distance / bound, as printed"] > 1
+    assert (tmp_path / "gtv_problems.png").stat().st_size > 10_000
+
+
+def test_label_sets_are_compared_row_by_row() -> None:
+    """Nodes with labels {0, 0, 1} and {1, 2}: two of five rows have the label that both have."""
+    data = ft.data.from_tensors([(torch.zeros(len(y), 1), torch.tensor(y)) for y in ([0, 0, 1], [1, 2], [0, 1, 0])])
+    assert torch.allclose(problems.label_sets(data)[0], torch.tensor([0.0, 3 / 5, 0.0]).double())
+
+
+@FMI
+def test_requirements(tmp_path: Path) -> None:
+    """Fair methods help the worst client at the mean's cost, and a copy is nearer to the victim than a far model."""
+    requirements.main(["--smoke", "--json", str(tmp_path / "rows.json"), "--out", str(tmp_path)])
+    found = figures(tmp_path / "rows.json")
+    worst, mean = "worst client's error", "mean error"
+    for name in ("q-FFL, q = 5", "agnostic, γ = 0.5"):
+        assert found[f"KR5 {name}", worst] < 0.6 * found["KR5 FedAvg", worst]
+        assert found[f"KR5 {name}", mean] > found["KR5 FedAvg", mean]
+    change = "what a change of the group changes"
+    assert (
+        found["KR5 training rows augmented (figure 8.1)", change] < 1e-9 < found["KR5 training rows as it is", change]
+    )
+    assert (
+        found["KR1 drift", "false alarms before the change"] == found["KR1 drift", "alarms in 30 rounds, without one"]
+    )
+    assert found["KR1 drift", "rounds to the alarm"] < 10
+    names = ("the victim's own model", "the attacker's copy", "a distant station's model")
+    at = "10.2 a station without rows, α = 0.5"
+    errors = [found[at, f"error on the victim's rows, {name} (°C²)"] for name in names]
+    assert errors == sorted(errors)
+    assert (tmp_path / "gtv_requirements.png").stat().st_size > 10_000

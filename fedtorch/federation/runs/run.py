@@ -314,7 +314,8 @@ class Run(Scored, Resumable):
         holds.check_whole(self._modules.module)
         return functional.load(self._modules.module, holds.tensors)
 
-    evaluate, predict = Scored.evaluate, Scored.predict  # of this class in the reference
+    # Of this class in the reference.
+    evaluate, predict, diagnosis = Scored.evaluate, Scored.predict, Scored.diagnosis
     state_dict, load_state_dict, fingerprint = Resumable.state_dict, Resumable.load_state_dict, Resumable.fingerprint
     save, load = Resumable.save, Resumable.load
 

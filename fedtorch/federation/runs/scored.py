@@ -14,6 +14,7 @@ from fedtorch.data import BadClients, FederatedData, FederatedLoaders
 from fedtorch.data.digests import different, noted
 from fedtorch.federation.algorithm import Algorithm
 from fedtorch.federation.populations.population import Clients, Population
+from fedtorch.federation.runs.diagnosis import Diagnosis, diagnosis
 from fedtorch.federation.runs.evaluation import (
     ClientBatches,
     Evaluable,
@@ -100,6 +101,47 @@ class Scored:
             return evaluate_batches(each, self.algorithm.predict, metrics, split)
         clients = self._newcomers if unseen else self.clients
         return evaluate(clients, self.outbox, self.algorithm.predict, data, metrics, split, batch_size)
+
+    def diagnosis(
+        self,
+        validation: Evaluable,
+        error: Any,
+        *,
+        reference: float | None = None,
+        training: Evaluable | None = None,
+        much: float = 1.5,
+    ) -> Diagnosis:
+        """Return whether the clients' models overfit or underfit, in words, from three errors.
+
+        The result has `training`, `validation`, `reference` and `verdict`, and prints as the verdict.
+
+        Args:
+            validation: rows of the run's clients that training has not seen.
+            error: a metric as for `evaluate`, of which less is better, at least 0.
+            reference: the error that can be reached: of a probabilistic model, another method or people.
+            training: the rows of training; default: those of the population, where they are in this process.
+            much: the factor from which an error counts as much larger than another.
+
+        Raises:
+            ValueError: no rows of training here, a metric of which more is better, or errors below 0 or not finite.
+
+        Source: Jung, "Federated learning: from theory to practice", section 2.5.
+
+        Example:
+            >>> import torch, fedtorch as ft
+            >>> rows = lambda *y: ft.data.from_tensors([(torch.eye(2), torch.tensor(y))])
+            >>> local = ft.least_squares(torch.nn.Linear(2, 1, bias=False))  # as many parameters as rows
+            >>> run = ft.run(ft.pooled(local), ft.InProcess(rows(1.0, -1.0)), rounds=1)
+            >>> print(run.diagnosis(rows(0.0, 0.5), torch.nn.functional.mse_loss).verdict[:9])
+            overfits:
+        """
+        training = getattr(self.population, "data", None) if training is None else training
+        if training is None:
+            raise ValueError("Expected the rows of training, which are not in this process; pass training=")
+        first, second = (self.evaluate(rows, {"error": error})["error"] for rows in (training, validation))
+        if first.largest_is_best:
+            raise ValueError("Expected an error, of which less is better, but got a metric of which more is better")
+        return diagnosis(float(first.overall), float(second.overall), reference, much)
 
     def _warn_of_training_rows(self, data: Evaluable) -> None:
         """Warn once of a private run where the rows that it trains on are scored."""

@@ -1,0 +1,83 @@
+r"""What training, validation and reference errors say of a method, compared with one another.
+
+With "much larger" being a factor `much`:
+
+- training much larger than validation: the parts differ, or are small;
+- validation much larger than training: it overfits;
+- neither, and training much larger than the reference: it underfits, or training has not ended;
+- neither, and training near the reference: little is to be gained.
+
+Validation much larger than training and training much larger than the reference may both hold, and both are said.
+
+Source: Jung, "Federated learning: from theory to practice", section 2.5.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+
+class Diagnosis(NamedTuple):
+    """Hold the errors and what they say; `str` is the verdict."""
+
+    training: float
+    validation: float
+    reference: float | None
+    verdict: str
+
+    def __str__(self) -> str:
+        return self.verdict
+
+
+def diagnosis(training: float, validation: float, reference: float | None, much: float) -> Diagnosis:
+    """Compare errors, of which less is better.
+
+    Args:
+        training: on the rows of training.
+        validation: on other rows.
+        reference: what can be reached: of a probabilistic model, another method or people; None if that is not known.
+        much: the factor from which an error is much larger than another, above 1.
+
+    Raises:
+        ValueError: an error that is negative or not finite, or a factor of 1 or less.
+
+    Example:
+        >>> print(diagnosis(training=0.1, validation=0.9, reference=0.1, much=1.5))
+        overfits: the validation error is 9 times the training error; take a smaller or penalised model, or more rows
+        >>> print(diagnosis(training=0.9, validation=1.0, reference=None, much=1.5))
+        does not overfit; whether more can be reached needs a reference error
+    """
+    if not 1 < much < math.inf:
+        raise ValueError(f"Expected much= above 1 and finite, the factor of a much larger error, but got {much}")
+    for name, error in (("training", training), ("validation", validation), ("reference", reference)):
+        if error is not None and not 0 <= error < math.inf:
+            raise ValueError(
+                f"Expected errors of at least 0, of which less is better, but got a {name} error of {error}; take a "
+                "loss such as torch.nn.functional.mse_loss"
+            )
+    said = []
+    if training > much * validation:
+        said.append(
+            f"the training error is {_times(training, validation)} times the validation error: the parts are small, or "
+            "not rows of one distribution; compare them, or take more rows"
+        )
+    if validation > much * training:
+        said.append(
+            f"overfits: the validation error is {_times(validation, training)} times the training error; take a "
+            "smaller or penalised model, or more rows"
+        )
+    if reference is not None and training > much * reference:
+        said.append(
+            f"underfits: the training error is {_times(training, reference)} times the reference; take a larger model, "
+            "or train to the end"
+        )
+    if not said and reference is None:
+        said.append("does not overfit; whether more can be reached needs a reference error")
+    elif not said:
+        said.append("is near the reference, and does not overfit: little is to be gained")
+    return Diagnosis(training, validation, reference, "; and ".join(said))
+
+
+def _times(larger: float, smaller: float) -> str:
+    return f"{larger / smaller:.3g}" if smaller > 0 else "infinitely many"
