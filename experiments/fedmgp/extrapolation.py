@@ -47,9 +47,9 @@ READING = result_pages.Reading(
             "FedPoly", "a polynomial held to the shared one follows the average amplitude, and amplitudes are U(0.5, 3)"
         ),
         result_pages.Reason(
-            "FedMGP-avg: MSE",
-            "averages of variational parameters still fall after so many rounds, with every rate tried; the exact sum "
-            "of the same model is there after 60",
+            "FedMGP-avg.*: MSE",
+            "after a thousand rounds of twenty steps errors of averages still fall, with rates of 0.01, 0.03 and 0.1; "
+            "exact sums of the same model are there after 60 rounds",
         ),
     ),
 )
