@@ -236,10 +236,9 @@ class SiteSession:
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
-        if drawing.taken and self._carry.masks is None and self.algorithm.budget is None:
-            taken = min(drawing.taken) // self.configuration.rows_of_a_person()
-            together = self._silent or self.algorithm.exchange.additive
-            self._rows.check_taken(gathered.ids, together, taken)
+        taken = self._taken(drawing)
+        if taken is not None and self._carry.masks is None and self.algorithm.budget is None:
+            self._rows.check_taken(gathered.ids, self._silent or self.algorithm.exchange.additive, taken)
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
@@ -248,7 +247,7 @@ class SiteSession:
         if self._lasting:
             self.versions.put(number, self.clients.state_dict())
         self._version = number
-        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids)
+        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids, taken)
         everybody = len(gathered.ids) == self._count
         tensors = {"ids": None if everybody else gathered.ids, "info": info, "partial": gathered.partial}
         refused = {str(client): field for client, field in gathered.refused.items()}
@@ -388,17 +387,21 @@ class SiteSession:
             clients = [self.names[client - self.first] for client in ids.tolist()]
             self._past.cohorts.add(key, clients, self.names, self._rows.named, self._rows.least)
 
-    def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, joined where no client may be told from others.
+    def _taken(self, drawing: Turn) -> int | None:
+        """Return how many rows, or persons, each client has taken in a round at least; None for all of its own."""
+        return max(1, min(drawing.taken) // self.configuration.rows_of_a_person()) if drawing.taken else None
+
+    def _told_of(self, info: dict[str, Tensor], ids: Tensor, taken: int | None) -> dict[str, Tensor]:
+        """Return clients' diagnostics `(M,)`, joined where one is of few rows, which a client has or has taken.
 
         Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
         told of all clients only, NaN of others.
         """
-        if len(self._rows.few(ids)) == 0:
+        if len(self._rows.few(ids, taken)) == 0:
             return info
         if self._silent and len(ids) < self._count:
             return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
-        return self._rows.joined(info, ids)
+        return self._rows.joined(info, ids, taken)
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""

@@ -1,0 +1,100 @@
+"""A server that chooses starts, cohorts, keys and settings reads single rows out of batches; a site holds them back.
+
+Wards of a hundred people have three numbers below a hundred each, and a bit. At weights of 2, 2 · 128 and 2 · 128² the
+predictor of a row is all three at once, so that what is of one row tells the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.loopback import Clock, Loopback
+from support.sites import offers
+from torch import Tensor
+
+import fedtorch as ft
+from fedtorch.sites import Policy, Remote
+from fedtorch.sites.rounds import sites as meeting
+from fedtorch.sites.rounds._behind import Behind
+
+WARDS, ROWS = 11, 97
+DRAWS = torch.Generator().manual_seed(1)
+PEOPLE = [
+    (
+        torch.randint(0, 100, (ROWS, 3), generator=DRAWS).double(),
+        torch.randint(0, 2, (ROWS, 1), generator=DRAWS).double(),
+    )
+    for _ in range(WARDS)
+]
+WEIGHT = 2 * torch.tensor([[1.0, 128.0, 128.0**2]], dtype=torch.float64)
+ZERO = torch.zeros(1, dtype=torch.float64)
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch: pytest.MonkeyPatch, same_secret: None) -> None:
+    monkeypatch.setattr(meeting, "time", Clock)
+
+
+def linear() -> torch.nn.Linear:
+    return torch.nn.Linear(3, 1, dtype=torch.float64)
+
+
+def averaging(batch_size: int = 1, steps: int = 1) -> ft.Algorithm:
+    solver = ft.gradient_descent(
+        linear(), steps=steps, batch_size=batch_size, loss=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    )  # fmt: skip
+    return ft.fedavg(solver, weight=lambda data: torch.ones_like(data.count))
+
+
+class Asked:
+    """A site of some wards, which a server asks."""
+
+    def __init__(self, make: Callable[..., ft.Algorithm] = averaging, wards: int = WARDS) -> None:
+        self.make = make
+        self.data = ft.data.from_tensors(PEOPLE[:wards], names=[f"ward {k:02}" for k in range(wards)])
+        self.host = Loopback(offers(self.data, make, sites=1, policy=Policy()), None)
+
+    def step(self, start: Any = None, cohort: list[int] | None = None, seed: int = 0, **settings: Any) -> Any:
+        """Return a run after one round, from a start."""
+        remote = Remote(self.host, ["a"], "it", settings, rows=self.data.rows, quorum=1.0, seconds=0.05)
+        run = ft.Run(self.make(**settings), remote, start, cohort=cohort, seed=seed)
+        run.step()
+        return run
+
+
+def is_of(ward: int, row: Tensor, bit: float) -> bool:
+    """Whether a ward has such a person."""
+    x, y = PEOPLE[ward]
+    return bool(((x == row).all(1) & (y[:, 0] == bit)).any())
+
+
+# -- losses of few rows ------------------------------------------------------------------------------------------------
+
+
+def read_from_losses() -> int:
+    """How many of ten losses are those of a person, whose three numbers and bit they tell."""
+    losses = Asked().step({"weight": WEIGHT, "bias": ZERO}, list(range(10))).last.info["loss"].nan_to_num()
+    found = 0
+    for ward, loss in enumerate(losses.tolist()):
+        value = round(loss**0.5)
+        bit = value % 2
+        number = (value + bit) // 2
+        found += is_of(ward, torch.tensor([number % 128, number // 128 % 128, number // 128**2]).double(), bit)
+    return found
+
+
+def test_losses_of_batches_of_one_row_are_told_as_one_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_from_losses() == 0
+    few = Behind.few
+    monkeypatch.setattr(Behind, "few", lambda rows, ids, taken=None: few(rows, ids))
+    assert read_from_losses() == 10
+
+
+def test_losses_of_enough_rows_are_told_as_they_are() -> None:
+    told = Asked().step(batch_size=10).last.info["loss"]
+    assert len(told.unique()) == WARDS
+    assert len(Asked().step(batch_size=9).last.info["loss"].unique()) == 1
