@@ -148,7 +148,7 @@ class Watch:
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuse an algorithm that would break the policy whatever is asked of it."""
         budget = algorithm.budget
-        if self.policy.epsilon is not None and not (budget is not None and self._counts(budget)):
+        if self.policy.epsilon is not None and not self.counts(budget):
             raise Refusal(
                 "the site wants noise that it adds itself, with a ledger in a file, such as that of "
                 "privacy.example_level(..., ledger=path), and the algorithm has none; what a server adds does not "
@@ -215,8 +215,10 @@ class Watch:
                 f"Policy(refusals=), or begin to count anew without {self._failed.file}"
             )
 
-    def _counts(self, budget: Budget) -> bool:
+    def counts(self, budget: Budget | None) -> bool:
         """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
+        if budget is None:
+            return False
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
 
 

@@ -237,7 +237,7 @@ class SiteSession:
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
         taken = self._taken(drawing)
-        if taken is not None and self._carry.masks is None and self.algorithm.budget is None:
+        if taken is not None and self._carry.masks is None and not self.watch.counts(self.algorithm.budget):
             self._rows.check_taken(gathered.ids, self._silent or self.algorithm.exchange.additive, taken)
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)

@@ -6,7 +6,9 @@ predictor of a row is all three at once, so that what is of one row tells the ro
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,10 @@ import fedtorch as ft
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import sites as meeting
 from fedtorch.sites.rounds._behind import Behind
+from fedtorch.sites.rounds.policy import Watch
+from fedtorch.trust import privacy
+from fedtorch.trust.privacy.accounting.spending import Spending
+from fedtorch.trust.privacy.mechanisms import clients
 
 WARDS, ROWS = 11, 97
 DRAWS = torch.Generator().manual_seed(1)
@@ -98,3 +104,41 @@ def test_losses_of_enough_rows_are_told_as_they_are() -> None:
     told = Asked().step(batch_size=10).last.info["loss"]
     assert len(told.unique()) == WARDS
     assert len(Asked().step(batch_size=9).last.info["loss"].unique()) == 1
+
+
+# -- noise that is not the site's --------------------------------------------------------------------------------------
+
+
+def noised_by_the_server(batch_size: int = 1) -> ft.Algorithm:
+    return averaging(batch_size) | privacy.client_level(clip=1e3, noise=4.0, delta=1e-3)
+
+
+def read_from_a_step() -> int:
+    """How many of five steps of one ward are those of a person; the server does not add the noise that it says."""
+    asked, found = Asked(noised_by_the_server, wards=1), 0
+    for seed in range(5):
+        server = asked.step({"weight": torch.zeros(1, 3).double(), "bias": ZERO - 1}, seed=seed).server
+        slope = server["bias"] + 1  # 1 + y
+        found += is_of(0, (server["weight"] / slope)[0].round(), float(slope.round()) - 1)
+    return found
+
+
+def test_noise_of_the_server_lets_no_batches_of_one_row_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Spending, "noise", lambda budget, phase, scales: torch.zeros_like(scales))
+    monkeypatch.setattr(clients, "on_grid", lambda noised, scales: noised)
+    with pytest.raises(RuntimeError, match="a round's batches have as few as 1 of a client"):
+        read_from_a_step()
+    Asked(noised_by_the_server, wards=1).step(batch_size=10)
+    monkeypatch.setattr(Watch, "counts", lambda watch, budget: budget is not None)
+    assert read_from_a_step() == 5
+
+
+def test_noise_of_the_site_does_and_not_such_as_the_server_can_compute(tmp_path: Path) -> None:
+    def noised(entropy: bool) -> ft.Algorithm:
+        more = {} if entropy else {"entropy": privacy.from_seed(1)}
+        ledger = tmp_path / f"{secrets.token_hex(4)}.jsonl"
+        return averaging() | privacy.local_level(clip=1.0, noise=4.0, delta=1e-3, ledger=ledger, **more)
+
+    assert Asked(lambda: noised(True), wards=1).step().number == 1
+    with pytest.raises(RuntimeError, match="a round's batches have as few as 1 of a client"):
+        Asked(lambda: noised(False), wards=1).step()
