@@ -49,9 +49,10 @@ class SiteSession:
     """A site's part in a run, from the server's `begin`.
 
     Where the site's policy has a minimum above one, its clients draw by keys that its secret makes of all that is
-    asked: the server's key, the settings of the algorithm, and the tensors that are sent. By the server's key alone a
-    batch would be a sum over rows that the server knows; and were the settings or the tensors not in it, two batches
-    that differ by a row, or the same few rows at start after start, could be asked for. Draws are each client's own,
+    asked: the server's key, the settings of the algorithm, the tensors that are sent, which clients are asked, and the
+    states that they are in. By the server's key alone a batch would be a sum over rows that the server knows; and were
+    the others not in it, two sums that differ by a row, or by a client's batch, or the same few rows at start after
+    start, could be asked for. Draws are each client's own,
     by its name: nothing that sites must have in common, such as cohorts, faults, or what sums under masks are called,
     is drawn here.
 
@@ -214,7 +215,7 @@ class SiteSession:
         self._silent = self._few and self._sends_nothing(inboxes, turn)
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
-        drawing = turn.with_key(lambda: self._key("a round", turn.key, tree.map(_once, inboxes.inbox), turn.round))
+        drawing = turn.with_key(lambda: self._key_of_round(turn, inboxes, lost))
         self.watch.before(self.algorithm, drawing, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
         gathered = self._gathered(inboxes, cohort, drawing, lost)
@@ -286,6 +287,25 @@ class SiteSession:
         settings = {"about": about, "settings": self._settings}
         return self._secret.key(purpose, wire.encode({"key": key, "sent": sent}, settings))
 
+    def _key_of_round(self, turn: Turn, inboxes: frames.Inboxes, lost: Tensor | None) -> Tensor:
+        """Return the key of the draws of a round, another for every set of clients whose messages count.
+
+        Were it the same for two sets, their sums would differ by the batch of a client. Nor may it be for two states
+        of a client: what it makes of the same few rows at many states tells of these rows.
+        """
+        ids = self._counted(inboxes.ids, lost)
+        sent = {
+            "inbox": tree.map(_once, inboxes.inbox),
+            "states": self.clients.table.read(ids),
+            "names": self._names[ids],  # that the server has given them
+        }
+        clients = [self.names[client - self.first] for client in ids.tolist()]
+        return self._key("a round", turn.key, sent, {"round": turn.round, "clients": clients})
+
+    def _counted(self, ids: Tensor, lost: Tensor | None) -> Tensor:
+        """Return those of the clients that were asked whose messages count."""
+        return ids if lost is None else ids[~torch.isin(ids, lost)]
+
     def _gathered(self, inboxes: frames.Inboxes, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
         """Return what clients answer; under masks all of them as failed where anything fails, whatever it is."""
         try:
@@ -298,7 +318,7 @@ class SiteSession:
 
     def _chance(self, inboxes: frames.Inboxes, lost: Tensor | None, turn: Turn) -> Gathered:
         """Return a round of all clients that were asked, whose messages are in no sum: it is chance."""
-        ids = inboxes.ids if lost is None else inboxes.ids[~torch.isin(inboxes.ids, lost)]
+        ids = self._counted(inboxes.ids, lost)
         nobody = self.clients.reply(self.clients.empty_block(), inboxes, turn).message
         return Gathered(RowsOf(ids[:0], nobody), [], ids, {}, 0, 0, {}, {}, None)
 
@@ -361,7 +381,7 @@ class SiteSession:
 
     def _wait(self, ids: Tensor, lost: Tensor | None) -> Tensor | None:
         """Return the clients whose messages do not count, those among them that wait for others to tell with."""
-        asked = ids if lost is None else ids[~torch.isin(ids, lost)]
+        asked = self._counted(ids, lost)
         first = self._first(asked)
         if len(first) == len(asked):  # then there is nobody else who could answer
             self._rows.check_first(first)
@@ -462,7 +482,8 @@ class SiteSession:
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         about = {"question": kind.name, "about": dict(frame.names("about"))}
-        own = {name: self._key("a question", sent[name], sent, about) for name in sent if is_key(name)}
+        of_all = {"sent": sent, "states": self.clients.table.read(inboxes.ids), "names": self._names[inboxes.ids]}
+        own = {name: self._key("a question", sent[name], of_all, about) for name in sent if is_key(name)}
         sent = {**sent, **own}
         return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
 
@@ -523,6 +544,6 @@ class SiteSession:
 
 
 def _once(leaf: Tensor) -> Tensor:
-    """Return clients' values `(K, ...)`, those that all have in common once, whoever else is asked."""
+    """Return clients' values `(K, ...)`, those that all have in common once."""
     same = len(leaf) > 0 and (leaf.stride(0) == 0 or torch.equal(leaf, leaf[:1].expand_as(leaf)))
     return leaf[:1] if same else leaf

@@ -22,6 +22,7 @@ from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import sites as meeting
 from fedtorch.sites.rounds._behind import Behind
 from fedtorch.sites.rounds.policy import Watch
+from fedtorch.sites.rounds.session import SiteSession
 from fedtorch.trust import privacy
 from fedtorch.trust.privacy.accounting.spending import Spending
 from fedtorch.trust.privacy.mechanisms import clients
@@ -142,3 +143,78 @@ def test_noise_of_the_site_does_and_not_such_as_the_server_can_compute(tmp_path:
     assert Asked(lambda: noised(True), wards=1).step().number == 1
     with pytest.raises(RuntimeError, match="a round's batches have as few as 1 of a client"):
         Asked(lambda: noised(False), wards=1).step()
+
+
+# -- what draws follow from --------------------------------------------------------------------------------------------
+
+
+def read_from_two_cohorts() -> int:
+    """How many of five times two sums, of all wards but one and of all, differ by a step on a person of that ward."""
+    asked, found = Asked(), 0
+    start = {"weight": torch.zeros(1, 3).double(), "bias": ZERO - 1}
+    for seed in range(5):
+        sums = []
+        for cohort in (list(range(10)), list(range(11))):
+            server = asked.step(start, cohort, seed).server
+            sums.append([len(cohort) * (server[name] - start[name]) for name in ("weight", "bias")])
+        weight, slope = (all_of_them - others for others, all_of_them in zip(*sums))
+        found += is_of(10, (weight / slope)[0].round(), float(slope.round()) - 1)
+    return found
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have the keys of a site follow from less than all that is asked."""
+    key = SiteSession._key
+
+    def without(site: SiteSession, purpose: str, of_server: Tensor, sent: Any, about: Any) -> Tensor:
+        left = [{name: value for name, value in part.items() if name not in names} for part in (sent, about)]
+        return key(site, purpose, of_server, *left)
+
+    monkeypatch.setattr(SiteSession, "_key", without)
+
+
+def test_two_cohorts_do_not_differ_by_a_batch_of_one_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_from_two_cohorts() == 0
+    forget(monkeypatch, "clients", "names", "states")
+    assert read_from_two_cohorts() == 5
+
+
+def test_clients_whose_messages_are_lost_are_not_in_the_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a server would ask all, and say of one that its message is lost."""
+    keys, key = set[int](), SiteSession._key
+
+    def noted(*arguments: Any) -> Tensor:
+        keys.add(int(made := key(*arguments)))
+        return made
+
+    monkeypatch.setattr(SiteSession, "_key", noted)
+    asked = Asked()
+    for lost in ([], [10], [9]):
+        remote = Remote(asked.host, ["a"], "it", rows=asked.data.rows, quorum=1.0, seconds=0.05)
+        run = ft.Run(averaging(), remote, {"weight": WEIGHT, "bias": ZERO})
+        run.clients.step(run.outbox, None, ft.Turn(ft.random.key(0), 0), torch.tensor(lost) if lost else None)
+    assert len(keys) == 3
+
+
+def personal() -> ft.Algorithm:
+    """The bias is each ward's own, from a start that the server sends when a run begins."""
+    solver = ft.gradient_descent(
+        linear(), steps=1, batch_size=10, loss=torch.nn.functional.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+    )  # fmt: skip
+    return ft.personal_layers(solver, ["bias"])
+
+
+def bend_over_states() -> float:
+    """How far the steps of the shared weight from one start are from a line over three personal starts."""
+    asked, told = Asked(personal, wards=1), []
+    for bias in (0.0, 1.0, 2.0):
+        told.append(asked.step({"weight": torch.zeros(1, 3).double(), "bias": ZERO + bias}).server["weight"])
+    return float((told[0] - 2 * told[1] + told[2]).abs().max())
+
+
+def test_other_states_have_other_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same rows, the gradient of squares is a line in the bias."""
+    assert bend_over_states() > 1.0
+    forget(monkeypatch, "states")
+    assert bend_over_states() < 1e-9
