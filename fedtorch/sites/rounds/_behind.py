@@ -156,22 +156,18 @@ class Behind:
                 f"first round; {_ALLOWED}"
             )
 
-    def joined(self, info: dict[str, Tensor], ids: Tensor, taken: int | None = None) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, their means in the place of each; NaN where few rows have a value.
+    def joined(self, values: Tensor, ids: Tensor, taken: int | None = None) -> Tensor:
+        """Return a diagnostic of clients `(M,)`, the mean in the place of each; NaN where few rows have a value.
 
         Args:
-            info: by name.
+            values: of each client.
             ids: of the clients `(M,)`.
             taken: rows of each that are in its own value at least, see `check_taken`; None for all that it has.
         """
-
-        def mean(values: Tensor) -> Tensor:
-            there = ids[~values.isnan()]
-            enough = self.is_enough(there) and (taken is None or self._together(there, taken) >= self.least)
-            one = values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)
-            return one.expand(len(values))
-
-        return {name: mean(values).clone() for name, values in info.items()}
+        there = ids[~values.isnan()]
+        enough = self.is_enough(there) and (taken is None or self._together(there, taken) >= self.least)
+        one = values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)
+        return one.expand(len(values)).clone()
 
     def note(self, what: str, ids: Tensor, why: str = "") -> None:
         """Write to the site's own log, by name, which clients have too few rows, or what else is with them."""

@@ -248,7 +248,7 @@ class SiteSession:
         if self._lasting:
             self.versions.put(number, self.clients.state_dict())
         self._version = number
-        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids, taken)
+        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids, drawing)
         everybody = len(gathered.ids) == self._count
         tensors = {"ids": None if everybody else gathered.ids, "info": info, "partial": gathered.partial}
         refused = {str(client): field for client, field in gathered.refused.items()}
@@ -407,21 +407,32 @@ class SiteSession:
             clients = [self.names[client - self.first] for client in ids.tolist()]
             self._past.cohorts.add(key, clients, self.names, self._rows.named, self._rows.least)
 
-    def _taken(self, drawing: Turn) -> int | None:
-        """Return how many rows, or persons, each client has taken in a round at least; None for all of its own."""
-        return max(1, min(drawing.taken) // self.configuration.rows_of_a_person()) if drawing.taken else None
+    def _taken(self, drawing: Turn, name: str = "") -> int | None:
+        """Return how many rows, or persons, each client has taken in a round at least; None for all of its own.
 
-    def _told_of(self, info: dict[str, Tensor], ids: Tensor, taken: int | None) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, joined where one is of few rows, which a client has or has taken.
+        Args:
+            drawing: in the round.
+            name: of what it tells beside its message, which may be of fewer.
+        """
+        taken = [drawing.taken[each] for each in {"", name} & drawing.taken.keys()]
+        return max(1, min(taken) // self.configuration.rows_of_a_person()) if taken else None
+
+    def _told_of(self, info: dict[str, Tensor], ids: Tensor, drawing: Turn) -> dict[str, Tensor]:
+        """Return clients' diagnostics `(M,)`, joined where one is of few rows, of those that a client has and takes.
 
         Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
         told of all clients only, NaN of others.
         """
-        if len(self._rows.few(ids, taken)) == 0:
-            return info
-        if self._silent and len(ids) < self._count:
-            return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
-        return self._rows.joined(info, ids, taken)
+        told = {}
+        for name, values in info.items():
+            taken = self._taken(drawing, name)
+            if len(self._rows.few(ids, taken)) == 0:
+                told[name] = values
+            elif self._silent and len(ids) < self._count:
+                told[name] = torch.full_like(values, torch.nan)
+            else:
+                told[name] = self._rows.joined(values, ids, taken)
+        return told
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""

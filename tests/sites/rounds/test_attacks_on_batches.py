@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import lightning
 import pytest
 import torch
 from support.loopback import Clock, Loopback
@@ -218,3 +219,52 @@ def test_other_states_have_other_batches(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bend_over_states() > 1.0
     forget(monkeypatch, "states")
     assert bend_over_states() < 1e-9
+
+
+# -- what is logged of a batch -----------------------------------------------------------------------------------------
+
+
+class Logs(lightning.LightningModule):
+    """Logs its loss in every step, of which the last is told, and the mean over steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = linear()
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        loss = torch.nn.functional.mse_loss(self.linear(batch[0]), batch[1])
+        self.log("train", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-12)
+
+
+def logging(kind: str, batch_size: int = 32) -> ft.Algorithm:
+    """Of 97 rows the last batch of 32 has one."""
+    if kind == "descent":
+        return ft.fedavg(ft.gradient_descent(Logs(), epochs=1, batch_size=batch_size))
+    silent = dict.fromkeys(("enable_progress_bar", "logger", "enable_model_summary", "enable_checkpointing"), False)
+    return ft.fedavg(ft.lightning_fit(Logs(), max_epochs=1, batch_size=batch_size, **silent))
+
+
+def told_of_last(kind: str, **settings: Any) -> tuple[bool, dict[str, Tensor]]:
+    """Whether what a ward logs last is the loss of a person; and all that is logged."""
+    asked = Asked(logging, wards=2)
+    start = {"linear.weight": WEIGHT, "linear.bias": ZERO}
+    info = asked.step(start, kind=kind, **settings).last.info
+    x, y = PEOPLE[0]
+    return bool((((x @ WEIGHT.T - y).square() / info["train_step"][0] - 1).abs() < 1e-6).any()), info
+
+
+@pytest.mark.parametrize("kind", ["descent", "fit"])
+def test_what_is_logged_of_a_last_batch_of_one_row_is_not_told(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, info = told_of_last(kind)
+    assert not read
+    assert info["train_step"].isnan().all()
+    assert not info["loss"].isnan().any()
+    assert len(info["loss"].unique()) == 2
+    assert bool(info["train"].isnan().all()) == (kind == "fit")  # of a Trainer nobody knows which batches it is of
+    assert not told_of_last(kind, batch_size=43)[1]["train_step"].isnan().any()  # the last has eleven
+    monkeypatch.setattr(SiteSession, "_taken", lambda site, drawing, name="": drawing.taken.get(""))
+    assert told_of_last(kind)[0]
