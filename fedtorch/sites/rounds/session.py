@@ -223,16 +223,19 @@ class SiteSession:
             self._noted = set(self.clients.noted)
             reply = Reply(gathered.message, None, dict.fromkeys(self.clients.noted, torch.empty(0)))
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
-        unfit = {**gathered.failed, **gathered.refused}
+        unfit, spent = {**gathered.failed, **gathered.refused}, self._is_spent
         if unfit and (self._adds or self._carry.masks is not None):
             why = f"fail, or their messages are not finite: {next(iter(unfit.values()))}"
             self._rows.note("no sum", torch.tensor(list(unfit)), why)
-            self.watch.failed()
+            self.watch.failed(hidden=self._carry.masks is not None)
             if self._carry.masks is None:
                 raise Refusal(
                     "the site adds up clients with few rows, and not every message is finite; its own log says whose; "
                     "take smaller steps or another start, or leave out clients whose rows are at fault"
                 )
+        if spent:
+            _LOG.warning("so many rounds under masks have failed here that they are chance: see Policy(refusals=)")
+        if spent or (unfit and self._carry.masks is not None):
             gathered = self._chance(inboxes, lost, turn)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
@@ -262,7 +265,7 @@ class SiteSession:
         elif len(gathered.ids):
             clients = [self.names[client - self.first] for client in gathered.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
-            found = Found(gathered.partial, not unfit, self._sent)
+            found = Found(gathered.partial, not (unfit or spent), self._sent)
             self._part = self._sum(number, name_of_sum(start, turn), blobs, found, guard)
             said = {"said": self._part.first()}
         elif step is not None:
@@ -335,7 +338,7 @@ class SiteSession:
         if self._part is None or self._part.number != number:
             version = self._version or FIRST
             guard = partial(self._past.of_total, Step(self.run, version, version))
-            found = Found(self.clients.told_here(), whole=True, largest=self._sent)
+            found = Found(self.clients.told_here(), whole=not self._is_spent, largest=self._sent)
             self._part = self._sum(number, b"", frame.blobs(), found, guard)
             self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
         return self._part.begun
@@ -367,6 +370,11 @@ class SiteSession:
         """Refuse an answer of clients with few rows; of sums under masks, which are of several sites, none is known."""
         if self._carry.masks is None and not self._silent:
             self._rows.check(ids, self.algorithm.exchange.additive)
+
+    @property
+    def _is_spent(self) -> bool:
+        """Return whether the site says chance under masks, as it has failed there too often."""
+        return self._carry.masks is not None and self.watch.is_spent()
 
     @property
     def _adds(self) -> bool:

@@ -91,6 +91,6 @@ def test_what_a_site_refuses_when_a_run_begins_is_counted(
         (tmp_path / "counted" / name / "sums.jsonl").unlink(missing_ok=True)
     again = Attack(tmp_path / "counted", make)  # the sites, started anew
     assert "2 rounds or questions have failed at the site" in again.begin(128)
-    monkeypatch.setattr(Watch, "failed", lambda watch: None)
+    monkeypatch.setattr(Watch, "failed", lambda watch, hidden=False: None)
     attack = Attack(tmp_path / "uncounted", make)
     assert attack.bisected() == attack.largest
