@@ -301,6 +301,7 @@ class Site:
 
     def _do(self, frame: Frame) -> bytes | None:
         if frame.kind == "agree":
+            self.watch.check_failed()
             answer = self._frame.answer(frame)
             self.configuration = self._frame.configuration
             return answer

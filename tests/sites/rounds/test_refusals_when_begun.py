@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
 import torch
 from support.certified import certified
@@ -16,7 +17,7 @@ from support.loopback import Clock, Loopback
 from support.sites import Carried, carry_of, offers
 
 import fedtorch as ft
-from fedtorch.sites import Policy, Remote, masked
+from fedtorch.sites import Policy, Remote, SiteConfiguration, agree, masked
 from fedtorch.sites.rounds import frames, sites as meeting
 from fedtorch.sites.rounds.policy import Watch
 
@@ -94,3 +95,19 @@ def test_what_a_site_refuses_when_a_run_begins_is_counted(
     monkeypatch.setattr(Watch, "failed", lambda watch, hidden=False: None)
     attack = Attack(tmp_path / "uncounted", make)
     assert attack.bisected() == attack.largest
+
+
+def test_a_site_that_has_failed_too_often_tells_nothing_of_its_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor anything else: histograms of columns were answered still."""
+    ages = 60 + 10 * torch.randn(200, generator=torch.Generator().manual_seed(0)).round().numpy()
+    frame = pandas.DataFrame({"ward": ["a", "b"] * 100, "age": ages, "y": [0.0, 1.0, 1.0, 0.0] * 50})
+    model = lambda design: ft.ep(ft.models.hierarchical.regression(design))
+    brought = SiteConfiguration.of_frame(frame, "ward", {"it": model}, policy=Policy(refusals=2))
+    host = Loopback({"a": brought}, None)
+    for _ in range(2):
+        host.sites["a"].watch.failed()
+    ask = lambda: agree(host, ["a"], "y ~ age + (1 | ward)", client="ward", seconds=0.05)
+    with pytest.raises(TimeoutError, match="2 rounds or questions have failed at the site"):
+        ask()
+    monkeypatch.setattr(Watch, "check_failed", lambda watch: None)
+    assert ask() is not None
