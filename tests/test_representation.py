@@ -85,6 +85,7 @@ def test_what_does_not_fit_is_cut() -> None:
 
 PACKAGES = ("fedtorch.vfl", "fedtorch.protocol", "fedtorch.sites.vertical")
 MODULES = (
+    "fedtorch.models.own_encoders",
     "fedtorch.data.datasets.hearts",
     "fedtorch.sites.secure.vertical",
     "fedtorch.trust.attacks.split",

@@ -23,8 +23,9 @@ class Turn:
         refused: ways of sharing steps that no client of the round takes, "padded" or "stacked": a solver has found that
             they are not what clients alone do, here or on another rank. Solvers add to it; it is one set for all
             blocks of the round.
-        taken: numbers of rows that some clients of the round take in place of all of theirs, as in some steps on
-            minibatches. Solvers add to it; it is one set for all blocks of the round.
+        taken: how many rows a client of the round takes at least, where it does not take all of its own, as in some
+            steps on minibatches; and by name, how many are in what it tells of one of its batches, such as the last.
+            The former is called "". Solvers add to it; it is one dictionary for all blocks of the round.
         names: `(K,)` the numbers of all clients' names, by which they draw, see `fedtorch.random.named`; None where
             these are the clients' ids.
 
@@ -43,11 +44,11 @@ class Turn:
         share: Tensor | Callable[[Tensor], Tensor] | None = None,
         refused: set[str] | None = None,
         names: Tensor | None = None,
-        taken: set[int] | None = None,
+        taken: dict[str, int] | None = None,
     ) -> None:
         self._key, self.round, self.rates, self.limit, self._share = key, round, rates, limit, share
         self.refused: set[str] = set() if refused is None else refused
-        self.taken: set[int] = set() if taken is None else taken
+        self.taken: dict[str, int] = {} if taken is None else taken
         self.names = names
 
     @property
@@ -79,11 +80,26 @@ class Turn:
         key = lambda: self.keys(ids()).to(device)
         return Turn(key, self.round, self.rates, self.limit, share, self.refused, taken=self.taken)
 
-    def takes(self, rows: Tensor, count: Tensor) -> None:
-        """Note how many rows clients take, at least, in place of those that they have, both `(K,)`."""
+    def takes(self, rows: Tensor, count: Tensor, name: str = "") -> None:
+        """Note how many rows clients take, or are in what they tell by a name, in place of those that they have.
+
+        Args:
+            rows: `(K,)` at least.
+            count: `(K,)` that they have.
+            name: of what they tell, as in `Reply.info`; "" for all that they send.
+
+        Example:
+            >>> import fedtorch as ft
+            >>> turn = ft.Turn(ft.random.key(0), round=0)
+            >>> turn.takes(torch.tensor([32, 9]), torch.tensor([97, 9]))
+            >>> turn.takes(torch.tensor([1, 9]), torch.tensor([97, 9]), "accuracy")
+            >>> turn.taken
+            {'': 32, 'accuracy': 1}
+        """
         some = rows[(rows > 0) & (rows < count)]
         if len(some):
-            self.taken.add(int(some.min()))
+            fewest = int(some.min())
+            self.taken[name] = min(fewest, self.taken.get(name, fewest))
 
     def keys(self, ids: Tensor) -> Tensor:
         """Return what clients with these ids draw with, `(M,)`, of a turn that is that of all."""

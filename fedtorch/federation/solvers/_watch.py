@@ -138,6 +138,7 @@ class Watch(L.Callback):
     Attributes:
         batches: taken so far.
         rows: of the batches of the first epoch.
+        least: rows of the smallest batch.
         refusal: what was raised here, because the module or its settings are at fault.
     """
 
@@ -151,7 +152,7 @@ class Watch(L.Callback):
     ) -> None:
         self.quadratic, self.round, self._examine = quadratic, round, examine
         self._stated, self._rates = stated, rates
-        self.batches = self.rows = 0
+        self.batches = self.rows = self.least = 0
         self._epoch: int | None = None  # the first
         self.refusal: Exception | None = None
         self.losses: list[Tensor] = []
@@ -225,8 +226,10 @@ class Watch(L.Callback):
         self._examine = None
         self.batches += 1
         self._epoch = trainer.current_epoch if self._epoch is None else self._epoch
+        rows = rows_in(batch)
+        self.least = min(self.least or rows, rows)
         if trainer.current_epoch == self._epoch:
-            self.rows += rows_in(batch)
+            self.rows += rows
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1:
             scale = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1

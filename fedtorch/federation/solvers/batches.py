@@ -109,6 +109,7 @@ class Batches:
         known: whether the steps are known before the first.
         alike: whether all clients have as many rows, so that all batches of a step are alike.
         longest: the most batches that a client has.
+        count: `(K,)` rows of each client.
     """
 
     known = True
@@ -127,6 +128,7 @@ class Batches:
         padded: bool = False,
     ) -> None:
         self._rows, self._count, self._padded = rows, count, padded
+        self.count = count
         least, most = (int(each) for each in count.aminmax()) if len(count) else (0, 0)
         self._most, self._even = most, least == most
         self.alike = self._even and share is None

@@ -422,7 +422,7 @@ class _Stack:
     ) -> None:
         self.device = device = next(iter(start.values())).device
         descent.move(device)
-        self.descent, self.state, self.batches = descent, state, batches
+        self.descent, self.state, self.batches, self.turn = descent, state, batches, turn
         self.keys = StepKeys(lambda: random.fold_in(turn.key, MODULE))
         contiguous = lambda leaf: leaf.detach().clone(memory_format=torch.contiguous_format)
         tensors = tree.map(contiguous, descent.tensors({n: start[n] for n in descent.parameters}, state))
@@ -495,6 +495,8 @@ class _Stack:
         loss.unchanged.check()
         self._finish(torch.ones_like(self.here, dtype=torch.bool))
         tensors, kept = self.finished
+        for name, rows in seen.of_batches().items():
+            self.turn.takes(rows, batches.count, name)
         lr_sum = own_rates if self.by_client else torch.tensor(rates, dtype=torch.float64).cumsum(0)[total]
         return self._local(tensors, kept, lr_sum, seen.reduced())
 

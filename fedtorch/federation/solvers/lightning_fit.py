@@ -301,7 +301,11 @@ class _Fit:
             watch = Watch(quadratic, turn.round, examine, data.steps(client) if loaded else None, turn.rates)
             with named(client, watch) if loaded else nullcontext():
                 fitted = self._fit(tensors, watch, given, device, turn.limit, arguments)
-        turn.takes(torch.tensor([watch.rows]), data.count[client : client + 1].cpu())
+        count = data.count[client : client + 1].cpu()
+        turn.takes(torch.tensor([watch.rows]), count)
+        of_all = {"loss"} if 0 < watch.batches == len(watch.losses) else set()
+        for name in fitted.info.keys() - of_all:  # a Trainer does not say of which batches the others are
+            turn.takes(torch.tensor([watch.least]), count, name)
         return fitted
 
     def _refuse_kept(self, fitted: _Fitted, again: _Fitted) -> None:

@@ -545,6 +545,7 @@ class RoundLogs:
         self._loss, self._clients, self._everywhere = loss, clients, everywhere
         self._numbers: dict[str, list[tuple[int, Tensor, Tensor]]] = {}
         self._metrics = RoundMetrics(clients) if loss.objective.metrics.recorders else None
+        self._sizes: list[Tensor] = []  # (K,) rows of each step
 
     def add(self, step: int, result: StepResult, batch: Step, here: Tensor) -> None:
         """Take in the numbers of one step, and the arguments of metrics, of clients at places `here` `(M,)`."""
@@ -553,6 +554,7 @@ class RoundLogs:
             part if everybody else part.new_zeros(self._clients).index_copy_(0, here.to(part.device), part)
         )
         rows = whole(batch.size)
+        self._sizes.append(rows)
         for name, value in {**result.logs, "loss": result.losses}.items():
             sizes = rows
             if name in result.unlogged:
@@ -570,6 +572,27 @@ class RoundLogs:
             return numbers
         device = next(iter(numbers.values())).device
         return {**numbers, **{name: value.to(device) for name, value in self._metrics.values().items()}}
+
+    def of_batches(self) -> dict[str, Tensor]:
+        """Return the rows of each client's smallest batch `(K,)`, by the names of what may be of a single batch.
+
+        That is what is reduced to the last batch, the least or the largest, and what is not logged in every step.
+        """
+        numbers = {name for name, logged in self._numbers.items() if self._is_of_batch(name, logged)}
+        names = numbers | (set() if self._metrics is None else self._metrics.of_batches(len(self._sizes)))
+        if not names:
+            return {}
+        sizes = torch.stack(self._sizes)
+        largest = torch.iinfo(sizes.dtype).max
+        least = torch.where(sizes > 0, sizes, largest).amin(0).cpu()
+        return dict.fromkeys(sorted(names), torch.where(least == largest, 0, least))
+
+    def _is_of_batch(self, name: str, logged: Sequence[tuple[int, Tensor, Tensor]]) -> bool:
+        reduction = self._loss.objective.reductions.get(name) or Reduction()
+        apart = len(logged) < len(self._sizes) or any(
+            sizes is not rows for (*_, sizes), rows in zip(logged, self._sizes)
+        )
+        return apart or not reduction.of_all
 
     def _number(self, name: str) -> Tensor:
         steps, logged, sizes = zip(*self._numbers[name])

@@ -54,6 +54,11 @@ class Reduction(NamedTuple):
         reduced = reduced if reduced.is_floating_point() or reduced.is_complex() else reduced.double()
         return torch.where(there.any(0), reduced, torch.nan)
 
+    @property
+    def of_all(self) -> bool:
+        """Return whether every step is in it."""
+        return self.name in ("mean", "sum")
+
     def _of(self, values: Tensor, sizes: Tensor, there: Tensor) -> Tensor:
         if self.name == "last":
             steps = 1 + torch.arange(len(values), device=values.device)[:, None]
@@ -455,18 +460,30 @@ class RoundMetrics:
                 batch = BatchCall(call, [tensor for tensor, _ in pairs], [cut for _, cut in pairs], own)
                 self._batches.setdefault((recorder, number), []).append((step, batch, logged))
 
+    def of_batches(self, steps: int) -> set[str]:
+        """Return the names of what may be of a single batch of a round of so many steps."""
+        return {name for name, logged in self._logged.items() if not self._is_of_all(logged, steps)}
+
+    def _is_of_all(self, logged: MetricValue, steps: int) -> bool:
+        if logged.call is not None and not logged.reduction.of_all:
+            return False
+        return len({step for step, *_ in self._found(logged)}) == steps
+
     def values(self) -> dict[str, Tensor]:
         """Return what the module has logged of its metrics, `(K,)` each in float64."""
         return {name: self._value(name, logged) for name, logged in self._logged.items() if self._batches}
 
-    def _value(self, name: str, logged: MetricValue) -> Tensor:
-        found = [
+    def _found(self, logged: MetricValue) -> list[tuple[int, BatchCall, dict[str, MetricValue]]]:
+        """Return the calls that a value is of."""
+        return [
             each
             for (recorder, number), batches in self._batches.items()
             if recorder is logged.recorder and logged.call in (None, number)
             for each in batches
         ]
-        ordered = sorted(found, key=lambda each: each[0])
+
+    def _value(self, name: str, logged: MetricValue) -> Tensor:
+        ordered = sorted(self._found(logged), key=lambda each: each[0])
         batches = [batch for _, batch, _ in ordered]
         if not batches:
             return torch.full((self._clients,), torch.nan, dtype=torch.float64)

@@ -66,10 +66,22 @@ class Behind:
         """Return whether a sum of some clients may leave."""
         return not 0 < self.all(ids) < self.least
 
-    def few(self, ids: Tensor) -> Tensor:
-        """Return those of some clients of which no number of their own may leave."""
-        rows = self.each(ids)
+    def few(self, ids: Tensor, taken: int | None = None) -> Tensor:
+        """Return those of some clients of which no number of their own may leave; see `check_taken` for `taken`."""
+        rows = self._of(ids, taken)
         return ids[(rows > 0) & (rows < self.least)]
+
+    def _of(self, ids: Tensor, taken: int | None) -> Tensor:
+        """Return how many rows of each of some clients are in a number of its own `(M,)`."""
+        return self.each(ids) if taken is None else self.each(ids).clamp(max=taken)
+
+    def _together(self, ids: Tensor, taken: int) -> int:
+        """Return how many rows are surely in a number of some clients that have taken so many of theirs.
+
+        Where persons count, those of one client are not added to those of another, who may be the same.
+        """
+        each = self._of(ids, taken)
+        return 0 if len(each) == 0 else int(each.sum() if self._persons is None else each.max())
 
     @property
     def everybody(self) -> Tensor:
@@ -125,12 +137,10 @@ class Behind:
         Args:
             ids: theirs `(M,)`.
             additive: whether their sum leaves the site.
-            taken: rows that each has taken at least; with persons, persons that so many rows are of at least. Where
-                persons count, those of one client are not added to those of another, who may be the same.
+            taken: rows that each has taken at least; with persons, persons that so many rows are of at least.
         """
-        each = self.each(ids).clamp(max=taken)
-        together = each[:0].sum() if len(each) == 0 else each.sum() if self._persons is None else each.max()
-        if bool(((each if not additive else together) < self.least).any()) and bool((each > 0).any()):
+        few = self._together(ids, taken) < self.least if additive else len(self.few(ids, taken)) > 0
+        if few and bool((self._of(ids, taken) > 0).any()):
             raise Refusal(
                 f"the site answers with numbers of at least {self.least} {self._what}, and a round's batches have as "
                 f"few as {taken} of a client; take larger batches, more steps, or epochs; {_ALLOWED}"
@@ -146,15 +156,18 @@ class Behind:
                 f"first round; {_ALLOWED}"
             )
 
-    def joined(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, their means in the place of each; NaN where few rows have a value."""
+    def joined(self, values: Tensor, ids: Tensor, taken: int | None = None) -> Tensor:
+        """Return a diagnostic of clients `(M,)`, the mean in the place of each; NaN where few rows have a value.
 
-        def mean(values: Tensor) -> Tensor:
-            enough = self.is_enough(ids[~values.isnan()])
-            one = values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)
-            return one.expand(len(values))
-
-        return {name: mean(values).clone() for name, values in info.items()}
+        Args:
+            values: of each client.
+            ids: of the clients `(M,)`.
+            taken: rows of each that are in its own value at least, see `check_taken`; None for all that it has.
+        """
+        there = ids[~values.isnan()]
+        enough = self.is_enough(there) and (taken is None or self._together(there, taken) >= self.least)
+        one = values.nanmean() if enough else torch.full_like(values[:1].sum(), torch.nan)
+        return one.expand(len(values)).clone()
 
     def note(self, what: str, ids: Tensor, why: str = "") -> None:
         """Write to the site's own log, by name, which clients have too few rows, or what else is with them."""

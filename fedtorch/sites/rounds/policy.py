@@ -53,7 +53,7 @@ class Policy(NamedTuple):
     designs: int = 100  # by which rows of a frame are made, in all
     after_fit: tuple[str, ...] = ()  # what is told of a fit: "effects", "densities", "margins", "checks"
     draws: int = 1000  # of a model, in a question for "densities", "margins" or "checks", told as sums over rows
-    refusals: int = 10  # of rounds and questions that fail by what is in rows, in all; then nothing more is answered
+    refusals: int = 10  # that fail by what is in rows, in all; then nothing more is answered, under masks by chance
     person: str | None = None  # a frame's column whose distinct values count for `minimum` in place of rows
 
     def described(self) -> dict[str, Any]:
@@ -143,12 +143,12 @@ class Watch:
         self.policy = policy
         folders = [each for each in (folder, beside) if each is not None]
         self._rounds = _Count("rounds.json", folders if policy.rounds is not None else [])
-        self._failed = _Count("refusals.json", folders)
+        self._failed, self._lost = _Count("refusals.json", folders), _Count("lost.json", folders)
 
     def begin(self, algorithm: Algorithm, clients: int) -> None:
         """Refuse an algorithm that would break the policy whatever is asked of it."""
         budget = algorithm.budget
-        if self.policy.epsilon is not None and not (budget is not None and self._counts(budget)):
+        if self.policy.epsilon is not None and not self.counts(budget):
             raise Refusal(
                 "the site wants noise that it adds itself, with a ledger in a file, such as that of "
                 "privacy.example_level(..., ledger=path), and the algorithm has none; what a server adds does not "
@@ -198,13 +198,23 @@ class Watch:
                 raise Refusal(f"the site has answered {rounds} round{many}, and does not answer more")
             self._rounds.add()
 
-    def failed(self) -> None:
-        """Count a round or a question that failed by what is in rows, before anybody hears of it."""
+    def failed(self, hidden: bool = False) -> None:
+        """Count a round or a question that failed by what is in rows, before anybody hears of it.
+
+        Args:
+            hidden: whether the server does not hear at which site, as under masks. These are counted apart, since a
+                site that refuses when it has had too many of them would say that they were its own.
+        """
+        count = self._lost if hidden else self._failed
         try:
-            with self._failed.locked():
-                self._failed.add()
+            with count.locked():
+                count.add()
         except OSError:
             _LOG.exception("a failure could not be written down; it counts as long as this process runs")
+
+    def is_spent(self) -> bool:
+        """Return whether so many rounds have failed of which the server does not know where that all are chance."""
+        return self._lost.read() >= max(1, self.policy.refusals)
 
     def check_failed(self) -> None:
         """Refuse to answer where so much has failed that it would tell more of rows."""
@@ -215,8 +225,10 @@ class Watch:
                 f"Policy(refusals=), or begin to count anew without {self._failed.file}"
             )
 
-    def _counts(self, budget: Budget) -> bool:
+    def counts(self, budget: Budget | None) -> bool:
         """Return whether noise is added where rows are, or by others that the site counts on, and is written down."""
+        if budget is None:
+            return False
         return budget.lasting and budget.quorum is not None and budget.quorum <= self.policy.honest
 
 

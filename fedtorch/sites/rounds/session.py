@@ -49,9 +49,10 @@ class SiteSession:
     """A site's part in a run, from the server's `begin`.
 
     Where the site's policy has a minimum above one, its clients draw by keys that its secret makes of all that is
-    asked: the server's key, the settings of the algorithm, and the tensors that are sent. By the server's key alone a
-    batch would be a sum over rows that the server knows; and were the settings or the tensors not in it, two batches
-    that differ by a row, or the same few rows at start after start, could be asked for. Draws are each client's own,
+    asked: the server's key, the settings of the algorithm, the tensors that are sent, which clients are asked, and the
+    states that they are in. By the server's key alone a batch would be a sum over rows that the server knows; and were
+    the others not in it, two sums that differ by a row, or by a client's batch, or the same few rows at start after
+    start, could be asked for. Draws are each client's own,
     by its name: nothing that sites must have in common, such as cohorts, faults, or what sums under masks are called,
     is drawn here.
 
@@ -214,7 +215,7 @@ class SiteSession:
         self._silent = self._few and self._sends_nothing(inboxes, turn)
         self._check_rows(inboxes.ids)
         lost = self._wait(inboxes.ids, more["lost"])
-        drawing = turn.with_key(lambda: self._key("a round", turn.key, tree.map(_once, inboxes.inbox), turn.round))
+        drawing = turn.with_key(lambda: self._key_of_round(turn, inboxes, lost))
         self.watch.before(self.algorithm, drawing, inboxes.ids)
         cohort = None if inboxes.ids is self._everybody else inboxes.ids
         gathered = self._gathered(inboxes, cohort, drawing, lost)
@@ -222,24 +223,26 @@ class SiteSession:
             self._noted = set(self.clients.noted)
             reply = Reply(gathered.message, None, dict.fromkeys(self.clients.noted, torch.empty(0)))
             self.leaves = of_reply(self.algorithm, self._carry, reply, at_sites=True)
-        unfit = {**gathered.failed, **gathered.refused}
+        unfit, spent = {**gathered.failed, **gathered.refused}, self._is_spent
         if unfit and (self._adds or self._carry.masks is not None):
             why = f"fail, or their messages are not finite: {next(iter(unfit.values()))}"
             self._rows.note("no sum", torch.tensor(list(unfit)), why)
-            self.watch.failed()
+            self.watch.failed(hidden=self._carry.masks is not None)
             if self._carry.masks is None:
                 raise Refusal(
                     "the site adds up clients with few rows, and not every message is finite; its own log says whose; "
                     "take smaller steps or another start, or leave out clients whose rows are at fault"
                 )
+        if spent:
+            _LOG.warning("so many rounds under masks have failed here that they are chance: see Policy(refusals=)")
+        if spent or (unfit and self._carry.masks is not None):
             gathered = self._chance(inboxes, lost, turn)
         for client, error in gathered.failed.items():
             raise ValueError(f"client {self.names[client - self.first]!r} could not take part: {error}") from error
         self._check_rows(gathered.ids)  # some may be lost, or refused
-        if drawing.taken and self._carry.masks is None and self.algorithm.budget is None:
-            taken = min(drawing.taken) // self.configuration.rows_of_a_person()
-            together = self._silent or self.algorithm.exchange.additive
-            self._rows.check_taken(gathered.ids, together, taken)
+        taken = self._taken(drawing)
+        if taken is not None and self._carry.masks is None and not self.watch.counts(self.algorithm.budget):
+            self._rows.check_taken(gathered.ids, self._silent or self.algorithm.exchange.additive, taken)
         self._rows.check_first(self._first(gathered.ids))
         self._remember(inboxes.inbox, gathered)
         step = None if self.algorithm.told is None else Step(self.run, self._version or FIRST, number)
@@ -248,7 +251,7 @@ class SiteSession:
         if self._lasting:
             self.versions.put(number, self.clients.state_dict())
         self._version = number
-        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids)
+        info = {} if self._keys is not None else self._told_of(gathered.info, gathered.ids, drawing)
         everybody = len(gathered.ids) == self._count
         tensors = {"ids": None if everybody else gathered.ids, "info": info, "partial": gathered.partial}
         refused = {str(client): field for client, field in gathered.refused.items()}
@@ -262,7 +265,7 @@ class SiteSession:
         elif len(gathered.ids):
             clients = [self.names[client - self.first] for client in gathered.ids.tolist()]
             guard = partial(self._past.of_round, start, clients, step)
-            found = Found(gathered.partial, not unfit, self._sent)
+            found = Found(gathered.partial, not (unfit or spent), self._sent)
             self._part = self._sum(number, name_of_sum(start, turn), blobs, found, guard)
             said = {"said": self._part.first()}
         elif step is not None:
@@ -287,6 +290,25 @@ class SiteSession:
         settings = {"about": about, "settings": self._settings}
         return self._secret.key(purpose, wire.encode({"key": key, "sent": sent}, settings))
 
+    def _key_of_round(self, turn: Turn, inboxes: frames.Inboxes, lost: Tensor | None) -> Tensor:
+        """Return the key of the draws of a round, another for every set of clients whose messages count.
+
+        Were it the same for two sets, their sums would differ by the batch of a client. Nor may it be for two states
+        of a client: what it makes of the same few rows at many states tells of these rows.
+        """
+        ids = self._counted(inboxes.ids, lost)
+        sent = {
+            "inbox": tree.map(_once, inboxes.inbox),
+            "states": self.clients.table.read(ids),
+            "names": self._names[ids],  # that the server has given them
+        }
+        clients = [self.names[client - self.first] for client in ids.tolist()]
+        return self._key("a round", turn.key, sent, {"round": turn.round, "clients": clients})
+
+    def _counted(self, ids: Tensor, lost: Tensor | None) -> Tensor:
+        """Return those of the clients that were asked whose messages count."""
+        return ids if lost is None else ids[~torch.isin(ids, lost)]
+
     def _gathered(self, inboxes: frames.Inboxes, cohort: Tensor | None, turn: Turn, lost: Tensor | None) -> Gathered:
         """Return what clients answer; under masks all of them as failed where anything fails, whatever it is."""
         try:
@@ -299,7 +321,7 @@ class SiteSession:
 
     def _chance(self, inboxes: frames.Inboxes, lost: Tensor | None, turn: Turn) -> Gathered:
         """Return a round of all clients that were asked, whose messages are in no sum: it is chance."""
-        ids = inboxes.ids if lost is None else inboxes.ids[~torch.isin(inboxes.ids, lost)]
+        ids = self._counted(inboxes.ids, lost)
         nobody = self.clients.reply(self.clients.empty_block(), inboxes, turn).message
         return Gathered(RowsOf(ids[:0], nobody), [], ids, {}, 0, 0, {}, {}, None)
 
@@ -316,7 +338,7 @@ class SiteSession:
         if self._part is None or self._part.number != number:
             version = self._version or FIRST
             guard = partial(self._past.of_total, Step(self.run, version, version))
-            found = Found(self.clients.told_here(), whole=True, largest=self._sent)
+            found = Found(self.clients.told_here(), whole=not self._is_spent, largest=self._sent)
             self._part = self._sum(number, b"", frame.blobs(), found, guard)
             self._part.begun = frames.encode_blobs("answer", {"said": self._part.first()}, sequence=number)
         return self._part.begun
@@ -350,6 +372,11 @@ class SiteSession:
             self._rows.check(ids, self.algorithm.exchange.additive)
 
     @property
+    def _is_spent(self) -> bool:
+        """Return whether the site says chance under masks, as it has failed there too often."""
+        return self._carry.masks is not None and self.watch.is_spent()
+
+    @property
     def _adds(self) -> bool:
         """Return whether the server reads sums of the site's clients, some of whom have few rows."""
         return self._few and self.algorithm.exchange.additive and self._carry.masks is None
@@ -362,7 +389,7 @@ class SiteSession:
 
     def _wait(self, ids: Tensor, lost: Tensor | None) -> Tensor | None:
         """Return the clients whose messages do not count, those among them that wait for others to tell with."""
-        asked = ids if lost is None else ids[~torch.isin(ids, lost)]
+        asked = self._counted(ids, lost)
         first = self._first(asked)
         if len(first) == len(asked):  # then there is nobody else who could answer
             self._rows.check_first(first)
@@ -388,17 +415,32 @@ class SiteSession:
             clients = [self.names[client - self.first] for client in ids.tolist()]
             self._past.cohorts.add(key, clients, self.names, self._rows.named, self._rows.least)
 
-    def _told_of(self, info: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-        """Return clients' diagnostics `(M,)`, joined where no client may be told from others.
+    def _taken(self, drawing: Turn, name: str = "") -> int | None:
+        """Return how many rows, or persons, each client has taken in a round at least; None for all of its own.
+
+        Args:
+            drawing: in the round.
+            name: of what it tells beside its message, which may be of fewer.
+        """
+        taken = [drawing.taken[each] for each in {"", name} & drawing.taken.keys()]
+        return max(1, min(taken) // self.configuration.rows_of_a_person()) if taken else None
+
+    def _told_of(self, info: dict[str, Tensor], ids: Tensor, drawing: Turn) -> dict[str, Tensor]:
+        """Return clients' diagnostics `(M,)`, joined where one is of few rows, of those that a client has and takes.
 
         Where nothing else is sent, no memory of past sums keeps two cohorts from differing by a client: then they are
         told of all clients only, NaN of others.
         """
-        if len(self._rows.few(ids)) == 0:
-            return info
-        if self._silent and len(ids) < self._count:
-            return {name: torch.full_like(values, torch.nan) for name, values in info.items()}
-        return self._rows.joined(info, ids)
+        told = {}
+        for name, values in info.items():
+            taken = self._taken(drawing, name)
+            if len(self._rows.few(ids, taken)) == 0:
+                told[name] = values
+            elif self._silent and len(ids) < self._count:
+                told[name] = torch.full_like(values, torch.nan)
+            else:
+                told[name] = self._rows.joined(values, ids, taken)
+        return told
 
     def _sum(self, number: int, about: bytes, blobs: dict[str, bytes], found: Found, guard: Guard) -> Part:
         """Return the site's part of a sum."""
@@ -459,7 +501,8 @@ class SiteSession:
         data, names = configuration.data.to("cpu"), self._names[self._everybody]
         holder = Holder(self.algorithm, data, names, evaluate, self.first, configuration.frame, minimum)
         about = {"question": kind.name, "about": dict(frame.names("about"))}
-        own = {name: self._key("a question", sent[name], sent, about) for name in sent if is_key(name)}
+        of_all = {"sent": sent, "states": self.clients.table.read(inboxes.ids), "names": self._names[inboxes.ids]}
+        own = {name: self._key("a question", sent[name], of_all, about) for name in sent if is_key(name)}
         sent = {**sent, **own}
         return after_fit.answer(frame, kind, sent, holder, beside, self.watch.policy)
 
@@ -520,6 +563,6 @@ class SiteSession:
 
 
 def _once(leaf: Tensor) -> Tensor:
-    """Return clients' values `(K, ...)`, those that all have in common once, whoever else is asked."""
+    """Return clients' values `(K, ...)`, those that all have in common once."""
     same = len(leaf) > 0 and (leaf.stride(0) == 0 or torch.equal(leaf, leaf[:1].expand_as(leaf)))
     return leaf[:1] if same else leaf

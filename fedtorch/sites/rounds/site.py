@@ -282,6 +282,7 @@ class Site:
                 server = self.recording.check_server(frame)
                 if before is not None:
                     check_name(str(before.about["algorithm"]), frame.text("algorithm"))
+                self.watch.check_failed()
                 own = (self.folder, self._identity, self._past, versions, self._names)
                 session = SiteSession(self.configuration, self.watch, frame, *own)
                 self.recording.begin(frame, server, None)
@@ -292,6 +293,7 @@ class Site:
                 _LOG.error("refused a run: %s", error)
             except Exception as error:
                 self._why = f"the site could not begin: {without_rows(error)}"
+                self.watch.failed()
                 _LOG.exception("could not begin a run")
             release(self.watch, but=None if self._known is None else self._known.algorithm)
             if self._session is None:
@@ -299,6 +301,7 @@ class Site:
 
     def _do(self, frame: Frame) -> bytes | None:
         if frame.kind == "agree":
+            self.watch.check_failed()
             answer = self._frame.answer(frame)
             self.configuration = self._frame.configuration
             return answer

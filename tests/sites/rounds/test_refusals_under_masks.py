@@ -21,6 +21,7 @@ import fedtorch as ft
 from fedtorch import tree
 from fedtorch.sites import Policy, Remote, masked
 from fedtorch.sites.rounds import frames, sites as meeting
+from fedtorch.sites.rounds.policy import Watch
 from fedtorch.sites.secure.grid import ExactSums, Grid, largest_of
 
 DEFAULT, PATIENT = (
@@ -153,17 +154,50 @@ def test_no_site_refuses_what_overflows_and_no_frame_says_whose_it_was() -> None
     assert seen[0] == seen[1]
 
 
-@pytest.mark.parametrize("carry", [UNDER_MASKS, {}], ids=["masks", "sums of few rows"])
-def test_a_site_stops_when_so_many_rounds_have_failed_by_its_rows(carry: Any, tmp_path: Path) -> None:
+def test_a_site_stops_when_so_many_rounds_have_failed_by_its_rows(tmp_path: Path) -> None:
     """Over runs and restarts; the count is in its folder of states."""
     for begun in range(2):
-        attack = Attack(counts, 81.5, tmp_path, policy=Policy(refusals=2), **carry)
+        attack = Attack(counts, 81.5, tmp_path, policy=Policy(refusals=2))
         for weight in (10.0, 11.0) if not begun else ():
             assert attack.ask(weight)
             assert "answers nothing more" not in attack.said[-1][1].about.get("reason", "")
         attack.ask(0.1)
         said = [frame.about.get("reason", "") for name, frame in attack.said if name == "a"]
         assert "2 rounds or questions have failed at the site by what its rows are" in said[-1]
+        for name in "abc":
+            (tmp_path / name / "sums.jsonl").unlink(missing_ok=True)
+
+
+def whose(age: float) -> list[list[str]]:
+    """Which sites refuse, round by round, where a patient of that age overflows and nobody else may."""
+    attack, refusing = Attack(counts, age, policy=Policy(refusals=2), **UNDER_MASKS), []
+    for number in range(4):
+        attack.ask(10.0 + number)
+        refusing.append([name for name, frame in attack.said if frame.kind == "refusal"])
+    return refusing
+
+
+def test_a_site_under_masks_that_has_failed_too_often_does_not_say_that_it_was_its_rows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It says chance from then on, over what it would have added up as well."""
+    assert whose(81.5) == [[]] * 4
+    failed = Watch.failed
+    monkeypatch.setattr(Watch, "failed", lambda watch, hidden=False: failed(watch))
+    assert whose(81.5) == [[], [], ["a"], ["a"]]
+
+
+def test_rounds_under_masks_are_chance_when_so_many_have_failed(tmp_path: Path) -> None:
+    """Over runs and restarts, also such as would not fail."""
+    chance = "a message of finite numbers of every client"
+    for begun in range(2):
+        attack = Attack(counts, 81.5, tmp_path, policy=Policy(refusals=2), **UNDER_MASKS)
+        if not begun:
+            assert attack.ask(0.1) == ""
+        for weight in (10.0, 11.0) if not begun else ():
+            assert chance in attack.ask(weight)
+        assert chance in attack.ask(0.11)
+        assert attack.run.number == (not begun)
         for name in "abc":
             (tmp_path / name / "sums.jsonl").unlink(missing_ok=True)
 

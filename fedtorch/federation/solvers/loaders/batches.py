@@ -77,6 +77,7 @@ class LoadedBatches:
         longest, round: the most batches that a client is known to have.
         device: of the batches.
         planned: `(K,)` batches of each client in all, as far as that is known.
+        count: `(K,)` rows of each client.
         alike, known, together: as of `Batches`; clients may end at any step.
     """
 
@@ -87,6 +88,7 @@ class LoadedBatches:
     ) -> None:
         self._data, self._epochs, self._steps, self._key, self.device = data, epochs, steps, key, key.device
         self._count = count = len(key)
+        self.count = data.count.cpu()
         self.total, self.taken = (torch.zeros(count, dtype=torch.int64) for _ in range(2))
         self.per_epoch = limited(torch.tensor([data.steps(k) for k in range(count)]), limit)
         self._most = None if limit is None else self.per_epoch.tolist()
