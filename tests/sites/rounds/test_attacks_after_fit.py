@@ -19,7 +19,8 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import _described
-from fedtorch.models.hierarchical import generalised, normal
+from fedtorch.inference import checks
+from fedtorch.models.hierarchical import generalised, linear, normal
 from fedtorch.sites import Policy, Remote
 from fedtorch.sites.rounds import sites as meeting
 
@@ -241,3 +242,59 @@ def test_all_numbers_of_a_question_together_tell_little_of_who_is_there() -> Non
         512, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64
     )
     assert sum(by_regression(site, chosen) for site in sites) < 0.75 * trials
+
+
+def greedy(rows: Tensor, minimum: int) -> Tensor:
+    """Neighbours joined until they have enough rows: a group ends at the value of the row by which it has."""
+    groups, total = [0], torch.zeros_like(rows[0])
+    for cell in rows:
+        total = total + cell
+        done = bool((total >= minimum).all())
+        groups.append(groups[-1] + done)
+        total = torch.zeros_like(total) if done else total
+    return torch.tensor(groups[:-1]).clamp(max=max(groups[-1] - 1, 0))
+
+
+def ends_at_rows(edges: Tensor, seed: int) -> tuple[int, int]:
+    """Of groups of ten observed rows in one histogram: how many end at the value of a row, and how many there are."""
+    draws = torch.Generator().manual_seed(seed)
+    y = (140 + 20 * torch.randn(ROWS, generator=draws, dtype=torch.float64)).round(decimals=2)
+    data = ft.data.from_tensors([(torch.ones(ROWS, 1).double(), y)])
+    make = lambda: ft.ep(linear(normal(1, random=[], sd=500.0), noise=20.0))
+    host = Loopback(offers(data, make, sites=1, policy=Policy(after_fit=("checks",))), None)
+    run = ft.Run(make(), Remote(host, ["a"], "it", rows=data.rows, quorum=1.0, seconds=0.05))
+    run.step()
+    sent = {"phi": torch.full((8, 1), 140.0).double(), "key": ft.random.key(0), "edges": edges}
+    told = run.clients.ask(run.outbox, "histogram", sent, {})
+    seen = torch.stack([told[:, 0], told[:, 1:].mean(1)], 1)
+    starts = [0, *((seen[1:] != seen[:-1]).any(1).nonzero()[:, 0] + 1).tolist()]
+    ends, values, right, tried = [*starts[1:], len(seen)], set(y.tolist()), 0, 0
+    for start, end in list(zip(starts, ends, strict=True))[:-1]:
+        if abs(float(seen[start:end, 0].sum()) - 10) < 1e-6 < float(seen[start:end, 1].sum()) - 10:
+            right, tried = right + (round(float(edges[end - 1]) - 0.005, 2) in values), tried + 1
+    return right, tried
+
+
+def test_bins_of_a_histogram_end_at_no_rows_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fine bins, of which a site joined neighbours until they had ten rows, and so told the value of the tenth."""
+    edges = torch.arange(8_000, 20_000, dtype=torch.float64) / 100 + 0.005
+    assert sum(ends_at_rows(edges, seed)[0] for seed in range(3)) == 0
+    monkeypatch.setattr(checks, "joined", greedy)
+    right, tried = (sum(each) for each in zip(*(ends_at_rows(edges, seed) for seed in range(3)), strict=True))
+    assert right == tried >= 8
+
+
+def test_all_rows_of_a_group_may_have_one_value() -> None:
+    """Groups are then the same, so that nothing of few rows is known."""
+    rows = torch.poisson(torch.full((128, 1), 3.0), generator=torch.Generator().manual_seed(0)).double()
+    groups = checks.joined(rows, 10)
+    totals = torch.zeros(int(groups.max()) + 1, 1).double().index_add(0, groups, rows)
+    assert len(totals) > 8
+    assert float(totals.min()) >= 10
+    for group in range(len(totals)):  # all rows of a group in one of its cells
+        alike = []
+        for cell in (groups == group).nonzero()[:, 0].tolist():
+            other = torch.where(groups[:, None] == group, 0.0, rows)
+            other[cell] = totals[group]
+            alike.append(checks.joined(other, 10).equal(groups))
+        assert any(alike)
