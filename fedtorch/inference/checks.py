@@ -286,8 +286,12 @@ def _of_clients(form: Form) -> dict[str, Tensor]:
 CALIBRATION = Kind(
     "calibration", "checks", _calibrated, lambda form: dict.fromkeys(("rows", "predicted", "yes"), _room(_CELLS))
 )
-POWERS = Kind("powers", "checks", _responses, lambda form: _room(3))
+POWERS = Kind("powers", "checks", _responses, lambda form: _room(3), exact=True)
 HISTOGRAM = Kind(
-    "histogram", "checks", _histogram, lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"]))
+    "histogram",
+    "checks",
+    _histogram,
+    lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"])),
+    exact=True,
 )
 MEANS = Kind("means", "checks", _means, _of_clients, by_client=True)
