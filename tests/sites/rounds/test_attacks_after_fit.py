@@ -271,7 +271,8 @@ def test_accuracy_of_ordinary_use_is_told() -> None:
 def by_regression(site: Site, phi: Tensor) -> int:
     """How many of the people the best linear guess has right, of all that a question tells together.
 
-    It knows the distribution that other rows are drawn from, and takes what these add for noise, and the rounding of sums.
+    It knows the distribution that other rows are drawn from, and takes what these add for noise.
+    So it takes what rounding adds.
     """
     x = torch.cat([torch.ones(20_000, 1), torch.randn(20_000, 2, generator=torch.Generator().manual_seed(9))], 1)
     effects = lambda rows: (rows @ phi.mT).sigmoid() * (1 - (rows @ phi.mT).sigmoid()) * phi[:, 1]
