@@ -43,6 +43,7 @@ from fedtorch.inference._pareto import smoothed
 from fedtorch.models.hierarchical.families import LOGISTIC
 
 _CELLS = 200  # of predicted probabilities
+_HALVED = 6  # times that cells are halved at most, so that 64 groups of rows are told
 _REACH = 4.0  # sds that the bins reach from the mean
 _FAR, _MOST_COUNTS = 8.0, 60  # sds that places of counts reach, and how many there are at most
 
@@ -206,24 +207,39 @@ def _isotonic(share: Tensor, weight: Tensor) -> Tensor:
 
 
 def joined(rows: Tensor, minimum: int) -> Tensor:
-    """Return the number of the group of each cell, `(B,)`: neighbours, until a group has enough rows of all columns.
+    """Return the number of the group of each cell, `(B,)`, of neighbours that have enough rows of all columns.
 
-    What is left at the end joins the last group. A minimum of 1 leaves every cell alone, also an empty one.
+    Cells are halved where both halves have enough, as `fedtorch.data.agreement.histogram` halves its own: groups that
+    end as soon as they have enough would end at the value of a row. What is said there of bins holds of groups. A
+    minimum of 1 leaves every cell alone, also an empty one.
 
-    >>> joined(torch.tensor([[0.0], [3.0], [1.0], [5.0], [2.0]]), minimum=4)
-    tensor([0, 0, 0, 1, 1])
+    >>> joined(torch.tensor([[0.0], [5.0], [1.0], [3.0], [2.0], [9.0]]), minimum=4)
+    tensor([0, 0, 0, 1, 1, 1])
     >>> joined(torch.tensor([[0.0], [3.0]]), minimum=1)
     tensor([0, 1])
     """
     if minimum <= 1:
         return torch.arange(len(rows))
-    groups, group, total = [], 0, torch.zeros_like(rows[0])
-    for cell in rows:
-        groups.append(group)
-        total = total + cell
-        if bool((total >= minimum).all()):
-            group, total = group + 1, torch.zeros_like(total)
-    return torch.tensor(groups).clamp(max=max(group - 1, 0))
+    below = torch.cat([torch.zeros_like(rows[:1]), rows.cumsum(0)])
+    starts = torch.zeros(len(rows), dtype=torch.int64)
+    starts[_halved(below, 0, len(rows), minimum, _HALVED)] = 1
+    return starts.cumsum(0)
+
+
+def _halved(below: Tensor, first: int, last: int, minimum: int, times: int) -> list[int]:
+    """Return which cells begin a group, but for the first, from how many rows are `below` each `(B + 1, columns)`."""
+    while times and last - first > 1:
+        middle = (first + last) // 2
+        left, right = below[middle] - below[first], below[last] - below[middle]
+        if bool((left >= minimum).all() and (right >= minimum).all()):
+            halves = (first, middle), (middle, last)
+            before, after = (_halved(below, *half, minimum, times - 1) for half in halves)
+            return [*before, middle, *after]
+        if bool(left.min() > right.min()):
+            last = middle
+        else:
+            first = middle
+    return []
 
 
 def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -241,7 +257,7 @@ def _calibrated(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, 
 def _histogram(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any]) -> Tensor:
     """Return a holder's rows by bins `(B, 1 + S)`; those of a group are spread evenly over its bins.
 
-    Groups have enough observed rows, and enough replicated ones in the mean.
+    Groups have enough observed rows, and enough replicated ones in the mean, and end where halves of the bins do.
     """
     edges = sent["edges"]
     rows = summed(holder, [holder.data], [sent_draws(holder, sent).at], lambda drawn: _counted(drawn[0], edges))
@@ -270,8 +286,12 @@ def _of_clients(form: Form) -> dict[str, Tensor]:
 CALIBRATION = Kind(
     "calibration", "checks", _calibrated, lambda form: dict.fromkeys(("rows", "predicted", "yes"), _room(_CELLS))
 )
-POWERS = Kind("powers", "checks", _responses, lambda form: _room(3))
+POWERS = Kind("powers", "checks", _responses, lambda form: _room(3), exact=True)
 HISTOGRAM = Kind(
-    "histogram", "checks", _histogram, lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"]))
+    "histogram",
+    "checks",
+    _histogram,
+    lambda form: _room(len(form.sent["edges"]) + 1, 1 + len(form.sent["phi"])),
+    exact=True,
 )
 MEANS = Kind("means", "checks", _means, _of_clients, by_client=True)

@@ -24,7 +24,7 @@ from fedtorch.data.formulas.design import Design
 from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
-from fedtorch.federation.runs.posterior_draws import APART, by_client, sent_draws, site_draws
+from fedtorch.federation.runs.posterior_draws import APART, STEEP, by_client, over_rows, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
 from fedtorch.inference.pooling import refuse_pooled
@@ -176,6 +176,24 @@ class _Table(NamedTuple):
                     every.append(sum(float(eta.var(-1, correction=0).sum()) for eta in parts) / len(x))
         return float(torch.tensor(every).max())  # NaN where there is one
 
+    def steep(self, theta: Tensor, sites: Sequence[str], kinds: Mapping[str, str]) -> float:
+        """Return the variance over rows of their predictors, at the draw and where rows are changed so that it is most.
+
+        Arguments are those of `effects`.
+        """
+        every = [torch.zeros(1, dtype=torch.float64)]
+        for number, kind in kinds.items():
+            for change in self._changes(int(number), kind):
+                for x in change[:2]:
+                    parts = [eta for eta in self._predictors(theta, sites, x) if len(eta)]
+                    counts, means = (
+                        torch.tensor([len(eta) for eta in parts]),
+                        torch.stack([eta.mean(0) for eta in parts]),
+                    )
+                    squares = torch.stack([(eta - eta.mean(0)).square().sum(0) for eta in parts])
+                    every.append(over_rows(counts, means, squares))
+        return float(torch.cat(every).max())
+
     def _total(self, family: Family, draws: Tensor, sites: Sequence[str], change: _Change) -> Tensor:
         total = torch.zeros(draws.shape[1], dtype=torch.float64)
         for low, high in zip(*(self._predictors(draws, sites, x) for x in change[:2])):
@@ -292,6 +310,11 @@ def _effects(holder: Holder, sent: Mapping[str, Tensor], about: Mapping[str, Any
             "where a variable is changed in the site's rows, draws of this question are further apart than draws are "
             "of a posterior that rows are in; ask with those of a run that has converged, and leave out variables of "
             "which rows say little, by variables="
+        )
+    if bounded and not table.steep(theta, holder.data.names, kinds) <= STEEP**2:
+        raise Unanswerable(
+            f"where a variable is changed in the site's rows, predictors at a draw have an sd of more than {STEEP:g} "
+            "over the rows: digits of a sum of their means would count the rows at single values"
         )
     return table.effects(drawn.family, theta, holder.data.names, kinds)
 

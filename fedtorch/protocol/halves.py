@@ -47,6 +47,7 @@ class Send(NamedTuple):
     sequence: int = 0  # of a request, by which a driver over streams that break tells its answer from earlier ones
     summed: bool = False  # whether it may leave this process as part of a secure sum only, and never as it is
     bound: bytes = b""  # a digest of what its sender has been told, to which masks around the message are bound
+    start: bytes = b""  # a digest of the parameters with which the sender has begun, whatever rows it is asked for
 
 
 @without_rows

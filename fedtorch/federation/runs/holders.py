@@ -77,6 +77,7 @@ class Kind(NamedTuple):
     like: Callable[[Form], Tree]  # how an answer looks
     by_client: bool = False  # whether answers are a row per client, in order; or else one sum over the clients
     weighed: bool = False  # whether the server chooses the clients' weights in a sum: it can then be one client's
+    exact: bool = False  # whether it is counts of rows, or the same at all draws: no sum of which digits are of rows
 
 
 def ask(

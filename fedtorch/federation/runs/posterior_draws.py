@@ -25,6 +25,7 @@ from fedtorch.tree import Tree
 
 DrawnAt = Callable[[ClientData, Tensor, Tensor], Any]  # (a block of clients, their ids, numbers of their names)
 APART = 1.0  # sds over draws of rows' predictors, at most, at sites; of d coefficients and n rows they are √(d / n)
+STEEP = 5.0  # sds over rows of a draw's predictors, at most, where means are not linear in them
 _TOGETHER = 2**20  # numbers of one array over rows and draws
 
 
@@ -146,6 +147,19 @@ def site_draws(run: Run, drawn: Draws) -> Tensor:
     """
     theta: Tensor = by_client(local_holder(run), [rows_at_hand(run)], [drawn.at], lambda every: every[0].theta)
     return theta
+
+
+def over_rows(counts: Tensor, means: Tensor, squares: Tensor) -> Tensor:
+    """Return variances over all rows `(S,)`, from parts' numbers of rows `(P,)`, means and sums of squares `(P, S)`.
+
+    The squares are of differences from the part's own mean.
+
+    >>> over_rows(torch.tensor([2.0, 2.0]), torch.tensor([[1.0], [5.0]]), torch.tensor([[2.0], [0.0]]))
+    tensor([4.5000])
+    """
+    weights = counts.to(means)[:, None]
+    mean = (weights * means).sum(0) / weights.sum()
+    return (squares + weights * (means - mean).square()).sum(0) / weights.sum()
 
 
 def masked_sum(values: Any, mask: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,15 @@ from fedtorch.federation.populations.clients import LocalClients
 from fedtorch.federation.populations.in_process import SMALL_BLOCK
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.evaluation import Sums, inputs_and_targets
-from fedtorch.federation.runs.posterior_draws import APART, Drawn, by_client as by_client_of, masked_sum, sent_draws
+from fedtorch.federation.runs.posterior_draws import (
+    APART,
+    STEEP,
+    Drawn,
+    by_client as by_client_of,
+    masked_sum,
+    over_rows,
+    sent_draws,
+)
 from fedtorch.protocol.halves import Half
 from fedtorch.sites.rounds import frames as frames
 from fedtorch.sites.rounds.configuration import SiteConfiguration
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
 _MOST_NODES = 2**16  # of the mixtures that sites tell
 _BY_DRAW = ("densities", "margins", "checks")  # what is told as sums over rows at draws
 _MOST_BESIDE = 100  # other runs in one question
+_FINER = {"densities": 12, "margins": 8, "checks": 8}  # binary digits of sums beyond log₂√rows; the latter by draw
 _MOST_APART = 3  # models of one question that may predict rows differently, such as one without the best covariate
 
 
@@ -84,10 +94,12 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
     A sum at a draw of large coefficients counts the rows on one side of a plane, or in a slab. Draws of one posterior
     move what the site's own rows are predicted to be by little; planes that somebody has chosen are far apart. More
     than a few models that are compared are held to the same together, else each of a hundred could have a plane of its
-    own. A few tell what one question at a single draw tells anyway, whether somebody is in one slab.
+    own. A few tell what one question at a single draw tells anyway. At a draw that is steep over the rows the digits of
+    one sum, each of another value of a column, would count the rows there, or those in a slab: predictors have a small
+    sd over the site's rows.
 
     Raises:
-        Refusal: they are too many, or too far apart.
+        Refusal: they are too many, too far apart or too steep.
     """
     if kind.tells not in _BY_DRAW or "phi" not in sent:
         return
@@ -100,7 +112,8 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
     if policy.minimum == 1:
         return
     sources, counts = [sent_draws(one, its).at for one, its in every], holder.data.counts[:, None]
-    apart = by_client_of(holder, [one.data for one, _ in every], sources, _apart)
+    data = [one.data for one, _ in every]
+    apart = by_client_of(holder, data, sources, _apart)
     alone = (apart / counts)[counts[:, 0] >= policy.minimum] if kind.by_client else apart[:0]
     within, between = (torch.cat([alone, apart.sum(0, keepdim=True) / counts.sum()]) <= APART**2).split(
         [len(every), apart.shape[1] - len(every)], dim=1
@@ -116,6 +129,16 @@ def check_draws(kind: Kind, sent: Mapping[str, Tensor], holder: Holder, policy: 
             f"the site tells {told} of more than {_MOST_APART} models together where they predict its rows alike, and "
             f"those of this question are further apart; compare at most {_MOST_APART} of them at a time"
         )
+    for moments in by_client_of(holder, data, sources, _over_rows).values():
+        enough = holder.data.counts >= policy.minimum if kind.by_client else holder.data.counts < 0
+        together = over_rows(holder.data.counts, moments["mean"], moments["squares"])
+        each = moments["squares"][enough] / counts[enough]
+        if not bool((torch.cat([together[None], each]) <= STEEP**2).all()):
+            raise Refusal(
+                f"the site tells {told} at draws at which its rows' predictors have an sd of at most {STEEP:g}, and at "
+                "one of this question they have a larger one: digits of a sum would count the rows at single values; "
+                "ask with those of a run that has converged, and of fewer coefficients where they separate the rows"
+            )
 
 
 def _apart(drawn: list[Drawn]) -> Tensor:
@@ -144,6 +167,50 @@ def _apart(drawn: list[Drawn]) -> Tensor:
             total[:, members] += masked_sum(own, mask[:, part])
             total[:, place] += masked_sum(joint, mask[:, part])
     return total
+
+
+def _over_rows(drawn: list[Drawn]) -> dict[str, dict[str, Tensor]]:
+    """Return means and sums of squares over clients' rows of predictors at each draw, `(K, S)`, by number of the model.
+
+    Models are left out whose means are linear in the predictor: of their rows' squares and products a few numbers,
+    which are the same at all draws, tell all.
+    """
+    found = {}
+    for number, one in enumerate(drawn):
+        if one.family.precise or not one.mask.shape[1]:
+            continue
+        near = one.predictor(slice(0, 1))  # from which differences have more digits than far values
+        total = near.new_zeros(2, len(near), near.shape[-1])
+        for part in one.parts():
+            above = one.predictor(part) - near
+            total += torch.stack([masked_sum(each, one.mask[:, part]) for each in (above, above.square())])
+        count = one.mask.sum(1, keepdim=True).clamp(min=1)
+        mean = total[0] / count
+        found[str(number)] = {"mean": near[:, 0] + mean, "squares": total[1] - count * mean.square()}
+    return found
+
+
+def _digits(tells: str, rows: int) -> int:
+    """Return of how many binary digits a sum over rows is told.
+
+    What is not known of a sum is about √rows of it, by chance. Its other digits tell of single rows, also at draws that
+    are not steep, where somebody knows which values a column may have.
+    """
+    return _FINER[tells] + math.ceil(math.log2(max(rows, 1)) / 2)
+
+
+def _rounded(told: Tree, digits: int) -> Tree:
+    """Return numbers to so many binary digits; whole numbers below 2 to as many are as they were.
+
+    >>> _rounded(torch.tensor([100.0, 100.123456789, -0.1]).double(), 16).tolist()
+    [100.0, 100.123046875, -0.100000381...]
+    """
+
+    def of_leaf(leaf: Tensor) -> Tensor:
+        mantissa, exponent = torch.frexp(leaf)
+        return torch.ldexp((mantissa * 2.0**digits).round(), exponent - digits)
+
+    return tree.map(of_leaf, told)
 
 
 def _planes(drawn: Drawn, part: slice, near: Tensor) -> Tensor:
@@ -187,6 +254,8 @@ def answer(
         told = kind.answer(holder, sent, frame.names("about"))
     except Unanswerable as error:
         raise Refusal(str(error)) from error
+    if kind.tells in _BY_DRAW and not kind.exact and policy.minimum > 1:
+        told = _rounded(told, _digits(kind.tells, int(holder.data.counts.sum())))
     nodes = tree.leaves(told)[0].shape[-1] if kind.by_client else 1
     return frames.encode("answer", {"told": told}, nodes=nodes, sequence=frame.integer("sequence", 1))
 

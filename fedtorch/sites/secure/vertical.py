@@ -16,8 +16,9 @@ parties after they have been told the same, and nothing else. It chooses what th
 sums as there are parameters tell what all features span. *Not from whom:* parties, which learn the labels of their
 gradients and with them the others' sum.
 
-Sums of runs that differ by a party tell its part: a party with `folder=` begins no second run with the value of an
-earlier one and other parties. From other values it does, and nothing remembers later steps. Sums of rows that do not
+Sums of runs that differ by a party tell its part: a party with `folder=` begins no second run with the parameters of
+an earlier one and other parties, whatever rows it is asked for. From other parameters it does, and nothing remembers
+later steps. Sums of rows that do not
 belong together tell a party's values, where the leader of an alignment tells parties different rows: with
 `Holder.digest` of the rows in the name of the run, parties of different rows refuse each other's keys. All parties take
 part in every iteration: there are no shares to recover masks from, and a sum that lacks one cannot be read.
@@ -127,13 +128,15 @@ def masked_party(
         entropy: where its secret comes from; default: the operating system.
         run: a name of the run that no other has; at its end the digest of the rows, `Holder.digest`.
         attempt: of the run; one that is begun again is another.
-        folder: where the party remembers with whom it has added up the value with which a run begins, so that no later
-            run begins with the same value and other parties; begun by `fedtorch states DIR --begin-sums`. Without one
-            it remembers nothing.
+        folder: where the party remembers with whom it has added up what it makes of the parameters with which a run
+            begins, so that no later run begins with the same parameters and other parties, with whatever rows, in
+            whatever order; begun by `fedtorch states DIR --begin-sums`. Without one it remembers nothing.
 
     Raises:
-        Refusal: in its first step, the value was added up with other parties; or the folder's memory is not there.
-        TypeError: the half sends something else than a value of the sum, or does not say what it has been told.
+        Refusal: in its first step, the party has begun with these parameters and other parties; or the folder's memory
+            is not there.
+        TypeError: the half sends something else than a value of the sum, or does not say what it has been told, or
+            with a folder not how it has begun.
         Aborted, ValueError: others' keys that are not as agreed; fewer than two parties, whose sum would be one party's
             value.
     """
@@ -185,7 +188,7 @@ def _masked_party(
         one = session._replace(round=next(number), size=1 + value.numel())
         numbers = value.detach().reshape(1, -1).cpu()
         if one.round == 0 and folder is not None:
-            _remember(folder, numbers, session)
+            _remember(folder, step.start, session)
         words = entropy.words(purpose._replace(round=one.round, phase=f"digits of {party}"), one.size)
         if grid.has(numbers):  # else all of it is chance, as the first word says: a refusal would tell of this party
             words = torch.cat([words[:1].zero_(), grid.total(numbers, words[1:], largest)])
@@ -201,14 +204,22 @@ def _masked_party(
     return (yield from wrapped(half, mask))
 
 
-def _remember(folder: Path, value: Tensor, session: Session) -> None:
-    """Remember who adds up a value; raise Refusal where others have, whose parts the difference of sums would tell."""
+def _remember(folder: Path, start: bytes, session: Session) -> None:
+    """Remember who begins together; raise Refusal where others have, whose parts the difference of sums would tell.
+
+    The start is that of the party's parameters: its value has the rows that the server asks for, in the server's order.
+    """
     from fedtorch.sites.rounds.past_sums import PastSums
 
+    if not start:
+        raise TypeError(
+            "Expected a half that says with which parameters it has begun, as party_half does by Send.start, but got "
+            "one that does not; with folder= the party remembers them"
+        )
     past = PastSums(folder)
     past.open()
     parties = frozenset(key.hex() for key in session.keys.values())
-    past.of_round(hashlib.sha256(value.numpy().tobytes()).digest(), (), None, parties, confirmed=True)
+    past.of_round(start, (), None, parties, confirmed=True)
 
 
 def masked_server(half: Half, keys: dict[int, bytes], grid: Grid, *, run: bytes, attempt: int = 0) -> Half:

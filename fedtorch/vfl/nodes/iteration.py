@@ -144,13 +144,13 @@ def party_half(
             raise ValueError(f"Expected no delay by the clock, where the server never waits, but got {delay}")
         return (yield from _by_the_clock(party, iterations, local_steps, summed))
     half = unbound_half(party, iterations, local_steps, delay, summed)
-    return (yield from wrapped(half, partial(_bound, party)))
+    return (yield from wrapped(half, partial(_bound, party, party.start())))
 
 
-def _bound(party: PartyNode, step: Send | Receive) -> Half:
-    """Take a step of a party's half, which says in each message what the party has been told so far."""
+def _bound(party: PartyNode, start: bytes, step: Send | Receive) -> Half:
+    """Take a step of a party's half, which says in each message how it has begun and what it has been told so far."""
     if isinstance(step, Send):
-        return (yield step._replace(bound=party.history))
+        return (yield step._replace(bound=party.history, start=start))
     message = yield step
     party.note(message)
     return message

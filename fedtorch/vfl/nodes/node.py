@@ -288,6 +288,12 @@ class PartyNode(_Node):
         kind = type(message).__name__.encode()
         self.history = hashlib.sha256(self.history + kind + b"\0" + wire.encode(message)).digest()
 
+    def start(self) -> bytes:
+        """Return a digest of the parameters as they are, without those of single rows, keys and what it was told."""
+        own = {name: leaf for name, leaf in self.part.named_parameters() if not name.startswith("groups.z.")}
+        plain = {name: leaf.detach().cpu() + 0.0 for name, leaf in own.items()}  # -0 is 0
+        return hashlib.sha256(wire.encode(plain)).digest()
+
     def messages(self) -> dict[str, Tensor]:
         """Return whether the server has heard of this party, and the history of what the party has heard."""
         return {"heard": torch.tensor(self.heard), "history": torch.tensor(list(self.history), dtype=torch.uint8)}

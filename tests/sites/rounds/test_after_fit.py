@@ -200,7 +200,7 @@ def test_calibration_is_told_of_enough_rows_only(both: Both) -> None:
     there, here = calibration(run), calibration(both.here)
     assert there.rows.sum() == here.rows.sum() == len(FRAME)
     np.testing.assert_allclose((there.rows * there.observed).sum(), FRAME["died"].sum())
-    np.testing.assert_allclose((there.rows * there.predicted).sum(), (here.rows * here.predicted).sum(), rtol=1e-6)
+    np.testing.assert_allclose((there.rows * there.predicted).sum(), (here.rows * here.predicted).sum(), rtol=2.0**-11)
 
 
 def test_bins_are_of_enough_persons(both: Both, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,10 +239,12 @@ def test_histograms_are_told_of_enough_rows_only(models: Models) -> None:
 def test_models_are_compared_row_by_row_where_the_rows_are(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the formulas that sites have agreed on, also the one before the last; and by no other."""
     compare = lambda runs: ft.inference.compare(runs, draws=20, tolerance=torch.inf)
-    allow(models.host, after_fit=("densities",))
-    there, here = compare(models.there), compare(models.here)
-    assert list(there.index) == list(here.index)
-    np.testing.assert_allclose(there.to_numpy(), here.to_numpy(), rtol=1e-6, atol=1e-8)
+    here = compare(models.here)
+    for minimum, tolerance in ((1, 1e-8), (10, 0.02)):  # of tables that print one decimal
+        allow(models.host, after_fit=("densities",), minimum=minimum)
+        there = compare(models.there)
+        assert list(there.index) == list(here.index)
+        np.testing.assert_allclose(there.to_numpy(), here.to_numpy(), rtol=1e-6, atol=tolerance)
     for answer in told(models.host, lambda: compare(models.there)):
         assert {name: tuple(leaf.shape) for name, leaf in answer.items() if leaf.ndim == 2} == {"told.squares": (3, 3)}
         assert max(leaf.numel() for leaf in answer.values()) == 9, "sums over rows, of no row"
@@ -260,9 +262,12 @@ def test_models_are_compared_row_by_row_where_the_rows_are(models: Models, monke
 
 
 def test_marginal_effects_where_rows_count_are_those_of_one_process(both: Both) -> None:
-    """Draws of a fit are close enough together, at the sites' rows and where a variable is changed in them."""
+    """Draws of a fit are close enough together, at the sites' rows and where a variable is changed in them.
+
+    Sums are rounded; tables have three decimals.
+    """
     there, here = (WHAT["margins"](run) for run in (both.under(after_fit=("margins",)), both.here))
-    np.testing.assert_allclose(numbers(there), numbers(here), rtol=1e-6, atol=1e-8)
+    np.testing.assert_allclose(numbers(there), numbers(here), rtol=0.0, atol=5e-5)
 
 
 def test_nothing_is_told_of_few_rows(both: Both) -> None:
@@ -305,7 +310,7 @@ def test_sites_answer_whatever_the_algorithms_settings_say(both: Both) -> None:
     assert design is not None
     agree(host, NAMES, FORMULA, client="ward")  # type: ignore[arg-type]
     run = over_sites(host, design, name="mine")
-    allow(host, after_fit=EVERYTHING)
+    allow(host, after_fit=EVERYTHING, minimum=1)
     for name in sorted(FAST):
         np.testing.assert_allclose(numbers(WHAT[name](run)), numbers(WHAT[name](both.here)), rtol=1e-6, atol=1e-8)
 

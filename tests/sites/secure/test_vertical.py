@@ -18,6 +18,7 @@ from support import splits
 from support.oracles.closed_forms import distance
 from support.verticals import GUIDES, ROWS, gathered, in_threads, nodes, noises, some_model, some_parameters
 
+import fedtorch as ft
 from fedtorch.protocol.halves import Half, Receive, Send, together, wrapped
 from fedtorch.protocol.journal import Journal, Stateful
 from fedtorch.random.entropy import Entropy
@@ -33,6 +34,7 @@ from fedtorch.sites.vertical.remote import over_hub, over_link
 from fedtorch.trust import privacy
 from fedtorch.vfl.nodes.iteration import Iteration, party_half, server_half
 from fedtorch.vfl.nodes.node import Gradient, Summand
+from fedtorch.vfl.rows.data import VerticalData
 
 GRID = Grid(40, 2.0**10)
 ITERATIONS = [
@@ -326,15 +328,19 @@ def test_no_party_refuses_what_it_has_and_the_server_finds_what_is_beyond_the_gr
     assert [ended(math.nan, 1.0), ended(math.inf, 1.0), ended(1e300, 1e300)] == ["server"] * 3
 
 
-def first_sum(parties: tuple[int, ...], folder: Path | None) -> torch.Tensor:
-    """What the server hears of a run of some parties, the first of whom remembers sums where it has a folder."""
+def first_sum(parties: tuple[int, ...], folder: Path | None, order: tuple[int, ...] = (0, 1)) -> torch.Tensor:
+    """What the server hears of a run of some parties, the first of whom remembers sums where it has a folder.
+
+    The parties' rows are in an order that the server has chosen.
+    """
 
     def party(k: int) -> Half:
-        yield Send(0, Summand(torch.tensor([1.5 * k, -k], dtype=torch.float64)))
+        value = torch.tensor([1.5 * k, -k], dtype=torch.float64)[list(order)]
+        yield Send(0, Summand(value), start=bytes([k]))
 
     def server() -> Half:
         for k in parties:
-            heard = yield Receive(k, Summand(torch.zeros(2, dtype=torch.float64)))
+            heard = yield Receive(k, Summand(torch.zeros(len(order), dtype=torch.float64)))
         return heard.value
 
     keys, run = {k: KEYS[k] for k in parties}, f"run of {len(parties)}".encode()
@@ -352,8 +358,58 @@ def test_a_party_that_remembers_begins_no_second_run_with_its_value_and_others(t
     past_sums.begin(tmp_path)
     for _ in range(2):  # the same again tells nothing more
         first_sum((1, 2, 3), tmp_path)
+    for order in ((0, 1), (1, 0), (1,)):
+        with pytest.raises(Refusal, match="takes part in others with the same sites only"):
+            first_sum((1, 2), tmp_path, order)
+
+
+def test_rows_in_another_order_are_the_same_start(tmp_path: Path) -> None:
+    """Real parties: one order of rows for all three, another without the third, whose part the difference would be."""
+    past_sums.begin(tmp_path)
+    features = splits.draw(0, 3, ROWS, 2)
+
+    def begun(which: tuple[int, ...], order: torch.Tensor, folder: Path | None) -> torch.Tensor:
+        rows = VerticalData(tuple(features[k - 1][order] for k in which), torch.ones(len(order)).double())
+        bottoms = [torch.nn.Linear(2, 1).double() for _ in which]
+        network = ft.vfl.SplitNetwork(bottoms, ft.vfl.likelihoods.bernoulli(), keys=ft.random.key(0).reshape(1))
+        server, parties = network.nodes(rows)
+        heard = list[torch.Tensor]()
+
+        def noted(step: Send | Receive) -> Half:
+            message = yield step
+            if isinstance(message, Summand):
+                heard.append(message.value.flatten())
+            return message
+
+        public, run = {place: KEYS[k] for place, k in enumerate(which, 1)}, bytes(which)
+        made = {0: masked_server(wrapped(server_half(server, [Iteration()]), noted), public, GRID, run=run)}
+        for (place, k), node in zip(enumerate(which, 1), parties, strict=True):
+            half, own = party_half(node, [Iteration()]), folder if k == 1 else None
+            made[place] = masked_party(half, place, public, SIGNING[k], GRID, run=run, folder=own)
+        together(made)
+        return heard[len(which) - 1]
+
+    order, everybody = torch.arange(ROWS), (1, 2, 3)
+    turned, back = order.roll(1), order.roll(-1)
+    of_all, of_two = begun(everybody, order, tmp_path), begun((1, 2), order, None)
+    torch.testing.assert_close(of_all - begun((1, 2), turned, None)[back], of_all - of_two, rtol=0.0, atol=1e-9)
+    assert float((of_all - of_two).abs().min()) > 1e-3  # the part that is found is not nothing
     with pytest.raises(Refusal, match="takes part in others with the same sites only"):
-        first_sum((1, 2), tmp_path)
+        begun((1, 2), turned, tmp_path)
+
+
+def test_a_half_that_does_not_say_how_it_has_begun_is_not_remembered(tmp_path: Path) -> None:
+    def party() -> Half:
+        yield Send(0, Summand(torch.zeros(2)))
+
+    def server() -> Half:
+        for k in KEYS:
+            yield Receive(k, Summand(torch.zeros(2)))
+
+    made = {0: masked_server(server(), KEYS, GRID, run=b"run")}
+    made |= {k: masked_party(party(), k, KEYS, SIGNING[k], GRID, run=b"run", folder=tmp_path) for k in KEYS}
+    with pytest.raises(TypeError, match="with which parameters it has begun, as party_half does"):
+        together(made)
 
 
 def test_a_part_of_a_sum_that_is_not_finite_is_found_by_the_server_without_masks() -> None:
