@@ -50,11 +50,11 @@ def sizes_of(*numbers: int) -> str:
     return " × ".join(f"{number:,}" for number in numbers)
 
 
-def sweeps(small: bool) -> Work:
-    """Gibbs sweeps of small regressions."""
-    kind = CASES["gibbs_sweeps"]
+def of_kernel(name: str, small: bool) -> Work:
+    """What has a program for a GPU as well."""
+    kind = CASES[name]
     sizes = kind.small if small else kind.counted
-    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, "gibbs_sweeps")
+    return Work(sizes_of(*sizes), kind.case(sizes, "cpu").ours, name)
 
 
 def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
@@ -73,11 +73,12 @@ def regressions(small: bool, family: glm_steps.Family, batch: int) -> Work:
         yield from zip(place.split(steps), size.split(steps))
 
     call = partial(glm_loop, family, x, y, start, runs, lr=0.1, total=total)
-    return Work(sizes_of(clients, rows, features) + f", batches of {batch}", call, "glm_steps")
+    return Work(sizes_of(clients, rows, features) + f", batches of {batch}", call, "glm_loop")
 
 
 WORK: dict[str, Callable[[bool], Work]] = {
-    "gibbs_sweeps": sweeps,
+    "philox": partial(of_kernel, "philox"),
+    "gibbs_sweeps": partial(of_kernel, "gibbs_sweeps"),
     "glm_loop, linear": partial(regressions, family=glm_steps.GAUSSIAN, batch=200),
     "glm_loop, logistic": partial(regressions, family=glm_steps.BERNOULLI, batch=10),
 }
@@ -97,6 +98,7 @@ def compile_here(operation: str) -> None:
     """Print the seconds that the programs of a module of `fedtorch.programs` take to be compiled."""
     values = vars(importlib.import_module(f"fedtorch.programs.{operation}")).values()
     began, found = time.perf_counter(), [each for each in values if isinstance(each, Program) and each.signatures]
+    assert found
     usable = all(each.usable() for each in found)
     for each in found if usable else ():
         each.compile()
