@@ -81,7 +81,7 @@ class Turn:
         return Turn(key, self.round, self.rates, self.limit, share, self.refused, taken=self.taken)
 
     def takes(self, rows: Tensor, count: Tensor, name: str = "") -> None:
-        """Note how many rows clients take, or are in what they tell by a name, in place of those that they have.
+        """Note that clients use fewer rows than they have, in all that they send or in one value that they tell.
 
         Args:
             rows: `(K,)` at least.

@@ -1,4 +1,4 @@
-r"""What training, validation and reference errors say of a method, compared with one another.
+r"""Whether a method overfits or underfits, by its training, validation and reference errors.
 
 With "much larger" being a factor `much`:
 
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 
 class Diagnosis(NamedTuple):
-    """Hold the errors and what they say; `str` is the verdict."""
+    """Three errors and the verdict on them, which is its `str`."""
 
     training: float
     validation: float

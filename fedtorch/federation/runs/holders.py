@@ -184,7 +184,7 @@ def room(shapes: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def is_key(name: str) -> bool:
-    """Return whether a tensor of this name, as it is sent, is a key of randomness.
+    """Return whether a tensor that is sent under this name is a key of randomness.
 
     >>> is_key("key"), is_key("key 0"), is_key("phi 0")
     (True, True, False)

@@ -111,7 +111,7 @@ class Scored:
         training: Evaluable | None = None,
         much: float = 1.5,
     ) -> Diagnosis:
-        """Return whether the clients' models overfit or underfit, in words, from three errors.
+        """Return a verdict in words: whether the clients' models overfit or underfit.
 
         The result has `training`, `validation`, `reference` and `verdict`, and prints as the verdict.
 

@@ -304,7 +304,7 @@ class _Fit:
         count = data.count[client : client + 1].cpu()
         turn.takes(torch.tensor([watch.rows]), count)
         of_all = {"loss"} if 0 < watch.batches == len(watch.losses) else set()
-        for name in fitted.info.keys() - of_all:  # a Trainer does not say of which batches the others are
+        for name in fitted.info.keys() - of_all:  # other values may be of any batch: a Trainer does not tell
             turn.takes(torch.tensor([watch.least]), count, name)
         return fitted
 

@@ -449,7 +449,7 @@ def _refill(value: Any, content: list[Any]) -> None:
 
 
 def _same_parts(one: Any, other: Any) -> bool:
-    """Return whether two are one object, or pairs of the same objects."""
+    """Return whether two items are the same object, or are pairs that hold the same objects."""
     pairs = isinstance(one, tuple) and isinstance(other, tuple) and len(one) == len(other) == 2
     return one is other or (pairs and one[0] is other[0] and one[1] is other[1])
 

@@ -312,7 +312,9 @@ class StepCheck:
 
     def _difference(self, names: Sequence[str], together: Any, alone: Any, batch: Batch, most: float) -> str:
         """Return a sentence on the first difference of two steps, "" if there is none."""
-        name = type(self._module).__name__
+        name, dtype = type(self._module).__name__, together.losses.dtype
+        if dtype.is_floating_point:  # where losses are narrower than their tensors, gradients have passed through them
+            most = max(most, min(tolerance(dtype), _LOSSES * torch.finfo(dtype).eps))
         for k in range(len(batch.size)):
             pairs = {
                 tensor: (_of(one, together.missing, tensor, k), _of(other, alone.missing, tensor, k))
@@ -324,8 +326,6 @@ class StepCheck:
                     return f"the gradient of {tensor!r} of {name} is there only {which}, and so differs"
             both = [pair for pair in pairs.values() if pair[0] is not None]
             parts = [(together.losses[k], alone.losses[k])]
-            if together.losses.is_floating_point():
-                most = max(most, _LOSSES * torch.finfo(together.losses.dtype).eps)
             if both:
                 parts.append(tuple(torch.cat([_flat(part) for part in side]) for side in zip(*both)))  # type: ignore[arg-type]
             gaps = [relative_gap(one, other) for one, other in parts]

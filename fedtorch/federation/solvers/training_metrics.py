@@ -56,7 +56,7 @@ class Reduction(NamedTuple):
 
     @property
     def of_all(self) -> bool:
-        """Return whether every step is in it."""
+        """Return whether the reduction is made of the values of all steps."""
         return self.name in ("mean", "sum")
 
     def _of(self, values: Tensor, sizes: Tensor, there: Tensor) -> Tensor:

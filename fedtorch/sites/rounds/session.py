@@ -50,11 +50,10 @@ class SiteSession:
 
     Where the site's policy has a minimum above one, its clients draw by keys that its secret makes of all that is
     asked: the server's key, the settings of the algorithm, the tensors that are sent, which clients are asked, and the
-    states that they are in. By the server's key alone a batch would be a sum over rows that the server knows; and were
-    the others not in it, two sums that differ by a row, or by a client's batch, or the same few rows at start after
-    start, could be asked for. Draws are each client's own,
-    by its name: nothing that sites must have in common, such as cohorts, faults, or what sums under masks are called,
-    is drawn here.
+    states that they are in. By the server's key alone a batch would be a sum over rows that the server knows. Without
+    the others a server could ask for two sums that differ by a row, or by a client's batch, or for the same few rows at
+    many starts. Draws are each client's own, by its name: nothing that sites must have in common, such as cohorts,
+    faults, or what sums under masks are called, is drawn here.
 
     Args:
         configuration: what the site brings.

@@ -354,7 +354,14 @@ def test_a_loss_that_counts_in_a_closure_is_refused(way: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gap", "sound"), [(torch.float32, 1e-6, True), (torch.float32, 1e-4, False), (torch.float64, 1e-6, False)]
+    ("dtype", "gap", "sound"),
+    [
+        (torch.float32, 1e-6, True),
+        (torch.float32, 1e-4, False),
+        (torch.float64, 1e-6, False),
+        (torch.bfloat16, 0.03125, True),
+        (torch.bfloat16, 0.25, False),  # no more than of gradients in bfloat16
+    ],
 )
 def test_losses_are_compared_by_the_precision_that_they_have(dtype: torch.dtype, gap: float, sound: bool) -> None:
     """Language models have their logits in single precision before the loss, whatever their own dtype."""

@@ -1,4 +1,4 @@
-"""Search of hyperparameters that an Optuna study leads: its sampler says what is tried, its pruner what ends early.
+"""Search of hyperparameters by a study of Optuna: its sampler chooses settings, its pruner ends trials early.
 
 Trials run one after another. A trial is scored after each rung of rounds, where the study's pruner may end it: by
 default successive halving, of which one of `factor` trials goes on from each rung (Jamieson and Talwalkar,
@@ -223,7 +223,7 @@ def _tried(
     judge: Callable[[Run], Score | None],
     shown: Progress,
 ) -> tuple[Score | None, Run]:
-    """Return a trial's last score and its run, once all rounds are done or the pruner ends it, and tell the study."""
+    """Run a trial to its end or until it is pruned, and tell the study; return the last score and the run."""
     from optuna.trial import TrialState
 
     try:
