@@ -57,9 +57,47 @@ def cut(codes: Tensor, alpha: float, clients: int, minimum: int, key: Tensor) ->
     return _fill_up(part.clamp_(max=clients - 1).to(torch.int64), clients, minimum, random.fold_in(key, 2))
 
 
+def take(codes: Tensor, alphas: Tensor, wanted: Tensor, key: Tensor) -> Tensor:
+    """Give each client as many rows as it wants, by Dirichlet proportions over the classes that have rows left.
+
+    Args:
+        codes: `(total,)` classes of the rows.
+        alphas: `(K,)` concentrations.
+        wanted: `(K,)` rows of each client, `total` in all.
+    """
+    sizes = codes.bincount()
+    generator = _generator(random.fold_in(key, 0))
+    left, shares = sizes.numpy().copy(), sizes.double().numpy() / len(codes)
+    counts = numpy.zeros((len(wanted), len(sizes)), numpy.int64)
+    turns = random.permutation(random.fold_in(key, 1), len(wanted))
+    turns = turns[alphas[turns].sort(stable=True).indices]  # those that want few classes find these not yet taken
+    for client in turns.tolist():
+        # Logarithms of gamma numbers, for those of small shapes round to 0: Γ(a) = Γ(a + 1) U^(1/a).
+        shape = float(alphas[client]) * shares
+        log_share = numpy.log(generator.gamma(shape + 1)) + numpy.log1p(-generator.random(len(shape))) / shape
+        while (lacking := int(wanted[client]) - counts[client].sum()) > 0:
+            weight = numpy.exp(numpy.where(left > 0, log_share - log_share[left > 0].max(), -numpy.inf))
+            drawn = numpy.minimum(generator.multinomial(lacking, weight / weight.sum()), left)
+            counts[client] += drawn
+            left -= drawn
+    owner = torch.arange(len(wanted)).repeat(len(sizes)).repeat_interleave(torch.from_numpy(counts.T.reshape(-1)))
+    return torch.empty_like(codes).scatter_(0, _shuffled(codes, sizes, random.fold_in(key, 2)), owner)
+
+
+def equal_shards(codes: Tensor, clients: int, count: int, key: Tensor) -> Tensor:
+    """Cut the rows, ordered by class and at random within it, into shards of equal size, and deal `count` to each."""
+    shards, total = clients * count, len(codes)
+    order = _shuffled(codes, codes.bincount(), random.fold_in(key, 0))
+    owner = random.permutation(random.fold_in(key, 1), shards) % clients
+    return torch.empty_like(codes).scatter_(0, order, owner[torch.arange(total) * shards // total])
+
+
 def _dirichlet(alpha: float, shape: tuple[int, int], key: Tensor) -> Tensor:
-    generator = numpy.random.Generator(numpy.random.Philox(key=int(key) & (2**64 - 1)))
-    return torch.from_numpy(generator.dirichlet(numpy.full(shape[1], alpha), shape[0]))
+    return torch.from_numpy(_generator(key).dirichlet(numpy.full(shape[1], alpha), shape[0]))
+
+
+def _generator(key: Tensor) -> numpy.random.Generator:
+    return numpy.random.Generator(numpy.random.Philox(key=int(key) & (2**64 - 1)))
 
 
 def _fill_up(assignment: Tensor, clients: int, minimum: int, key: Tensor) -> Tensor:

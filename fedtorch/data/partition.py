@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy
 import torch
@@ -90,27 +90,54 @@ def iid() -> Partitioner:
     return assign
 
 
-def dirichlet(alpha: float, label: Hashable | Sequence[int] | Tensor = 1, minimum: int = 1) -> Partitioner:
-    r"""Label skew: the rows of class c are cut by :math:`p_c \sim \mathrm{Dirichlet}(\alpha 1_K)`.
+Sizes = Literal["equal"] | Sequence[int]
 
-    Clients that get fewer than `minimum` rows are filled up with random rows of the largest clients.
+
+def dirichlet(
+    alpha: float | Sequence[float],
+    label: Hashable | Sequence[int] | Tensor = 1,
+    minimum: int = 1,
+    sizes: Sizes | None = None,
+) -> Partitioner:
+    r"""Label skew by Dirichlet proportions.
+
+    Without `sizes` the rows of class c are cut by :math:`p_c \sim \mathrm{Dirichlet}(\alpha 1_K)` over the clients
+    (Yurochkin et al.), so that sizes differ too. Clients with fewer than `minimum` rows are filled up with random rows
+    of the largest clients.
+
+    With `sizes` client k draws its rows by proportions :math:`q_k \sim \mathrm{Dirichlet}(\alpha_k\, p)` over the
+    classes, p being the classes' shares of all rows (Hsu et al.). A class that has no rows left is drawn no more, so
+    that clients at the end may have other proportions than they drew.
 
     Args:
-        alpha: the concentration, above 0: near 0 each class goes to one client, a large one is nearly iid.
-        label: the index, key or name of the field of classes `(total,)`, integers or booleans; or the classes
-            themselves, as a tensor, array or list of integers, booleans or strings.
+        alpha: the concentration, above 0: near 0 each class goes to one client, or each client has one class, and a
+            large one is nearly iid. With `sizes` also one per client.
+        label: the index, key or name of the field of classes, integers or booleans `(total,)`; or the classes
+            themselves, as a tensor, array or list of integers, booleans or strings. Rows with several labels have
+            booleans `(total, C)`: each such row counts as one of its labels, drawn at random.
         minimum: the least number of rows of a client, at least 1.
+        sizes: "equal" (up to one row), or the rows of each client, which add up to all rows.
 
     Raises:
-        TypeError: alpha is not a number.
-        ValueError: alpha is not positive and finite; or, when rows come, there is no such field, or not one class per
-            row.
+        TypeError: alpha is not a number, or a sequence without `sizes`.
+        ValueError: alpha is not positive and finite; or, when rows come, there is no such field, not one class per
+            row, or the sizes do not add up.
+
+    >>> data = partition((torch.zeros(9, 1), torch.arange(9) % 3), dirichlet(0.1, sizes="equal"), clients=3, seed=0)
+    >>> data.counts
+    tensor([3, 3, 3])
     """
-    _check_alpha(alpha)
+    alphas = _check_alphas(alpha) if sizes is not None and isinstance(alpha, Sequence) else [_check_alpha(alpha)]
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
-        codes = _labels(rows, label)
-        return _shares.cut(codes, alpha, _check_clients(clients, len(codes), minimum), minimum, key)
+        codes = _labels(rows, label, random.fold_in(key, 3))
+        count = _check_clients(clients, len(codes), minimum)
+        if sizes is None:
+            return _shares.cut(codes, alphas[0], count, minimum, key)
+        if len(alphas) not in (1, count):
+            raise ValueError(f"Expected one alpha, or one per client, but got {len(alphas)} for {count} clients")
+        wanted = _check_sizes(sizes, len(codes), count, minimum)
+        return _shares.take(codes, torch.tensor(alphas).expand(count), wanted, key)
 
     return assign
 
@@ -137,31 +164,39 @@ def quantity_skew(alpha: float, minimum: int = 1) -> Partitioner:
     return assign
 
 
-def labels_per_client(count: int, label: Hashable | Sequence[int] | Tensor = 1) -> Partitioner:
-    """Label skew: each client gets rows of exactly `count` labels, as shards (McMahan et al., 2017).
+def labels_per_client(
+    count: int, label: Hashable | Sequence[int] | Tensor = 1, sizes: Literal["equal"] | None = None
+) -> Partitioner:
+    """Label skew: each client gets `count` shards of rows that were sorted by label.
 
-    The rows of each label are cut at random into shards of equal size, `clients · count` of them in all and
-    in proportion to the labels' frequencies; each client is dealt shards of `count` different labels at
-    random.
+    Without `sizes` each client has exactly `count` labels: the rows of each label are cut at random into shards of
+    equal size, `clients · count` of them in all and in proportion to the labels' frequencies, and each client is dealt
+    shards of different labels. With `sizes="equal"` shards and clients have equal sizes (up to one row), as in McMahan
+    et al. (2017): a shard may end in another label than it began with, and a client may get two shards of one label.
 
     Args:
-        count: labels per client.
-        label: as of `dirichlet`.
+        count: labels, or shards, per client.
+        label: the classes, as in `dirichlet`, one per row.
+        sizes: "equal" for clients of equal size.
 
     >>> rows = torch.zeros(60, 1), torch.arange(60) % 3
     >>> [len(y.unique()) for _, y in partition(rows, labels_per_client(2), clients=6, seed=0)]
     [2, 2, 2, 2, 2, 2]
     """
+    if sizes not in (None, "equal"):
+        raise ValueError(f'Expected sizes None or "equal", but got {sizes!r}; given sizes are those of dirichlet')
 
     def assign(rows: Tree, clients: int | None, key: Tensor, /) -> Tensor:
         codes = _labels(rows, label)
-        k = _check_clients(clients, len(codes))
-        sizes = codes.bincount()
-        shards = _shares.apportion(sizes, k, count)
+        k = _check_clients(clients, len(codes), count if sizes == "equal" else 1)
+        if sizes == "equal":
+            return _shares.equal_shards(codes, k, count, key)
+        label_sizes = codes.bincount()
+        shards = _shares.apportion(label_sizes, k, count)
         owner = _shares.deal(shards, k, count, random.fold_in(key, 0))  # (shards,) clients, ordered by label
         first = (shards.cumsum(0) - shards)[codes]
         rank = _shares.ranks(codes, random.fold_in(key, 1))
-        return owner[first + rank * shards[codes] // sizes[codes]]
+        return owner[first + rank * shards[codes] // label_sizes[codes]]
 
     return assign
 
@@ -238,20 +273,42 @@ def _check_clients(clients: int | None, total: int, minimum: int = 1) -> int:
     return clients
 
 
-def _check_alpha(alpha: float) -> None:
+def _check_alpha(alpha: Any) -> float:
     scalar = isinstance(alpha, Tensor) and alpha.ndim == 0
     if isinstance(alpha, bool) or not (scalar or isinstance(alpha, numbers.Real)):
         raise TypeError(
-            f"Expected alpha as one positive number, but got {alpha!r}; all clients have the same concentration"
+            f"Expected alpha as one positive number, but got {alpha!r}; one per client needs sizes= (dirichlet)"
         )
     if not 0 < alpha < float("inf"):
         raise ValueError(f"Expected a finite alpha > 0, but got {alpha}; use iid() for equal shares")
+    return float(alpha)
 
 
-def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
-    """Return the classes of the rows as codes 0…C−1, each of them present."""
+def _check_alphas(alphas: Sequence[Any]) -> list[float]:
+    return [_check_alpha(alpha) for alpha in alphas]
+
+
+def _check_sizes(sizes: Sizes, total: int, clients: int, minimum: int) -> Tensor:
+    """Return the rows of each client, `(K,)`."""
+    if isinstance(sizes, str):
+        if sizes != "equal":
+            raise ValueError(f'Expected sizes "equal" or the rows of each client, but got {sizes!r}')
+        return torch.full((clients,), total // clients) + (torch.arange(clients) < total % clients)
+    wanted = torch.as_tensor(sizes)
+    if wanted.is_floating_point() or wanted.shape != (clients,) or int(wanted.sum()) != total:
+        raise ValueError(
+            f"Expected {clients} whole numbers of rows that add up to {total}, but got {list(sizes)}; leave other rows "
+            "out of the data first"
+        )
+    if int(wanted.min()) < minimum:
+        raise ValueError(f"Expected at least {minimum} rows per client, but got {int(wanted.min())} in sizes")
+    return wanted.to(torch.int64)
+
+
+def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor, key: Tensor | None = None) -> Tensor:
+    """Return the classes of the rows as codes 0…C−1, each of them present; with a key rows may have several labels."""
     if isinstance(label, list) or getattr(label, "shape", ()) != ():  # of NumPy's numbers it is ()
-        return _codes(label, _count_rows(rows))
+        return _codes(_one_label(label, key), _count_rows(rows))
     try:
         values = getattr(rows, label) if isinstance(label, str) and hasattr(rows, "_fields") else rows[label]
     except (KeyError, IndexError, AttributeError, TypeError) as error:
@@ -260,12 +317,22 @@ def _labels(rows: Tree, label: Hashable | Sequence[int] | Tensor) -> Tensor:
         ) from error
     if not isinstance(values, Tensor):
         raise ValueError(f"Expected labels as a single tensor in field {label!r}, but got a {type(values).__name__}")
+    values = _one_label(values, key)
     if isinstance(rows, Tensor) or values.ndim != 1 or values.is_floating_point() or values.is_complex():
         raise ValueError(
             f"Expected labels (total,) of integers or booleans in field {label!r}, but got {values.dtype} of "
             f"shape {tuple(values.shape)}; pass label=… (of a Dataset its classes), or put real targets into bins first"
         )
     return _codes(values, len(values))
+
+
+def _one_label(values: Any, key: Tensor | None) -> Any:
+    """Return one of the labels of each row, drawn at random, where rows have booleans `(total, C)`; −1 has none."""
+    several = torch.as_tensor(values) if getattr(values, "ndim", 1) == 2 else None
+    if key is None or several is None or several.dtype != torch.bool:
+        return values
+    race = random.uniform(key, several.shape, torch.float64).where(several, torch.tensor(2.0).double())
+    return race.argmin(1).where(several.any(1), torch.tensor(-1))
 
 
 def _codes(values: Any, total: int) -> Tensor:

@@ -47,6 +47,8 @@ RANDOM = {
     "quantity": quantity_skew(0.5),
     "labels": labels_per_client(2),
     "column": by_column(lambda r: r[1]),
+    "equal sizes": dirichlet(0.3, sizes="equal"),
+    "shards": labels_per_client(2, sizes="equal"),
 }
 
 
@@ -121,6 +123,75 @@ def test_filling_up_takes_from_the_largest_only() -> None:
     assert bool((filled[plain < 10] == 10).all())
     assert int(filled[lowered].max() - filled[lowered].min()) <= 1
     assert int(plain[~lowered].max()) <= int(filled[lowered].max())
+
+
+@pytest.mark.parametrize("alpha", [0.5, 5.0])
+def test_proportions_at_given_sizes_have_their_moments(alpha: float) -> None:
+    clients, classes, size = 400, 5, 200  # with far more rows than clients take, no class runs out
+    y = torch.arange(classes).repeat_interleave(40_000)
+    sizes = [size] * clients + [len(y) - size * clients]
+    data = partition((y, y), dirichlet([alpha] * clients + [1e6], sizes=sizes), clients=clients + 1, seed=0)
+    share = label_counts(data, classes)[:clients].double() / size
+    mean = 1 / classes
+    dirichlets = mean * (1 - mean) / (alpha + 1)
+    expected = dirichlets + (mean * (1 - mean) - dirichlets) / size  # of a multinomial of Dirichlet probabilities
+    squares = ((share - mean) ** 2).mean(1)
+    assert abs(float(squares.mean()) - expected) < 4 * float(squares.std()) / clients**0.5
+    assert bool(((share.mean(0) - mean).abs() < 4 * (expected / clients) ** 0.5).all())
+
+
+@pytest.mark.parametrize("alpha", [1e-4, 0.1, 1e4])
+def test_sizes_are_those_asked_for(alpha: float) -> None:
+    equal = partition(rows(), dirichlet(alpha, sizes="equal"), clients=7, seed=0).counts
+    assert int(equal.max() - equal.min()) <= 1
+    sizes = [1, 99, 200, 300]
+    assert partition(rows(), dirichlet(alpha, sizes=sizes), clients=4).counts.tolist() == sizes
+
+
+def test_each_client_has_its_alpha() -> None:
+    y = torch.arange(10).repeat_interleave(200)
+    data = partition((y, y), dirichlet([1e-3, 1e-3, 1e4, 1e4], sizes=[100, 100, 900, 900]), clients=4, seed=1)
+    largest = label_counts(data, 10).max(1).values / data.counts
+    assert bool((largest[:2] > 0.9).all())
+    assert bool((largest[2:] < 0.2).all())
+
+
+def test_rows_may_have_several_labels() -> None:
+    y = torch.zeros(3000, 3, dtype=torch.bool)
+    y[:, 0] = True  # all rows have the first label, a half the second too, none the third
+    y[:1500, 1] = True
+    data = partition({"x": torch.arange(3000), "y": y}, dirichlet(0.01, label="y"), clients=30, seed=0)
+    assert data.rows["x"].sort().values.tolist() == list(range(3000))
+    both = torch.stack([client["y"].sum(0) for client in data])
+    assert bool((both[:, 2] == 0).all())
+    assert int(both.max(0).values[0]) > 1000  # nearly all of a class go to one client
+    with pytest.raises(ValueError, match=r"Expected labels \(total,\)"):
+        partition({"x": torch.arange(3000), "y": y}, labels_per_client(2, label="y"), clients=3)
+
+
+def test_equal_shards_hold_few_labels() -> None:
+    data = partition(rows(), labels_per_client(2, sizes="equal"), clients=20, seed=0)
+    assert set(data.counts.tolist()) == {TOTAL // 20}
+    held = (label_counts(data) > 0).sum(1)
+    assert int(held.max()) <= 4
+    assert float(held.double().mean()) < 3
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: dirichlet([0.1, 0.2]), TypeError, "one per client needs sizes="),
+        (lambda: dirichlet([0.1, 0.0], sizes="equal"), ValueError, "finite alpha > 0, but got 0.0"),
+        (lambda: dirichlet([0.1, 0.2], sizes="equal"), ValueError, "one per client, but got 2 for 4 clients"),
+        (lambda: dirichlet(0.1, sizes="same"), ValueError, "but got 'same'"),
+        (lambda: dirichlet(0.1, sizes=[100, 100]), ValueError, "Expected 4 whole numbers of rows that add up to 600"),
+        (lambda: dirichlet(0.1, sizes=[1, 1, 1, 597], minimum=2), ValueError, "at least 2 rows per client, but got 1"),
+        (lambda: labels_per_client(2, sizes="same"), ValueError, "but got 'same'"),
+    ],
+)
+def test_sizes_and_alphas_are_checked(make: Callable[[], Partitioner], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        partition(rows(), make(), clients=4)
 
 
 def test_quantity_skew_has_the_variance_of_a_dirichlet() -> None:
