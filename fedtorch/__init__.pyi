@@ -74,6 +74,7 @@ from .federation.runs.faults import (
 from .federation.runs.load_module import load_module as load_module
 from .federation.runs.run import Run as Run, run as run
 from .federation.runs.sampler import Sampler as Sampler
+from .federation.runs.search.benchmark import benchmark as benchmark
 from .federation.runs.search.studies import tune as tune
 from .federation.runs.search.tuning import grid as grid
 from .federation.solvers.gradient_descent import gradient_descent as gradient_descent

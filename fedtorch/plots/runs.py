@@ -11,42 +11,55 @@
 ['group 0', 'group 1', 'all rows', 'mean over the worst tenth']
 >>> [line.get_label() for line in ft.plots.worst_client({"FedAvg": run}, "error", False).axes[0].get_lines()]
 ['FedAvg: all rows', 'FedAvg: mean over clients', 'FedAvg: worst client']
->>> ft.plots.bytes_against({"FedAvg": run}, "error").axes[0].get_xlabel()
+>>> ft.plots.curves({"FedAvg": run}, ["error"], against="bytes").axes[0].get_xlabel()
 'bytes up and down so far (MB)'
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
 from fedtorch.plots._style import draw, new_figure
 from fedtorch.plots.charts import GREY, Chart, Series, chart
-from fedtorch.plots.history_charts import by_round, column, in_words, losses, spread
+from fedtorch.plots.history_charts import ROUND, by_round, column, in_words, losses, spread
 
 if TYPE_CHECKING:
     import pandas as pd
     from matplotlib.figure import Figure
 
 
-def curves(run: Any, values: Sequence[str] | None = None) -> Figure:
-    """Draw the training loss and scores by round, with the spread over clients as bands.
+def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["round", "bytes"] = "round") -> Figure:
+    """Draw the training loss and scores by round; of one run with the spread over clients, of several a line each.
 
     Args:
-        run: a `Run`, `Federation`, `History`, or table.
-        values: columns of the history to draw, one panel each; default: `train_loss` and every `val_<metric>`.
+        run: a `Run`, `Federation`, `History`, or table; or several of these by name, of which each may be a sequence of
+            repetitions: then the line is their mean and the band goes from the lowest to the highest.
+        values: columns of the history to draw, one panel each, or names of metrics that were validated; default:
+            `train_loss` and every `val_<metric>`.
+        against: of several runs, the horizontal axis: the round, or the bytes sent so far, up and down together (their
+            mean over repetitions).
 
     Raises:
-        ValueError: a value that is not in the history, or a history without rounds.
+        ValueError: a value that is not in the history, a history without rounds, or bytes of a single run.
     """
-    table = _table(run)
-    values = losses(table) if values is None else values
+    if not isinstance(run, Mapping):
+        if against != "round":
+            raise ValueError(f"Expected runs by name to draw against {against}, but got one; pass {{'FedAvg': run}}")
+        table = _table(run)
+        values = losses(table) if values is None else values
+        made = [spread(table, _column_of(table, name)) for name in values]
+    else:
+        tables = {name: _tables(each) for name, each in run.items()}
+        first = next(iter(tables.values()))[0]
+        values = losses(first) if values is None else values
+        made = [_compared(tables, _column_of(first, name), against) for name in values]
     figure = new_figure(4.2 * max(1, len(values)), 3.8)
-    for axes, name in zip(figure.subplots(1, max(1, len(values)), squeeze=False)[0], values):
-        if made := spread(table, name):
-            draw(axes, made)
+    for axes, one in zip(figure.subplots(1, max(1, len(values)), squeeze=False)[0], made):
+        if one:
+            draw(axes, one)
     parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}
     figure.legend(parts.values(), parts.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
     return figure
@@ -101,20 +114,37 @@ def groups(run: Any, metric: str) -> Figure:
     return _figure(by_round(table, name, series), legend=True)
 
 
-def bytes_against(runs: Mapping[str, Any], metric: str) -> Figure:
-    """Draw a score against the bytes sent so far, up and down together.
+def _compared(tables: Mapping[str, Sequence[pd.DataFrame]], name: str, against: str) -> Chart | None:
+    """Return a value of several runs, a line each, with a band over repetitions."""
+    series = []
+    for i, (label, every) in enumerate(tables.items()):
+        rounds = min(len(table) for table in every)
+        mean_of = lambda values, rounds=rounds: np.mean([each[:rounds] for each in values], axis=0)
+        y = [column(table, name)[:rounds] for table in every]
+        x = mean_of([column(table, "round") for table in every])
+        if against == "bytes":
+            x = mean_of([(column(table, "bytes_up") + column(table, "bytes_down")) / 1e6 for table in every])
+        known = np.isfinite(np.mean(y, axis=0))  # scores may be there after some rounds only
+        low, high = np.min(y, axis=0)[known], np.max(y, axis=0)[known]
+        if len(every) > 1:
+            series.append(Series("", high, i, low=low, faint=True, x=x[known]))
+        series.append(Series(label, np.mean(y, axis=0)[known], i, x=x[known]))
+    x_label = ROUND if against == "round" else "bytes up and down so far (MB)"
+    words = in_words(name)
+    return chart(words[0].upper() + words[1:], x_label, np.zeros(int(against == "bytes")), series, y_label=words)
 
-    Args:
-        runs: by name: `Run`, `Federation`, `History`, or table.
-        metric: the name of a metric that was validated, or a column of the history such as `train_loss`.
-    """
-    series, name = [], metric
-    for i, (label, run) in enumerate(runs.items()):
-        table = _table(run)
-        name = f"val_{metric}" if f"val_{metric}" in table else metric
-        sent = (column(table, "bytes_up") + column(table, "bytes_down")) / 1e6
-        series.append(Series(label, column(table, name), i, x=sent))
-    return _figure(chart("", "bytes up and down so far (MB)", np.zeros(1), series, y_label=in_words(name)), legend=True)
+
+def _column_of(table: pd.DataFrame, name: str) -> str:
+    """Return the column of a metric that was validated, or of the name itself."""
+    return f"val_{name}" if f"val_{name}" in table else name
+
+
+def _tables(runs: Any) -> list[pd.DataFrame]:
+    """Return the histories of one run or of repetitions."""
+    every = [_table(run) for run in (runs if isinstance(runs, (list, tuple)) else [runs])]
+    if not every:
+        raise ValueError("Expected at least one run of each name, but got none")
+    return every
 
 
 def _figure(made: Chart | None, legend: bool = False) -> Figure:

@@ -128,8 +128,8 @@ def test_groups() -> None:
 
 
 @pytest.mark.parametrize(("metric", "column"), [("accuracy", "val_accuracy"), ("train_loss", "train_loss")])
-def test_bytes_against(runs: dict[str, Any], metric: str, column: str) -> None:
-    figure = ft.plots.bytes_against(runs, metric)
+def test_several_runs_against_bytes(runs: dict[str, Any], metric: str, column: str) -> None:
+    figure = ft.plots.curves(runs, [metric], against="bytes")
     assert drawn(figure)
     for name, run in runs.items():
         rows = table(run).dropna(subset=[column])
@@ -137,6 +137,22 @@ def test_bytes_against(runs: dict[str, Any], metric: str, column: str) -> None:
         assert values == rows[column].tolist()
         assert sent == pytest.approx(((rows["bytes_up"] + rows["bytes_down"]) / 1e6).tolist())
     assert "MB" in figure.axes[0].get_xlabel()
+    with pytest.raises(ValueError, match="Expected runs by name to draw against bytes"):
+        ft.plots.curves(runs["FedAvg"], against="bytes")
+
+
+def test_repetitions_are_a_mean_and_a_band() -> None:
+    rounds = np.arange(1.0, 4.0)
+    repeated = [pd.DataFrame({"round": rounds, "train_loss": rounds + shift}) for shift in (0.0, 1.0, 5.0)]
+    repeated[2] = pd.concat([repeated[2], pd.DataFrame({"round": [4.0], "train_loss": [9.0]})])  # one round more
+    figure = ft.plots.curves({"ours": repeated, "other": pd.DataFrame({"round": rounds, "train_loss": [1, np.nan, 2]})})
+    assert drawn(figure)
+    shown = lines(figure.axes[0])
+    assert shown["ours"] == ([1.0, 2.0, 3.0], [3.0, 4.0, 5.0])
+    assert shown["other"] == ([1.0, 3.0], [1.0, 2.0])
+    heights = figure.axes[0].collections[0].get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == (1.0, 8.0)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["ours", "other"]
 
 
 def test_figures_and_reports_have_the_same_scale_and_ticks(runs: dict[str, Any]) -> None:
@@ -196,8 +212,8 @@ def test_refusals(runs: dict[str, Any]) -> None:
         ft.plots.client_distribution(DATA, 0)
     with pytest.raises(ValueError, match="train first"):
         ft.plots.curves(History())
-    with pytest.raises(TypeError, match="but got dict"):
-        ft.plots.curves(runs)
+    with pytest.raises(TypeError, match="but got int"):
+        ft.plots.curves({"FedAvg": 3})
 
 
 def test_a_network_is_drawn_where_its_nodes_are_and_in_their_colours() -> None:
