@@ -18,6 +18,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,9 +150,10 @@ def benchmark(
                 algorithm = given if isinstance(given, Algorithm) else built(given, {}, seed)
                 run = Run(algorithm, training, cohort=cohort, faults=faults, seed=seed)
                 file = None if folder is None else Path(folder) / f"{_file_name(name)}_{place}_{seed}.safetensors"
-                _finish(run, rounds, file, shown, every, lambda run, rows=rows: _scored(run, rows, metrics, split))
-                for metric, score in _scored(run, rows, metrics, split).items():
-                    scores[name][metric].append(score)
+                score = partial(_scored, rows=rows, metrics=metrics, split=split)
+                _finish(run, rounds, file, shown, every, score)
+                for metric, each in score(run).items():
+                    scores[name][metric].append(each)
                 histories[name].append(run.history)
     done = {name: {metric: tuple(each) for metric, each in mine.items()} for name, mine in scores.items()}
     return Benchmark(seeds, done, {name: tuple(tables) for name, tables in histories.items()})
