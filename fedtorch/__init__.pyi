@@ -28,6 +28,7 @@ from .federation.algorithms.ep import ep as ep
 from .federation.algorithms.fedavg import fedavg as fedavg, fedprox as fedprox
 from .federation.algorithms.fedbn import fedbn as fedbn
 from .federation.algorithms.feddyn import feddyn as feddyn
+from .federation.algorithms.fednova import fednova as fednova
 from .federation.algorithms.fedopt import (
     fedadagrad as fedadagrad,
     fedadam as fedadam,

@@ -111,6 +111,7 @@ ALGORITHMS: dict[str, Callable[[], ft.Algorithm]] = {
     "feddyn": lambda: ft.feddyn(ft.least_squares(linear()), 3.0),
     "fedmgp": lambda: ft.fedmgp(gaussian_process(), steps=2, accept_disclosure=True),
     "fedmgp_average": lambda: ft.fedmgp_average(gaussian_process(), units=K, steps=2),
+    "fednova": lambda: ft.fednova(sgd(0.05, epochs=1, batch_size=4)),
     "fedopt": lambda: ft.fedopt(sgd(0.1, steps=2), lambda p: torch.optim.SGD(p, lr=0.5, momentum=0.9)),
     "fedprox": lambda: ft.fedprox(sgd(0.1, steps=2), 0.3),
     "fedsgd": lambda: ft.fedsgd(linear(), lr=0.1, loss=mean_squared_error),
