@@ -39,7 +39,6 @@ import numpy as np
 
 from experiments import common, result_pages
 from fedtorch.trust import privacy
-from fedtorch.trust.privacy.accounting import renyi
 
 READING = result_pages.Reading(
     smaller="ε",
@@ -247,7 +246,7 @@ ORDERS = (*(1 + tenth / 10 for tenth in range(1, 100)), *range(12, 64))  # of Te
 
 def former(of: Released, orders: Sequence[float] = ORDERS) -> float:
     """The same by the conversion of Mironov (2017), Proposition 3."""
-    divergences = [(order, of.rounds * renyi.renyi_divergence(of.noise, of.sampling_rate, order)) for order in orders]
+    divergences = [(order, of.rounds * privacy.renyi_divergence(of.noise, of.sampling_rate, order)) for order in orders]
     return min(divergence - math.log(of.delta) / (order - 1) for order, divergence in divergences)
 
 

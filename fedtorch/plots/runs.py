@@ -1,4 +1,4 @@
-"""Curves of runs: losses and scores by round, for the worst client, and against what was sent.
+"""Curves of runs: losses and scores by round, by group, and against what was sent.
 
 >>> import torch, fedtorch as ft
 >>> from fedtorch.trust import fairness
@@ -9,8 +9,6 @@
 ...     scores = fairness.watch_groups(run, data, error, group, groups=[0, 1])
 >>> [line.get_label() for line in ft.plots.groups(run, "error").axes[0].get_lines()]
 ['group 0', 'group 1', 'all rows', 'mean over the worst tenth']
->>> [line.get_label() for line in ft.plots.worst_client({"FedAvg": run}, "error", False).axes[0].get_lines()]
-['FedAvg: all rows', 'FedAvg: mean over clients', 'FedAvg: worst client']
 >>> ft.plots.curves({"FedAvg": run}, ["error"], against="bytes").axes[0].get_xlabel()
 'bytes up and down so far (MB)'
 """
@@ -37,8 +35,8 @@ def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["r
     Args:
         run: a `Run`, `Federation`, `History`, or table; or several of these by name, of which each may be a sequence of
             repetitions: then the line is their mean and the band goes from the lowest to the highest.
-        values: columns of the history to draw, one panel each, or names of metrics that were validated; default:
-            `train_loss` and every `val_<metric>`.
+        values: columns of the history to draw, one panel each, or names of metrics that were validated, such as
+            "accuracy" and "accuracy_min", of the worst client; default: `train_loss` and every `val_<metric>`.
         against: of several runs, the horizontal axis: the round, or the bytes sent so far, up and down together (their
             mean over repetitions).
 
@@ -62,28 +60,6 @@ def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["r
             draw(axes, one)
     parts = {name: part for axes in figure.axes for part, name in zip(*axes.get_legend_handles_labels())}
     figure.legend(parts.values(), parts.keys(), loc="outside lower center", ncols=3, frameon=False, fontsize="small")
-    return figure
-
-
-def worst_client(runs: Mapping[str, Any], metric: str, largest_is_best: bool = True) -> Figure:
-    """Draw the worst client's score beside that of all rows and the mean over clients, by round.
-
-    Args:
-        runs: by name: `Run`, `Federation`, `History`, or table.
-        metric: the name of a metric that was validated.
-        largest_is_best: whether the worst client is the lowest.
-    """
-    worst = "min" if largest_is_best else "max"
-    lines = {"all rows": ("", "solid"), "mean over clients": ("_mean", "dashed")}
-    lines["worst client"] = (f"_{worst}", "dotted")
-    series = []
-    for i, (name, run) in enumerate(runs.items()):
-        table = _table(run)
-        for what, (suffix, style) in lines.items():
-            rounds, values = column(table, "round"), column(table, f"val_{metric}{suffix}")
-            series.append(Series(f"{name}: {what}", values, i, style, x=rounds))
-    figure = _figure(chart("", "communication round", series[0].y[:0], series, y_label=in_words(f"val_{metric}")))
-    _two_legends(figure, list(runs), {what: style for what, (_, style) in lines.items()})
     return figure
 
 
@@ -156,15 +132,6 @@ def _figure(made: Chart | None, legend: bool = False) -> Figure:
     if legend:
         axes.legend(frameon=False, fontsize="small")
     return figure
-
-
-def _two_legends(figure: Figure, names: list[str], styles: Mapping[str, str]) -> None:
-    """Name the colours and the line styles beside the axes."""
-    from matplotlib.lines import Line2D
-
-    colours = [Line2D([], [], color=f"C{i}", label=name) for i, name in enumerate(names)]
-    lines = [Line2D([], [], color="0.3", ls=style, label=what) for what, style in styles.items()]
-    figure.legend(handles=[*colours, *lines], loc="outside right upper", frameon=False, fontsize="small")
 
 
 def _table(run: Any) -> pd.DataFrame:

@@ -95,19 +95,6 @@ def test_curves_of_a_history_without_validation(rounds: int) -> None:
     assert lines(figure.axes[0])["mean over clients"] == known(history.frame(), "train_loss")
 
 
-def test_worst_client(runs: dict[str, Any]) -> None:
-    figure = ft.plots.worst_client(runs, "accuracy")
-    assert drawn(figure)
-    shown = lines(figure.axes[0])
-    for name, run in runs.items():
-        for what, column in (("all rows", ""), ("mean over clients", "_mean"), ("worst client", "_min")):
-            assert shown[f"{name}: {what}"] == known(run, f"val_accuracy{column}")
-    texts = [text.get_text() for text in figure.legends[0].get_texts()]
-    assert texts == ["FedAvg", "personal", "all rows", "mean over clients", "worst client"]
-    other = ft.plots.worst_client(runs, "cross_entropy", largest_is_best=False)
-    assert lines(other.axes[0])["FedAvg: worst client"] == known(runs["FedAvg"], "val_cross_entropy_max")
-
-
 def test_groups() -> None:
     data = linear_clients([4] * 12)
     run = ft.Run(ft.fedavg(sgd(0.05)), ft.InProcess(data))
@@ -137,6 +124,8 @@ def test_several_runs_against_bytes(runs: dict[str, Any], metric: str, column: s
         assert values == rows[column].tolist()
         assert sent == pytest.approx(((rows["bytes_up"] + rows["bytes_down"]) / 1e6).tolist())
     assert "MB" in figure.axes[0].get_xlabel()
+    worst = ft.plots.curves(runs, ["accuracy_min"])
+    assert lines(worst.axes[0])["personal"] == known(runs["personal"], "val_accuracy_min")
     with pytest.raises(ValueError, match="Expected runs by name to draw against bytes"):
         ft.plots.curves(runs["FedAvg"], against="bytes")
 
@@ -204,8 +193,8 @@ def test_real_labels_are_quantiles() -> None:
 
 
 def test_refusals(runs: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"Expected one of \[.*'val_accuracy'.*\], but got 'val_f1'"):
-        ft.plots.worst_client(runs, "f1")
+    with pytest.raises(ValueError, match=r"Expected one of \[.*'val_accuracy'.*\], but got 'f1'"):
+        ft.plots.curves(runs, ["f1"])
     with pytest.raises(ValueError, match=r"fields \['0', '1'\], but got 2"):
         ft.plots.client_distribution(DATA, 2)
     with pytest.raises(ValueError, match="one label per row"):

@@ -3,7 +3,7 @@ from fedtorch.random.entropy import from_seed as from_seed
 from .accounting.accountant import epsilon as epsilon, noise_for as noise_for, rounds_for as rounds_for
 from .accounting.analytic import gaussian_noise as gaussian_noise
 from .accounting.auditing import audit as audit, audit_outputs as audit_outputs
-from .accounting.renyi import renyi_epsilon as renyi_epsilon
+from .accounting.renyi import renyi_divergence as renyi_divergence, renyi_epsilon as renyi_epsilon
 from .clipping import AdaptiveClip as AdaptiveClip
 from .examples.examples import example_level as example_level
 from .features.discriminant import private_discriminant as private_discriminant
