@@ -55,8 +55,8 @@ class Round(NamedTuple):
         >>> import torch, fedtorch as ft
         >>> data = ft.data.from_tensors([(torch.eye(2), torch.tensor([1.0, 2.0]))] * 3)
         >>> round = ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(2, 1))), ft.InProcess(data), cohort=2).step()
-        >>> round.number, len(round.asked), len(round.ids)
-        (1, 2, 2)
+        >>> round
+        Round(1: 2 of 2 clients answered, 488 B up, 280 B down, train_loss ...)
     """
 
     number: int  # from 1
@@ -74,6 +74,14 @@ class Round(NamedTuple):
     refused: Tensor = _NOBODY  # ids of those whose message had NaN or Inf and was left out
     report: Mapping[str, float | Tensor] = _NOTHING  # what the algorithm says of the server's state
     tensors: Callable[[], Tree] | None = None  # asks for what all clients predict with, (K, ...), as `Run.tensors`
+
+    def __repr__(self) -> str:
+        from fedtorch._representation import bytes_text
+
+        words = [f"{len(self.ids)} of {len(self.asked)} clients answered"]
+        words += [f"{bytes_text(self.bytes_up)} up", f"{bytes_text(self.bytes_down)} down"]
+        words += [f"{name} {value}" for name, value in headline(self).items()]
+        return f"Round({self.number}: {', '.join(words)})"
 
 
 class Recorder(Protocol):

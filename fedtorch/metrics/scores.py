@@ -31,6 +31,8 @@ class Score(NamedTuple):
         >>> score = ft.Score(0.75, torch.tensor([0.5, 1.0]), largest_is_best=True)
         >>> score.mean(), score.worst()
         (0.75, 0.5)
+        >>> score
+        Score(0.75 over all rows; 2 clients: mean 0.75, worst 0.5)
     """
 
     overall: Any  # a float, of all rows together; a tensor or a tree of a metric with several numbers
@@ -40,6 +42,20 @@ class Score(NamedTuple):
     largest_is_best: bool | None = None  # what the metric says of itself
     failed: Tensor | None = None  # (K,) bool, clients that have rows and whose predictions give NaN
     undefined: Tensor | None = None  # (K,) bool, clients that have rows, on which the metric is not defined
+
+    def __repr__(self) -> str:
+        clients = f"{len(self.clients)} client{'s' * (len(self.clients) != 1)}"
+        if not self.is_number:
+            shape = f" of shape {tuple(self.overall.shape)}" if isinstance(self.overall, Tensor) else ""
+            return f"Score(a {type(self.overall).__name__}{shape} over all rows; {clients})"
+        words = [f"mean {self.mean():.4g}"]
+        if self.largest_is_best is not None:
+            words.append(f"worst {self.worst():.4g}")
+        if self._any_failed():
+            words.append(f"{int(self.failed.sum())} failed")  # type: ignore[union-attr]
+        if self.count_undefined():
+            words.append(f"{self.count_undefined()} undefined")
+        return f"Score({float(self.overall):.4g} over all rows; {clients}: {', '.join(words)})"
 
     @property
     def is_number(self) -> bool:

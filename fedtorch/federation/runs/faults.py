@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ Share = Callable[[Tensor, Tensor], Tensor]  # (keys (M,), ids (M,)) -> (M,) in (
 Noise = Callable[[Tensor], Tensor]  # keys (M,) -> (M,) positive factors of mean one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Faults:
     """The clients that faults hit in a round; functions of (keys, ids), `(M,)` each, to `(M,)` bool, `work` to numbers.
 
@@ -51,6 +51,8 @@ class Faults:
         >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
         >>> ft.Run(ft.fedavg(ft.least_squares(torch.nn.Linear(10, 1))), ft.InProcess(data), faults=nights).step().ids
         tensor([1, 3])
+        >>> nights
+        Faults(before)
     """
 
     before: Hit | None = None
@@ -58,6 +60,10 @@ class Faults:
     late: Hit | None = None
     twice: Hit | None = None
     work: Share | None = None
+
+    def __repr__(self) -> str:
+        kinds = [field.name for field in fields(self) if getattr(self, field.name) is not None]
+        return f"Faults({', '.join(kinds)})"
 
     def __or__(self, other: Faults) -> Faults:
         """Return both, independently of each other; of two shares of work the smaller counts."""

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _PRIMITIVE = (type(None), bool, int, float, str)  # choices that Optuna can store
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Trials(GridSearch):
     """The trials of a search, in the order in which they were done.
 

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 Setting = dict[str, Any]  # a value for every hyperparameter
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GridSearch:
     """The settings of a grid and how well each predicts, in the order in which they were given.
 
@@ -68,6 +68,10 @@ class GridSearch:
         >>> result = GridSearch(({"lr": 0.1}, {"lr": 1.0}), scores, diverged=(False, False), largest_is_best=True)
         >>> result.best
         {'lr': 1.0}
+        >>> result
+            lr  mean over clients  sd over clients  worst client  all rows  diverged
+        0  1.0                0.9              NaN           0.9       0.9     False
+        1  0.1                0.5              NaN           0.5       0.5     False
     """
 
     settings: tuple[Setting, ...]
@@ -75,6 +79,12 @@ class GridSearch:
     diverged: tuple[bool, ...]
     largest_is_best: bool
     epsilon: float | None = dataclasses.field(default=None, kw_only=True)
+
+    def __repr__(self) -> str:
+        return str(self.table)
+
+    def _repr_html_(self) -> str:
+        return str(self.table.to_html())
 
     @property
     def order(self) -> list[int]:
