@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from fedtorch.plots.charts import GREY, Chart
-from fedtorch.plots.forests import Forest, shortened
+from fedtorch.plots.forests import LONGEST, Forest, shortened
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+P = ParamSpec("P")
 MOST_BARS = 30  # clients or nodes that are drawn one by one, with their names
 MOST_COLOURS = 10  # labels that colours tell apart
 _DOTTED = 15  # points of a line up to which each is marked
@@ -42,6 +43,19 @@ def _shown_figure() -> type[Figure]:
             return buffer.getvalue()
 
     return ShownFigure
+
+
+def literal(function: Callable[P, Figure]) -> Callable[P, Figure]:
+    """Return a function whose figures show a `$` in a name as it is, and not as mathematics."""
+
+    @functools.wraps(function)
+    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
+        import matplotlib
+
+        with matplotlib.rc_context({"text.parse_math": False}):
+            return function(*args, **kwargs)
+
+    return drawn
 
 
 def draw(axes: Axes, chart: Chart) -> None:
@@ -74,8 +88,8 @@ def draw(axes: Axes, chart: Chart) -> None:
     finish(axes, chart.x_label, chart.y_label)
 
 
-def draw_forest(axes: Axes, forest: Forest) -> None:
-    """Draw a forest, its first line on top."""
+def draw_forest(axes: Axes, forest: Forest, longest: int = LONGEST) -> None:
+    """Draw a forest, its first line on top, with so many characters of each name."""
     size = 8 if len(forest.lines) <= 60 else 6.5
     for whole, colour, label in ((False, "C0", forest.middle), (True, "C1", forest.all)):
         lines = [(-i, line) for i, line in enumerate(forest.lines) if line.all is whole]
@@ -90,9 +104,8 @@ def draw_forest(axes: Axes, forest: Forest) -> None:
             axes.plot(others, heights, "o", color="0.35", markersize=4, fillstyle="none", label=forest.other)
     if forest.zero is not None:
         axes.axvline(forest.zero, color="0.7", linewidth=0.8, zorder=0)
-    axes.set_yticks(
-        [-i for i in range(len(forest.lines))], shortened([line.name for line in forest.lines]), fontsize=size
-    )
+    names = shortened([line.name for line in forest.lines], longest)
+    axes.set_yticks([-i for i in range(len(names))], names, fontsize=size)
     axes.set_ylim(0.6 - len(forest.lines), 0.6)
     axes.set_xlim(*forest.x_range)
     axes.set_xticks([tick.value for tick in forest.x_ticks], [tick.text for tick in forest.x_ticks])

@@ -20,7 +20,7 @@ import torch
 
 from fedtorch.inference import checks
 from fedtorch.inference.checks import Calibration, Histograms, SiteMeans
-from fedtorch.plots._style import draw, draw_forest, new_figure
+from fedtorch.plots._style import draw, draw_forest, literal, new_figure
 from fedtorch.plots.charts import GREY, Chart, Series, chart
 from fedtorch.plots.forests import Forest, Line, forest
 
@@ -54,6 +54,7 @@ def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
     return figure
 
 
+@literal
 def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
     """Draw observed responses beside those that the model draws anew.
 

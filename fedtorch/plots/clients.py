@@ -10,13 +10,14 @@ from torch import Tensor
 
 from fedtorch import tree
 from fedtorch.data import FederatedData
-from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, finish, new_figure
+from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, finish, literal, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
+@literal
 def client_distribution(data: FederatedData, label: int | str = 1) -> Figure:
     """Draw the clients' labels and their numbers of rows.
 

@@ -1,6 +1,6 @@
 """Forests as data: a line per name with its interval, for effects of sites and coefficients.
 
-`fedtorch.plots` draws them with matplotlib, `fedtorch.report` as SVG.
+`fedtorch.plots` and `fedtorch.report` draw them alike.
 
 >>> made = forest("Age", "effect", [Line("north", -0.1, 0.2, 0.5), Line("south", 0.1, 0.3, 0.5)], zero=0.0)
 >>> made.x_ticks[0], made.text_of(made.lines[0])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedtorch.plots._style import MOST_BARS, new_figure, square
+from fedtorch.plots._style import MOST_BARS, literal, new_figure, square
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 500  # of a correlation matrix that is drawn
 
 
+@literal
 def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response", across: str = "covariate") -> Figure:
     """Draw posterior inclusion probabilities of ordered pairs of variables, darker the higher, without the diagonal.
 
@@ -51,6 +52,7 @@ def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response
     return figure
 
 
+@literal
 def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) -> Figure:
     """Draw the correlation between devices that `ft.matrix_normal` has learnt, related devices side by side.
 

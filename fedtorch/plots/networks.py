@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.network import Network
-from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, new_figure, square
+from fedtorch.plots._style import MOST_BARS, MOST_COLOURS, literal, new_figure, square
 from fedtorch.plots.layouts import node_places
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+_LEVELS = 50  # of the darkness of edges
 
+
+@literal
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
 ) -> Figure:
@@ -42,9 +45,8 @@ def network(
     places = node_places(network)
     figure = new_figure(5.6, 5.0)
     axes = figure.subplots()
-    _draw_edges(axes, network, places)
-    size = float(np.clip(4000 / max(1, network.nodes), 4, 120))
-    style: dict[str, Any] = {"s": size, "zorder": 2, "linewidths": 0.4, "edgecolors": "white"}
+    draw_edges(axes, places, network.edges.numpy(), network.weights.numpy())
+    style = node_style(network.nodes)
     if clusters is not None:
         _draw_clusters(figure, axes, places, _per_node(network, clusters).astype(int), style)
     elif values is not None:
@@ -56,11 +58,10 @@ def network(
     if network.nodes <= MOST_BARS if names is None else names:
         for name, place in zip(network.names, places):
             axes.annotate(name, place, xytext=(5, 5), textcoords="offset points", fontsize="x-small", bbox=paper)
-    axes.set_aspect("equal", adjustable="datalim")
-    axes.set_axis_off()
     return figure
 
 
+@literal
 def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | None = None) -> Figure:
     """Draw arrows from causes to effects on a circle of variables, wider the more probable; feedback is two arcs.
 
@@ -119,13 +120,32 @@ def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | 
     return figure
 
 
-def _draw_edges(axes: Axes, network: Network, places: np.ndarray) -> None:
+def draw_edges(axes: Axes, places: np.ndarray, edges: np.ndarray, weights: np.ndarray) -> None:
+    """Draw edges, darker the more they weigh, those of about the same weight as one line.
+
+    Args:
+        axes: without frame or ticks afterwards, and as wide as high.
+        places: `(n, 2)` of the nodes.
+        edges: `(m, 2)`, the numbers of their ends.
+        weights: `(m,)`.
+    """
     from matplotlib.collections import LineCollection
 
-    weights = network.weights.numpy()
-    strength = 0.15 + 0.55 * weights / weights.max(initial=1e-300)
-    colours = np.column_stack((np.full((len(weights), 3), 0.3), strength))
-    axes.add_collection(LineCollection(places[network.edges.numpy()], colors=colours, linewidths=0.8, zorder=1))
+    level = np.round(_LEVELS * weights / weights.max(initial=1e-300))
+    known = np.unique(level)
+    gap = np.full((len(edges), 1, 2), np.nan)
+    lines = np.concatenate([places[edges], gap], axis=1)
+    strength = 0.15 + 0.55 * known / _LEVELS
+    colours = np.column_stack((np.full((len(known), 3), 0.3), strength))
+    every = [lines[level == each].reshape(-1, 2) for each in known]
+    axes.add_collection(LineCollection(every, colors=colours, linewidths=0.8, zorder=1))
+    axes.set_aspect("equal", adjustable="datalim")
+    axes.set_axis_off()
+
+
+def node_style(nodes: int) -> dict[str, Any]:
+    """Return how a scatter draws so many nodes."""
+    return {"s": float(np.clip(4000 / max(1, nodes), 4, 120)), "zorder": 2, "linewidths": 0.4, "edgecolors": "white"}
 
 
 def _draw_clusters(figure: Figure, axes: Axes, places: np.ndarray, clusters: np.ndarray, style: dict[str, Any]) -> None:

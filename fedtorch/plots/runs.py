@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from fedtorch.plots._style import draw, new_figure
+from fedtorch.plots._style import draw, literal, new_figure
 from fedtorch.plots.charts import GREY, Chart, Series, chart
 from fedtorch.plots.history_charts import ROUND, by_round, column, in_words, losses, spread
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@literal
 def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["round", "bytes"] = "round") -> Figure:
     """Draw the training loss and scores by round; of one run with the spread over clients, of several a line each.
 
@@ -63,6 +64,7 @@ def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["r
     return figure
 
 
+@literal
 def groups(run: Any, metric: str) -> Figure:
     """Draw a metric by round for each group, with the gap between them as a band, and the mean over the worst tenth.
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedtorch.inference.site_estimates import SiteEstimates, site_estimates
-from fedtorch.plots._style import draw, draw_forest, new_figure
+from fedtorch.plots._style import draw, draw_forest, literal, new_figure
 from fedtorch.plots.charts import GREY, Chart, Label, Series, chart
 from fedtorch.plots.forests import LONGEST, Forest, Line, forest as forest_of, shortened
 
@@ -35,6 +35,7 @@ _NAMED = 6  # sites outside the limits of a funnel that are named
 _LIMITS = ((1.959964, "95 %"), (3.090232, "99.8 %"))
 
 
+@literal
 def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
     """Draw each site's coefficients with their intervals, ordered, and what sites have in common below.
 
@@ -52,6 +53,7 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
     return _forests([site_forest(*each, level=level) for each in _chosen(run, coefficient, level)])
 
 
+@literal
 def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
     """Draw each site's own estimate and where partial pooling has drawn it; arguments are those of `forest`.
 
@@ -60,6 +62,7 @@ def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level
     return _forests([site_forest(*each, level=level, own=True) for each in _chosen(run, coefficient, level)])
 
 
+@literal
 def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
     """Draw each site's own estimate against its precision, with the limits within which chance would leave it.
 

@@ -10,18 +10,21 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from fedtorch.data import FederatedData
 from fedtorch.data.frames.incomplete import Incomplete
 from fedtorch.federation.runs.run import Run
 from fedtorch.metrics.scores import Score
 from fedtorch.networks import Network
+from fedtorch.plots.layouts import node_places
 from fedtorch.report import _posteriors as posteriors
-from fedtorch.report._drawing import reduced
 from fedtorch.trust import record
 from fedtorch.vfl.fit.run import VerticalRun
 
 FORMAT = 1
 _SHOWN = 20  # clients whose missing cells are shown
+_NODES, _EDGES = 1200, 3000  # of a network that are drawn
 
 
 def about(
@@ -60,6 +63,7 @@ def about(
         "privacy": _privacy(run),
         "missing": _missing(run),
         "disclosure": _disclosure(run),
+        "audited": _audited(run),
         "organisations": {name: list(own) for name, own in getattr(run.population, "organisations", {}).items()},
     }
 
@@ -91,6 +95,12 @@ def _missing(run: Run | VerticalRun) -> dict[str, Any] | None:
     return {"columns": list(shares.columns), "rows": rows}
 
 
+def _audited(run: Run | VerticalRun) -> str:
+    """Return the name of the file of the server's audit record, empty where it keeps none."""
+    record = getattr(getattr(run.population, "plan", None), "record", None)
+    return "" if record is None else record.path.name
+
+
 def _network(run: Run | VerticalRun) -> Network | None:
     return None if isinstance(run, VerticalRun) else run.algorithm.exchange.network
 
@@ -101,3 +111,31 @@ def _privacy(run: Run | VerticalRun) -> dict[str, Any] | None:
     if ledger is None:
         return None
     return {"epsilon": ledger.epsilon, "delta": ledger.delta, "budget": ledger.budget, "claim": ledger.claim._asdict()}
+
+
+def reduced(network: Network | None) -> dict[str, Any] | None:
+    """Return what a drawing needs of a network, as plain data: drawn nodes, their places, edges, and facts."""
+    if network is None:
+        return None
+    shown = np.unique(np.linspace(0, network.nodes - 1, min(_NODES, network.nodes)).round().astype(int))
+    place = np.full(network.nodes, -1)
+    place[shown] = np.arange(len(shown))
+    pairs = place[network.edges.numpy()]
+    pairs = pairs[(pairs >= 0).all(1)]
+    pairs = pairs[np.unique(np.linspace(0, max(0, len(pairs) - 1), min(_EDGES, len(pairs))).round().astype(int))]
+    places = node_places(network)[shown]
+    span = np.ptp(places, axis=0).max(initial=1e-12)
+    counts = network.neighbour_counts
+    return {
+        "shown": shown.tolist(),
+        "places": ((places - places.min(0)) / span).round(4).tolist(),
+        "edges": pairs.tolist(),
+        "partly": len(shown) < network.nodes or len(pairs) < len(network.edges),
+        "facts": {
+            "nodes": network.nodes,
+            "edges": len(network.edges),
+            "components": network.components.number,
+            "neighbours": [int(counts.min()), float(counts.double().mean()), int(counts.max())],
+            "connectivity": network.algebraic_connectivity if 1 < network.nodes <= 2000 else None,
+        },
+    }

@@ -9,42 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fedtorch.plots.charts import Chart, Series, chart, number
-from fedtorch.plots.forests import Forest, Line, forest, shortened
-from fedtorch.report._svg import Place, Words
-from fedtorch.report._words import visible, width
+from fedtorch.plots.forests import Forest, Line, forest
+from fedtorch.report._words import Words, visible
 
 _PANELS, _ROWS = 8, 16  # variables whose intervals are drawn, and components of each
 _WORST = 10  # components that the table names
-_MOST_LEFT, _RIGHT = 200.0, 445.0
 _GOOD_RHAT, _GOOD_ESS = 1.01, 400  # what Vehtari et al. (2021) ask for
 
 Row = dict[str, Any]
-
-
-class Interval(NamedTuple):
-    """A line of a forest as it is drawn, and in words."""
-
-    name: str
-    text: str
-    y: float
-    low: float
-    mean: float
-    high: float
-    other: float | None  # where the other estimate is
-    kind: str  # classes of the style sheet
-
-
-class Panel(NamedTuple):
-    """A forest as a template draws it."""
-
-    title: str
-    intervals: list[Interval]
-    left: float  # where lines may begin
-    x_ticks: list[Place]
-    zero: float | None  # where it is, if it is there
-    legend: list[tuple[str, str]]  # (what it looks like, what it is)
-    header: list[str]  # of the table behind it, empty for none
-    rows: list[list[str]]
 
 
 class Posterior(NamedTuple):
@@ -54,7 +26,7 @@ class Posterior(NamedTuple):
     verdict: str
     good: bool
     warnings: list[str]
-    panels: list[Panel]
+    panels: list[Forest]
     table: Words
     traces: list[Chart]
 
@@ -66,7 +38,8 @@ def posterior(found: dict[str, Any]) -> Posterior:
     header = ["component", *(["R-hat", "ESS"] * measured), "mean", "sd", "95 % interval"]
     worst = sorted(rows, key=lambda row: -_known(row.get("rhat"), 0.0))[:_WORST]
     verdict, good = _verdict(found, measured)
-    variables = groupby(rows, lambda row: row.get("panel") or row["name"].partition("[")[0])
+    drawn = (row for row in rows if row.get("drawn", True))
+    variables = groupby(drawn, lambda row: row.get("panel") or row["name"].partition("[")[0])
     panels = [_panel(name, list(group)) for name, group in variables]
     return Posterior(
         title=found["title"],
@@ -83,7 +56,7 @@ def posterior(found: dict[str, Any]) -> Posterior:
     )
 
 
-def _panel(name: str, rows: list[Row]) -> Panel | None:
+def _panel(name: str, rows: list[Row]) -> Forest | None:
     """Return a variable's intervals, None where no number is finite."""
     known = lambda row, end: _known(row.get(end), math.nan)
     lines = [
@@ -100,42 +73,7 @@ def _panel(name: str, rows: list[Row]) -> Panel | None:
     others = any(math.isfinite(line.other) for line in lines)
     few = lines if any(line.all for line in lines) or len(lines) <= _ROWS else lines[:_ROWS]
     words = {"middle": "with all clients' rows, 95 % interval", "other": "its own rows alone", "all": "their mean"}
-    made = forest(name, "", few, zero=0.0, **(words if others else {"middle": "", "other": "", "all": ""}))
-    return None if made is None else _placed(made)
-
-
-def _placed(made: Forest) -> Panel:
-    """Return a forest as it is drawn: names take what they need, up to less than half of it."""
-    names = [line.name for line in made.lines]
-    letter = max(width(name) / len(name) for name in names)
-    names = shortened(names, max(6, int(_MOST_LEFT / letter)))
-    left = min(_MOST_LEFT, max(width(name) for name in names)) + 16
-    (low, high), span = made.x_range, _RIGHT - left
-    across = lambda value: round(left + (value - low) / (high - low) * span, 1)
-    intervals = [
-        Interval(
-            name,
-            made.text_of(line),
-            14.0 + 17.0 * i,
-            across(line.low),
-            across(line.middle),
-            across(line.high),
-            across(line.other) if math.isfinite(line.other) else None,
-            "c2" if line.all else "c1",
-        )
-        for i, (name, line) in enumerate(zip(names, made.lines))
-    ]
-    zero = across(made.zero) if made.zero is not None else None
-    ticks = [Place(across(tick.value), tick.text) for tick in made.x_ticks]
-    legend = [(kind, text) for kind, text in (("c1", made.middle), ("hollow", made.other), ("c2", made.all)) if text]
-    header, rows = [], []
-    if made.other:
-        header = ["", "estimate", "95 % interval", made.other]
-        rows = [
-            [line.name, number(line.middle), f"{number(line.low)} to {number(line.high)}", number(line.other)]
-            for line in made.lines
-        ]
-    return Panel(made.title, intervals, left, ticks, zero, legend, header, rows)
+    return forest(visible(name), "", few, zero=0.0, **(words if others else {}))
 
 
 def _verdict(found: dict[str, Any], measured: bool) -> tuple[str, bool]:

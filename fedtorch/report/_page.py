@@ -13,11 +13,10 @@ from fedtorch.plots.charts import Chart, Series, chart, number, size
 from fedtorch.plots.history_charts import in_words
 from fedtorch.report import _history_charts as charts
 from fedtorch.report._convergence import COLUMNS, propagation
-from fedtorch.report._drawing import Drawing, drawing
 from fedtorch.report._intervals import posterior
 from fedtorch.report._organisations import joined, organisations
-from fedtorch.report._svg import Words, picture
-from fedtorch.report._words import visible
+from fedtorch.report._pictures import Picture, network, picture
+from fedtorch.report._words import Words, visible
 from fedtorch.trust.record import Check
 
 if TYPE_CHECKING:
@@ -187,13 +186,14 @@ def _missing(shares: dict[str, Any] | None) -> Words | None:
     return Words("Missing cells", ["client", *shares["columns"]], rows)
 
 
-def _network(about: dict[str, Any], last: pd.DataFrame) -> Drawing | None:
+def _network(about: dict[str, Any], last: pd.DataFrame) -> Picture | None:
     """Return the network, its nodes shaded by their last losses."""
     if about["network"] is None:
         return None
     names = about["clients"]
     losses = dict(zip(last.index, last["train_loss"]))
-    return drawing(about["network"], names, [losses.get(name, math.nan) for name in names] if losses else None)
+    values = [losses.get(name, math.nan) for name in names] if losses else None
+    return network(about["network"], names, values, "graph")
 
 
 def _faults(table: pd.DataFrame) -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedtorch.data.formulas.grammar import INTERCEPT
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import Sampler, diagnostics
@@ -86,12 +87,16 @@ def _of_shared(run: Run) -> dict[str, Any]:
         except RuntimeError as error:
             return {**shown, "warnings": [str(error)]}
     table = estimates.table(0.95)
-    kinds = ["Coefficients"] * estimates.coefficients
-    kinds += ["Spread between clients, and noise"] * (len(table) - len(kinds))
+    count = estimates.coefficients
+    alone = count > 1 and INTERCEPT in table.index[:count]  # its numbers are often far from those of effects
+    kinds = ["Coefficients but for the intercept" if alone else "Coefficients"] * count
+    kinds += ["Spread between clients, and noise"] * (len(table) - count)
     rows = [
         {"name": str(name), "mean": row.estimate, "sd": row.sd, "low": row.low, "high": row.high, "panel": kind}
         for (name, row), kind in zip(table[:_MOST].iterrows(), kinds)
     ]
+    for row in rows[:count] if alone else ():
+        row["drawn"] = row["name"] != INTERCEPT
     said = [str(warning.message) for warning in caught]
     return {**shown, "rows": rows, "components": len(table), "warnings": said}
 

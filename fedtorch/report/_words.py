@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 _LONGEST = 60  # characters of a name that are shown
 _JOINERS = "\u200c\u200d"  # letters of Persian and parts of emoji, the only invisible characters that are kept
 _WIDE, _CAPITAL, _OTHER = 15.0, 10.5, 8.2  # of letters of 15 pixels, as on a phone
+
+
+class Words(NamedTuple):
+    """A table of words."""
+
+    title: str
+    header: list[str]
+    rows: list[list[str]]
 
 
 def visible(text: Any, longest: int = _LONGEST) -> str:

@@ -59,6 +59,7 @@ _NOTHING: dict[str, Any] = {
     "posteriors": [],
     "privacy": None,
     "organisations": {},
+    "audited": "",
     "missing": None,
     "disclosure": [],
 }

@@ -20,7 +20,8 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.report._convergence import propagation
 from fedtorch.report._organisations import joined
 from fedtorch.report._words import rounds, width
-from fedtorch.sites import Policy
+from fedtorch.sites import AuditRecord, Policy
+from fedtorch.sites.identity import identity
 
 
 def clinics(count: int = 4) -> ft.data.FederatedData:
@@ -50,6 +51,18 @@ def test_every_client_has_its_interval_beside_its_own_rows(tmp_path: Path) -> No
     texts = harmless(page.read_text()).texts
     assert all(any(f"clinic {k}" in text for text in texts) for k in range(4))
     assert "its own rows alone" in texts
+
+
+def test_the_intercept_is_off_the_axis_of_effects(tmp_path: Path) -> None:
+    rows = [(torch.cat([x, x.cumsum(0)], 1), y + 1000) for x, y in clinics()]
+    model = hierarchical.linear(hierarchical.normal(2, names=["Intercept", "age"], sd=1000.0, random=[]))
+    run = ft.run(ft.ep(model), ft.InProcess(ft.data.from_tensors(rows)), rounds=40, until=ep.settled())
+    page = harmless(ft.report.write(run, tmp_path).read_text())
+    described = [text for text in page.texts if text.startswith("age: ")]
+    assert described
+    assert not [text for text in page.texts if text.startswith("Intercept: ")]
+    assert "Coefficients but for the intercept" in page.texts
+    assert "Intercept" in page.texts[page.texts.index("Numbers") :]
 
 
 def test_convergence_is_said_in_words() -> None:
@@ -133,13 +146,15 @@ def test_organisations_and_what_their_numbers_are(tmp_path: Path) -> None:
     def optimizer(parameters: object) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01)  # type: ignore[arg-type]
 
-    with joined_sites(offers(clinics(6), fedavg, policy=Policy(minimum=21))) as (sites, _):
+    record = AuditRecord(tmp_path / "audit.jsonl", identity.make_server(tmp_path / "server"))
+    with joined_sites(offers(clinics(6), fedavg, policy=Policy(minimum=21)), record=record) as (sites, _):
         assert list(sites.organisations) == ["a", "b", "c"]
         run = ft.run(fedavg(), sites, rounds=2)
         words = " ".join(harmless(ft.report.write(run, tmp_path).read_text()).texts)
         sites.finish(run)
     assert "the mean of 2 clients" in words
     assert "a: mean of 2 clients" in words
+    assert "The server's audit record is audit.jsonl" in words
 
 
 def test_words_of_rounds_and_widths_of_names() -> None:

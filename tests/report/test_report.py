@@ -5,11 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import lightning as L
+import matplotlib
 import numpy as np
 import pytest
 import torch
@@ -22,11 +25,12 @@ from fedtorch.cli import main
 from fedtorch.federation.algorithms import ep
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import sparse
-from fedtorch.plots.charts import Series, chart
-from fedtorch.report import _svg as svg
-from fedtorch.report._about import about
-from fedtorch.report._drawing import drawing, reduced
+from fedtorch.plots.charts import Numbers, Series, chart
+from fedtorch.plots.forests import Line, forest
+from fedtorch.report import _pictures as pictures
+from fedtorch.report._about import about, reduced
 from fedtorch.report._page import visible
+from fedtorch.report._pictures import picture
 from fedtorch.report._posteriors import found
 from fedtorch.report.folder import render
 from fedtorch.trust import privacy, record
@@ -42,7 +46,8 @@ HOSTILE = (
     "long" * 10_000,
 )
 OUTSIDE = "html head meta link title style body header nav a main section footer h1 h2 h3 p br b span bdi"
-INSIDE = "dl dt dd div ul li table caption thead tbody tr th td details summary figure svg desc path text circle"
+INSIDE = "dl dt dd div ul li table caption thead tbody tr th td details summary figure"
+PICTURES = "svg desc defs g path text use clippath rect"
 VOID = {"meta", "link", "br"}
 
 
@@ -75,7 +80,7 @@ class Page(HTMLParser):
 def harmless(html: str) -> Page:
     """Parses a page that may hold nothing but its own elements, and fetch nothing."""
     page = Page(html)
-    assert {tag for tag, _ in page.elements} <= {*OUTSIDE.split(), *INSIDE.split()}
+    assert {tag for tag, _ in page.elements} <= {*OUTSIDE.split(), *INSIDE.split(), *PICTURES.split()}
     for _, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on") or name == "src"]
         assert (attributes.get("href") or "#").startswith(("#", "data:,"))
@@ -107,18 +112,23 @@ def test_it_says_what_happened(tmp_path: Path) -> None:
 
 def test_pictures_have_words_and_numbers(tmp_path: Path) -> None:
     page = harmless(ft.report.write(fitted(), tmp_path).read_text())
-    pictures = [a for tag, a in page.elements if tag == "svg" and "aria-hidden" not in a]
+    pictures = [a for tag, a in page.elements if tag == "svg"]
     ids = [a["id"] for _, a in page.elements if "id" in a]
     assert len(pictures) >= 4
     assert len(ids) == len(set(ids))
-    for picture in pictures:
-        named = (picture.get("aria-labelledby") or "").split() + (picture.get("aria-describedby") or "").split()
-        assert picture["role"] == "img"
+    for each in pictures:
+        named = (each.get("aria-labelledby") or "").split() + (each.get("aria-describedby") or "").split()
+        assert each["role"] == "img"
         assert len(named) == 2
         assert set(named) <= set(ids)
     assert [tag for tag, _ in page.elements].count("details") >= len(pictures)
     links = {a["href"] for tag, a in page.elements if tag == "a"}
     assert links <= {f"#{name}" for name in ids}
+    parts = (
+        {a[name] or "" for _, a in page.elements for name in ("href", "clip-path") if name in a} - links - {"data:,"}
+    )
+    assert parts
+    assert {part.removeprefix("url(").strip("#)") for part in parts} <= set(ids)
 
 
 def test_hostile_names_do_nothing(tmp_path: Path) -> None:
@@ -335,21 +345,28 @@ def test_privacy_is_shown_with_its_claim(tmp_path: Path) -> None:
     assert private.budget.ledger.claim.adversary[:50] in words
 
 
+def lines(drawn: str) -> list[Numbers]:
+    """The points of the thick lines of a picture, each `(n, 2)`."""
+    marks = [part for part in ElementTree.fromstring(drawn).iter("path") if "var(--c1)" in part.get("style", "")]
+    paths = [part.attrib["d"].strip()[1:].split("L") for part in marks if "none" in part.attrib["style"]]
+    return [np.array([point.split() for point in path], dtype=float) for path in paths]
+
+
 def test_a_chart_keeps_its_extremes_and_few_points() -> None:
     y = np.sin(np.arange(100_000) / 5000)
     y[77_123], y[12_345] = 9.0, -8.0
     y[5000:6000] = np.nan
     described = chart("a wave", "t", np.arange(100_000.0), [Series("wave", y)])
     assert described is not None
-    made = svg.picture(described)
-    points = np.array([point.split() for point in made.marks[0].path[1:].split("L")], dtype=float)
+    made = picture(described, "wave")
+    [points] = lines(made.svg)
     assert len(points) <= 4 * 180
-    assert points[0, 0] < points[-1, 0] <= svg.WIDTH
+    assert points[0, 0] < points[-1, 0] <= pictures.WIDTH
     spread = points[:, 1].max() - points[:, 1].min()
-    ticks = {float(tick.text): tick.place for tick in made.y_ticks}
-    assert spread == pytest.approx(17 / 5 * abs(ticks[-5.0] - ticks[0.0]), abs=0.3)  # places are rounded to 0.1
-    assert 0 < points[:, 1].min() < points[:, 1].max() < svg.HEIGHT
-    assert "highest 9 at 77,123" in made.text
+    high = (pictures.HEIGHT - 50) * 17 / (described.y_range[1] - described.y_range[0])  # of 50 pixels of margins
+    assert spread == pytest.approx(high, abs=0.2)  # places are rounded to 0.1
+    assert 0 < points[:, 1].min() < points[:, 1].max() < pictures.HEIGHT
+    assert "highest 9 at 77,123" in made.svg
     assert chart("nothing", "t", np.arange(2.0), [Series("none", np.full(2, np.nan))]) is None
 
 
@@ -357,13 +374,46 @@ def test_positive_numbers_over_decades_are_logarithmic() -> None:
     x = np.arange(1.0, 7.0)
     described = chart("falls", "t", x, [Series("change", 10.0**-x)])
     assert described is not None
-    made = svg.picture(described)
-    assert made.logarithmic
-    places = [float(point.split()[1]) for point in made.marks[0].path[1:].split("L")]
-    assert np.diff(places) == pytest.approx(np.full(5, np.diff(places).mean()), abs=0.21)
+    made = picture(described, "falls")
+    assert made.remark == "(logarithmic)"
+    [points] = lines(made.svg)
+    assert np.diff(points[:, 1]) == pytest.approx(np.full(5, np.diff(points[:, 1]).mean()), abs=0.21)
     one = chart("a point", "t", np.ones(1), [Series("change", np.ones(1))])
     assert one is not None
-    assert svg.picture(one).marks[0].dots
+    assert "<use" in picture(one, "one").svg
+
+
+def test_names_of_sites_are_letters_in_pictures() -> None:
+    names = ["$\\bad$", "<script>", "a&b", "中文"]
+    made = forest("Level", "", [Line(name, -1.0, float(k), 5.0) for k, name in enumerate(names)], zero=0.0)
+    assert made is not None
+    drawn = picture(made, "level").svg
+    assert drawn == picture(made, "level").svg
+    texts = [part.text for part in ElementTree.fromstring(drawn).iter("text")]
+    assert [text for text in texts if text in names] == names
+    ids = re.findall(r'id="([^"]*)"', drawn)
+    assert len(ids) == len(set(ids))
+    assert all(id.startswith("level-") for id in ids)
+    assert "metadata" not in drawn
+
+
+def test_pictures_neither_heed_nor_change_the_settings_of_figures() -> None:
+    described = chart("a point", "t", np.ones(1), [Series("change", np.ones(1))])
+    assert described is not None
+    before = picture(described, "a").svg
+    with matplotlib.rc_context({"lines.linewidth": 9.0, "font.size": 30.0, "svg.fonttype": "path", "axes.grid": True}):
+        inside = dict(matplotlib.rcParams)
+        assert picture(described, "a").svg == before
+        assert dict(matplotlib.rcParams) == inside
+
+
+def test_thirty_charts_are_small() -> None:
+    draw = np.random.Generator(np.random.PCG64(0))
+    x, low, high = np.arange(10_000.0), draw.random(10_000) - 1, draw.random(10_000)
+    series = [Series("band", high, low=low), *(Series(f"line {i}", draw.random(10_000), i) for i in range(3))]
+    described = chart("much", "t", x, series)
+    assert described is not None
+    assert len(picture(described, "much").svg.encode()) < 50_000  # 1.5 MB of thirty
 
 
 @pytest.mark.parametrize("nodes", [1, 50, 3000])
@@ -371,14 +421,21 @@ def test_a_drawing_of_a_network(nodes: int) -> None:
     network = ft.Network.ring(nodes) if nodes > 1 else ft.Network(torch.empty(0, 2, dtype=torch.int64), nodes=1)
     told = reduced(network)
     assert json.loads(json.dumps(told)) == told
-    made = drawing(told, network.names, [math.nan, *range(nodes - 1)])
-    assert len(made.nodes) == min(nodes, 1200)
-    assert made.partly == (nodes == 3000)
-    assert all(0 <= node.x <= 440 and 0 <= node.y <= 440 for node in made.nodes)
-    assert made.nodes[0].shade == ("none" if nodes > 1 else "s2")
+    shown = pictures.network(told, network.names, [math.nan, *range(nodes - 1)], "graph")
+    drawn = ElementTree.fromstring(shown.svg)
+    circles = list(drawn.iter("use"))
+    assert len(circles) == min(nodes, 1200)
+    assert all(0 <= float(node.attrib[side]) <= 440 for node in circles for side in "xy")
+    shades = [re.findall(r"fill: var\(--(\w+)\)", node.attrib["style"])[0] for node in circles]
+    assert shades[0] == ("soft" if nodes > 1 else "s2")
+    assert bool(shown.note) == (nodes == 3000)
+    assert dict(shown.rows)["nodes"] == f"{nodes:,}"
     if nodes == 50:
-        assert made.edges.count("M") == 50
-        assert [node.shade for node in made.nodes[1:]] == sorted(node.shade for node in made.nodes[1:])
+        assert [node.findtext("title") for node in circles] == list(network.names)
+        [edges] = [part for part in drawn.iter("path") if "stroke-opacity" in part.get("style", "")]
+        assert edges.attrib["d"].count("M") == 50
+        assert shades[1:] == sorted(shades[1:])
+        assert len(shown.legend) == 1 + len(set(shades[1:])) == 6
 
 
 def test_given_places_are_kept() -> None:
