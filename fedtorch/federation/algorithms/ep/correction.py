@@ -37,6 +37,7 @@ from fedtorch.federation.exchanges.star import star
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.turn import Turn
 from fedtorch.models import gaussian
+from fedtorch.models.estimates import weighted_quantile
 from fedtorch.models.hierarchical.hyperpriors import Prior
 from fedtorch.models.hierarchical.projections import LogFactor
 from fedtorch.models.quadrature import quasi_random
@@ -77,11 +78,8 @@ class Corrected(NamedTuple):
     effective: float  # how many nodes of equal weight would tell as much of each mean and variance, at the least
 
     def quantile(self, probability: float) -> Tensor:
-        """Return quantiles of each coordinate, `(p,)`: the least node with at least this probability below or at it."""
-        ordered, order = self.nodes.sort(0)
-        below = self.weights[order].cumsum(0)
-        place = (below < probability).sum(0).clamp(max=len(ordered) - 1)
-        return ordered.gather(0, place[None])[0]
+        """Return quantiles of each coordinate, `(p,)`, as `Run.summary` has them."""
+        return weighted_quantile(self.nodes, probability, self.weights)
 
 
 def corrected(
