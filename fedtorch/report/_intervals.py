@@ -19,8 +19,8 @@ _GOOD_RHAT, _GOOD_ESS = 1.01, 400  # what Vehtari et al. (2021) ask for
 Row = dict[str, Any]
 
 
-class Posterior(NamedTuple):
-    """One source of distributions."""
+class Section(NamedTuple):
+    """What the page shows of one source of distributions."""
 
     title: str
     verdict: str
@@ -31,7 +31,7 @@ class Posterior(NamedTuple):
     traces: list[Chart]
 
 
-def posterior(found: dict[str, Any]) -> Posterior:
+def posterior(found: dict[str, Any]) -> Section:
     """Return what is shown of a source of distributions, as `posteriors.found` describes it."""
     rows, clients = found["rows"], bool(found.get("clients"))
     measured = any("rhat" in row for row in rows)
@@ -41,7 +41,7 @@ def posterior(found: dict[str, Any]) -> Posterior:
     drawn = (row for row in rows if row.get("drawn", True))
     variables = groupby(drawn, lambda row: row.get("panel") or row["name"].partition("[")[0])
     panels = [_panel(name, list(group)) for name, group in variables]
-    return Posterior(
+    return Section(
         title=found["title"],
         verdict=verdict,
         good=good,

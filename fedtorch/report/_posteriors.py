@@ -18,7 +18,7 @@ from fedtorch.data.formulas.grammar import INTERCEPT
 from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.federation.runs.sampler import Sampler, diagnostics
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.vfl.fit.run import VerticalRun
 from fedtorch.vfl.fit.sfvi import VariationalFit
 

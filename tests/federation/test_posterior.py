@@ -23,7 +23,7 @@ from fedtorch.federation.algorithms.regressors import fitted
 from fedtorch.federation.posterior import Posterior, posterior_of
 from fedtorch.inference import checks
 from fedtorch.inference.questions import QUESTIONS
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian_process import ConvolvedGP
 from fedtorch.models.gibbs import imputation, sparse

@@ -21,7 +21,7 @@ from fedtorch.federation.runs.posterior_draws import Drawn, by_client
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, compare, loo, waic
 from fedtorch.inference._pareto import left_out
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical.families import GAUSSIAN, LOGISTIC, POISSON, Family

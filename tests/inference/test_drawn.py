@@ -15,7 +15,7 @@ from fedtorch import random
 from fedtorch.federation.algorithms.ep import settled
 from fedtorch.federation.runs.sampler import load_arviz
 from fedtorch.inference import checks, loo
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gibbs import deviations, global_priors, sparse
 from fedtorch.models.gibbs.logistic import logistic_regression

@@ -17,7 +17,7 @@ from fedtorch.data.formulas.cells import Cells
 from fedtorch.data.formulas.parsing import parse
 from fedtorch.data.formulas.pooled import pooled_design
 from fedtorch.federation.algorithms import ep
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.device_posterior import credible_interval
 from fedtorch.plots.forests import Line, forest, shortened

@@ -14,11 +14,11 @@ from support.sites import joined as joined_sites, offers
 
 import fedtorch as ft
 from fedtorch.federation.algorithms import ep
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.report._convergence import propagation
-from fedtorch.report._organisations import joined
+from fedtorch.report._page import joined
 from fedtorch.report._words import rounds, width
 from fedtorch.sites import AuditRecord, Policy
 from fedtorch.sites.identity import identity

@@ -15,7 +15,7 @@ from torch import Tensor
 import fedtorch as ft
 from fedtorch.federation.algorithms.ep import posterior, settled
 from fedtorch.federation.algorithms.maximum_likelihood import estimates, maximised
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.models.gaussian import Moments
 from fedtorch.models.hierarchical import cumulative as module

@@ -16,7 +16,7 @@ from support.sites import servers_keys
 
 import fedtorch as ft
 from fedtorch.inference import checks
-from fedtorch.inference.site_estimates import site_estimates
+from fedtorch.inference.ranef import site_estimates
 from fedtorch.models import hierarchical
 from fedtorch.sites import Policy, Remote, SiteConfiguration, agree
 from fedtorch.sites.rounds import frames, sites as meeting
