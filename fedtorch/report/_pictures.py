@@ -121,7 +121,8 @@ def network(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
         values: of all nodes, which shade them, NaN where unknown.
         id: of its heading.
     """
-    shown, places, edges = (np.array(found[name], dtype=np.float64) for name in ("shown", "places", "edges"))
+    shown, places = np.array(found["shown"], dtype=np.int64), np.array(found["places"], dtype=np.float64)
+    edges = np.array(found["edges"], dtype=np.int64).reshape(-1, 2)
     facts, (least, mean, most) = found["facts"], found["facts"]["neighbours"]
     rows = [[name, f"{facts[name]:,}"] for name in ("nodes", "edges", "components")]
     rows.append(["neighbours of a node", f"{least:,} to {most:,}, {mean:.3g} on average"])
@@ -129,11 +130,11 @@ def network(found: dict[str, Any], names: Sequence[str], values: Sequence[float]
         rows.append(["algebraic connectivity λ₂", f"{facts['connectivity']:.3g}"])
     colours, bounds = _shades(values, len(names))
     with _axes(_SQUARE, _SQUARE) as (axes, svg):
-        draw_edges(axes, places.reshape(-1, 2), edges.astype(int).reshape(-1, 2), np.ones(len(edges)))
-        axes.scatter(*places.T, c=[colours[int(i)] for i in shown], **node_style(len(shown)))
+        draw_edges(axes, places, edges, np.ones(len(edges)))
+        axes.scatter(places[:, 0], places[:, 1], c=[colours[i] for i in shown], **node_style(len(shown)))
         drawn = svg(id, "".join(f"{name}: {value}. " for name, value in rows))
     if len(shown) <= _NAMED:
-        known = iter([escape(visible(names[i] if i < len(names) else i)) for i in shown.astype(int)])
+        known = iter([escape(visible(names[i] if i < len(names) else i)) for i in shown.tolist()])
         drawn = Markup(re.sub("(<use [^>]*)/>", lambda node: f"{node[1]}><title>{next(known)}</title></use>", drawn))
     few = f"Too large to be seen whole: {len(shown):,} of its nodes, and edges between them."
     keys = [("", "last training loss:"), *((f"block s{i}", text) for i, text in enumerate(bounds))]
