@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedtorch.models.hierarchical import hyperpriors
 from fedtorch.report._convergence import propagation
 from fedtorch.report._page import joined
 from fedtorch.report._words import rounds, width
+from fedtorch.report.folder import render
 from fedtorch.sites import AuditRecord, Policy
 from fedtorch.sites.identity import identity
 
@@ -51,6 +53,18 @@ def test_every_client_has_its_interval_beside_its_own_rows(tmp_path: Path) -> No
     texts = harmless(page.read_text()).texts
     assert all(any(f"clinic {k}" in text for text in texts) for k in range(4))
     assert "its own rows alone" in texts
+
+
+def test_names_of_sites_are_shown_as_they_are(tmp_path: Path) -> None:
+    names = ("$\\bad$", "<script>", "a&b", "中文")
+    model = hierarchical.linear(hierarchical.normal(1, sd=3.0, names=["$level$"]))
+    data = dataclasses.replace(clinics(), names=names)
+    path = ft.report.write(ft.run(ft.ep(model), ft.InProcess(data), rounds=40), tmp_path)
+    page = path.read_bytes()
+    texts = harmless(page.decode()).texts
+    for name in names:
+        assert texts.count(name) >= 2  # in the picture, and in the table behind it
+    assert render(tmp_path).read_bytes() == page
 
 
 def test_the_intercept_is_off_the_axis_of_effects(tmp_path: Path) -> None:
