@@ -60,7 +60,7 @@ def predicted(sites: Coefficients, place: int, rows: Rows, level: float) -> Pred
             "Expected a model that says how responses come of x'θ, but got one without: a likelihood of your own tells "
             "it by family=, a sampler that integrates intercepts out cannot; give x a column of ones instead"
         )
-    rows = Rows(x, rows.offset, rows.trials)
+    rows = rows._replace(x=x)
     every = [_of_some(sites, one, rows.take(part), level) for part in _parts(one, len(x))]
     return Predicted(*map(torch.cat, zip(*every)))
 

@@ -21,28 +21,17 @@ NEW = "new"  # the site of rows that nobody names one of
 
 
 class Rows(NamedTuple):
-    """Hold rows as a model takes them."""
+    """Rows to predict for, as a model takes them, and their labels."""
 
     x: Tensor  # (N, d)
     offset: Tensor | None = None  # (N,)
     trials: Tensor | None = None  # (N,)
+    sites: Sequence[str] = ()  # (N,) whose they are
+    index: Any = None  # the frame's, of pandas
 
     def take(self, part: Any) -> Rows:
-        """Return some of them."""
-        offset, trials = (None if each is None else each[part] for each in (self.offset, self.trials))
-        return Rows(self.x[part], offset, trials)
-
-
-class TableRows(NamedTuple):
-    """Hold rows with their labels."""
-
-    rows: Rows
-    sites: tuple[str, ...]  # (N,) whose they are
-    index: Any  # the frame's, of pandas
-
-    def take(self, places: np.ndarray) -> Rows:
-        """Return the rows at these places."""
-        return self.rows.take(torch.from_numpy(places))
+        """Return some of them, without labels."""
+        return Rows(*(None if each is None else each[part] for each in self[:3]))  # type: ignore[arg-type]
 
 
 class Columns(NamedTuple):
@@ -53,27 +42,21 @@ class Columns(NamedTuple):
     alone: str  # the site of rows without a name
 
 
-def table_rows(run: Run | Coefficients, rows: Any, site: str | int | None) -> TableRows:
-    """Return rows to predict for; see `predict`."""
-    return read_rows(columns_of(run), rows, site)
-
-
-def read_rows(columns: Columns, rows: Any, site: str | int | None) -> TableRows:
+def read_rows(columns: Columns, rows: Any, site: str | int | None) -> Rows:
     """Return rows to predict for, by what the columns of x are; see `predict`."""
     alone = columns.alone if site is None else level_name(site)
     if isinstance(rows, FederatedData):
         check_design(rows, columns.design)
         made = _given(rows.rows, columns)
         owners = torch.arange(len(rows)).repeat_interleave(rows.counts).tolist()
-        return TableRows(made, tuple(rows.names[owner] for owner in owners), pd.RangeIndex(len(owners)))
+        return made._replace(sites=[rows.names[owner] for owner in owners], index=pd.RangeIndex(len(owners)))
     if isinstance(rows, (Tensor, tuple)):
         made = _given(rows, columns)
-        return TableRows(made, (alone,) * len(made.x), pd.RangeIndex(len(made.x)))
+        return made._replace(sites=[alone] * len(made.x), index=pd.RangeIndex(len(made.x)))
     frame = as_frame(rows)
     group = columns.design.group if site is None and columns.design is not None else site
-    if group in frame.columns:
-        return TableRows(_from_frame(frame, columns), tuple(map(level_name, frame[group])), frame.index)
-    return TableRows(_from_frame(frame, columns), (alone,) * len(frame), frame.index)
+    sites = map(level_name, frame[group]) if group in frame.columns else [alone] * len(frame)
+    return _from_frame(frame, columns)._replace(sites=list(sites), index=frame.index)
 
 
 def check_design(data: FederatedData, design: Design | None) -> None:

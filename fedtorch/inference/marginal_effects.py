@@ -26,7 +26,7 @@ from fedtorch.federation.posterior import posterior_of
 from fedtorch.federation.runs.holders import Form, Holder, Kind, Unanswerable, ask, rows_at_hand
 from fedtorch.federation.runs.posterior_draws import APART, STEEP, by_client, over_rows, sent_draws, site_draws
 from fedtorch.federation.runs.run import Run
-from fedtorch.inference._table_rows import NEW, Columns, TableRows, columns_of, read_rows
+from fedtorch.inference._table_rows import NEW, Columns, Rows, columns_of, read_rows
 from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.models.estimates import Estimates
 from fedtorch.models.hierarchical.families import CUMULATIVE, Family
@@ -120,7 +120,7 @@ class _Table(NamedTuple):
     """Hold rows to average over, and how x is made of them."""
 
     columns: Columns
-    read: TableRows
+    read: Rows
     frame: pd.DataFrame | None  # of a formula's variables
 
     @property
@@ -128,7 +128,7 @@ class _Table(NamedTuple):
         """Return the values of each variable, None of factors."""
         design = self.columns.design
         if design is None or self.frame is None:
-            return list(self.read.rows.x.mT.numpy())
+            return list(self.read.x.mT.numpy())
         levels = design.encoding.levels
         return [None if name in levels else self.frame[name].to_numpy(np.float64) for name in _variables(design)]
 
@@ -202,7 +202,7 @@ class _Table(NamedTuple):
 
     def _predictors(self, draws: Tensor, sites: Sequence[str], x: Tensor) -> Iterator[Tensor]:
         """Yield x'θ of rows, some at a time, `(n, S)`."""
-        owners, offset = np.array(self.read.sites, dtype=object), self.read.rows.offset
+        owners, offset = np.array(self.read.sites, dtype=object), self.read.offset
         for number, name in enumerate(sites):
             mine, theta = torch.from_numpy(np.flatnonzero(owners == name)), draws[number]
             for part in mine.split(max(1, _NUMBERS // len(theta))):
@@ -213,9 +213,9 @@ class _Table(NamedTuple):
         """Yield changes of a variable; of a factor from its first level to each other."""
         design = self.columns.design
         if design is None or self.frame is None:
-            column = self.read.rows.x[:, number]
+            column = self.read.x[:, number]
             low, high, step = _edges(column.numpy(), kind, ddof=1)
-            x = lambda edge: self.read.rows.x.index_copy(1, torch.tensor([number]), torch.as_tensor(edge)[:, None])
+            x = lambda edge: self.read.x.index_copy(1, torch.tensor([number]), torch.as_tensor(edge)[:, None])
             yield _Change(x(low), x(high), step)
             return
         name = _variables(design)[number]

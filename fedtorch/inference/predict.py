@@ -12,7 +12,7 @@ from fedtorch.federation.algorithms.ep.correction import Corrected
 from fedtorch.federation.posterior import Coefficients, posterior_of
 from fedtorch.federation.runs.run import Run
 from fedtorch.inference._responses import LevelsPredicted, Predicted, level_probabilities, predicted
-from fedtorch.inference._table_rows import TableRows, columns_of, table_rows
+from fedtorch.inference._table_rows import Rows, columns_of, read_rows
 from fedtorch.inference.pooling import refuse_pooled
 from fedtorch.tables.result_frame import ResultFrame
 
@@ -72,7 +72,7 @@ def predict(
         raise ValueError(f"Expected an interval of a probability between 0 and 1, such as 0.9, but got {interval!r}")
     refuse_pooled(run, "predict")
     names = run.sites if isinstance(run, Coefficients) else tuple(run.population.names)
-    read = table_rows(run, rows, site)
+    read = read_rows(columns_of(run), rows, site)
     _check_trials(run, read)
     unknown = [label for label in dict.fromkeys(read.sites) if label not in names]
     groups = dict.fromkeys(read.sites)
@@ -92,12 +92,14 @@ def predict(
     for label, source in sources.items():
         mine = np.flatnonzero(np.array(read.sites, dtype=object) == label)
         places.append(mine)
-        found.append(respond(source, 0 if label in unknown else names.index(label), read.take(mine), interval))
+        found.append(
+            respond(source, 0 if label in unknown else names.index(label), read.take(torch.from_numpy(mine)), interval)
+        )
     order = np.argsort(np.concatenate(places)) if places else np.zeros(0, dtype=np.int64)
     levels = () if ordered is None else ordered.levels
     each = max(1, len(levels))  # lines of a row
     index = np.repeat(np.arange(len(read.sites)), each)
-    columns: dict[str, Any] = {"site": [read.sites[i] for i in index]}
+    columns: dict[str, Any] = {"site": [read.sites[i] for i in index.tolist()]}
     columns["known"] = [label not in unknown for label in columns["site"]]
     columns |= {"level": list(levels) * len(read.sites)} if levels else {}
     for i, field in enumerate((Predicted if ordered is None else LevelsPredicted)._fields):
@@ -106,11 +108,11 @@ def predict(
     return ResultFrame.of(columns, read.index[index], level=interval)
 
 
-def _check_trials(run: Run | Coefficients, read: TableRows) -> None:
+def _check_trials(run: Run | Coefficients, read: Rows) -> None:
     """Warn where rows lack the column of their numbers of trials."""
     design = columns_of(run).design
     trials = None if design is None else design.trials or design.parsed.trials
-    if trials is not None and read.rows.trials is None:
+    if trials is not None and read.trials is None:
         warnings.warn(
             f"Expected numbers of trials in column {trials!r}, but the rows have none, and count as one trial each; "
             "add the column for numbers of successes",
