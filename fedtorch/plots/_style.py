@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, ParamSpec
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-P = ParamSpec("P")
 MOST_BARS = 30  # clients or nodes that are drawn one by one, with their names
 MOST_COLOURS = 10  # labels that colours tell apart
 _DOTTED = 15  # points of a line up to which each is marked
@@ -45,17 +45,13 @@ def _shown_figure() -> type[Figure]:
     return ShownFigure
 
 
-def literal(function: Callable[P, Figure]) -> Callable[P, Figure]:
-    """Return a function whose figures show a `$` in a name as it is, and not as mathematics."""
+@contextmanager
+def literal() -> Iterator[None]:
+    """Show a `$` in a name as it is, and not as mathematics, in figures that a function makes: a decorator."""
+    import matplotlib
 
-    @functools.wraps(function)
-    def drawn(*args: P.args, **kwargs: P.kwargs) -> Figure:
-        import matplotlib
-
-        with matplotlib.rc_context({"text.parse_math": False}):
-            return function(*args, **kwargs)
-
-    return drawn
+    with matplotlib.rc_context({"text.parse_math": False}):
+        yield
 
 
 def draw(axes: Axes, chart: Chart) -> None:

@@ -54,7 +54,7 @@ def calibration(run: Run, *, bins: int = 10, level: float = 0.9) -> Figure:
     return figure
 
 
-@literal
+@literal()
 def predictive_check(run: Run, *, of: str = "", level: float = 0.9) -> Figure:
     """Draw observed responses beside those that the model draws anew.
 

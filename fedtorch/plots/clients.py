@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@literal
+@literal()
 def client_distribution(data: FederatedData, label: int | str = 1) -> Figure:
     """Draw the clients' labels and their numbers of rows.
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _MOST_DEVICES = 500  # of a correlation matrix that is drawn
 
 
-@literal
+@literal()
 def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response", across: str = "covariate") -> Figure:
     """Draw posterior inclusion probabilities of ordered pairs of variables, darker the higher, without the diagonal.
 
@@ -52,7 +52,7 @@ def inclusion_map(inclusion: Tensor, names: Sequence[str], down: str = "response
     return figure
 
 
-@literal
+@literal()
 def device_correlation(covariance: LowRank, names: Sequence[str] | None = None) -> Figure:
     """Draw the correlation between devices that `ft.matrix_normal` has learnt, related devices side by side.
 

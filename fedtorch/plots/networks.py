@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _LEVELS = 50  # of the darkness of edges
 
 
-@literal
+@literal()
 def network(
     network: Network, values: Any = None, *, clusters: Any = None, label: str = "parameter", names: bool | None = None
 ) -> Figure:
@@ -61,7 +61,7 @@ def network(
     return figure
 
 
-@literal
+@literal()
 def directed_network(inclusion: Tensor, names: Sequence[str], effects: Tensor | None = None) -> Figure:
     """Draw arrows from causes to effects on a circle of variables, wider the more probable; feedback is two arcs.
 

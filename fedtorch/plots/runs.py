@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@literal
+@literal()
 def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["round", "bytes"] = "round") -> Figure:
     """Draw the training loss and scores by round; of one run with the spread over clients, of several a line each.
 
@@ -64,7 +64,7 @@ def curves(run: Any, values: Sequence[str] | None = None, *, against: Literal["r
     return figure
 
 
-@literal
+@literal()
 def groups(run: Any, metric: str) -> Figure:
     """Draw a metric by round for each group, with the gap between them as a band, and the mean over the worst tenth.
 

@@ -35,7 +35,7 @@ _NAMED = 6  # sites outside the limits of a funnel that are named
 _LIMITS = ((1.959964, "95 %"), (3.090232, "99.8 %"))
 
 
-@literal
+@literal()
 def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
     """Draw each site's coefficients with their intervals, ordered, and what sites have in common below.
 
@@ -53,7 +53,7 @@ def forest(run: Run, coefficient: str | Sequence[str] | None = None, *, level: f
     return _forests([site_forest(*each, level=level) for each in _chosen(run, coefficient, level)])
 
 
-@literal
+@literal()
 def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level: float = 0.9) -> Figure:
     """Draw each site's own estimate and where partial pooling has drawn it; arguments are those of `forest`.
 
@@ -62,7 +62,7 @@ def shrinkage(run: Run, coefficient: str | Sequence[str] | None = None, *, level
     return _forests([site_forest(*each, level=level, own=True) for each in _chosen(run, coefficient, level)])
 
 
-@literal
+@literal()
 def funnel(run: Run, coefficient: str | Sequence[str] | None = None) -> Figure:
     """Draw each site's own estimate against its precision, with the limits within which chance would leave it.
 
