@@ -1,15 +1,4 @@
-"""Algorithms side by side over seeds: the same clients, cohorts and held-out rows for all, and a table.
-
->>> import torch, fedtorch as ft
->>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
->>> local = ft.least_squares(torch.nn.Linear(10, 1))
->>> result = ft.benchmark({"alone": ft.separate(local), "FedAvg": ft.fedavg(local)}, ft.InProcess(data), rounds=3,
-...                       seeds=4, validation=0.3, metrics={"error": ft.metrics.mean_squared_error()}, progress=False)
->>> list(result.table.columns)
-['error', 'error sd', 'error worst client', 'error minus alone', 'error minus alone, sd']
->>> bool(result.table["error minus alone"]["FedAvg"] < 0)
-True
-"""
+"""Algorithms side by side over seeds: the same clients, cohorts and held-out rows for all, and a table."""
 
 from __future__ import annotations
 
@@ -126,6 +115,18 @@ def benchmark(
         TypeError: something is no algorithm, or a metric is no number.
         ValueError: nothing to run, a private algorithm that is not made by a function for each seed, or a folder of
             other runs.
+
+    Example:
+        >>> import torch, fedtorch as ft
+        >>> data = ft.data.partition(ft.data.diabetes(), ft.data.iid(), clients=4, seed=0)
+        >>> local = ft.least_squares(torch.nn.Linear(10, 1))
+        >>> result = ft.benchmark(
+        ...     {"alone": ft.separate(local), "FedAvg": ft.fedavg(local)}, ft.InProcess(data), rounds=3, seeds=4,
+        ...     validation=0.3, metrics={"error": ft.metrics.mean_squared_error()}, progress=False)
+        >>> list(result.table.columns)
+        ['error', 'error sd', 'error worst client', 'error minus alone', 'error minus alone, sd']
+        >>> bool(result.table["error minus alone"]["FedAvg"] < 0)
+        True
     """
     seeds = tuple(range(seeds)) if isinstance(seeds, int) else tuple(seeds)
     if not algorithms or not seeds or not metrics or len(set(seeds)) < len(seeds):
