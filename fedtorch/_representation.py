@@ -112,8 +112,8 @@ def method(settings: Mapping[str, Any], most: int) -> str:
     return text
 
 
-def run_line(kind: str, run: Any, members: str = "clients") -> str:
-    """Return a run on a line: what it is of, how many take part, how far it is, what was sent, and the last loss.
+def run_line(kind: str, run: Any, settings: Mapping[str, Any], members: str) -> str:
+    """Return a run on a line: its method, how many take part, rounds done, bytes sent, and the last loss.
 
     Example:
         >>> import torch, fedtorch as ft
@@ -121,12 +121,12 @@ def run_line(kind: str, run: Any, members: str = "clients") -> str:
         >>> ft.run(ft.fedavg(ft.least_squares(torch.nn.Linear(1, 1))), ft.InProcess(data), rounds=2)
         Run(fedavg(least_squares(Linear), mu=0.0, lr=1.0, …), 3 clients, round 2, 1.44 kB up, 816 B down, train_loss 0)
     """
-    numbers = [f"{len(run.population.names)} {members}", f"round {run.number}"]
+    numbers = [members, f"round {run.number}"]
     if run.number:
         numbers += [f"{bytes_text(run.bytes_up)} up", f"{bytes_text(run.bytes_down)} down"]
     if run.last is not None:
         numbers += [f"{name} {value}" for name, value in headline(run.last).items()]
-    return one_line(lambda most: f"{kind}({', '.join([method(run.algorithm.settings, most), *numbers])})")
+    return one_line(lambda most: f"{kind}({', '.join([method(settings, most), *numbers])})")
 
 
 def below(prefix: str, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -91,7 +91,7 @@ MODULES = (
     "fedtorch.trust.attacks.split",
     "fedtorch.trust.privacy.mechanisms.split_labels",
 )
-NO_ROWS = {"_Parties", "_Method", "Protocol", "Traffic", "Rate", "Kept"}  # names, settings, functions, counts
+NO_ROWS = {"Protocol", "Traffic", "Rate", "Kept"}  # names, settings, functions, counts
 NO_ROWS |= {"Entered", "Held", "From", "Done"}  # how far a node has come
 SETTINGS = {"Predictor", "ResponseLikelihood", "VerticalModel", "GaussianFamily", "Guide", "Auxiliary"}
 SETTINGS |= {"HierarchicalBayes"}  # dataclasses of functions and of what a model is given

@@ -53,18 +53,27 @@ def about(
         "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "rounds": run.number,
         "ended": ended or run.ended,
-        "clients": list(run.population.names),
+        "clients": list(run.names if isinstance(run, VerticalRun) else run.population.names),
         "settings": settings,
         "versions": record.versions(),
         "machine": f"{platform.platform()}, {platform.machine()}",
         "scores": {name: _score(score) for name, score in (scores or {}).items() if score.is_number},
-        "network": reduced(_network(run) if network is None else network),
+        "network": reduced(network),
         "posteriors": [*posteriors.found(run), *(clients or [])],
+        "disclosure": _disclosure(run),
+        **({} if isinstance(run, VerticalRun) else _of_federation(run, network)),
+    }
+
+
+def _of_federation(run: Run, network: Any) -> dict[str, Any]:
+    """Return the facts that a vertical fit has not: the algorithm's network and budget, what the population knows."""
+    organisations = getattr(run.population, "organisations", {})
+    return {
+        "network": reduced(run.algorithm.exchange.network if network is None else network),
         "privacy": _privacy(run),
         "missing": _missing(run),
-        "disclosure": _disclosure(run),
         "audited": _audited(run),
-        "organisations": {name: list(own) for name, own in getattr(run.population, "organisations", {}).items()},
+        "organisations": {name: list(sites) for name, sites in organisations.items()},
     }
 
 
@@ -83,7 +92,7 @@ def _disclosure(run: Run | VerticalRun) -> list[list[str]]:
     return [list(brief.columns), *brief.astype(str).values.tolist()]
 
 
-def _missing(run: Run | VerticalRun) -> dict[str, Any] | None:
+def _missing(run: Run) -> dict[str, Any] | None:
     """Return the shares of missing cells by client, those that lack most first; None where rows lacked none."""
     elsewhere = hasattr(run.population, "counts")  # at sites, which say how many rows they have
     data = None if elsewhere else getattr(run.population, "data", None)
@@ -95,17 +104,13 @@ def _missing(run: Run | VerticalRun) -> dict[str, Any] | None:
     return {"columns": list(shares.columns), "rows": rows}
 
 
-def _audited(run: Run | VerticalRun) -> str:
+def _audited(run: Run) -> str:
     """Return the name of the file of the server's audit record, empty where it keeps none."""
     record = getattr(getattr(run.population, "plan", None), "record", None)
     return "" if record is None else record.path.name
 
 
-def _network(run: Run | VerticalRun) -> Network | None:
-    return None if isinstance(run, VerticalRun) else run.algorithm.exchange.network
-
-
-def _privacy(run: Run | VerticalRun) -> dict[str, Any] | None:
+def _privacy(run: Run) -> dict[str, Any] | None:
     """Return the claim of an algorithm that accounts for what it tells, and its budget."""
     ledger = getattr(run.algorithm.budget, "ledger", None)
     if ledger is None:

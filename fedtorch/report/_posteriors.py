@@ -30,10 +30,10 @@ _TRACES, _POINTS = 4, 200  # components whose draws are drawn, and draws of each
 
 def found(run: Run | VerticalRun) -> list[dict[str, Any]]:
     """Return the posteriors of a run, each as plain data with `rows` of mean, sd and 95 % interval by component."""
+    if not isinstance(run, Run):
+        return _of_variational(run) if run.number and isinstance(run, VariationalFit) else []
     sources = [_of_draws(one) for one in run.recorders if isinstance(one, Sampler) and one.moments]
-    if run.number and isinstance(run, VariationalFit):
-        sources += _of_variational(run)
-    elif run.number and isinstance(run, Run) and posterior_of(run.algorithm).title:
+    if run.number and posterior_of(run.algorithm).title:
         sources.append(_of_shared(run))
     return sources
 

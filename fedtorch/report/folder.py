@@ -85,7 +85,7 @@ def write(
         network: to draw, with its positions; default: that of the algorithm, if it has one.
     """
     folder, clients = Path(folder), by_client(run)
-    if run.population.leads:
+    if isinstance(run, VerticalRun) or run.population.leads:
         known = about(run, title=title, ended=ended, scores=scores, network=network, clients=clients)
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint.write(folder / HISTORY, run.log.state_dict())

@@ -167,7 +167,7 @@ class TrainerRun(VerticalRun):
 
     def epoch(self, report: Mapping[str, Tensor], seconds: float) -> None:
         """Record an epoch that the Trainer has done."""
-        self._record(Iterated(report, torch.arange(len(self.population.names))), seconds)
+        self._record(Iterated(report, torch.arange(len(self.names))), seconds)
 
     def predict(
         self,

@@ -156,7 +156,9 @@ class Federation(L.LightningModule):
                 setattr(self, name, None)
 
     def __repr__(self) -> str:
-        return run_line("Federation", self.run)
+        return run_line(
+            "Federation", self.run, self.run.algorithm.settings, f"{len(self.run.population.names)} clients"
+        )
 
     # -- what came out ---------------------------------------------------------------------------------------------
 

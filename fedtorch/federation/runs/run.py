@@ -204,7 +204,7 @@ class Run(Scored, Resumable):
             yield self.step()
 
     def __repr__(self) -> str:
-        return run_line("Run", self)
+        return run_line("Run", self, self.algorithm.settings, f"{len(self.population.names)} clients")
 
     def __iter__(self) -> Iterator[Round]:
         raise TypeError("Expected a loop over run.rounds(...), but got one over the run itself; use run.rounds()")

@@ -18,7 +18,7 @@ from torch import Tensor
 from fedtorch import checkpoint
 from fedtorch._representation import run_line, without_rows
 from fedtorch.checkpoint import below, describe
-from fedtorch.history import History, Recorder, Round
+from fedtorch.history import History, Round
 from fedtorch.metrics.scores import Score, score_of, stacked_metrics
 from fedtorch.vfl.model.likelihoods import ResponseLikelihood
 from fedtorch.vfl.rows.data import VerticalData
@@ -39,28 +39,17 @@ class Iterated(NamedTuple):
     bytes_down: int = 0
 
 
-class _Parties(NamedTuple):
-    """The parties of a vertical fit, as reports and records know the clients of a population."""
-
-    names: tuple[str, ...]
-    leads: bool = True  # whether this process writes files
-
-
-class _Method(NamedTuple):
-    """The name and settings of a vertical fit, as reports and records know those of an algorithm."""
-
-    settings: dict[str, Any]
-    budget: None = None
-
-
 class VerticalRun:
-    """A vertical fit, begun and not yet stepped; kinds of fits say how one iteration goes.
+    """Iterations of a vertical fit with their history, and checkpoints of both.
+
+    A kind of fit overrides `_iterate`, `_state`, `_load` and `predict`.
 
     Args:
         names: of the parties.
         settings: by name, with that of the "algorithm"; what a checkpoint belongs to.
 
     Attributes:
+        names, settings: as given.
         number: iterations done.
         log: the history.
         last: the last iteration that was done here, None before; its ids are the parties' numbers.
@@ -72,13 +61,12 @@ class VerticalRun:
     ended = ""
 
     def __init__(self, names: Sequence[str], settings: Mapping[str, Any]) -> None:
-        self.population, self.algorithm = _Parties(tuple(names)), _Method(dict(settings))
+        self.names, self.settings = tuple(names), dict(settings)
         self.number = self.bytes_up = self.bytes_down = 0
         self.log = History()
-        self.recorders: tuple[Recorder, ...] = ()
 
     def __repr__(self) -> str:
-        return run_line(type(self).__name__, self, "parties")
+        return run_line(type(self).__name__, self, self.settings, f"{len(self.names)} parties")
 
     def step(self) -> Round:
         """Do one iteration."""
@@ -165,8 +153,8 @@ class VerticalRun:
 
     def fingerprint(self) -> dict[str, str]:
         """Return what a checkpoint belongs to, by name."""
-        known = {name: describe(value) for name, value in self.algorithm.settings.items()}
-        return {**known, "parties": describe(self.population.names)}
+        known = {name: describe(value) for name, value in self.settings.items()}
+        return {**known, "parties": describe(self.names)}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return everything that a resumed fit needs, flat."""
