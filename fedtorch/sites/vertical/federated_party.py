@@ -40,8 +40,8 @@ from fedtorch.vfl.fit.guide import draw_own
 from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.fit.part import Part
 from fedtorch.vfl.model.checks import check_rows
+from fedtorch.vfl.nodes.iteration import VALUES_AND_GRADIENTS, protocol_of
 from fedtorch.vfl.nodes.node import Drawn, Iteration, Optimizers, PartyNode, Proposal
-from fedtorch.vfl.nodes.protocols import VALUES_AND_GRADIENTS, protocol_of
 from fedtorch.vfl.rows.data import VerticalData
 
 

@@ -31,9 +31,8 @@ from torch import Tensor
 from fedtorch import wire
 from fedtorch._representation import without_rows
 from fedtorch.protocol.halves import Half, Send, Traffic
-from fedtorch.vfl.nodes.iteration import unbound_half
+from fedtorch.vfl.nodes.iteration import POWER, protocol_of, unbound_half
 from fedtorch.vfl.nodes.node import Iteration, PartyNode, ServerNode, Summand, Value
-from fedtorch.vfl.nodes.protocols import POWER, protocol_of
 
 Delays = Callable[[int, int], int]  # (party, from 0 on, number of its message) -> ticks
 
