@@ -25,8 +25,7 @@ import torch
 from experiments import common
 from experiments.benchmarks.parts.memory import peak
 from fedtorch import random, vfl
-from fedtorch.vfl.fit.guide import count_parameters, initial
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.guide import count_parameters, draw_noise, initial
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.nodes.iteration import exchange

@@ -60,9 +60,8 @@ from fedtorch.checkpoint_io import keep_plain
 from fedtorch.vfl.fit.auxiliary import noiseless
 from fedtorch.vfl.fit.bound import bound
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.guide import Guide, Parameters, initial, point
+from fedtorch.vfl.fit.guide import Guide, Noise, Parameters, initial, point
 from fedtorch.vfl.fit.hierarchical_bayes import HierarchicalBayes
-from fedtorch.vfl.fit.noise import Noise
 from fedtorch.vfl.fit.part import Part, draw_noises, parts, predicted
 from fedtorch.vfl.lightning import TrainerRun
 from fedtorch.vfl.model.checks import check_features, check_response

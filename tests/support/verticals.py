@@ -11,8 +11,7 @@ from torch import Tensor
 from fedtorch import random, tree, vfl
 from fedtorch.models import encoders
 from fedtorch.protocol.halves import Half, decode, drive, encode
-from fedtorch.vfl.fit.guide import initial, low_rank
-from fedtorch.vfl.fit.noise import Noise, draw_noise
+from fedtorch.vfl.fit.guide import Noise, draw_noise, initial, low_rank
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.checks import prepared

@@ -20,8 +20,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedtorch.vfl.fit.guide import Guide, Parameters, draw_theta, fixed
-from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.fit.guide import Guide, Noise, Parameters, draw_theta, fixed
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from fedtorch import functional, tree
 from fedtorch.captured import CapturedStep
 from fedtorch.vfl.fit.bound import bound
-from fedtorch.vfl.fit.guide import Guide, Parameters
-from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.fit.guide import Guide, Noise, Parameters
 from fedtorch.vfl.model.split_nn import Stacked
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedtorch import checkpoint, random
-from fedtorch.vfl.fit.guide import Guide, Parameters, draw_own
-from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.fit.guide import Guide, Noise, Parameters, draw_own
 from fedtorch.vfl.model.vertical import VerticalModel
 from fedtorch.vfl.rows.data import VerticalData
 

@@ -24,8 +24,7 @@ from fedtorch.progress import Progress
 from fedtorch.vfl.fit.adam import Drift, RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, bound, climb
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.guide import Guide, Parameters, draw_theta, initial
-from fedtorch.vfl.fit.noise import draw_noise, iterations
+from fedtorch.vfl.fit.guide import Guide, Parameters, draw_noise, draw_theta, initial, iterations
 from fedtorch.vfl.fit.run import Iterated, VerticalRun
 from fedtorch.vfl.model.checks import prepared
 from fedtorch.vfl.model.collapsed import noise_variance

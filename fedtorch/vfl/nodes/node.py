@@ -20,8 +20,7 @@ from fedtorch.learns import Learns, tells
 from fedtorch.tree import Tree
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, party_bound
-from fedtorch.vfl.fit.guide import draw_own, fixed
-from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.fit.guide import Noise, draw_own, fixed
 from fedtorch.vfl.fit.part import Part
 from fedtorch.vfl.model.checks import check_response, check_rows
 from fedtorch.vfl.model.vertical import summed

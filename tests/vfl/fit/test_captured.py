@@ -13,7 +13,7 @@ from torch import nn
 
 from fedtorch import random, tree, vfl
 from fedtorch.vfl.fit.captured import CapturedBound
-from fedtorch.vfl.fit.noise import Noise
+from fedtorch.vfl.fit.guide import Noise
 from fedtorch.vfl.fit.part import draw_noises
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.split_nn import mlp

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from fedtorch import tree, vfl
 from fedtorch.models import encoders
 from fedtorch.vfl.fit.bound import bound
-from fedtorch.vfl.fit.guide import initial
-from fedtorch.vfl.fit.noise import draw_noise
+from fedtorch.vfl.fit.guide import draw_noise, initial
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.checks import prepared

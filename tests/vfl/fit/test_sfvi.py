@@ -32,8 +32,7 @@ from fedtorch import random, tree, vfl
 from fedtorch.models import encoders
 from fedtorch.vfl.fit.adam import RestartingAdam
 from fedtorch.vfl.fit.bound import ascend, bound
-from fedtorch.vfl.fit.guide import count_parameters, initial
-from fedtorch.vfl.fit.noise import Noise, draw_noise
+from fedtorch.vfl.fit.guide import Noise, count_parameters, draw_noise, initial
 from fedtorch.vfl.model import likelihoods
 from fedtorch.vfl.model.checks import prepared
 

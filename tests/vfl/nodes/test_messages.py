@@ -29,7 +29,7 @@ from support.verticals import (
 from fedtorch import random, tree, vfl, wire
 from fedtorch.protocol.halves import Half, Receive, Send, Traffic, together
 from fedtorch.vfl.fit.bound import bound
-from fedtorch.vfl.fit.noise import Noise, draw_noise
+from fedtorch.vfl.fit.guide import Noise, draw_noise
 from fedtorch.vfl.fit.part import parts
 from fedtorch.vfl.model.checks import prepared
 from fedtorch.vfl.nodes.iteration import bounded_delay, exchange, server_half
