@@ -1,4 +1,4 @@
-"""Parts of solvers with a variable per edge: differences and their adjoint, optimality, ties."""
+"""Solvers with a dual variable per edge: their loop, differences over edges and the adjoint, optimality, ties."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import Tensor
 from fedtorch import linalg
 from fedtorch.networks.solvers.penalties import Penalty, squared
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Monitor, Scope, Solution
+from fedtorch.networks.solvers.solution import CHECK_EVERY, Monitor, Solution, Watch
+
+Step = Callable[[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]  # (w, dual) -> (w, dual, the edges' differences)
 
 
 class EdgeProblem:
@@ -68,7 +70,26 @@ class EdgeProblem:
         stationary = stationary / (self._sizes[0] + self._sizes[1] * size).clamp(min=tiny)
         return max(float(stationary), float(feasible / size.clamp(min=tiny)))
 
-    def solution(self, monitor: Monitor, w: Tensor, dual: Tensor, s: Tensor, scope: Scope) -> Solution:
+    def solve(self, step: Step, scale: float, *, rounds: int, tolerance: float, watch: Watch | None = None) -> Solution:
+        """Take steps from the nodes' own fits and duals of zero until the optimality is within the tolerance.
+
+        Args:
+            step: a round of all nodes and edges.
+            scale: of its duals `(E, d)`: times the scale they are in αA_ij ∂φ(w_i − w_j) at a minimiser.
+            rounds: at most so many.
+            tolerance: of `optimality`, which is checked every 20 rounds.
+            watch: told (rounds, parameters) after each round; stops the solver by returning something true.
+        """
+        monitor = Monitor(self.problem, tolerance, rounds, CHECK_EVERY, watch)
+        w = self.proximal(torch.zeros_like(self.neighbours))(torch.zeros_like(self.problem.cross))
+        dual = torch.zeros_like(self.differences(w))
+        while True:
+            w, dual, s = step(w, dual)
+            stop = monitor.tell(w)
+            if (stop or monitor.due()) and (monitor.check(self.optimality(w, scale * dual), w) or stop):
+                return self._tied(monitor, w, scale * dual, s)
+
+    def _tied(self, monitor: Monitor, w: Tensor, dual: Tensor, s: Tensor) -> Solution:
         """Return the result, with parameters made equal where an edge's difference `s` `(E, d)` is exactly zero."""
         tied = s == 0
         w = w.clone()
@@ -78,13 +99,14 @@ class EdgeProblem:
             w[:, c] = (w.new_zeros(count).index_add_(0, labels, w[:, c]) / size)[labels]
         clusters = self._components(tied.all(1))[0] if bool(tied.any()) else None
         monitor.least = torch.inf  # steps that are averaged cannot go astray, and no other parameters have these ties
-        return monitor.solution(w, scope, optimality=lambda w: self.optimality(w, dual), clusters=clusters)
+        return monitor.solution(w, "local", optimality=lambda w: self.optimality(w, dual), clusters=clusters)
 
-    def _components(self, kept: Tensor) -> tuple[Tensor, int]:
+    def _components(self, tied: Tensor) -> tuple[Tensor, int]:
+        """Return the component of each node where only tied edges `(E,)` connect, and how many there are."""
         from scipy.sparse import coo_matrix
         from scipy.sparse.csgraph import connected_components
 
         n = len(self.problem.cross)
-        ends = self.first[kept].cpu().numpy(), self.second[kept].cpu().numpy()
-        count, labels = connected_components(coo_matrix((kept[kept].cpu().numpy(), ends), (n, n)), directed=False)
+        ends = self.first[tied].cpu().numpy(), self.second[tied].cpu().numpy()
+        count, labels = connected_components(coo_matrix((tied[tied].cpu().numpy(), ends), (n, n)), directed=False)
         return torch.from_numpy(labels).to(self.first), count

@@ -25,14 +25,12 @@ tensor([1., 2.], dtype=torch.float64)
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from fedtorch.networks.solvers._edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, squared
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
-
-_CHECK_EVERY = 20  # rounds
+from fedtorch.networks.solvers.solution import Solution, Watch
 
 
 def admm(
@@ -61,16 +59,13 @@ def admm(
     rho = edges.scale if rho is None else rho
     if not rho > 0:
         raise ValueError(f"Expected a positive rho, but got {rho}")
-    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
-    w = edges.proximal(torch.zeros_like(edges.neighbours))(torch.zeros_like(problem.cross))
     nearest = edges.proximal(rho * edges.neighbours)
-    u = torch.zeros_like(edges.differences(w))
-    while True:
+
+    def step(w: Tensor, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         gap = edges.differences(w) + 2 * u
         s = penalty.prox(gap, 2 * edges.strength / rho)
         u = (gap - s) / 2
         middle, push = (w[edges.first] + w[edges.second]) / 2, s / 2 - u
-        w = nearest(rho * edges.gathered(middle + push, middle - push))
-        stop = monitor.tell(w)
-        if (stop or monitor.due()) and (monitor.check(edges.optimality(w, rho * u), w) or stop):
-            return edges.solution(monitor, w, rho * u, s, "local")
+        return nearest(rho * edges.gathered(middle + push, middle - push)), u, s
+
+    return edges.solve(step, rho, rounds=rounds, tolerance=tolerance, watch=watch)

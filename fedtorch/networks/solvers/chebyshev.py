@@ -30,10 +30,9 @@ from torch import Tensor
 
 from fedtorch.networks.solvers.conjugate_gradient import ConjugateGradients
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
+from fedtorch.networks.solvers.solution import CHECK_EVERY, Monitor, Solution, Watch, start_at
 
-_CHECK_EVERY = 20  # rounds
-_SLOW = 0.3  # a fall of the residual in a window that is no sign of monitor
+_SLOW = 0.3  # a fall of the residual in a window that shows no convergence
 _MARGIN = 0.5  # Ritz values come down to the eigenvalue; too small an estimate costs less than too large a one
 
 
@@ -67,7 +66,7 @@ def chebyshev(
         raise ValueError(f"Expected the smallest eigenvalue between 0 and 2, but got {smallest}")
     if smallest is None and lanczos_rounds < 2:
         raise ValueError(f"Expected at least 2 Lanczos rounds, but got {lanczos_rounds}; or pass smallest=")
-    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, CHECK_EVERY, watch)
     first = ConjugateGradients(problem, start_at(problem, start), monitor, started=start is not None)
     stop = monitor.small(first.residual, first.w)
     if smallest is None:
@@ -87,7 +86,7 @@ def _iterate(state: ConjugateGradients, monitor: Monitor, smallest: float) -> bo
     """Iterate from `state`, in place, until there is nothing left to do, or (False) `smallest` is found too large."""
     w, r, problem = state.w, state.residual, state.problem
     middle, half = (2 + smallest) / 2, (2 - smallest) / 2
-    window = max(_CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # in which the residual has to fall by e⁻⁴ or so
+    window = max(CHECK_EVERY, int(2 * (2 / smallest) ** 0.5))  # in which the residual has to fall by e⁻⁴ or so
     rho, delta = half / middle, state.precondition(r) / middle
     since, before = monitor.rounds, monitor.optimality
     while True:

@@ -26,9 +26,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
-
-_CHECK_EVERY = 20  # rounds
+from fedtorch.networks.solvers.solution import CHECK_EVERY, Monitor, Solution, Watch, start_at
 
 
 def fedgd(
@@ -58,7 +56,7 @@ def fedgd(
     rate = problem.safe_rate if rate is None else rate
     if not rate > 0:
         raise ValueError(f"Expected a positive rate, but got {rate}")
-    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, CHECK_EVERY, watch)
     step = gradient_step(problem, rate)
     w = start_at(problem, start)
     new = torch.empty_like(w)

@@ -21,9 +21,7 @@ import torch
 from torch import Tensor
 
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Monitor, Solution, Watch, start_at
-
-_CHECK_EVERY = 20  # rounds
+from fedtorch.networks.solvers.solution import CHECK_EVERY, Monitor, Solution, Watch, start_at
 
 
 def fedrelax(
@@ -38,7 +36,7 @@ def fedrelax(
 
     Where there are several solutions the one of least norm is returned: nodes of a component then average once.
     """
-    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, CHECK_EVERY, watch)
     inverse, adjacency = problem.inverse_blocks, problem.adjacency
     w = start_at(problem, start)
     right = torch.empty_like(w)

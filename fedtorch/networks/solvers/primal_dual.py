@@ -22,14 +22,12 @@ tensor([1., 2.], dtype=torch.float64)
 
 from __future__ import annotations
 
-import torch
+from torch import Tensor
 
 from fedtorch.networks.solvers._edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, norm2
 from fedtorch.networks.solvers.problem import LinearProblem
-from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
-
-_CHECK_EVERY = 20  # rounds
+from fedtorch.networks.solvers.solution import Solution, Watch
 
 
 def primal_dual(
@@ -59,16 +57,13 @@ def primal_dual(
     theta = 1 / edges.scale if theta is None else theta
     if not theta > 0:
         raise ValueError(f"Expected a positive theta, but got {theta}")
-    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
     pull, sigma = edges.neighbours / theta, 1 / (2 * theta)  # pull is 1 / τ
-    w = edges.proximal(torch.zeros_like(edges.neighbours))(torch.zeros_like(problem.cross))
     nearest = edges.proximal(pull)
-    y = torch.zeros_like(edges.differences(w))
-    while True:
+
+    def step(w: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         new = nearest(pull[:, None] * w - edges.gathered(y, -y))
         v = y + sigma * edges.differences(2 * new - w)
         s = penalty.prox(v / sigma, edges.strength / sigma)
-        w, y = new, v - sigma * s
-        stop = monitor.tell(w)
-        if (stop or monitor.due()) and (monitor.check(edges.optimality(w, y), w) or stop):
-            return edges.solution(monitor, w, y, s, "local")
+        return new, v - sigma * s, s
+
+    return edges.solve(step, 1.0, rounds=rounds, tolerance=tolerance, watch=watch)

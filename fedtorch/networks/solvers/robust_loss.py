@@ -30,9 +30,8 @@ from fedtorch.networks.network import Network
 from fedtorch.networks.solvers._edges import EdgeProblem
 from fedtorch.networks.solvers.penalties import Penalty, norm1, squared
 from fedtorch.networks.solvers.problem import linear_problem
-from fedtorch.networks.solvers.solution import Monitor, Solution, Watch
+from fedtorch.networks.solvers.solution import CHECK_EVERY, Monitor, Solution, Watch
 
-_CHECK_EVERY = 20  # rounds
 _BALANCED = 2000  # rounds in which κ is still changed
 
 
@@ -75,7 +74,7 @@ def robust_loss(
     """
     problem = linear_problem(data, network, alpha)
     edges, rows = EdgeProblem(problem, penalty), _Rows(data)
-    monitor = Monitor(problem, tolerance, rounds, _CHECK_EVERY, watch)
+    monitor = Monitor(problem, tolerance, rounds, CHECK_EVERY, watch)
     w = edges.proximal(torch.zeros_like(edges.neighbours))(torch.zeros_like(problem.cross))
     residual = rows.residuals(w)
     kappa = 1 / float(residual.abs().mean().clamp(min=1e-9 * float(rows.y.abs().max()) + torch.finfo(w.dtype).tiny))
@@ -94,7 +93,7 @@ def robust_loss(
             continue
         force = partial(_optimality, edges, rows, loss, slope=kappa * v, dual=rho * u)
         if monitor.check(force(w), w) or stop:
-            monitor.least = torch.inf  # as in `EdgeProblem.solution`: no other parameters have these duals
+            monitor.least = torch.inf  # as in `EdgeProblem.solve`: no other parameters have these duals
             return monitor.solution(w, "local", optimality=force)
         if monitor.rounds <= _BALANCED:
             change = _balance(rows, kappa, rows.residuals(w) - z, z - before, kappa * v)

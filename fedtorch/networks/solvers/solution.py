@@ -34,6 +34,7 @@ from fedtorch.progress import Progress
 Scope = Literal["local", "reference"]
 Watch = Callable[[int, Tensor], object]  # (rounds of messages so far, parameters (n, d)) -> something true to stop
 Reason = Literal["converged", "ill-conditioned", "rounds", "watch", "breakdown"]
+CHECK_EVERY = 20  # rounds between two checks of solvers that check now and then
 _EXACT = 8  # units in the last place: no residual relative to the numbers that it is made of is surely below
 
 
